@@ -1,0 +1,149 @@
+"""nn.Module -> (apply, params): a pure function of the params, whose modules are units where the handles say so."""
+
+from __future__ import annotations
+
+import contextvars
+import copy
+import functools
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero._placement import ROOT
+from fzero._unit import Handle, call_unit
+
+Params = Mapping[str, Any]
+# module path -> {name below that module: leaf}, for the apply that is running
+_units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
+
+
+class _Body(nn.Module):
+    """Runs a module's own forward where functional_call's swap is in force; calling the module would loop."""
+
+    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.module = module
+        self._forward = forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(*args, **kwargs)
+
+
+def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
+    """A pure function and its params from a module, which is left as it is.
+
+    Args:
+        module: any module. Its buffers become constants of the function; a tied weight appears once, under its first
+            name.
+
+    Returns:
+        `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
+        (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit.
+
+    Example:
+        >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
+        >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
+        (['bias', 'weight'], torch.Size([3, 1]))
+    """
+    params = {name: param.detach() for name, param in module.named_parameters()}
+    memo = {
+        id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
+        for param in module.parameters()
+    }
+    pristine = copy.deepcopy(module, memo)
+    names = {id(param): name for name, param in pristine.named_parameters()}
+    # every name, also a tied weight's second one -> the leaf's one name
+    aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
+    threads = threading.local()  # swapping a module's params is not safe across threads
+
+    def twin() -> nn.Module:
+        if not hasattr(threads, "twin"):
+            threads.twin = copy.deepcopy(pristine)
+            threads.patched = set()
+        return threads.twin
+
+    def patch(path: str) -> None:
+        own = twin().get_submodule(path)
+        if id(own) in threads.patched:  # one module at two paths is one unit, called twice
+            return
+        threads.patched.add(id(own))
+        run_forward = own.forward
+        body = _Body(own, run_forward)
+
+        def run(leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+            return torch.func.functional_call(body, dict(leaves), args, kwargs)
+
+        @functools.wraps(run_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            leaves = _units.get().get(path)
+            if leaves is None:
+                return run_forward(*args, **kwargs)
+            return call_unit(run, (leaves, args, kwargs), {})
+
+        own.forward = forward
+
+    def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
+        _check_names(params, names.values())
+        units = _module_units(params, aliases, {name for name, _ in twin().named_modules()})
+        for path in units:
+            patch(path)
+        token = _units.set({} if ROOT in units else units)
+        versions = [(name, buffer, buffer._version) for name, buffer in twin().named_buffers()]
+        try:
+            if ROOT in units:  # the whole module is one unit
+                out = call_unit(
+                    lambda leaves, a, k: torch.func.functional_call(twin(), dict(leaves), a, k),
+                    (dict(params), args, kwargs),
+                    {},
+                )
+            else:
+                full = {name: leaf for name, leaf in params.items() if not isinstance(leaf, Handle)}
+                out = torch.func.functional_call(twin(), full, args, kwargs)
+        finally:
+            _units.reset(token)
+        for name, buffer, version in versions:
+            if buffer._version != version:
+                raise ValueError(
+                    f"The module changed its buffer {name!r} in its forward (batch norm in training mode does); "
+                    "buffers are constants of the function. Call module.eval() before fz.functional, or use a "
+                    "layer without running statistics (group norm, layer norm)."
+                )
+        return out
+
+    return apply, params
+
+
+def _check_names(params: Params, names: Any) -> None:
+    missing = [name for name in names if name not in params]
+    extra = [name for name in params if name not in set(names)]
+    if missing or extra:
+        raise ValueError(
+            f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
+            "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
+        )
+
+
+def _module_units(params: Params, aliases: Mapping[str, str], modules: set[str]) -> dict[str, dict[str, Any]]:
+    """Module path -> {name below it: leaf}, for every unit that the handles among the params belong to."""
+    paths: dict[str, str] = {}
+    for name, leaf in params.items():
+        if not isinstance(leaf, Handle):
+            continue
+        prefix = leaf.path.removesuffix(name)
+        path = leaf.unit.removeprefix(prefix) if prefix != leaf.path and leaf.unit.startswith(prefix) else ROOT
+        if prefix == leaf.path or (path not in modules and (prefix + path) != prefix):
+            raise ValueError(
+                f"apply: leaf {leaf.path!r} belongs to unit {leaf.unit!r}, but the module has no submodule "
+                f"{leaf.unit!r} to gather it in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in "
+                "train_step as paths of modules, or keep the module's names in the params."
+            )
+        paths[leaf.unit] = path
+    out: dict[str, dict[str, Any]] = {}
+    for path in paths.values():
+        below = path + "." if path else ""
+        out[path] = {name[len(below) :]: params[canon] for name, canon in aliases.items() if name.startswith(below)}
+    return {path: {"module." + name: leaf for name, leaf in leaves.items()} if path else leaves for path, leaves in out.items()}
+

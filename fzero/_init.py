@@ -1,0 +1,112 @@
+"""From the user's params to a state: the table, the layout, the ranks' agreement, the buffers."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fzero import _tree
+from fzero._layout import Layout
+from fzero._placement import check_leaf
+from fzero._sharded import Sharded, is_sharded
+from fzero._state import ScaleState, TrainState
+
+if TYPE_CHECKING:
+    from fzero._step import Step
+
+
+def leaf_specs(params: Any) -> tuple[list[tuple[str, tuple[int, ...], torch.dtype]], list[Any], Any]:
+    """(path, shape, dtype) of every leaf, the leaves, the structure; callables are asked without memory."""
+    names, leaves, structure = _tree.named_leaves(params)
+    if not leaves:
+        raise ValueError("params: got an empty tree, expected at least one floating tensor.")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"params: two leaves have the path {twice!r}; rename a key so that dotted paths are unique.")
+    specs = []
+    for name, leaf in zip(names, leaves, strict=True):
+        made = _shape_of(leaf) if callable(leaf) and not isinstance(leaf, torch.Tensor) else leaf
+        check_leaf(name, made)
+        specs.append((name, tuple(made.shape), made.dtype))
+    return specs, leaves, structure
+
+
+def _shape_of(make: Callable[[], torch.Tensor]) -> Any:
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and only needed here
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return make()
+
+
+def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
+    specs, leaves, structure = leaf_specs(params)
+    axis = step.axis()
+    rows = step.rows(specs)
+    layout = Layout.build(rows, axis.size)
+    table = "\n".join(f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r}" for row in rows)
+    axis.check_same(
+        f"stage {step.stage} seed {seed} sync {sync}\n{table}",
+        "The tables (transforms, policy, leaves, seed)",
+        "Build the same step from the same params on every rank.",
+    )
+    buffers: dict[str, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}
+    said: list[str] = []
+    for key, group in layout.groups.items():
+        policy = group.row.policy
+        assert policy.param and policy.compute
+        made = {slot.leaf: _made(leaves[slot.leaf], specs[slot.leaf]) for slot in group.slots}
+        if sync:
+            made = {index: axis.broadcast(leaf.detach().clone().contiguous()) for index, leaf in made.items()}
+        elif axis.ranks > 1:
+            said += [f"{specs[index][0]} with checksum {_checksum(leaf)}" for index, leaf in made.items()]
+        full = layout.pack(key, made, policy.param)
+        del made
+        size = layout.shard_numel(key)
+        own = full.narrow(0, axis.rank * size, size)
+        holds = step.stage in (1, 2)
+        if holds:
+            held[key] = full if policy.compute == policy.param else full.to(policy.compute)
+        if not holds or policy.compute != policy.param:
+            buffers[key] = full if size == group.numel else own.clone()
+        del full, own
+    axis.check_same(
+        "\n".join(said),
+        "The params",
+        "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
+    )
+    tree = Sharded(layout, axis, structure, buffers, held)
+    template = tree.only(layout.trainable)
+    moments = to_moment_dtype(step.optimizer.init(template))
+    scale = step.scaler.initial() if step.scaler else ScaleState()
+    return TrainState(tree, None, moments, 0, scale, seed, step.signature)
+
+
+def _made(leaf: Any, spec: tuple[str, tuple[int, ...], torch.dtype]) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    out = leaf()
+    path, shape, dtype = spec
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"params[{path!r}]: its callable made {tuple(out.shape)}, {out.dtype}; expected {shape}, {dtype}.")
+    return out
+
+
+def _checksum(leaf: torch.Tensor) -> int:
+    data = leaf.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+    return zlib.crc32(data)
+
+
+def to_moment_dtype(moments: Any) -> Any:
+    """The optimizer's trees in the table's moment dtypes."""
+
+    def one(node: Any) -> Any:
+        if not is_sharded(node):
+            return node
+        groups = node.layout.groups
+        return node.with_buffers({key: b.to(groups[key].row.policy.moment) for key, b in node.locals().items()})
+
+    return _tree.map(one, moments, is_leaf=is_sharded)

@@ -1,0 +1,124 @@
+"""Which leaf lies where: leaves <-> flat buffers, one buffer for each group of like leaves of a unit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fzero._placement import Row
+
+ALIGN = 64  # elements: fused kernels give the same bits for every cut at multiples of it
+
+
+def _aligned(numel: int, step: int = ALIGN) -> int:
+    return -(-numel // step) * step
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one leaf in its group's buffer, in elements."""
+
+    leaf: int
+    path: str
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards."""
+
+    key: str
+    unit: str
+    numel: int
+    slots: tuple[Slot, ...]
+    row: Row  # the first leaf's; its policy and optimizer hold for all
+
+    @cached_property
+    def split_sizes(self) -> tuple[int, ...]:
+        """Sizes that cut the buffer into leaf, gap, leaf, gap, ... and the rest."""
+        sizes, end = [], 0
+        for slot in self.slots:
+            sizes += [slot.offset - end, slot.numel]
+            end = slot.offset + slot.numel
+        return (*sizes, self.numel - end)
+
+    def views(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Leaf index -> its view of a full buffer; differentiable, by one split (slices would pad each gradient)."""
+        parts = full.split_with_sizes(list(self.split_sizes))
+        return {slot.leaf: parts[2 * i + 1].view(slot.shape) for i, slot in enumerate(self.slots)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All groups of a tree of params over a number of shards."""
+
+    rows: tuple[Row, ...]
+    shards: int
+    groups: Mapping[str, Group]
+
+    def __hash__(self) -> int:
+        return hash((self.rows, self.shards))
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (
+            isinstance(other, Layout) and self.rows == other.rows and self.shards == other.shards
+        )
+
+    @staticmethod
+    def build(rows: Sequence[Row], shards: int) -> Layout:
+        """Packs the leaves in their order; leaves and shards start on multiples of `ALIGN` elements."""
+        members: dict[tuple[object, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            members.setdefault((row.unit, *row.group), []).append(index)
+        counts: dict[str, int] = {}
+        groups = {}
+        for (unit, *_), indices in members.items():
+            unit = str(unit)
+            key = f"{unit or '(root)'}/{counts.setdefault(unit, 0)}"
+            counts[unit] += 1
+            slots, end = [], 0
+            for index in indices:
+                row = rows[index]
+                slots.append(Slot(index, row.path, end, row.numel, row.shape))
+                end = _aligned(end + row.numel)
+            groups[key] = Group(key, unit, _aligned(end, ALIGN * shards), tuple(slots), rows[indices[0]])
+        return Layout(tuple(rows), shards, groups)
+
+    @cached_property
+    def key_of(self) -> dict[str, tuple[str, Slot]]:
+        """Leaf path -> its group's key and its slot."""
+        return {slot.path: (key, slot) for key, group in self.groups.items() for slot in group.slots}
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The keys of the groups that are differentiated and updated."""
+        return tuple(key for key, group in self.groups.items() if not group.row.frozen)
+
+    def shard_numel(self, key: str) -> int:
+        return self.groups[key].numel // self.shards
+
+    def pieces(self, key: str, rank: int) -> list[tuple[Slot, int, int]]:
+        """For each leaf of a group its range [start, stop) in rank's shard; start == stop where it has none of it."""
+        size = self.shard_numel(key)
+        low = rank * size
+        return [
+            (
+                slot,
+                min(max(slot.offset - low, 0), size),
+                min(max(slot.offset + slot.numel - low, 0), size),
+            )
+            for slot in self.groups[key].slots
+        ]
+
+    def pack(self, key: str, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""
+        group = self.groups[key]
+        full = torch.zeros(group.numel, dtype=dtype, device=leaf[group.slots[0].leaf].device)
+        for slot in group.slots:
+            full[slot.offset : slot.offset + slot.numel].copy_(leaf[slot.leaf].detach().reshape(-1))
+        return full

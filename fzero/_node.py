@@ -1,0 +1,196 @@
+"""One node of whatever differentiates it: `Node` applies an opaque `Op`, and each derivative is another `Node`.
+
+Inside `Node.forward` no functorch level is active, so an `Op` runs there on plain tensors. Its backward, jvp and vmap
+are `Node.apply(Op(transformed function))`: any order and nesting of derivatives comes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fzero import _private
+from fzero._random import seeded
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def first_order() -> bool:
+    """Whether nothing else differentiates what runs now: then a pullback may take its cheap, final form."""
+    return not torch.is_grad_enabled() and _private.level() == 0
+
+
+class Op:
+    """`fn(*tensors) -> tuple of tensors`, with the surroundings it was called in.
+
+    The surroundings (seed, autocast) are taken when the op is made, not when it runs: under vmap another op runs than
+    the one that was called, and a recomputation must see what the first run saw.
+    """
+
+    def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
+        self.fn, self.seed, self.device = fn, seed, device
+        self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        enabled, dtype = self.autocast
+        with seeded(self.seed), torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
+            yield
+
+    def derived(self, fn: Callable[..., Tensors]) -> Op:
+        op = Op(fn, self.seed, self.device)
+        op.autocast = self.autocast
+        return op
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        """The outputs on plain tensors; `wanted` are the positions whose derivative will be asked for."""
+        return self.replay(*tensors)
+
+    def back(self, tensors: Tensors, wanted: Sequence[int], cotangents: Tensors) -> dict[int, torch.Tensor] | None:
+        """First-order cotangents of the wanted tensors, where this op has a cheaper way than recomputing itself."""
+        return None
+
+    def replay(self, *tensors: torch.Tensor) -> Tensors:
+        with self.surroundings():
+            return self.fn(*tensors)
+
+    def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:
+        """(tensors, cotangents of the real outputs) -> cotangents of the wanted tensors, by recomputing."""
+
+        def fn(*args: torch.Tensor) -> Tensors:
+            def forward(*primals: torch.Tensor) -> Tensors:
+                out = self.replay(*_replaced(args[:count], wanted, primals))
+                return tuple(out[i] for i in real)
+
+            primals = [args[i] for i in wanted]
+            if first_order():
+                return differentiate(forward, primals)[1](args[count:], False)
+            _, pull = torch.func.vjp(forward, *primals)
+            return tuple(pull(tuple(args[count:])))
+
+        return self.derived(fn)
+
+    def pushed(self, count: int, moving: Sequence[int]) -> Op:
+        """(tensors, tangents of the moving ones) -> tangents of the outputs."""
+
+        def fn(*args: torch.Tensor) -> Tensors:
+            def forward(*primals: torch.Tensor) -> Tensors:
+                return self.replay(*_replaced(args[:count], moving, primals))
+
+            # make_dual refuses expanded tensors
+            primals = tuple(args[i].contiguous() for i in moving)
+            return torch.func.jvp(forward, primals, tuple(t.contiguous() for t in args[count:]))[1]
+
+        return self.derived(fn)
+
+
+def _replaced(tensors: Sequence[torch.Tensor], positions: Sequence[int], values: Sequence[torch.Tensor]) -> Tensors:
+    out = list(tensors)
+    for position, value in zip(positions, values, strict=True):
+        out[position] = value
+    return tuple(out)
+
+
+def differentiate(
+    forward: Callable[..., Tensors], primals: Sequence[torch.Tensor]
+) -> tuple[Tensors, Callable[[Sequence[torch.Tensor], bool], Tensors]]:
+    """Detached outputs, and a pullback, of a function of plain tensors, by plain autograd.
+
+    The pullback takes (cotangents, retain_graph); what was not used has a zero cotangent.
+    """
+    with torch.enable_grad():
+        leaves = [primal.detach().requires_grad_() for primal in primals]
+        out = forward(*leaves)
+    refuse_foreign_leaves(out, leaves)
+
+    def pull(cotangents: Sequence[torch.Tensor], retain_graph: bool) -> Tensors:
+        found = gradients(out, leaves, cotangents, retain_graph)
+        return tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, leaves, strict=True))
+
+    return tuple(o.detach() for o in out), pull
+
+
+def gradients(
+    out: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], retain_graph: bool
+) -> Sequence[torch.Tensor | None]:
+    """torch.autograd.grad over those outputs that depend on anything; None for an unused leaf."""
+    live = [(o, c.to(o.dtype)) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
+    if not live or not leaves:
+        return [None] * len(leaves)
+    return torch.autograd.grad(
+        [o for o, _ in live], list(leaves), [c for _, c in live], retain_graph=retain_graph, allow_unused=True
+    )
+
+
+def refuse_foreign_leaves(out: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    """A tensor that a unit closed over would get a silent zero gradient: look for graph leaves that are not ours."""
+    ours = {id(leaf) for leaf in leaves}
+    todo, seen = [o.grad_fn for o in out if o.grad_fn is not None], set()
+    while todo:
+        node = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if variable is not None and id(variable) not in ours:
+            raise ValueError(closed_over(variable))
+        todo += [following for following, _ in node.next_functions if following is not None]
+
+
+def closed_over(tensor: torch.Tensor) -> str:
+    return (
+        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated; its gradient would be "
+        "lost. Everything differentiable must reach a unit as an argument: pass this tensor to the unit's call, or "
+        "detach() it where no gradient is wanted."
+    )
+
+
+class Node(torch.autograd.Function):
+    """`Node.apply(op, wanted, *tensors)`: the op's outputs as one node of the outer derivative."""
+
+    @staticmethod
+    def forward(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
+        # detached, or enable_grad inside would record into the outer graph
+        return op.run(tuple(tensor.detach() for tensor in tensors), wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op = inputs[0]
+        ctx.save_for_backward(*inputs[2:])
+        ctx.save_for_forward(*inputs[2:])
+        ctx.real = [i for i, out in enumerate(output) if out.is_floating_point() or out.is_complex()]
+        ctx.mark_non_differentiable(*[out for i, out in enumerate(output) if i not in ctx.real])
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        count = len(tensors)
+        real = tuple(cotangents[i] for i in ctx.real)
+        wanted = [i for i in range(count) if ctx.needs_input_grad[i + 2]]
+        found = ctx.op.back(tensors, wanted, real) if first_order() else None
+        if found is None:
+            arguments = (*tensors, *real)
+            transposed = ctx.op.transposed(count, wanted, ctx.real)
+            found = dict(zip(wanted, Node.apply(transposed, active(arguments), *arguments), strict=True))
+        return (None, None, *[found.get(i) for i in range(count)])
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
+        arguments = (*tensors, *[tangents[i] for i in moving])
+        return Node.apply(ctx.op.pushed(len(tensors), moving), active(arguments), *arguments)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        mapped = op.derived(torch.func.vmap(op.fn, in_dims=tuple(in_dims[2:]), randomness=info.randomness))
+        out = Node.apply(mapped, wanted, *tensors)
+        return out, (0,) * len(out)  # type: ignore[arg-type]
+
+
+def active(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The positions of the tensors that some level differentiates."""
+    return [i for i, tensor in enumerate(tensors) if _private.is_differentiated(tensor)]

@@ -1,0 +1,184 @@
+"""The placement table: a transform adds a rule, the rules give every leaf its row."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero._policy import ByPath, Policy, matches
+
+ROOT = ""
+FROZEN = "frozen"
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One transform's word on one column of the leaves that match a pattern."""
+
+    column: str
+    pattern: str
+    value: Any
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.column:<10} {self.pattern:<16} {self.source}"
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """The value of the axis column: which mesh axis a leaf's state is cut over, and from which stage on."""
+
+    stage: int
+    mesh: Any
+    axis: str
+    replicate: str | None
+
+    @property
+    def lifetime(self) -> str:
+        return "one use" if self.stage == 3 else "the step"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What holds for one leaf. Leaves of a unit whose rows are alike share their buffers."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    unit: str
+    policy: Policy
+    optimizer: str
+    stage: int
+    axis: str | None
+    remat: bool
+
+    @property
+    def frozen(self) -> bool:
+        return self.optimizer == FROZEN
+
+    @property
+    def numel(self) -> int:
+        return int(torch.Size(self.shape).numel())
+
+    @property
+    def group(self) -> tuple[Any, ...]:
+        """What two leaves of a unit must share to lie in one buffer."""
+        return (self.policy, self.optimizer)
+
+
+def add_rule(rules: Sequence[Rule], new: Rule) -> tuple[Rule, ...]:
+    """The rules with one more, in an order that does not depend on the order they were said in."""
+    for rule in rules:
+        if (rule.column, rule.pattern) == (new.column, new.pattern):
+            if rule.value != new.value:
+                raise ValueError(
+                    f"The column {new.column!r} of the leaves {new.pattern!r} is set twice: by {rule.source} and by "
+                    f"{new.source}. Keep one of the two."
+                )
+            return tuple(rules)
+    return tuple(sorted((*rules, new), key=lambda rule: (rule.column, rule.pattern)))
+
+
+def find(rules: Iterable[Rule], column: str) -> Any:
+    """The value of a column that is set for all leaves at once, or None."""
+    return next((rule.value for rule in rules if rule.column == column), None)
+
+
+def unit_of(path: str, patterns: Sequence[str] | None) -> str:
+    """The unit of a path: its shortest prefix that matches a pattern; without patterns, up to its first integer.
+
+    Example:
+        >>> unit_of("blocks.0.attn.weight", None), unit_of("head.weight", None)
+        ('blocks.0', '')
+    """
+    parts = path.split(".")
+    for length in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:length])
+        if patterns is None:
+            if parts[length - 1].isdigit():
+                return prefix
+        elif any(fnmatch.fnmatchcase(prefix, pattern) for pattern in patterns):
+            return prefix
+    return ROOT
+
+
+def check_leaf(path: str, leaf: Any) -> None:
+    """Refuses a param that cannot be trained or sharded, by name."""
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(
+            f"params[{path!r}]: got {type(leaf).__name__}, expected a floating tensor (or a callable that makes one). "
+            "Keep what is not a tensor out of the params."
+        )
+    if not leaf.is_floating_point():
+        raise TypeError(
+            f"params[{path!r}]: got dtype {leaf.dtype}, expected a floating dtype. "
+            "Pass integer tensors as inputs of the function, or let it close over them."
+        )
+    if leaf.numel() == 0:
+        raise ValueError(
+            f"params[{path!r}]: got shape {tuple(leaf.shape)}, which has no elements; expected at least one. "
+            "Drop the leaf from the params."
+        )
+
+
+def resolve(
+    leaves: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+    rules: Sequence[Rule],
+    policy: Policy | ByPath,
+    units: Sequence[str] | None,
+    label: Any,
+) -> tuple[Row, ...]:
+    """The rows of the table; every pattern must match some leaf.
+
+    Args:
+        leaves: path, shape and own dtype of every leaf.
+        label: `label(path)` names the optimizer of a leaf.
+    """
+    paths = [path for path, _, _ in leaves]
+    _check_patterns(paths, rules, policy, units)
+    sharding: Sharding | None = find(rules, "axis")
+    autocast = find(rules, "compute")
+    frozen = [rule.pattern for rule in rules if rule.column == FROZEN]
+    rows = []
+    for path, shape, own in leaves:
+        cast = autocast if autocast is not None and len(shape) >= 2 and own != torch.float64 else None
+        rows.append(
+            Row(
+                path=path,
+                shape=tuple(shape),
+                dtype=own,
+                unit=unit_of(path, units),
+                policy=policy.of(path).resolve(own, cast),
+                optimizer=FROZEN if any(matches(pattern, path) for pattern in frozen) else label(path),
+                stage=sharding.stage if sharding else 0,
+                axis=sharding.axis if sharding else None,
+                remat=bool(find(rules, "remat")),
+            )
+        )
+    return tuple(rows)
+
+
+def _check_patterns(
+    paths: list[str], rules: Sequence[Rule], policy: Policy | ByPath, units: Sequence[str] | None
+) -> None:
+    some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
+
+    def refuse(what: str, pattern: str) -> None:
+        raise ValueError(
+            f"{what}: the pattern {pattern!r} matches no leaf. The leaves are {some}. "
+            "Correct the pattern (fnmatch over dotted paths) or take it out."
+        )
+
+    for rule in rules:
+        if rule.pattern != "*" and not any(matches(rule.pattern, path) for path in paths):
+            refuse(rule.source, rule.pattern)
+    if isinstance(policy, ByPath):
+        for pattern in policy.unmatched(paths):
+            refuse("Policy.by_path", pattern)
+    for pattern in units or ():
+        if not any(unit_of(path, [pattern]) for path in paths):
+            refuse("train_step(units=...)", pattern)

@@ -1,0 +1,182 @@
+"""fz.plan: the rows of the table with bytes and traffic per rank, before anything is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import _tree
+from fzero._init import leaf_specs
+from fzero._layout import Layout
+from fzero._placement import Row
+from fzero._sharded import Sharded, is_sharded
+from fzero._step import Step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The resolved table; `print` it. All numbers are bytes per rank, alignment included.
+
+    Attributes:
+        rows: one per leaf.
+        params, grads, moments: state between updates (grads: while they live).
+        gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (ZeRO-3).
+        sent: per step without accumulation, by the params' gathers and the gradients' reduction.
+    """
+
+    rows: tuple[Row, ...]
+    header: tuple[str, ...]
+    world_size: int
+    layout: Layout
+    params: int
+    grads: int
+    moments: int
+    gathered: int
+    root: int
+    sent: int
+
+    def __str__(self) -> str:
+        head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
+        body = [_cells(row) for row in self.rows]
+        widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
+        lines.insert(1, "  ".join("-" * width for width in widths))
+        total = sum(row.numel for row in self.rows)
+        lines += [
+            "",
+            *self.header,
+            f"{len(self.rows)} leaves, {total:,} parameters, {len({row.unit for row in self.rows})} units, "
+            f"{self.world_size} ranks",
+            f"per rank: params {_bytes(self.params)}, grads {_bytes(self.grads)}, moments {_bytes(self.moments)}; "
+            f"gathered at once: root {_bytes(self.root)} + largest unit {_bytes(self.gathered)}; "
+            f"sent per step {_bytes(self.sent)}",
+        ]
+        return "\n".join(lines)
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    policy, frozen = row.policy, row.frozen
+    cut = f", {row.axis}" if row.axis else ""
+    full = "" if row.stage == 3 else " (full)" if row.axis else ""
+    return (
+        row.path,
+        "×".join(map(str, row.shape)) or "scalar",
+        row.unit or "(root)",
+        f"{_short(policy.param)}{cut if row.stage == 3 else full}",
+        "none" if frozen else f"{_short(policy.grad)}{cut}",
+        "none" if frozen else f"{_short(policy.moment)}{cut}",
+        _short(policy.compute),
+        "–" if frozen else _short(policy.reduce),
+        ("one use" if row.unit else "the step") if row.stage == 3 else "always",
+        row.optimizer + (", remat" if row.remat and row.unit else ""),
+    )
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+def _bytes(count: int) -> str:
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count} B"
+
+
+def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
+    """What `init` would make of these params, without making it: no process group, no memory.
+
+    Args:
+        step: any step.
+        params: the pytree given to `init` (real, fake or meta tensors, or callables).
+        world_size: ranks of the sharded axis; that of the process group by default, or 1.
+
+    Raises:
+        ValueError: a pattern that matches no leaf, a column set twice.
+
+    Example:
+        >>> step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3)))
+        >>> fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, world_size=4).params
+        4096
+    """
+    specs, _, structure = leaf_specs(params)
+    if world_size is None:
+        world_size = step.axis().size if step.sharding and torch.distributed.is_initialized() else 1
+    if world_size < 1:
+        raise ValueError(f"plan: got world_size={world_size}, expected at least 1.")
+    rows = step.rows(specs)
+    size = world_size if step.sharding else 1
+    layout = Layout.build(rows, size)
+    stage, totals = step.stage, dict.fromkeys(("params", "grads", "sent"), 0)
+    gathered: dict[str, int] = {}
+    for key, group in layout.groups.items():
+        policy, shard = group.row.policy, layout.shard_numel(key)
+        assert policy.param and policy.grad and policy.compute and policy.reduce
+        share = group.numel * (size - 1) // size
+        if stage in (1, 2):
+            totals["params"] += group.numel * policy.compute.itemsize
+            totals["params"] += shard * policy.param.itemsize if policy.compute != policy.param else 0
+        else:
+            totals["params"] += shard * policy.param.itemsize
+        if stage == 3:
+            gathered[group.unit] = gathered.get(group.unit, 0) + group.numel * policy.compute.itemsize
+        gathers = 0 if stage == 0 else 1 if stage < 3 else 2 if group.unit else 1
+        if group.row.frozen:
+            gathers = gathers if stage == 3 else 0
+        else:
+            totals["grads"] += shard * policy.grad.itemsize
+            totals["sent"] += share * policy.reduce.itemsize
+        totals["sent"] += gathers * share * policy.compute.itemsize
+    return Plan(
+        rows=rows,
+        header=_header(step),
+        world_size=world_size,
+        layout=layout,
+        params=totals["params"],
+        grads=totals["grads"],
+        moments=_moment_bytes(step, layout, structure),
+        gathered=max((n for unit, n in gathered.items() if unit), default=0),
+        root=gathered.get("", 0),
+        sent=totals["sent"],
+    )
+
+
+def _moment_bytes(step: Step, layout: Layout, structure: Any) -> int:
+    """Asks the optimizer for its state over buffers without memory."""
+    from fzero._collectives import Axis
+
+    buffers = {
+        key: torch.empty(layout.shard_numel(key), dtype=layout.groups[key].row.policy.param, device="meta")
+        for key in layout.trainable
+    }
+    moments = step.optimizer.init(Sharded(layout, Axis(), structure, buffers))
+    total = 0
+    for node in _tree.flatten(moments, is_leaf=is_sharded)[0]:
+        if is_sharded(node):
+            for key, buffer in node.locals().items():
+                moment = layout.groups[key].row.policy.moment
+                assert moment
+                total += buffer.numel() * moment.itemsize
+    return total
+
+
+def _header(step: Step) -> tuple[str, ...]:
+    lines = []
+    if step.microbatches:
+        lines.append(f"accumulate: {step.microbatches.count} microbatches, in_dims={step.microbatches.in_dims}")
+    if step.scaler:
+        lines.append(f"loss scale: {step.scaler}")
+    if step.donates:
+        lines.append("donate: the state passed in is overwritten")
+    return tuple(lines)
+
+
+def describe(step: Step) -> str:
+    """The rules of a step, one a line: what `print(step)` shows."""
+    name = getattr(step.fn, "__name__", type(step.fn).__name__)
+    lines = [f"train_step({name}), units {', '.join(step.units) if step.units else 'up to the first integer of a path'}"]
+    lines.append(f"  {'policy':<10} {'*':<16} {step.policy}")
+    lines += [f"  {rule}" for rule in step.rules]
+    return "\n".join([*lines, *(f"  {line}" for line in _header(step))])

@@ -1,0 +1,60 @@
+"""The private parts of torch that fzero stands on, in one place, each with a test in `tests/test_private.py`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+_functorch = torch._C._functorch  # type: ignore[attr-defined]
+
+
+def level() -> int:
+    """How many functorch levels (vjp, jvp, vmap) are active here; 0 for none."""
+    if _functorch.peek_interpreter_stack() is None:
+        return 0
+    return int(_functorch.maybe_current_level() or 0)
+
+
+def is_wrapped(tensor: torch.Tensor) -> bool:
+    """Whether a functorch level wraps this tensor."""
+    return _functorch.is_functorch_wrapped_tensor(tensor)
+
+
+def is_differentiated(tensor: torch.Tensor) -> bool:
+    """Whether any reverse-mode level needs this tensor.
+
+    `requires_grad` shows only the outermost wrapper, so every level is unwrapped.
+    """
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        return False
+    while True:
+        if tensor.requires_grad:
+            return True
+        if not is_wrapped(tensor):
+            return False
+        tensor = _functorch.get_unwrapped(tensor)
+
+
+def keeps_graph() -> bool:
+    """Inside a backward: whether the running pass was asked to retain its graph."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
+def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+    """Writes to these tensors do not count as in-place changes of what autograd saved."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+def storage_holders(tensor: torch.Tensor) -> int:
+    """How many tensors share this tensor's storage, this one counted."""
+    storage = tensor.untyped_storage()
+    return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
+
+
+def entry_holders(mapping: dict[str, torch.Tensor], key: str) -> int:
+    """How many Python references `mapping[key]` has besides the mapping's own."""
+    return sys.getrefcount(mapping[key]) - 2

@@ -1,0 +1,218 @@
+"""A tree of one kind of state (params, grads, moments) as this rank's flat buffers, and the ways back from them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+
+from fzero import _tree
+from fzero._collectives import Axis
+from fzero._layout import Layout, Slot
+
+
+class Sharded:
+    """One kind of state of all leaves: group key -> this rank's slice of the group's flat buffer.
+
+    A pytree whose leaves are the buffers. `tree["blocks.0.attn.weight"]` is this rank's slice of a leaf (1-D, maybe
+    empty), `fz.gather(tree)` the natural tree of full tensors.
+
+    Attributes:
+        buffers: the local slices. Where `held` has the same values, only those are stored.
+        held: full buffers in compute dtype (params under ZeRO-1 and 2).
+        scale: what these values are multiplied by (the loss scale, for grads).
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        axis: Axis,
+        structure: Any,
+        buffers: Mapping[str, torch.Tensor],
+        held: Mapping[str, torch.Tensor] | None = None,
+        scale: float = 1.0,
+    ) -> None:
+        self.layout, self.axis, self.structure, self.scale = layout, axis, structure, scale
+        self._buffers, self._held = dict(buffers), dict(held or {})
+        self._dead: str | None = None
+
+    def _alive(self) -> None:
+        if self._dead:
+            raise RuntimeError(self._dead)
+
+    def kill(self, why: str) -> None:
+        """Drops the buffers; any later use raises `why`."""
+        self._dead, self._buffers, self._held = why, {}, {}
+
+    @property
+    def buffers(self) -> dict[str, torch.Tensor]:
+        self._alive()
+        return self._buffers
+
+    @property
+    def held(self) -> dict[str, torch.Tensor]:
+        self._alive()
+        return self._held
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The groups that this tree has, in the layout's order."""
+        self._alive()
+        return tuple(key for key in self.layout.groups if key in self._buffers or key in self._held)
+
+    def local(self, key: str) -> torch.Tensor:
+        """This rank's slice of a group's buffer."""
+        self._alive()
+        if key in self._buffers:
+            return self._buffers[key]
+        size = self.layout.shard_numel(key)
+        return self._held[key].narrow(0, self.axis.rank * size, size)
+
+    def locals(self) -> dict[str, torch.Tensor]:
+        return {key: self.local(key) for key in self.keys}
+
+    def pieces(self, key: str) -> Iterable[tuple[Slot, torch.Tensor]]:
+        """Each leaf of a group with this rank's slice of it."""
+        buffer = self.local(key)
+        for slot, start, stop in self.layout.pieces(key, self.axis.rank):
+            yield slot, buffer[start:stop]
+
+    def __getitem__(self, path: str) -> torch.Tensor:
+        self._alive()
+        if path not in self.layout.key_of:
+            raise KeyError(f"no leaf {path!r}; the leaves are {', '.join(self.layout.key_of)}")
+        key, slot = self.layout.key_of[path]
+        if key not in self.keys:
+            raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")
+        return next(piece for other, piece in self.pieces(key) if other.path == path)
+
+    def with_buffers(self, buffers: Mapping[str, torch.Tensor], scale: float | None = None) -> Sharded:
+        """The same leaves, local slices only, with other values."""
+        return Sharded(
+            self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale
+        )
+
+    def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
+        """`fn` over the local slices of trees of the same groups."""
+        return self.with_buffers({key: fn(self.local(key), *[tree.local(key) for tree in rest]) for key in self.keys})
+
+    def only(self, keys: Iterable[str]) -> Sharded:
+        """A view of some of the groups, as local slices."""
+        return self.with_buffers({key: self.local(key) for key in keys})
+
+    def __repr__(self) -> str:
+        if self._dead:
+            return f"Sharded(dead: {self._dead})"
+        lines = [
+            f"  {row.path}: {tuple(row.shape)} in {key}"
+            for row in self.layout.rows
+            if (key := self.layout.key_of[row.path][0]) in self.keys
+        ]
+        return f"Sharded({self.axis}\n" + "\n".join(lines) + ")"
+
+
+def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], Any]:
+    metadata = _Static(tree.layout, tree.axis, tuple(tree.buffers), tuple(tree.held), _tree.Unseen((tree.structure, tree.scale)))
+    return (*tree.buffers.values(), *tree.held.values()), metadata
+
+
+def _unflatten(metadata: _Static, children: tuple[Any, ...]) -> Sharded:
+    structure, scale = metadata.rest.value
+    count = len(metadata.buffers)
+    return Sharded(
+        metadata.layout,
+        metadata.axis,
+        structure,
+        dict(zip(metadata.buffers, children[:count], strict=True)),
+        dict(zip(metadata.held, children[count:], strict=True)),
+        scale,
+    )
+
+
+class _Static:
+    """What two trees must share to be mapped together: layout, axis and which buffers there are."""
+
+    __slots__ = ("axis", "buffers", "held", "layout", "rest")
+
+    def __init__(
+        self, layout: Layout, axis: Axis, buffers: tuple[str, ...], held: tuple[str, ...], rest: _tree.Unseen
+    ) -> None:
+        self.layout, self.axis, self.buffers, self.held, self.rest = layout, axis, buffers, held, rest
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Static) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
+
+    def __hash__(self) -> int:
+        return hash((self.layout, self.axis, self.buffers, self.held))
+
+
+_tree.register(Sharded, _flatten, _unflatten)
+
+
+def is_sharded(node: Any) -> bool:
+    return isinstance(node, Sharded)
+
+
+def gather(tree: Any) -> Any:
+    """The natural tree of full tensors, on every rank: decoded values (grads without their loss scale).
+
+    Args:
+        tree: `state.params`, grads, `state.moments` or any pytree that holds such trees. Frozen leaves have no
+            grads and no moments: `None` stands in their place.
+
+    Returns:
+        A tree of the structure given to `init`, of new tensors of each leaf's full shape.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> fz.gather(step.init({"w": torch.ones(3)}).params)["w"]
+        tensor([1., 1., 1.])
+    """
+    return _tree.map(lambda node: _gather_one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+
+
+def _gather_one(tree: Sharded) -> Any:
+    leaves: list[Any] = [None] * len(tree.layout.rows)
+    for key in tree.keys:
+        full = tree.axis.gather(tree.local(key), f"gather of {key}")
+        for index, view in tree.layout.groups[key].views(full).items():
+            leaves[index] = view / tree.scale if tree.scale != 1.0 else view.clone()
+    return _tree.unflatten(tree.structure, leaves)
+
+
+def global_norm(*trees: Any) -> torch.Tensor:
+    """The Euclidean norm over all leaves of all trees and all their shards: a 0-d float64 tensor, the same on every rank.
+
+    Args:
+        trees: grads of one or more components (each summed over its own axis), or natural trees of full tensors.
+
+    Example:
+        >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
+        tensor(5., dtype=torch.float64)
+    """
+    total: Any = 0.0
+    for tree in trees:
+        for node in _tree.flatten(tree, is_leaf=is_sharded)[0]:
+            if is_sharded(node):
+                total = total + _squares(node).sum()
+            elif isinstance(node, torch.Tensor):
+                total = total + _square(node)
+    return torch.as_tensor(total, dtype=torch.float64).sqrt()
+
+
+def _square(piece: torch.Tensor) -> torch.Tensor:
+    if piece.numel() == 0:
+        return torch.zeros((), dtype=torch.float64, device=piece.device)
+    return torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+
+
+def _squares(tree: Sharded) -> torch.Tensor:
+    """The sum of squares of every leaf, in leaf order: summed leaf by leaf, so that no cut changes the order."""
+    sums: dict[int, torch.Tensor] = {}
+    for key in tree.keys:
+        for slot, piece in tree.pieces(key):
+            sums[slot.leaf] = _square(piece)
+    if not sums:
+        return torch.zeros(1, dtype=torch.float64)
+    return tree.axis.sum(torch.stack([sums[leaf] for leaf in sorted(sums)]), "global_norm") / tree.scale**2

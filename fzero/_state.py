@@ -1,0 +1,119 @@
+"""TrainState: the immutable pytree that a step takes and returns."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from fzero import _tree
+from fzero._layout import Layout
+from fzero._sharded import Sharded, is_sharded
+
+
+class ScaleState(NamedTuple):
+    """The loss scale, and how many updates in a row were finite since it last changed."""
+
+    scale: float = 1.0
+    finite: int = 0
+
+
+class TrainState:
+    """Params, grads and moments as this rank's flat buffers, which are its only leaves for optree and torch.
+
+    Immutable: `replace` gives a new one. A state that was donated is dead and says which step took it.
+
+    Attributes:
+        params: `Sharded`; `state.params["blocks.0.attn.weight"]` is this rank's slice of a leaf.
+        grads: what `add_grads` kept, or None.
+        moments: the optimizer's state, whose trees are `Sharded`.
+        step: how many updates were applied.
+        loss_scale: `ScaleState`.
+        seed: of everything random in this run.
+    """
+
+    __slots__ = ("_dead", "_grads", "_moments", "_params", "loss_scale", "seed", "signature", "step")
+
+    def __init__(
+        self,
+        params: Any,
+        grads: Any,
+        moments: Any,
+        step: int,
+        loss_scale: ScaleState,
+        seed: int,
+        signature: Any,
+    ) -> None:
+        self._params, self._grads, self._moments = _fresh(params), _fresh(grads), _fresh(moments)
+        self.step, self.loss_scale, self.seed, self.signature = step, loss_scale, seed, signature
+        self._dead: str | None = None
+
+    def _read(self, value: Any) -> Any:
+        if self._dead:
+            raise RuntimeError(self._dead)
+        return value
+
+    @property
+    def params(self) -> Sharded:
+        return self._read(self._params)
+
+    @property
+    def grads(self) -> Sharded | None:
+        return self._read(self._grads)
+
+    @property
+    def moments(self) -> Any:
+        return self._read(self._moments)
+
+    @property
+    def layout(self) -> Layout:
+        return self.params.layout
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A new state with some fields changed; buffers are shared, never copied."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        unknown = set(changes) - set(fields)
+        if unknown:
+            raise TypeError(f"TrainState.replace: got {sorted(unknown)}, expected some of {', '.join(_FIELDS)}")
+        return TrainState(**{**fields, **changes})
+
+    def kill(self, why: str) -> None:
+        """Marks the state and its trees as taken; any later use raises `why`."""
+        for tree in _tree.flatten((self._params, self._grads, self._moments), is_leaf=is_sharded)[0]:
+            if is_sharded(tree):
+                tree.kill(why)
+        self._params = self._grads = self._moments = None
+        self._dead = why
+
+    def __repr__(self) -> str:
+        if self._dead:
+            return f"TrainState(dead: {self._dead})"
+        return f"TrainState(step={self.step}, {len(self.layout.rows)} leaves, {self.params.axis})"
+
+
+_FIELDS = ("params", "grads", "moments", "step", "loss_scale", "seed", "signature")
+
+
+def _fresh(tree: Any) -> Any:
+    """New shells around the same buffers: killing one state then never touches another's."""
+    return _tree.map(
+        lambda node: Sharded(node.layout, node.axis, node.structure, node.buffers, node.held, node.scale)
+        if is_sharded(node)
+        else node,
+        tree,
+        is_leaf=is_sharded,
+    )
+
+
+def _flatten(state: TrainState) -> tuple[tuple[Any, ...], Any]:
+    unseen = _tree.Unseen((state.step, state.loss_scale, state.seed, state.signature))
+    return (state.params, state.grads, state.moments), unseen
+
+
+def _unflatten(unseen: Any, children: tuple[Any, ...]) -> TrainState:
+    state = object.__new__(TrainState)
+    state._params, state._grads, state._moments = children
+    state.step, state.loss_scale, state.seed, state.signature = unseen.value
+    state._dead = None
+    return state
+
+
+_tree.register(TrainState, _flatten, _unflatten)

@@ -1,0 +1,352 @@
+"""Step: a function, an optimizer and the rules of the table; init, vjp, forward, update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero import _tree
+from fzero._collectives import Axis
+from fzero._init import init_state
+from fzero._microbatch import Microbatches, leading_sizes
+from fzero._placement import Row, Rule, Sharding, add_rule, find, resolve
+from fzero._policy import ByPath, Policy
+from fzero._sharded import Sharded
+from fzero._state import TrainState
+from fzero._update import apply_update, sum_of
+from fzero._vjp import Pullback, Run, call_function, traversal_of
+from fzero.optim._base import GradientTransformation
+
+
+@dataclass(frozen=True)
+class Step:
+    """An immutable description of one training step; transforms return a step with one more rule.
+
+    `init`, `vjp`, `forward` and `update` are the interface of every component. Made by `train_step`.
+    """
+
+    fn: Callable[..., Any]
+    optimizer: GradientTransformation
+    policy: Policy | ByPath = Policy()  # noqa: RUF009 - frozen
+    units: tuple[str, ...] | None = None
+    has_aux: bool = False
+    rules: tuple[Rule, ...] = ()
+    microbatches: Microbatches | None = None
+    scaler: Any = None
+    donates: bool = False
+
+    # ---- what transforms use
+
+    def with_rule(self, column: str, value: Any, source: str, pattern: str = "*") -> Step:
+        """A step with one more rule; one column set twice to different values raises and names both."""
+        return dataclasses.replace(self, rules=add_rule(self.rules, Rule(column, pattern, value, source)))
+
+    def with_header(self, field: str, value: Any, source: str) -> Step:
+        """A step with one header field set; each may be set once."""
+        old = getattr(self, field)
+        if old is not None and old is not False and old != value:
+            raise ValueError(f"{source}: this step already has {field}={old}; expected it to be set once. Keep one.")
+        return dataclasses.replace(self, **{field: value})
+
+    @property
+    def sharding(self) -> Sharding | None:
+        return find(self.rules, "axis")
+
+    @property
+    def stage(self) -> int:
+        """The ZeRO stage: 0 where nothing is sharded."""
+        return self.sharding.stage if self.sharding else 0
+
+    @property
+    def remats(self) -> bool:
+        return bool(find(self.rules, "remat"))
+
+    @property
+    def signature(self) -> tuple[Any, ...]:
+        """What a state must have been made with: everything that decides how it lies in memory."""
+        return (self.policy, self.units, tuple(rule for rule in self.rules if rule.column != "remat"))
+
+    def axis(self) -> Axis:
+        """The mesh axis, looked up now."""
+        sharding = self.sharding
+        if sharding is None:
+            return Axis()
+        return Axis.of(sharding.mesh, sharding.axis, sharding.replicate, f"shard_zero{sharding.stage}")
+
+    def rows(self, leaves: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[Row, ...]:
+        """The table for leaves given as (path, shape, dtype)."""
+        label = self.optimizer.label or (lambda path: "optimizer")
+        return resolve(leaves, self.rules, self.policy, self.units, label)
+
+    def __str__(self) -> str:
+        from fzero._plan import describe  # _plan needs Step
+
+        return describe(self)
+
+    # ---- what users call
+
+    def init(self, params: Any, seed: int = 0, sync: bool = False) -> TrainState:
+        """The state for these params, which are copied.
+
+        Args:
+            params: a pytree of floating tensors; a leaf may be a callable that makes one, called unit by unit, so
+                that no rank ever holds the full model.
+            seed: of everything random in the run, the same on all ranks.
+            sync: take rank 0's params on all ranks; otherwise different params are an error.
+
+        Raises:
+            TypeError, ValueError: a leaf that cannot be trained, a pattern that matches nothing, ranks that disagree.
+            RuntimeError: the step is sharded and there is no process group.
+        """
+        return init_state(self, params, seed, sync)
+
+    def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
+        """Outputs and their pullback, `torch.func.vjp` through the sharded params.
+
+        Args:
+            state: of this step.
+            inputs: this rank's share of the batch.
+            argnums: the inputs to differentiate; every floating one by default.
+            rng: varies everything random in the function, beside the state's seed and step.
+
+        Returns:
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
+        """
+        self._check_state(state)
+        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        micro = self.microbatches or Microbatches()
+        runs = [
+            Run(self, state, part, numbers, self._seed(state, rng, i)) for i, part in enumerate(micro.split(inputs))
+        ]
+        outputs = micro.merge([run.outputs for run in runs])
+        aux = micro.merge([run.aux for run in runs])
+        sizes = [leading_sizes(run.outputs) for run in runs]
+        for run in runs:
+            run.outputs = run.aux = None
+        spec = _tree.flatten(tuple(inputs))[1]
+        kept = inputs if micro.count > 1 else ()
+
+        def pull(cotangent: Any, retain_graph: bool, create_graph: bool) -> tuple[Sharded, tuple[Any, ...]]:
+            _ = state.params
+            if micro.count > 1:
+                runs[0].check_structure(cotangent)
+            parts = micro.split_cotangent(cotangent, sizes)
+            pulled = []
+            total: dict[str, torch.Tensor] | None = None
+            for run, part in zip(runs, parts, strict=True):
+                grads, cots = run.pull(part, retain_graph, create_graph)
+                total = sum_of(total, grads)
+                pulled.append(cots)
+            flat = micro.merge_inputs(kept, pulled) if micro.count > 1 else pulled[0]
+            trees = _tree.unflatten(spec, flat)
+            assert total is not None
+            return self._grads(state, total), tuple(
+                tree if any(leaf is not None for leaf in _tree.flatten(tree)[0]) else None for tree in trees
+            )
+
+        pullback = Pullback(pull)
+        return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
+
+    def forward(self, state: TrainState, *inputs: Any, rng: int = 0) -> Any:
+        """The outputs without gradients; `(outputs, aux)` where the step has aux."""
+        self._check_state(state)
+        micro = self.microbatches or Microbatches()
+        outputs = []
+        with torch.no_grad():
+            for i, part in enumerate(micro.split(inputs)):
+                traversal, primals, fixed = traversal_of(self, state, self._seed(state, rng, i))
+                outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
+            return micro.merge(outputs)
+
+    def __call__(self, state: TrainState, *inputs: Any, cotangent: Any = None, rng: int = 0) -> Any:
+        """One update: `(new state, metrics)`.
+
+        Args:
+            inputs: this rank's share of the batch.
+            cotangent: of the outputs, where they are not a scalar loss.
+
+        Returns:
+            The next state, and 0-d tensors "loss" (mean over microbatches and ranks), "grad_norm" (of the mean
+            gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
+        """
+        self._check_state(state)
+        micro = self.microbatches or Microbatches()
+        unreduced = self.stage == 1 and micro.count > 1
+        total: dict[str, torch.Tensor] | None = None
+        losses: list[torch.Tensor] = []
+        auxes = []
+        parts = micro.split(inputs)
+        pieces: list[Any] | None = None
+        for i, part in enumerate(parts):
+            run = Run(self, state, part, (), self._seed(state, rng, i), unreduced)
+            outputs, run.outputs = run.outputs, None
+            if cotangent is None:
+                losses.append(_scalar_loss(outputs))
+                ct = torch.ones_like(outputs) / micro.count
+            else:
+                if pieces is None:
+                    if micro.count > 1:
+                        run.check_structure(cotangent)
+                    pieces = micro.split_cotangent(cotangent, [leading_sizes(outputs)] * micro.count)
+                ct = pieces[i]
+                if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
+                    losses.append(outputs)
+            auxes.append(run.aux)
+            del outputs
+            grads, _ = run.pull(ct)
+            del run
+            total = sum_of(total, grads)
+            del grads
+        assert total is not None
+        if unreduced:
+            for key in list(total):
+                policy = state.layout.groups[key].row.policy
+                total[key] = state.params.axis.reduce_scatter(total[key], key).to(policy.grad)
+        axis = state.params.axis
+        sharded = self._grads(state, total)
+        del total
+        new, metrics = apply_update(self, state, sharded, None)
+        if losses:
+            metrics["loss"] = axis.mean(torch.stack(losses).mean(), "the loss")
+        if self.has_aux:
+            metrics["aux"] = micro.merge(auxes)
+        return new, metrics
+
+    def update(self, state: TrainState, grads: Sharded, grad_norm: Any = None) -> tuple[TrainState, dict[str, Any]]:
+        """The optimizer's update with these grads, and with those that the state keeps, which are cleared.
+
+        Args:
+            grads: what a pullback of this step returned.
+            grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components.
+        """
+        self._check_state(state)
+        self._check_grads(state, grads)
+        return apply_update(self, state, grads, grad_norm)
+
+    def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
+        """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
+        self._check_state(state)
+        self._check_grads(state, grads)
+        kept = state.grads
+        if kept is None:
+            return state.replace(grads=grads.map(torch.clone))
+        ratio = kept.scale / grads.scale
+        return state.replace(grads=kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads))
+
+    # ---- checks
+
+    def _seed(self, state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
+        return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
+
+    def _grads(self, state: TrainState, buffers: dict[str, torch.Tensor]) -> Sharded:
+        params = state.params
+        return Sharded(params.layout, params.axis, params.structure, buffers, None, state.loss_scale.scale)
+
+    def _check_state(self, state: TrainState) -> None:
+        if not isinstance(state, TrainState):
+            raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
+        layout = state.layout
+        if state.signature != self.signature:
+            theirs, ours = _describe(state.signature), _describe(self.signature)
+            raise ValueError(
+                f"step: got a state of another step, made with {theirs}; expected one made with {ours}. Use the state "
+                "that this step's init returned (fz.with_fn gives another function over the same state)."
+            )
+        size = self.axis().size if self.sharding else 1
+        if layout.shards != size:
+            raise ValueError(
+                f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), expected "
+                f"{size}, the size of axis {self.sharding.axis if self.sharding else None!r}. Make the state with this "
+                "step's init on this process group."
+            )
+
+    def _check_grads(self, state: TrainState, grads: Any) -> None:
+        if not isinstance(grads, Sharded):
+            raise TypeError(
+                f"grads: got {type(grads).__name__}, expected the first value that a pullback of this step returned."
+            )
+        if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
+            ours = {row.path: row for row in state.layout.rows}
+            other = next((row.path for row in grads.layout.rows if ours.get(row.path) != row), grads.layout.rows[0].path)
+            raise ValueError(
+                f"grads: got grads of another step (leaf {other!r} differs), expected those of a pullback of this step "
+                f"over {len(ours)} leaves. Give each component its own grads."
+            )
+
+
+def _describe(signature: tuple[Any, ...]) -> str:
+    policy, units, rules = signature
+    return f"[{policy}, units={units}, {', '.join(rule.source for rule in rules) or 'no rules'}]"
+
+
+def _scalar_loss(outputs: Any) -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point():
+        return outputs
+    got = (
+        f"a tensor of shape {tuple(outputs.shape)} and dtype {outputs.dtype}"
+        if isinstance(outputs, torch.Tensor)
+        else f"{type(outputs).__name__}"
+    )
+    raise ValueError(
+        f"step(state, *inputs): the function returned {got}, expected a scalar loss (a 0-d floating tensor). "
+        "Reduce it (.mean()), or pass cotangent= for outputs that are not a scalar; has_aux=True for (loss, aux)."
+    )
+
+
+def train_step(
+    fn: Callable[..., Any],
+    optimizer: GradientTransformation,
+    policy: Policy | ByPath | None = None,
+    units: str | Sequence[str] | None = None,
+    has_aux: bool = False,
+) -> Step:
+    """A training step of a pure function.
+
+    Args:
+        fn: `fn(params, *inputs) -> outputs`, any pytree of tensors; a scalar for `step(state, *inputs)`.
+        optimizer: a `GradientTransformation`.
+        policy: dtypes by leaf; every leaf keeps its own by default.
+        units: fnmatch patterns over paths, the shortest path that matches is the unit; None takes every path up to
+            its first integer part, the elements of lists and ModuleLists.
+        has_aux: `fn` returns `(outputs, aux)`.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x, y: ((x @ p["w"] - y) ** 2).mean(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.zeros(2, 1)})
+        >>> state, metrics = step(state, torch.ones(4, 2), torch.ones(4, 1))
+        >>> metrics["loss"], state.step
+        (tensor(1.), 1)
+    """
+    if not callable(fn):
+        raise TypeError(f"train_step: got fn={type(fn).__name__}, expected a function fn(params, *inputs).")
+    if not isinstance(optimizer, GradientTransformation):
+        raise TypeError(
+            f"train_step: got optimizer={type(optimizer).__name__}, expected a GradientTransformation such as "
+            "fz.adamw(1e-3). torch.optim's optimizers hold state of their own and do not fit."
+        )
+    if policy is not None and not isinstance(policy, (Policy, ByPath)):
+        raise TypeError(f"train_step: got policy={type(policy).__name__}, expected fz.Policy or fz.Policy.by_path.")
+    patterns = (units,) if isinstance(units, str) else None if units is None else tuple(units)
+    return Step(fn, optimizer, policy or Policy(), patterns, has_aux, scaler=None)
+
+
+def with_fn(step: Step, fn: Callable[..., Any], has_aux: bool | None = None) -> Step:
+    """The same table and state, another function: evaluation, generation, a second loss.
+
+    Args:
+        step: any step.
+        fn: `fn(params, *inputs) -> outputs`.
+        has_aux: as in `train_step`; that of `step` by default.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> fz.with_fn(step, lambda p, x: p["w"] + x).forward(state, torch.ones(2))
+        tensor([2., 2.])
+    """
+    return dataclasses.replace(step, fn=fn, has_aux=step.has_aux if has_aux is None else has_aux)
+

@@ -1,0 +1,88 @@
+"""The one façade over optree: every flatten of fzero goes through here, so leaf orders never mix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import torch.utils._pytree as torch_pytree
+
+PyTree = Any
+Spec = optree.PyTreeSpec
+
+
+def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec]:
+    """Leaves and structure; `None` is a leaf, so that it keeps its place."""
+    return optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True)
+
+
+def unflatten(spec: Spec, leaves: list[Any]) -> PyTree:
+    return optree.tree_unflatten(spec, leaves)
+
+
+def named_leaves(tree: PyTree) -> tuple[list[str], list[Any], Spec]:
+    """Dotted paths (`blocks.0.attn.weight`), leaves and structure; `None` is a leaf."""
+    paths, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True)
+    return [".".join(str(entry) for entry in path) for path in paths], leaves, spec
+
+
+def leaves(tree: PyTree) -> list[Any]:
+    """The leaves; `None` is not one."""
+    return optree.tree_leaves(tree)
+
+
+def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
+    """`fn` over the leaves of trees of one structure; `None` is kept as it is."""
+    return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
+
+
+def register(
+    cls: type,
+    flatten_fn: Callable[[Any], tuple[tuple[Any, ...], Any]],
+    unflatten_fn: Callable[[Any, tuple[Any, ...]], Any],
+) -> None:
+    """Makes `cls` a node for optree and for torch; `unflatten_fn(metadata, children)`."""
+    optree.register_pytree_node(cls, flatten_fn, unflatten_fn, namespace=optree.registry.__GLOBAL_NAMESPACE)  # type: ignore[attr-defined]
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (list(flatten_fn(node)[0]), flatten_fn(node)[1]),
+        lambda children, metadata: unflatten_fn(metadata, tuple(children)),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+
+
+class Unseen:
+    """Metadata of a node that does not take part in comparisons: a step counter, a loss scale.
+
+    Two states of different steps then have one structure, and `tree_map` averages them.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Unseen)
+
+    def __hash__(self) -> int:
+        return hash(Unseen)
+
+    def __repr__(self) -> str:
+        return f"Unseen({self.value!r})"
+
+
+class Count:
+    """A number that travels in a pytree without being a leaf of it."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: int) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"Count({self.value})"
+
+
+register(Count, lambda node: ((), Unseen(node.value)), lambda metadata, _: Count(metadata.value))

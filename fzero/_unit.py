@@ -1,0 +1,424 @@
+"""The engine: a unit's call gathers its params, runs, frees them, and pulls cotangents back.
+
+Two forms. Without recomputation the unit's own graph is kept and the gathered buffers' storage is emptied in between;
+with it (`remat`) only the shards and the inputs are kept. Both are one `Node` of the outer derivative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero import _private, _tree
+from fzero._collectives import Use
+from fzero._layout import Layout
+from fzero._node import Node, Op, Tensors, active, closed_over, gradients, refuse_foreign_leaves
+from fzero._random import mix, seeded
+
+_current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
+
+
+class Traversal:
+    """One run of the step's function: what its units share. Lives as long as that run's graph, never longer."""
+
+    def __init__(
+        self, layout: Layout, uses: Mapping[str, Use], sharded: bool, remat: bool, seed: tuple[int, ...], device: str
+    ) -> None:
+        self.layout, self.uses, self.sharded, self.remat, self.device = layout, uses, sharded, remat, device
+        self.retain_graph = False
+        self._seed, self._calls = seed, 0
+
+    def next_seed(self) -> int:
+        self._calls += 1
+        return mix(*self._seed, self._calls)
+
+    def leaves(self, primals: Mapping[str, torch.Tensor]) -> list[Any]:
+        """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
+        out: list[Any] = [None] * len(self.layout.rows)
+        for key, primal in primals.items():
+            group = self.layout.groups[key]
+            if group.unit and (self.sharded or self.remat):
+                for slot in group.slots:
+                    out[slot.leaf] = Handle(self, key, slot.leaf, primal)
+            else:
+                for index, view in group.views(self.uses[key].apply(primal)).items():
+                    out[index] = view
+        return out
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Units that are called inside draw their seeds from here."""
+        token = _current.set(self)
+        try:
+            with seeded(self.next_seed()):
+                yield
+        finally:
+            _current.reset(token)
+
+
+class HandleError(AttributeError, TypeError):
+    """A leaf of a unit was used where it is not gathered. An AttributeError too, so that `hasattr` answers False."""
+
+
+class Handle:
+    """A leaf of a unit, outside that unit: its shape, dtype and device can be read, its values cannot."""
+
+    __slots__ = ("index", "key", "primal", "traversal")
+
+    def __init__(self, traversal: Traversal, key: str, index: int, primal: torch.Tensor) -> None:
+        self.traversal, self.key, self.index, self.primal = traversal, key, index, primal
+
+    @property
+    def path(self) -> str:
+        return self.traversal.layout.rows[self.index].path
+
+    @property
+    def unit(self) -> str:
+        return self.traversal.layout.rows[self.index].unit
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.traversal.layout.rows[self.index].shape)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.traversal.uses[self.key].compute
+
+    @property
+    def device(self) -> torch.device:
+        return self.primal.device
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def _refuse(self, what: str) -> HandleError:
+        return HandleError(
+            f"{what}: leaf {self.path!r} belongs to unit {self.unit!r} and is gathered only inside that unit's call. "
+            "Pass it to a function wrapped in fz.unit (or let fz.functional call the module), say other units= in "
+            "train_step, or differentiate with fz.hvp instead of torch.func over the params."
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refuse(f"got .{name}")
+
+    def __repr__(self) -> str:
+        return f"Handle({self.path!r} of unit {self.unit!r}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        handle = next(leaf for leaf in _tree.flatten((args, kwargs or {}))[0] if isinstance(leaf, Handle))
+        raise handle._refuse(f"got torch function {getattr(func, '__name__', func)!r}")
+
+
+def _refusing(name: str) -> Callable[..., Any]:
+    def method(self: Handle, *_: Any) -> Any:
+        raise self._refuse(f"got {name}")
+
+    return method
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv floordiv mod matmul rmatmul pow rpow neg abs getitem "
+    "setitem len iter contains bool float int index lt le gt ge array"
+).split():
+    setattr(Handle, f"__{_name}__", _refusing(f"__{_name}__"))
+
+
+class _Pull:
+    """The kept graph of one first-order run of a unit."""
+
+    __slots__ = ("inputs", "keys", "leaves", "outputs")
+
+    def __init__(self, keys: list[str], leaves: list[list[torch.Tensor]], inputs: dict[int, torch.Tensor]) -> None:
+        self.keys, self.leaves, self.inputs = keys, leaves, inputs
+        self.outputs: list[torch.Tensor] = []
+
+
+class UnitOp(Op):
+    """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
+
+    def __init__(
+        self,
+        traversal: Traversal,
+        keys: list[str],
+        body: Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor]], Tensors],
+        recompute: bool,
+        seed: int,
+    ) -> None:
+        def pure(*tensors: torch.Tensor) -> Tensors:
+            leaves: dict[int, torch.Tensor] = {}
+            for key, primal in zip(keys, tensors, strict=False):
+                leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
+            return body(leaves, tensors[len(keys) :])
+
+        super().__init__(pure, seed, traversal.device)
+        self.traversal, self.keys, self.body, self.recompute = traversal, keys, body, recompute
+        self._pull: _Pull | None = None
+        self._full: dict[str, torch.Tensor] = {}
+        self._owned: list[str] = []
+        self._used = False
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        out = self._forward(tensors, () if self.recompute else wanted)
+        self._free()
+        return out
+
+    def back(self, tensors: Tensors, wanted: Sequence[int], cotangents: Tensors) -> dict[int, torch.Tensor] | None:
+        keep = self.traversal.retain_graph or _private.keeps_graph()
+        if self.recompute:
+            with torch.no_grad():
+                self._forward(tuple(t.detach() for t in tensors), wanted)
+            keep = False
+        elif self._used:
+            raise RuntimeError(used_up(f"unit {self.unit!r}"))
+        elif self._pull is None:
+            return None
+        else:
+            self._refill(tensors)
+        pull = self._pull
+        assert pull is not None
+        flat = [leaf for leaves in pull.leaves for leaf in leaves]
+        inputs = list(pull.inputs.values())
+        found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+        zero = dict(zip(pull.inputs, (torch.zeros_like(x) for x in inputs), strict=True)) if None in found else {}
+        out = {
+            i: zero[i] if g is None else g for i, g in zip(pull.inputs, found[len(flat) :], strict=True)
+        }
+        del found[len(flat) :], flat
+        if not keep:
+            self._pull, self._used = None, not self.recompute
+            pull.outputs = []
+        self._free()
+        for key, leaves in zip(reversed(pull.keys), reversed(pull.leaves), strict=True):
+            grads, found[len(found) - len(leaves) :] = found[len(found) - len(leaves) :], []
+            out[self.keys.index(key)] = self._collect(key, grads, leaves[0].device)
+        if not keep:
+            self._full = {}
+        return out
+
+    @property
+    def unit(self) -> str:
+        return self.traversal.layout.groups[self.keys[0]].unit
+
+    def _forward(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        traversal, count = self.traversal, len(self.keys)
+        self._full, self._owned = {}, []
+        leaves: dict[int, torch.Tensor] = {}
+        differentiated: list[list[torch.Tensor]] = []
+        for position, key in enumerate(self.keys):
+            full, new = traversal.uses[key].value(tensors[position])
+            self._full[key] = full
+            if new:
+                self._owned.append(key)
+            views = {i: view.detach() for i, view in traversal.layout.groups[key].views(full).items()}
+            if position in wanted:
+                differentiated.append([view.requires_grad_() for view in views.values()])
+            leaves.update(views)
+        held = {index: sys.getrefcount(leaf) for index, leaf in leaves.items()}
+        inputs = list(tensors[count:])
+        for position in wanted:
+            if position >= count:
+                inputs[position - count] = inputs[position - count].detach().requires_grad_()
+        with self.surroundings(), torch.enable_grad() if wanted else contextlib.nullcontext():
+            out = self.body(leaves, inputs)
+        for index, leaf in leaves.items():
+            # the unit's own graph may count as one more holder
+            if sys.getrefcount(leaf) > held[index] + bool(wanted) and not any(leaf is o for o in out):
+                raise ValueError(
+                    f"Unit {self.unit!r} kept leaf {traversal.layout.rows[index].path!r} beyond its call; its values are "
+                    "freed there. Return what is needed from the unit as an output instead."
+                )
+        if wanted:
+            self._pull = _Pull(
+                [self.keys[p] for p in wanted if p < count],
+                differentiated,
+                {p: inputs[p - count] for p in wanted if p >= count},
+            )
+            self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
+            refuse_foreign_leaves(
+                self._pull.outputs, [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
+            )
+        storages = {self._full[key].untyped_storage().data_ptr() for key in self._owned}
+        # an output that is a view of a param would be freed with it
+        return tuple(
+            o.detach().clone() if o.untyped_storage().data_ptr() in storages else o.detach() for o in out
+        )
+
+    def _free(self) -> None:
+        for key in self._owned:
+            self._full[key].untyped_storage().resize_(0)
+        if self._pull is None:
+            self._full = {}
+
+    def _refill(self, tensors: Tensors) -> None:
+        for key in self._owned:
+            use, full = self.traversal.uses[key], self._full[key]
+            shard = use.local if use.local is not None else tensors[self.keys.index(key)].detach()
+            full.untyped_storage().resize_(full.numel() * full.element_size())
+            with _private.preserve_version([full]), torch.no_grad():
+                use.axis.gather_into(full, shard.to(use.compute), use.tag)
+
+    def _collect(self, key: str, grads: list[Any], device: torch.device) -> torch.Tensor:
+        """One flat cotangent from those of a group's leaves, reduced: the one copy into the flat buffer."""
+        use, group = self.traversal.uses[key], self.traversal.layout.groups[key]
+        full = torch.zeros(group.numel, dtype=use.reduce, device=device)
+        for slot, position in zip(group.slots, range(len(grads)), strict=True):
+            if grads[position] is not None:
+                full[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(grads[position])
+                grads[position] = None
+        with torch.no_grad():
+            return use.collect(full)
+
+
+def used_up(what: str) -> str:
+    return (
+        f"The pullback of {what} was used up by an earlier call, which freed what it kept. "
+        "Pass retain_graph=True to every call but the last."
+    )
+
+
+def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes `fn(params_subtree, *args, **kwargs)` a unit: the grain at which params are gathered, freed and recomputed.
+
+    Called with the leaves of a step's params it gathers them for this one use; called with plain tensors it is `fn`.
+    Everything differentiable must be an argument. Arguments and outputs may be any pytrees; a unit inside a unit is a
+    plain call.
+
+    Example:
+        >>> block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+        >>> block({"w": torch.eye(2)}, torch.zeros(1, 2))
+        tensor([[0., 0.]])
+    """
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return call_unit(fn, args, kwargs)
+
+    return call
+
+
+def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments."""
+    flat, spec = _tree.flatten((args, dict(kwargs)))
+    handles = [leaf for leaf in flat if isinstance(leaf, Handle)]
+    if not handles:
+        return _plain(fn, args, kwargs)
+    traversal = handles[0].traversal
+    primals = {handle.key: handle.primal for handle in handles}
+    keys = list(primals)
+    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    refuse_captures(fn)
+    box: dict[str, Any] = {}
+
+    def body(leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
+        filled = [leaves[leaf.index] if isinstance(leaf, Handle) else leaf for leaf in flat]
+        for place, tensor in zip(places, tensors, strict=True):
+            filled[place] = tensor
+        arguments, keywords = _tree.unflatten(spec, filled)
+        del filled
+        with _inside():
+            out, box["spec"] = _tree.flatten(fn(*arguments, **keywords))
+        box["places"] = [i for i, o in enumerate(out) if isinstance(o, torch.Tensor)]
+        box["static"] = [None if isinstance(o, torch.Tensor) else o for o in out]
+        return tuple(out[i] for i in box["places"])
+
+    tensors = (*primals.values(), *[flat[i] for i in places])
+    # a derivative of a derivative recomputes anyway: keep no graph for it
+    recompute = traversal.remat or _private.level() > 1
+    op = UnitOp(traversal, keys, body, recompute, traversal.next_seed())
+    out = Node.apply(op, active(tensors), *tensors)
+    result = list(box["static"])
+    for place, tensor in zip(box["places"], out, strict=True):  # type: ignore[arg-type]
+        result[place] = tensor
+    return _tree.unflatten(box["spec"], result)
+
+
+def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    """A unit with nothing to do at use: a plain call, but for its own randomness."""
+    traversal = _current.get()
+    if traversal is None:
+        return fn(*args, **kwargs)
+    with seeded(traversal.next_seed()), _inside():
+        return fn(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _inside() -> Iterator[None]:
+    """A unit within a unit is a plain call."""
+    token = _current.set(None)
+    try:
+        with _CaptureGuard() if _strict.get() else contextlib.nullcontext():
+            yield
+    finally:
+        _current.reset(token)
+
+
+class _CaptureGuard(torch.overrides.TorchFunctionMode):
+    """Looks at every operand inside a unit: none may come from an outer level. The thorough, slow check."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if _private.level() == 0:
+            for leaf in _tree.flatten((args, kwargs or {}))[0]:
+                if isinstance(leaf, torch.Tensor) and _private.is_wrapped(leaf):
+                    raise ValueError(closed_over(leaf))
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def strict_capture(enabled: bool = True) -> Iterator[None]:
+    """Checks every operand inside every unit for tensors that the unit closed over."""
+    token = _strict.set(enabled)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+def refuse_captures(fn: Callable[..., Any], depth: int = 3) -> None:
+    """A unit runs below every functorch level, where a captured traced tensor would silently lose its gradient."""
+    if _private.level() == 0:
+        return  # plain autograd: the walk over the unit's own graph finds it
+    for value in _captured(fn):
+        if isinstance(value, torch.Tensor):
+            if _private.is_wrapped(value) and _private.is_differentiated(value):
+                raise ValueError(closed_over(value))
+        elif depth and callable(value):
+            refuse_captures(value, depth - 1)
+
+
+def _captured(fn: Any) -> Iterator[Any]:
+    fn = getattr(fn, "__func__", fn)
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield from _contents(cell.cell_contents)
+    if isinstance(fn, functools.partial):
+        yield fn.func
+        yield from _contents((fn.args, fn.keywords))
+    yield from _contents((getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)))
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _contents(item)
+    else:
+        yield value

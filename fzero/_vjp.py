@@ -1,0 +1,236 @@
+"""One run of the step's function under torch.func.vjp, and the pullback that it leaves."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fzero import _private, _tree
+from fzero._collectives import Axis, Use
+from fzero._placement import find
+from fzero._sharded import Sharded
+from fzero._state import TrainState
+from fzero._unit import Handle, Traversal, used_up
+
+if TYPE_CHECKING:
+    from fzero._step import Step
+
+
+def traversal_of(
+    step: Step, state: TrainState, seed: tuple[int, ...], unreduced: bool = False
+) -> tuple[Traversal, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
+
+    Args:
+        unreduced: leave cotangents full and unreduced (ZeRO-1 while it accumulates).
+    """
+    params = state.params
+    stage = step.stage
+    uses, primals, fixed = {}, {}, {}
+    for key in params.keys:
+        group = params.layout.groups[key]
+        policy = group.row.policy
+        assert policy.param and policy.compute and policy.reduce and policy.grad
+        local = params.local(key)
+        held = params.held.get(key)
+        grad = policy.reduce if unreduced else policy.grad
+        stands = local
+        if not group.row.frozen and (unreduced or grad != policy.param):
+            # cotangents take the primal's dtype and shape: a primal without memory stands for the stored one
+            numel = group.numel if unreduced else local.numel()
+            stands = torch.zeros((), dtype=grad, device=local.device).expand(numel)
+        (fixed if group.row.frozen else primals)[key] = stands
+        uses[key] = Use(
+            tag=key,
+            axis=Axis() if unreduced else params.axis,
+            compute=policy.compute,
+            reduce=policy.reduce,
+            grad=grad,
+            local=None if stands is local else local,
+            held=held,
+        )
+    device = next(iter(params.locals().values())).device.type
+    traversal = Traversal(params.layout, uses, stage == 3, step.remats, seed, device)
+    return traversal, primals, fixed
+
+
+def call_function(
+    step: Step, state: TrainState, traversal: Traversal, primals: Mapping[str, torch.Tensor], inputs: Sequence[Any]
+) -> Any:
+    """The user's function on the tree of full tensors and handles."""
+    dtype = find(step.rules, "compute")
+    autocast = torch.autocast(traversal.device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+    tree = _tree.unflatten(state.params.structure, traversal.leaves(primals))
+    with autocast, traversal.running():
+        return step.fn(tree, *inputs)
+
+
+@dataclass
+class _Outputs:
+    """The outputs' structure: which are differentiated, which are only carried."""
+
+    spec: Any = None
+    real: Sequence[int] = ()
+    carried: Mapping[int, Any] | None = None
+    aux_spec: Any = None
+    aux_tensors: Sequence[int] = ()
+    aux_static: Sequence[Any] = ()
+
+
+class Run:
+    """A forward under torch.func.vjp. `outputs`, `aux`, and `pull(cotangents)` with leaves in the outputs' order."""
+
+    def __init__(
+        self,
+        step: Step,
+        state: TrainState,
+        inputs: Sequence[Any],
+        argnums: Sequence[int] | None,
+        seed: tuple[int, ...],
+        unreduced: bool = False,
+    ) -> None:
+        self.state, self.scale = state, state.loss_scale.scale
+        flat, self.input_spec = _tree.flatten(tuple(inputs))
+        self.count = len(flat)
+        self.wanted = _wanted(inputs, argnums)
+        self.traversal, primals, fixed = traversal_of(step, state, seed, unreduced)
+        kept = _Outputs()
+
+        def function(primals: dict[str, torch.Tensor], wanted: list[torch.Tensor]) -> Any:
+            filled = list(flat)
+            for place, value in zip(self.wanted, wanted, strict=True):
+                filled[place] = value
+            result = call_function(
+                step, state, self.traversal, {**primals, **fixed}, _tree.unflatten(self.input_spec, filled)
+            )
+            out, aux = result if step.has_aux else (result, None)
+            leaves, kept.spec = _tree.flatten(out)
+            for leaf in leaves:
+                if isinstance(leaf, Handle):
+                    raise leaf._refuse("returned from the function")
+            kept.real = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and o.is_floating_point()]
+            rest = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and i not in kept.real]
+            aux_leaves, kept.aux_spec = _tree.flatten(aux)
+            kept.aux_tensors = [i for i, o in enumerate(aux_leaves) if isinstance(o, torch.Tensor)]
+            kept.aux_static = [None if isinstance(o, torch.Tensor) else o for o in aux_leaves]
+            kept.carried = {i: o for i, o in enumerate(leaves) if not isinstance(o, torch.Tensor)}
+            carried = (tuple(leaves[i] for i in rest), tuple(aux_leaves[i] for i in kept.aux_tensors))
+            box.append(rest)
+            return tuple(leaves[i] for i in kept.real), carried
+
+        box: list[list[int]] = []
+        differentiated = [flat[place] for place in self.wanted]
+        self.outer = _private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
+        with self._mode():
+            real, self._pull, (rest, aux) = torch.func.vjp(function, primals, differentiated, has_aux=True)
+        leaves = dict(kept.carried or {})
+        leaves.update(zip(kept.real, real, strict=True))
+        leaves.update(zip(box[-1], rest, strict=True))
+        self.kept, self.real = kept, real
+        self.outputs = _tree.unflatten(kept.spec, [leaves[i] for i in sorted(leaves)])
+        aux_leaves = list(kept.aux_static)
+        for place, value in zip(kept.aux_tensors, aux, strict=True):
+            aux_leaves[place] = value
+        self.aux = _tree.unflatten(kept.aux_spec, aux_leaves)
+        self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
+        self.real = ()
+
+    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if self.outer else torch.no_grad()
+
+    def pull(
+        self, cotangent: Any, retain_graph: bool = False, create_graph: bool = False
+    ) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        """(scaled cotangents of the primals, cotangents of the flat inputs)."""
+        _ = self.state.params  # a donated state says so
+        if self._pull is None:
+            raise RuntimeError(used_up("this forward"))
+        cotangents = self.check(cotangent)
+        if self.scale != 1.0:
+            cotangents = [c * self.scale for c in cotangents]
+        again = retain_graph or self.outer
+        self.traversal.retain_graph = again
+        with torch.enable_grad() if create_graph else self._mode():
+            grads, wanted = self._pull(
+                tuple(cotangents), retain_graph=again or create_graph, create_graph=create_graph or self.outer
+            )
+        if not again and not create_graph:
+            self._pull = None
+        out: list[Any] = [None] * self.count
+        for place, value in zip(self.wanted, wanted, strict=True):
+            out[place] = value / self.scale if self.scale != 1.0 else value
+        return grads, out
+
+    def drop(self) -> None:
+        """Forgets the graph."""
+        self._pull = None
+
+    def check_structure(self, cotangent: Any) -> None:
+        spec = _tree.flatten(cotangent)[1]
+        if spec != self.kept.spec:
+            raise ValueError(
+                f"cotangent: got the structure {spec}, expected that of the outputs, {self.kept.spec}. "
+                "Give one cotangent per output, in the same containers; None counts as zero."
+            )
+
+    def check(self, cotangent: Any) -> list[torch.Tensor]:
+        """The cotangents of the real outputs, zeros for `None`; anything else that does not fit is refused."""
+        self.check_structure(cotangent)
+        names, leaves, _ = _tree.named_leaves(cotangent)
+        out = []
+        for place, (shape, dtype, device) in zip(self.kept.real, self.meta, strict=True):
+            leaf, name = leaves[place], names[place] or "the output"
+            if leaf is None:
+                leaf = torch.zeros(shape, dtype=dtype, device=device)
+            got = (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            if got != (shape, dtype, device):
+                raise ValueError(
+                    f"cotangent of {name}: got {got}, expected {(shape, dtype, device)}, the shape, dtype and device of "
+                    "the output. Convert it with .to(...), or pass the cotangent of this forward's own output."
+                )
+            out.append(leaf)
+        return out
+
+
+def _wanted(inputs: Sequence[Any], argnums: Sequence[int] | None) -> list[int]:
+    """Flat positions of the input tensors to differentiate."""
+    out, place = [], 0
+    for number, tree in enumerate(inputs):
+        for leaf in _tree.flatten(tree)[0]:
+            chosen = argnums is None or number in argnums
+            if chosen and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                out.append(place)
+            elif argnums is not None and chosen and isinstance(leaf, torch.Tensor):
+                raise TypeError(
+                    f"argnums: input {number} has a tensor of dtype {leaf.dtype}, which has no gradient; "
+                    "expected floating tensors. Leave it out of argnums."
+                )
+            place += 1
+    return out
+
+
+@dataclass
+class Pullback:
+    """What `step.vjp` returns beside the outputs: takes their cotangent, returns (grads, input cotangents)."""
+
+    _call: Callable[..., tuple[Sharded, tuple[Any, ...]]]
+
+    def __call__(
+        self, cotangent: Any, retain_graph: bool = False, create_graph: bool = False
+    ) -> tuple[Sharded, tuple[Any, ...]]:
+        """Pulls a cotangent of the outputs back.
+
+        Args:
+            cotangent: the outputs' structure; `None` for an output counts as zero.
+            retain_graph: keep what is needed to call again; otherwise it is freed.
+            create_graph: make the result differentiable.
+
+        Returns:
+            grads, sharded like the params at every stage, means over the data-parallel ranks; and a tuple with one
+            cotangent per input, `None` where it was not differentiated.
+        """
+        return self._call(cotangent, retain_graph, create_graph)

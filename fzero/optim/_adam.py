@@ -1,0 +1,100 @@
+"""Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019), on torch's fused kernels where dtypes allow."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import _tree
+from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
+
+
+class AdamState(NamedTuple):
+    """Applied updates, first and second moment."""
+
+    count: _tree.Count
+    mu: Any
+    nu: Any
+
+
+def adamw(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+) -> GradientTransformation:
+    """Adam with decoupled weight decay, as torch.optim.AdamW: p - lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * p).
+
+    Args:
+        lr: learning rate, or a schedule of the number of applied updates.
+        b1, b2: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: decoupled, multiplied by the learning rate.
+
+    Example:
+        >>> optimizer = fz.adamw(0.1, weight_decay=0.0)
+        >>> params = {"w": torch.tensor([1.0])}
+        >>> updates, state = optimizer.update({"w": torch.tensor([2.0])}, optimizer.init(params), params)
+        >>> round(updates["w"].item(), 4)
+        -0.1
+    """
+    return _adam(lr, b1, b2, eps, weight_decay, decoupled=True)
+
+
+def adam(
+    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
+) -> GradientTransformation:
+    """Adam; a weight decay is added to the gradient, as in torch.optim.Adam.
+
+    Args: as for `adamw`.
+
+    Example:
+        >>> fz.adam(1e-3).init({"w": torch.zeros(2)}).count
+        Count(0)
+    """
+    return _adam(lr, b1, b2, eps, weight_decay, decoupled=False)
+
+
+def _adam(
+    lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float, decoupled: bool
+) -> GradientTransformation:
+    for name, value, low in (("b1", b1, 0.0), ("b2", b2, 0.0), ("eps", eps, 0.0), ("weight_decay", weight_decay, 0.0)):
+        if value < low or (name in ("b1", "b2") and value >= 1.0):
+            raise ValueError(f"adamw({name}=...): got {value}, expected a number in [0, 1)." if name[0] == "b" else
+                             f"adamw({name}=...): got {value}, expected at least {low}.")
+    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+
+    def init(params: Any) -> AdamState:
+        return AdamState(_tree.Count(0), zeros_like(params), zeros_like(params))
+
+    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
+        count = state.count.value + 1
+        now = rate(lr, count - 1)
+        if not decoupled and weight_decay:
+            grads = _tree.map(lambda g, p: g + weight_decay * p, grads, params)
+        mu = _tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        nu = _tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
+
+        def one(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            return -now * (m / (1 - b1**count)) / ((v / (1 - b2**count)).sqrt() + eps)
+
+        updates = _tree.map(one, mu, nu)
+        if decoupled and weight_decay:
+            updates = _tree.map(lambda u, p: u - now * weight_decay * p, updates, params)
+        return updates, AdamState(_tree.Count(count), mu, nu)
+
+    def fused(params: Any, grads: Any, state: AdamState) -> AdamState:
+        count = state.count.value + 1
+        now = rate(lr, count - 1)
+
+        def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+            steps = [torch.tensor(float(count), device=p.device)]
+            kernel(
+                [p], [g], [m], [v], [], steps,
+                lr=now, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            )  # fmt: skip
+
+        elementwise(one, params, grads, state.mu, state.nu)
+        return AdamState(_tree.Count(count), state.mu, state.nu)
+
+    return GradientTransformation(
+        init, update, fused, lambda _: "adamw" if decoupled else "adam", lambda s: {"lr": rate(lr, s.count.value)}
+    )

@@ -1,0 +1,52 @@
+"""Clipping of gradients: by their global norm (Pascanu et al. 2013), or by value."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero import _tree
+from fzero._sharded import global_norm
+from fzero.optim._base import GradientTransformation
+
+
+def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+    """Multiplies every gradient by min(1, max_norm / norm), norm over all leaves and all their shards.
+
+    Args:
+        max_norm: the largest norm that passes unchanged.
+
+    Example:
+        >>> clip = fz.clip_by_global_norm(1.0)
+        >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None))[0]["w"]
+        tensor([0.6000, 0.8000])
+    """
+    if not max_norm > 0:
+        raise ValueError(f"clip_by_global_norm: got {max_norm}, expected a positive norm.")
+
+    def update(
+        grads: Any, state: Any, params: Any = None, *, grad_norm: Any = None, joint_norm: Any = None
+    ) -> tuple[Any, Any]:
+        norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
+        factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)
+        return _tree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
+
+    return GradientTransformation(lambda params: (), update)
+
+
+def clip_by_value(max_value: float) -> GradientTransformation:
+    """Clamps every element of the gradients to [-max_value, max_value].
+
+    Example:
+        >>> clip = fz.clip_by_value(1.0)
+        >>> clip.update({"w": torch.tensor([-3.0, 0.5])}, clip.init(None))[0]["w"]
+        tensor([-1.0000,  0.5000])
+    """
+    if not max_value > 0:
+        raise ValueError(f"clip_by_value: got {max_value}, expected a positive number.")
+
+    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+        return _tree.map(lambda g: g.clamp(-max_value, max_value), grads), state
+
+    return GradientTransformation(lambda params: (), update)

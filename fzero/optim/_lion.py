@@ -1,0 +1,57 @@
+"""Lion: evolved sign momentum (Chen et al. 2023, algorithm 2)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import _tree
+from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
+
+
+class LionState(NamedTuple):
+    """Applied updates, and the momentum."""
+
+    count: _tree.Count
+    mu: Any
+
+
+def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> GradientTransformation:
+    """p - lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p), then m = b2 * m + (1 - b2) * g.
+
+    Args:
+        lr: learning rate, or a schedule of the number of applied updates; about a tenth of AdamW's.
+        b1, b2: interpolation for the update, decay of the momentum.
+        weight_decay: decoupled, multiplied by the learning rate.
+
+    Example:
+        >>> optimizer = fz.lion(0.5)
+        >>> updates, _ = optimizer.update({"w": torch.ones(1)}, optimizer.init({"w": torch.ones(1)}), None)
+        >>> updates["w"]
+        tensor([-0.5000])
+    """
+
+    def init(params: Any) -> LionState:
+        return LionState(_tree.Count(0), zeros_like(params))
+
+    def update(grads: Any, state: LionState, params: Any = None) -> tuple[Any, LionState]:
+        now = rate(lr, state.count.value)
+        updates = _tree.map(lambda m, g: -now * (b1 * m + (1 - b1) * g).sign(), state.mu, grads)
+        if weight_decay:
+            updates = _tree.map(lambda u, p: u - now * weight_decay * p, updates, params)
+        mu = _tree.map(lambda m, g: b2 * m + (1 - b2) * g, state.mu, grads)
+        return updates, LionState(_tree.Count(state.count.value + 1), mu)
+
+    def fused(params: Any, grads: Any, state: LionState) -> LionState:
+        now = rate(lr, state.count.value)
+
+        def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor) -> None:
+            direction = (m * b1).add_(g, alpha=1 - b1).sign_()
+            p.mul_(1 - now * weight_decay).add_(direction, alpha=-now)
+            m.mul_(b2).add_(g, alpha=1 - b2)
+
+        elementwise(one, params, grads, state.mu)
+        return LionState(_tree.Count(state.count.value + 1), state.mu)
+
+    return GradientTransformation(init, update, fused, lambda _: "lion", lambda s: {"lr": rate(lr, s.count.value)})

@@ -1,0 +1,48 @@
+"""Schedules: functions from the number of applied updates to a learning rate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+
+def constant(lr: float) -> Callable[[int], float]:
+    """The same rate always.
+
+    Example:
+        >>> fz.constant(0.1)(1000)
+        0.1
+    """
+    return lambda count: lr
+
+
+def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
+    """From `start` to `end` in `steps` updates, then `end`.
+
+    Example:
+        >>> fz.linear(1.0, 0.0, 4)(1)
+        0.75
+    """
+    return lambda count: end if count >= steps else start + (end - start) * count / steps
+
+
+def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[int], float]:
+    """Linear warm-up to `peak` over `warmup` updates, then a half cosine down to `end` at `total` (SGDR, 2017).
+
+    The first update already has rate `peak / warmup`, not zero.
+
+    Example:
+        >>> schedule = fz.warmup_cosine(1.0, warmup=10, total=110)
+        >>> schedule(0), schedule(9), round(schedule(59), 3), schedule(200)
+        (0.1, 1.0, 0.508, 0.0)
+    """
+    if not 0 <= warmup <= total:
+        raise ValueError(f"warmup_cosine: got warmup={warmup}, total={total}; expected 0 <= warmup <= total updates.")
+
+    def schedule(count: int) -> float:
+        if count < warmup:
+            return peak * (count + 1) / warmup
+        progress = min(1.0, (count - warmup + 1) / max(1, total - warmup))
+        return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    return schedule

@@ -1,0 +1,59 @@
+"""Stochastic gradient descent with momentum (Polyak 1964; torch.optim.SGD's form)."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero import _tree
+from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
+
+
+class SgdState(NamedTuple):
+    """Applied updates, and the momentum buffer or None."""
+
+    count: _tree.Count
+    momentum: Any
+
+
+def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float = 0.0) -> GradientTransformation:
+    """p - lr * b with b = momentum * b + g, as torch.optim.SGD; the weight decay is added to the gradient.
+
+    Args:
+        lr: learning rate, or a schedule of the number of applied updates.
+        momentum: None keeps no buffer.
+        weight_decay: coupled, as in torch.
+
+    Example:
+        >>> optimizer = fz.sgd(0.5)
+        >>> updates, _ = optimizer.update({"w": torch.ones(1)}, optimizer.init({"w": torch.ones(1)}), None)
+        >>> updates["w"]
+        tensor([-0.5000])
+    """
+
+    def init(params: Any) -> SgdState:
+        return SgdState(_tree.Count(0), zeros_like(params) if momentum else None)
+
+    def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
+        now = rate(lr, state.count.value)
+        if weight_decay:
+            grads = _tree.map(lambda g, p: g + weight_decay * p, grads, params)
+        buffer = _tree.map(lambda b, g: momentum * b + g, state.momentum, grads) if momentum else None
+        updates = _tree.map(lambda b: -now * b, buffer if momentum else grads)
+        return updates, SgdState(_tree.Count(state.count.value + 1), buffer)
+
+    def fused(params: Any, grads: Any, state: SgdState) -> SgdState:
+        now = rate(lr, state.count.value)
+
+        def one(p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
+            if weight_decay:
+                g = g + weight_decay * p
+            if buffer:
+                buffer[0].mul_(momentum).add_(g)
+            p.add_(buffer[0] if buffer else g, alpha=-now)
+
+        elementwise(one, params, grads, *([state.momentum] if momentum else []))
+        return SgdState(_tree.Count(state.count.value + 1), state.momentum)
+
+    return GradientTransformation(init, update, fused, lambda _: "sgd", lambda s: {"lr": rate(lr, s.count.value)})

@@ -1,0 +1,212 @@
+"""run_ranks: a function on every rank, on threads (fast, in process) or on real gloo processes that are reused."""
+
+from __future__ import annotations
+
+import atexit
+import contextvars
+import datetime
+import multiprocessing
+import multiprocessing.connection
+import os
+import pickle
+import sys
+import tempfile
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from fzero._collectives import checked_collectives
+from fzero.testing._threads import new_store, threaded_world
+
+
+class RankError(RuntimeError):
+    """A rank failed; the message holds its traceback, `__cause__` its exception where ranks are threads."""
+
+
+def run_ranks(
+    fn: Callable[[int], Any],
+    world_size: int,
+    *,
+    backend: str = "threads",
+    timeout: float = 60.0,
+    checked: bool = True,
+) -> list[Any]:
+    """Runs `fn(rank)` on every rank of a process group, and returns the results in rank order.
+
+    Args:
+        fn: called with the rank; under "processes" it must be picklable (defined at the top of a module).
+        world_size: number of ranks.
+        backend: "threads" runs in this process (torch's threaded group); "processes" on real gloo ranks, whose
+            processes are kept for the next call.
+        timeout: seconds that the ranks, and any one collective, may take.
+        checked: run inside `checked_collectives()`.
+
+    Raises:
+        RankError: a rank raised; the others are stopped at once.
+
+    Example:
+        >>> fz.testing.run_ranks(lambda rank: torch.distributed.get_rank() * 10, 2)
+        [0, 10]
+    """
+    if world_size < 1:
+        raise ValueError(f"run_ranks: got world_size={world_size}, expected at least 1.")
+    if backend == "threads":
+        return _on_threads(fn, world_size, timeout, checked)
+    if backend == "processes":
+        return _pool(world_size).run(fn, world_size, timeout, checked)
+    raise ValueError(f"run_ranks: got backend={backend!r}, expected 'threads' or 'processes'.")
+
+
+def _on_threads(fn: Callable[[int], Any], world_size: int, timeout: float, checked: bool) -> list[Any]:
+    results: list[Any] = [None] * world_size
+    errors: list[tuple[int, BaseException]] = []
+    with threaded_world() as fail:
+        store = new_store()
+
+        def rank_main(rank: int) -> None:
+            try:
+                dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+                try:
+                    with checked_collectives(checked):
+                        results[rank] = fn(rank)
+                finally:
+                    dist.destroy_process_group()
+            except SystemExit:  # another rank failed, and this one was waiting for it
+                pass
+            except BaseException as error:
+                errors.append((rank, error))
+                fail((type(error), error, error.__traceback__))
+
+        threads = [
+            threading.Thread(target=contextvars.copy_context().run, args=(rank_main, rank), daemon=True)
+            for rank in range(world_size)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout)
+        hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+        if hung and not errors:
+            error = TimeoutError(f"ranks {hung} did not finish within {timeout} seconds")
+            fail((TimeoutError, error, None))
+            errors.append((hung[0], error))
+    if errors:
+        rank, error = errors[0]
+        text = "".join(traceback.format_exception(error))
+        raise RankError(f"rank {rank} of {world_size} failed:\n{text}") from error
+    return results
+
+
+class _Pool:
+    """Processes that wait for work. A failed rank ends the pool; the next call starts another."""
+
+    def __init__(self, size: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.size, self.processes, self.pipes = size, [], []
+        environment = {"OMP_NUM_THREADS": "1"}
+        saved = {name: os.environ.get(name) for name in environment}
+        os.environ.update(environment)
+        try:
+            for _ in range(size):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_worker, args=(theirs, list(sys.path)), daemon=True)
+                process.start()
+                theirs.close()
+                self.processes.append(process)
+                self.pipes.append(ours)
+        finally:
+            for name, value in saved.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+        for pipe in self.pipes:
+            pipe.close()
+        self.processes, self.pipes = [], []
+
+    def run(self, fn: Callable[[int], Any], world_size: int, timeout: float, checked: bool) -> list[Any]:
+        try:
+            job = pickle.dumps(fn)
+        except (pickle.PicklingError, AttributeError) as error:
+            raise TypeError(
+                f"run_ranks(backend='processes'): {fn!r} cannot be pickled ({error}). Define it at the top of a module, "
+                "or use functools.partial of such a function."
+            ) from error
+        with tempfile.TemporaryDirectory() as folder:
+            for rank in range(world_size):
+                self.pipes[rank].send((job, rank, world_size, os.path.join(folder, "store"), timeout, checked))
+            results: list[Any] = [None] * world_size
+            waiting = {self.pipes[rank]: rank for rank in range(world_size)}
+            while waiting:
+                ready = multiprocessing.connection.wait(list(waiting), timeout + 30)
+                failed = None if ready else (next(iter(waiting.values())), f"no answer in {timeout + 30} seconds")
+                for pipe in ready:
+                    rank = waiting.pop(pipe)  # type: ignore[arg-type]
+                    try:
+                        good, answer = pipe.recv()  # type: ignore[union-attr]
+                    except EOFError:
+                        good, answer = False, "the process died"
+                    if good:
+                        results[rank] = pickle.loads(answer)
+                    else:
+                        failed = failed or (rank, answer)
+                if failed:
+                    self.close()
+                    raise RankError(f"rank {failed[0]} of {world_size} failed:\n{failed[1]}")
+        return results
+
+
+_pools: list[_Pool] = []
+
+
+def _pool(size: int) -> _Pool:
+    while _pools and (not _pools[0].processes or _pools[0].size < size):
+        _pools.pop().close()
+    if not _pools:
+        _pools.append(_Pool(size))
+    return _pools[0]
+
+
+@atexit.register
+def _close_pools() -> None:
+    for pool in _pools:
+        pool.close()
+
+
+def _worker(pipe: Any, path: list[str]) -> None:
+    sys.path[:] = path
+    warnings.simplefilter("error")
+    torch.set_num_threads(1)
+    while True:
+        try:
+            job, rank, world_size, store, timeout, checked = pipe.recv()
+        except EOFError:
+            return
+        try:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=datetime.timedelta(seconds=timeout),
+            )
+            try:
+                with checked_collectives(checked):
+                    answer = (True, pickle.dumps(pickle.loads(job)(rank)))
+                dist.barrier()
+            finally:
+                dist.destroy_process_group()
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        pipe.send(answer)

@@ -1,0 +1,25 @@
+"""What the three sharding transforms share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero._placement import Sharding
+from fzero._step import Step
+
+
+def shard(step: Step, stage: int, mesh: Any, axis: str, replicate: str | None) -> Step:
+    """A step whose state is cut over `axis`, from this ZeRO stage on."""
+    name = f"shard_zero{stage}"
+    if mesh is None and replicate is not None:
+        raise ValueError(f"{name}: got replicate={replicate!r} without a mesh; expected a mesh that has both axes.")
+    if mesh is not None:
+        known = tuple(mesh.mesh_dim_names or ())
+        for wanted in (axis, *([replicate] if replicate else [])):
+            if wanted not in known:
+                raise ValueError(
+                    f"{name}: the mesh has no axis {wanted!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
+                    "axis=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+                )
+    said = f"{name}(axis={axis!r}" + (f", replicate={replicate!r})" if replicate else ")")
+    return step.with_rule("axis", Sharding(stage, mesh, axis, replicate), said)

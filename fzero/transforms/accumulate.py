@@ -1,0 +1,28 @@
+"""Gradient accumulation: a batch in several microbatches, with the same numbers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero._microbatch import Microbatches
+from fzero._step import Step
+
+
+def accumulate(step: Step, count: int, in_dims: Any = 0) -> Step:
+    """Splits every input into `count` microbatches; a scalar loss is their mean, other outputs are concatenated.
+
+    Args:
+        step: any step.
+        count: microbatches; must divide the split dim of every input.
+        in_dims: the dim to split, as in torch.func.vmap: one for all inputs, or a tuple with one per input; None
+            passes an input whole.
+
+    Example:
+        >>> step = fz.accumulate(fz.train_step(lambda p, x: (p["w"] * x).mean(), fz.sgd(0.1)), 2)
+        >>> state = step.init({"w": torch.ones(1)})
+        >>> step(state, torch.tensor([[1.0], [3.0]]))[1]["loss"]
+        tensor(2.)
+    """
+    if not isinstance(count, int) or count < 1:
+        raise ValueError(f"accumulate: got {count!r}, expected a number of microbatches of at least 1.")
+    return step.with_header("microbatches", Microbatches(count, in_dims), f"accumulate({count})")

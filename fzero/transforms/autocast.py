@@ -1,0 +1,27 @@
+"""Mixed precision: params with two or more dims are used in a low-precision dtype (Micikevicius et al. 2018)."""
+
+from __future__ import annotations
+
+import torch
+
+from fzero._step import Step
+
+
+def autocast(step: Step, dtype: torch.dtype = torch.bfloat16) -> Step:
+    """Computes in `dtype`: matrices are cast before they are gathered, and the function runs under torch.autocast.
+
+    Leaves with fewer than two dims keep their dtype, and so do float64 leaves, as in torch.autocast; a policy's
+    `compute` beats both.
+
+    Args:
+        step: any step.
+        dtype: torch.bfloat16 or torch.float16.
+
+    Example:
+        >>> step = fz.autocast(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.sgd(0.1)), torch.bfloat16)
+        >>> step.vjp(step.init({"w": torch.ones(2, 2)}), torch.ones(1, 2))[0].dtype
+        torch.float32
+    """
+    if dtype not in (torch.bfloat16, torch.float16):
+        raise ValueError(f"autocast: got {dtype}, expected torch.bfloat16 or torch.float16.")
+    return step.with_rule("compute", dtype, f"autocast({dtype})")

@@ -1,0 +1,73 @@
+"""Loss scaling for float16 (Micikevicius et al. 2018): cotangents are scaled up on the way in, grads carry the scale."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fzero._state import ScaleState
+from fzero._step import Step
+
+
+@dataclass(frozen=True)
+class StaticLossScale:
+    """One scale for the whole run."""
+
+    scale: float
+
+    def initial(self) -> ScaleState:
+        return ScaleState(self.scale)
+
+    def adjust(self, state: ScaleState, finite: bool) -> ScaleState:
+        return state
+
+
+@dataclass(frozen=True)
+class DynamicLossScale:
+    """Doubles after `interval` finite updates in a row, halves after one that is not, never below `minimum`."""
+
+    scale: float = 2.0**16
+    interval: int = 2000
+    factor: float = 2.0
+    minimum: float = 1.0
+
+    def initial(self) -> ScaleState:
+        return ScaleState(self.scale)
+
+    def adjust(self, state: ScaleState, finite: bool) -> ScaleState:
+        if not finite:
+            return ScaleState(max(self.minimum, state.scale / self.factor))
+        if state.finite + 1 >= self.interval:
+            return ScaleState(state.scale * self.factor)
+        return ScaleState(state.scale, state.finite + 1)
+
+
+def loss_scale(
+    step: Step, scale: float | str = "dynamic", *, initial: float = 2.0**16, interval: int = 2000, minimum: float = 1.0
+) -> Step:
+    """Multiplies every cotangent by a scale inside the pullback; grads carry it, and `update` and `gather` take it off.
+
+    Outputs, metrics and input cotangents are never scaled. An update whose gradient is not finite is skipped on all
+    ranks, with or without this transform; a dynamic scale then backs off.
+
+    Args:
+        step: any step.
+        scale: "dynamic", or a number for a static scale.
+        initial, interval, minimum: of the dynamic scale; `interval` in updates.
+
+    Example:
+        >>> step = fz.loss_scale(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), 1024.0)
+        >>> step.init({"w": torch.ones(1)}).loss_scale.scale
+        1024.0
+    """
+    if scale == "dynamic":
+        if not (initial >= minimum > 0 and interval >= 1):
+            raise ValueError(
+                f"loss_scale: got initial={initial}, minimum={minimum}, interval={interval}; expected "
+                "initial >= minimum > 0 and interval >= 1."
+            )
+        scaler: StaticLossScale | DynamicLossScale = DynamicLossScale(initial, interval, minimum=minimum)
+    elif isinstance(scale, (int, float)) and scale > 0:
+        scaler = StaticLossScale(float(scale))
+    else:
+        raise ValueError(f"loss_scale: got {scale!r}, expected 'dynamic' or a positive number.")
+    return step.with_header("scaler", scaler, f"loss_scale({scale!r})")
