@@ -121,7 +121,7 @@ class Axis:
                 parts = full.chunk(self.size)
                 self._exchange([own] * self.size, list(parts), tag)
             else:
-                _all_gather(full, own.clone() if own.is_cpu else own, self.group)
+                _all_gather(full, own, self.group)
         return full
 
     def gather(self, shard: torch.Tensor, tag: str = "") -> torch.Tensor:

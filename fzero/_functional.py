@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fzero._placement import ROOT
-from fzero._unit import Handle, call_unit
+from fzero._unit import Handle, call_unit, plain_call, unit_of_leaf
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
@@ -81,6 +81,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
             leaves = _units.get().get(path)
             if leaves is None:
                 return run_forward(*args, **kwargs)
+            if not any(isinstance(leaf, Handle) for leaf in leaves.values()):
+                return plain_call(run_forward, args, kwargs)  # its full params are in place already
             return call_unit(run, (leaves, args, kwargs), {})
 
         own.forward = forward
@@ -127,23 +129,29 @@ def _check_names(params: Params, names: Any) -> None:
 
 
 def _module_units(params: Params, aliases: Mapping[str, str], modules: set[str]) -> dict[str, dict[str, Any]]:
-    """Module path -> {name below it: leaf}, for every unit that the handles among the params belong to."""
+    """Module path -> {name below it: leaf}, for every unit that leaves among the params belong to."""
     paths: dict[str, str] = {}
     for name, leaf in params.items():
-        if not isinstance(leaf, Handle):
+        origin = unit_of_leaf(leaf)
+        if origin is None or origin[1] == ROOT:
             continue
-        prefix = leaf.path.removesuffix(name)
-        path = leaf.unit.removeprefix(prefix) if prefix != leaf.path and leaf.unit.startswith(prefix) else ROOT
-        if prefix == leaf.path or (path not in modules and (prefix + path) != prefix):
+        full, unit = origin
+        prefix = full.removesuffix(name)
+        named = full.endswith(name)
+        path = unit.removeprefix(prefix) if unit.startswith(prefix) else ROOT
+        if named and path in modules:
+            paths[unit] = path
+        elif isinstance(leaf, Handle):
             raise ValueError(
-                f"apply: leaf {leaf.path!r} belongs to unit {leaf.unit!r}, but the module has no submodule "
-                f"{leaf.unit!r} to gather it in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in "
-                "train_step as paths of modules, or keep the module's names in the params."
+                f"apply: leaf {full!r} belongs to unit {unit!r}, but the module has no submodule {unit!r} to gather it "
+                f"in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in train_step as paths of modules, "
+                "or keep the module's names in the params."
             )
-        paths[leaf.unit] = path
     out: dict[str, dict[str, Any]] = {}
     for path in paths.values():
         below = path + "." if path else ""
-        out[path] = {name[len(below) :]: params[canon] for name, canon in aliases.items() if name.startswith(below)}
-    return {path: {"module." + name: leaf for name, leaf in leaves.items()} if path else leaves for path, leaves in out.items()}
-
+        inner = "module." if path else ""
+        out[path] = {
+            inner + name.removeprefix(below): params[leaf] for name, leaf in aliases.items() if name.startswith(below)
+        }
+    return out

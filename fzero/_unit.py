@@ -33,6 +33,7 @@ class Traversal:
     ) -> None:
         self.layout, self.uses, self.sharded, self.remat, self.device = layout, uses, sharded, remat, device
         self.retain_graph = False
+        self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
         self._seed, self._calls = seed, 0
 
     def next_seed(self) -> int:
@@ -50,6 +51,8 @@ class Traversal:
             else:
                 for index, view in group.views(self.uses[key].apply(primal)).items():
                     out[index] = view
+                    if group.unit:
+                        self.origins[id(view)] = index
         return out
 
     @contextlib.contextmanager
@@ -61,6 +64,19 @@ class Traversal:
                 yield
         finally:
             _current.reset(token)
+            self.origins = {}
+
+
+def unit_of_leaf(leaf: Any) -> tuple[str, str] | None:
+    """(path, unit) of a leaf of the step that is running, a handle or a full tensor; None for anything else."""
+    if isinstance(leaf, Handle):
+        return leaf.path, leaf.unit
+    traversal = _current.get()
+    index = traversal.origins.get(id(leaf)) if traversal else None
+    if traversal is None or index is None:
+        return None
+    row = traversal.layout.rows[index]
+    return row.path, row.unit
 
 
 class HandleError(AttributeError, TypeError):
@@ -227,10 +243,10 @@ class UnitOp(Op):
             self._full[key] = full
             if new:
                 self._owned.append(key)
-            views = {i: view.detach() for i, view in traversal.layout.groups[key].views(full).items()}
+            own = {i: view.detach() for i, view in traversal.layout.groups[key].views(full).items()}
             if position in wanted:
-                differentiated.append([view.requires_grad_() for view in views.values()])
-            leaves.update(views)
+                differentiated.append([view.requires_grad_() for view in own.values()])
+            leaves.update(own)
         held = {index: sys.getrefcount(leaf) for index, leaf in leaves.items()}
         inputs = list(tensors[count:])
         for position in wanted:
@@ -238,9 +254,11 @@ class UnitOp(Op):
                 inputs[position - count] = inputs[position - count].detach().requires_grad_()
         with self.surroundings(), torch.enable_grad() if wanted else contextlib.nullcontext():
             out = self.body(leaves, inputs)
+        storages = {self._full[key].untyped_storage().data_ptr() for key in self._owned}
+        views = [o.untyped_storage().data_ptr() in storages for o in out]
+        slack = bool(wanted) or any(views)  # the unit's own graph, or an output that is a view, is one more holder
         for index, leaf in leaves.items():
-            # the unit's own graph may count as one more holder
-            if sys.getrefcount(leaf) > held[index] + bool(wanted) and not any(leaf is o for o in out):
+            if sys.getrefcount(leaf) > held[index] + slack and not any(leaf is o for o in out):
                 raise ValueError(
                     f"Unit {self.unit!r} kept leaf {traversal.layout.rows[index].path!r} beyond its call; its values are "
                     "freed there. Return what is needed from the unit as an output instead."
@@ -255,11 +273,8 @@ class UnitOp(Op):
             refuse_foreign_leaves(
                 self._pull.outputs, [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
             )
-        storages = {self._full[key].untyped_storage().data_ptr() for key in self._owned}
         # an output that is a view of a param would be freed with it
-        return tuple(
-            o.detach().clone() if o.untyped_storage().data_ptr() in storages else o.detach() for o in out
-        )
+        return tuple(o.detach().clone() if view else o.detach() for o, view in zip(out, views, strict=True))
 
     def _free(self) -> None:
         for key in self._owned:
@@ -319,7 +334,7 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     flat, spec = _tree.flatten((args, dict(kwargs)))
     handles = [leaf for leaf in flat if isinstance(leaf, Handle)]
     if not handles:
-        return _plain(fn, args, kwargs)
+        return plain_call(fn, args, kwargs)
     traversal = handles[0].traversal
     primals = {handle.key: handle.primal for handle in handles}
     keys = list(primals)
@@ -350,7 +365,7 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     return _tree.unflatten(box["spec"], result)
 
 
-def _plain(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+def plain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
     """A unit with nothing to do at use: a plain call, but for its own randomness."""
     traversal = _current.get()
     if traversal is None:

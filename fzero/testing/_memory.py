@@ -13,7 +13,7 @@ from fzero import _tree
 
 
 class LiveBytes(TorchDispatchMode):
-    """Inside, counts the bytes of every storage that an operation of this thread made or used and that still exists.
+    """Inside, counts the bytes of every storage that an operation of this thread made and that still exists.
 
     Storages that were resized to nothing count nothing. A look after every operation makes it slow: for tests.
 
@@ -34,8 +34,13 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
+        given = {
+            leaf.untyped_storage()._cdata
+            for leaf in _tree.flatten((args, kwargs or {}))[0]
+            if isinstance(leaf, torch.Tensor)
+        }
         for leaf in _tree.flatten(out)[0]:
-            if isinstance(leaf, torch.Tensor):
+            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
                 self._add(leaf)
         now = self.now()
         if self._on_change is not None:

@@ -187,6 +187,8 @@ def _close_pools() -> None:
 def _worker(pipe: Any, path: list[str]) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
+    # torch's own, when its forward-mode decompositions are first imported
+    warnings.filterwarnings("ignore", message="`torch.jit.script` is deprecated", category=DeprecationWarning)
     torch.set_num_threads(1)
     while True:
         try:

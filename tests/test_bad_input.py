@@ -1,0 +1,378 @@
+"""Every mistake gets an error that names the leaf, what was got and expected, and what to do."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+
+import fzero as fz
+from fzero.testing import RankError, run_ranks, strict_capture
+
+
+def linear_step(**kwargs: Any) -> fz.Step:
+    return fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.sgd(0.1), **kwargs)
+
+
+PARAMS = {"w": torch.ones(3, 2)}
+
+
+def test_a_leaf_touched_outside_its_unit() -> None:
+    loss, params = scenarios.stack()
+
+    def bad(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return loss(p, x, y) + p["blocks"][1]["w"].sum()
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(bad, fz.sgd(0.1)))
+        with pytest.raises(AttributeError, match=r"leaf 'blocks\.1\.w' belongs to unit 'blocks\.1'.*fz\.unit"):
+            step(step.init(params), *scenarios.vector_batches(1)[0])
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize(
+    "touch",
+    [lambda w: w + 1, lambda w: 1 - w, lambda w: w[0], torch.sum, lambda w: torch.matmul(w, w), float, bool, len, list],
+)
+def test_any_touch_of_a_handle_names_the_leaf(touch: Any) -> None:
+    _, params = scenarios.stack()
+
+    def bad(p: Any) -> torch.Tensor:
+        leaf = p["blocks"][0]["w"]
+        assert leaf.shape == (5, 5) and leaf.dtype == torch.float64 and leaf.device.type == "cpu" and leaf.ndim == 2
+        assert not hasattr(leaf, "numpy") and "blocks.0.w" in repr(leaf)
+        return touch(leaf)
+
+    step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
+    with pytest.raises(TypeError, match=r"leaf 'blocks\.0\.w' belongs to unit 'blocks\.0'"):
+        step.forward(step.init(params))
+
+
+def test_a_handle_returned_from_the_function() -> None:
+    _, params = scenarios.stack()
+    step = fz.remat(fz.train_step(lambda p: p["blocks"][0]["w"], fz.sgd(0.1)))
+    with pytest.raises(TypeError, match=r"returned from the function: leaf 'blocks\.0\.w'"):
+        step.vjp(step.init(params))
+
+
+def test_a_leaf_kept_beyond_its_unit() -> None:
+    kept = []
+    block = fz.unit(lambda p, x: kept.append(p["w"]) or x @ p["w"])
+    step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][0], x).mean(), fz.sgd(0.1)))
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"Unit 'blocks\.0' kept leaf 'blocks\.0\.w' beyond its call"):
+            step(step.init({"blocks": [{"w": torch.ones(2, 2)}]}), torch.ones(1, 2))
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_unit_that_the_module_does_not_know() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    apply, params = fz.functional(module)
+    renamed = {"layers": {"first": params}}
+    step = fz.remat(fz.train_step(lambda p, x: apply(p["layers"]["first"], x).mean(), fz.sgd(0.1), units="layers"))
+    assert step.init(renamed)
+    with pytest.raises(ValueError, match=r"the params do not have the module's names: missing \['0\.weight', '0\.bias'\]"):
+        apply({"weight": torch.ones(2)}, torch.ones(1, 2))
+    flat = {"stack.0.0.weight": params["0.weight"], "stack.0.0.bias": params["0.bias"]}
+    other = fz.remat(
+        fz.train_step(lambda p, x: apply({"0.weight": p["stack.0.0.weight"], "0.bias": p["stack.0.0.bias"]}, x).mean(), fz.sgd(0.1), units="stack.0.0.*")
+    )
+    with pytest.raises(ValueError, match=r"belongs to unit 'stack\.0\.0\.(weight|bias)', but the module has no submodule"):
+        other(other.init(flat), torch.ones(1, 2))
+
+
+@pytest.mark.parametrize("how", ["closure", "partial", "nested", "default"])
+def test_a_unit_that_closes_over_a_traced_tensor(how: str) -> None:
+    import functools
+
+    def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
+        scale = p["root"] * 2
+
+        def with_argument(q: Any, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+            return x @ q["w"] * scale
+
+        units = {
+            "closure": fz.unit(lambda q, x: x @ q["w"] * scale),
+            "partial": fz.unit(functools.partial(with_argument, scale=scale)),
+            "nested": fz.unit(lambda q, x: (lambda y: y * scale)(x @ q["w"])),
+            "default": fz.unit(lambda q, x, s=scale: x @ q["w"] * s),
+        }
+        return units[how](p["blocks"][0], x).mean()
+
+    params = {"root": torch.ones(()), "blocks": [{"w": torch.ones(2, 2)}]}
+    step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"closes over a tensor of shape \(\).*pass this tensor to the unit's call"):
+        step(step.init(params), torch.ones(1, 2))
+
+
+def test_strict_capture_finds_what_is_hidden_in_an_object() -> None:
+    class Box:
+        value: Any = None
+
+    box = Box()
+
+    def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
+        box.value = p["root"] * 2
+        return fz.unit(lambda q, x: x @ q["w"] * box.value)(p["blocks"][0], x).mean()
+
+    params = {"root": torch.ones(()), "blocks": [{"w": torch.ones(2, 2)}]}
+    step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
+    with strict_capture(), pytest.raises(ValueError, match="closes over a tensor"):
+        step(step.init(params), torch.ones(1, 2))
+
+
+def test_a_mesh_without_the_named_axis() -> None:
+    def rank_main(rank: int) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("data",))
+        for shard in (fz.shard_zero1, fz.shard_zero2, fz.shard_zero3):
+            with pytest.raises(ValueError, match=r"the mesh has no axis 'dp'; its axes are data"):
+                shard(linear_step(), mesh)
+        step = fz.shard_zero3(linear_step(), mesh, axis="data")
+        state, metrics = step(step.init(PARAMS), torch.ones(1, 3))
+        assert metrics["loss"] == 3.0 and state.step == 1
+
+    run_ranks(rank_main, 2)
+    with pytest.raises(ValueError, match=r"replicate='dp2' without a mesh"):
+        fz.shard_zero3(linear_step(), replicate="dp2")
+
+
+def test_no_process_group() -> None:
+    step = fz.shard_zero3(linear_step())
+    with pytest.raises(RuntimeError, match=r"no process group.*init_process_group.*fz\.testing\.run_ranks"):
+        step.init(PARAMS)
+    assert fz.plan(step, PARAMS, world_size=4).world_size == 4
+
+
+def test_a_batch_that_does_not_divide() -> None:
+    step = fz.accumulate(linear_step(), 2)
+    state = step.init(PARAMS)
+    for call in (step, step.vjp, step.forward):
+        with pytest.raises(ValueError, match=r"input 0 has shape \(3, 3\), expected dim 0 to divide into 2 microbatches"):
+            call(state, torch.ones(3, 3))
+    with pytest.raises(ValueError, match=r"got 2 dims, expected one per input, 1"):
+        fz.accumulate(linear_step(), 2, in_dims=(0, None))(state, torch.ones(2, 3))
+    with pytest.raises(ValueError, match=r"accumulate: got 0, expected a number of microbatches"):
+        fz.accumulate(linear_step(), 0)
+
+
+@pytest.mark.parametrize(
+    ("params", "error", "message"),
+    [
+        ({"a": {"n": torch.ones(2, dtype=torch.int64)}}, TypeError, r"params\['a\.n'\]: got dtype torch\.int64"),
+        ({"a": torch.ones(0, 3)}, ValueError, r"params\['a'\]: got shape \(0, 3\), which has no elements"),
+        ({"a": 1.0}, TypeError, r"params\['a'\]: got float, expected a floating tensor"),
+        ({"a": None}, TypeError, r"params\['a'\]: got NoneType"),
+        ({}, ValueError, r"got an empty tree"),
+        ({"a.b": torch.ones(1), "a": {"b": torch.ones(1)}}, ValueError, r"two leaves have the path 'a\.b'"),
+    ],
+)
+def test_params_that_cannot_be_trained(params: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        linear_step().init(params)
+    with pytest.raises(error, match=message):
+        fz.plan(linear_step(), params)
+
+
+def test_a_loss_that_is_not_a_scalar() -> None:
+    step = fz.train_step(lambda p, x: x @ p["w"], fz.sgd(0.1))
+    state = step.init(PARAMS)
+    with pytest.raises(ValueError, match=r"returned a tensor of shape \(1, 2\).*expected a scalar loss.*cotangent="):
+        step(state, torch.ones(1, 3))
+    new, metrics = step(state, torch.ones(1, 3), cotangent=torch.ones(1, 2))
+    assert new.step == 1 and "loss" not in metrics
+
+
+@pytest.mark.parametrize(
+    ("cotangent", "message"),
+    [
+        (torch.ones(1, 2), r"cotangent: got the structure .* expected that of the outputs"),
+        ({"y": torch.ones(2, 1), "n": None}, r"cotangent of y: got \(\(2, 1\).*expected \(\(1, 2\)"),
+        ({"y": torch.ones(1, 2, dtype=torch.float64), "n": None}, r"cotangent of y: got .*float64.*expected.*float32"),
+        ({"y": 1.0, "n": None}, r"cotangent of y: got float"),
+    ],
+)
+def test_cotangents_that_do_not_fit(cotangent: Any, message: str) -> None:
+    step = fz.train_step(lambda p, x: {"y": x @ p["w"], "n": torch.tensor(3)}, fz.sgd(0.1))
+    _, pullback = step.vjp(step.init(PARAMS), torch.ones(1, 3))
+    with pytest.raises(ValueError, match=message):
+        pullback(cotangent)
+    pullback({"y": torch.ones(1, 2), "n": None})  # and nothing was lost
+
+
+def test_a_state_of_another_step() -> None:
+    def rank_main(rank: int) -> Any:
+        state = fz.shard_zero3(linear_step()).init(PARAMS)
+        with pytest.raises(ValueError, match=r"state of another step, made with .*shard_zero3.*expected.*shard_zero2"):
+            fz.shard_zero2(linear_step())(state, torch.ones(1, 3))
+        with pytest.raises(TypeError, match=r"got a state of type dict"):
+            linear_step()(PARAMS, torch.ones(1, 3))  # type: ignore[arg-type]
+        return state
+
+    state = run_ranks(rank_main, 2)[0]
+
+    def other_world(rank: int) -> None:
+        with pytest.raises(ValueError, match=r"cut into 2 shards \(leaf 'w' and others\), expected 3"):
+            fz.shard_zero3(linear_step())(state, torch.ones(1, 3))
+
+    run_ranks(other_world, 3)
+
+
+def test_grads_of_another_step() -> None:
+    step, other = linear_step(), fz.train_step(lambda p, x: (x * p["v"]).mean(), fz.sgd(0.1))
+    state, theirs = step.init(PARAMS), other.init({"v": torch.ones(3)})
+    _, pullback = other.vjp(theirs, torch.ones(1, 3))
+    grads, _ = pullback(torch.ones(()))
+    for call in (step.update, step.add_grads):
+        with pytest.raises(ValueError, match=r"grads of another step \(leaf 'v' differs\)"):
+            call(state, grads)
+        with pytest.raises(TypeError, match=r"grads: got dict"):
+            call(state, {"w": torch.ones(3, 2)})
+
+
+def test_a_donated_state_used_again() -> None:
+    step = fz.donate(linear_step())
+    old = step.init(PARAMS)
+    params, x = old.params, torch.ones(1, 3)
+    _, pullback = step.vjp(old, x)
+    step(fz.donate(linear_step()).init(PARAMS), x)
+    with pytest.warns(UserWarning, match=r"still held elsewhere \(that of leaf 'w' first\)"):
+        new, _ = step(old, x)  # the pullback above holds it
+    dead = r"This state was donated to the step that applied update 1"
+    for use in (
+        lambda: step(old, x),
+        lambda: step.forward(old, x),
+        lambda: old.params,
+        lambda: old.moments,
+        lambda: params["w"],
+        lambda: fz.gather(params),
+        lambda: pullback(torch.ones(())),
+    ):
+        with pytest.raises(RuntimeError, match=dead):
+            use()
+    assert new.step == 1
+
+
+def test_a_used_pullback() -> None:
+    step = linear_step()
+    _, pullback = step.vjp(step.init(PARAMS), torch.ones(1, 3))
+    pullback(torch.ones(()), retain_graph=True)
+    pullback(torch.ones(()))
+    with pytest.raises(RuntimeError, match=r"used up by an earlier call.*retain_graph=True"):
+        pullback(torch.ones(()))
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: linear_step(policy=fz.Policy.by_path({"norm*": fz.Policy()})), r"Policy\.by_path: the pattern 'norm\*' matches no leaf"),
+        (lambda: fz.freeze(linear_step(), "base.*"), r"freeze\('base\.\*'\): the pattern 'base\.\*' matches no leaf\. The leaves are w"),
+        (lambda: linear_step(units=["blocks.*"]), r"train_step\(units=\.\.\.\): the pattern 'blocks\.\*' matches no leaf"),
+    ],
+)
+def test_a_pattern_that_matches_no_leaf(build: Any, message: str) -> None:
+    for use in (lambda step: step.init(PARAMS), lambda step: fz.plan(step, PARAMS)):
+        with pytest.raises(ValueError, match=message):
+            use(build())
+
+
+def test_one_column_set_twice() -> None:
+    with pytest.raises(ValueError, match=r"'axis'.*set twice: by shard_zero3\(axis='dp'\) and by shard_zero1"):
+        fz.shard_zero1(fz.shard_zero3(linear_step()))
+    with pytest.raises(ValueError, match=r"'compute'.*autocast\(torch\.bfloat16\) and by autocast\(torch\.float16\)"):
+        fz.autocast(fz.autocast(linear_step()), torch.float16)
+    with pytest.raises(ValueError, match=r"accumulate\(3\): this step already has microbatches"):
+        fz.accumulate(fz.accumulate(linear_step(), 2), 3)
+    with pytest.raises(ValueError, match=r"loss_scale\(8\.0\): this step already has scaler"):
+        fz.loss_scale(fz.loss_scale(linear_step()), 8.0)
+    assert fz.remat(fz.remat(linear_step())).remats  # the same value twice is no conflict
+
+
+def test_ranks_with_different_params_or_tables() -> None:
+    def params_differ(rank: int) -> None:
+        params = {"a": torch.ones(2), "w": torch.full((3, 2), float(rank == 1))}
+        step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.sgd(0.1)))
+        with pytest.raises(ValueError, match=r"The params differ.*rank 0 has 'w with checksum.*init\(params, sync=True\)"):
+            step.init(params)
+        state = step.init(params, sync=True)
+        assert fz.gather(state.params)["w"].sum() == 0
+
+    run_ranks(params_differ, 3)
+
+    def tables_differ(rank: int) -> None:
+        step = fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.sgd(0.1))
+        step = fz.autocast(step) if rank else step
+        with pytest.raises(ValueError, match=r"The tables.*differ.*rank 0 has .w .*rank 1 has .w .*bfloat16"):
+            fz.shard_zero2(step).init(PARAMS)
+        with pytest.raises(ValueError, match=r"seed 0.*seed 1"):
+            fz.shard_zero2(fz.train_step(lambda p: p, fz.sgd(0.1))).init(PARAMS, seed=rank)
+
+    run_ranks(tables_differ, 2)
+
+
+def call_different_units(rank: int) -> None:
+    loss, params = scenarios.stack()
+    block = fz.unit(lambda p, x: x @ p["w"])
+    step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][rank], x).mean(), fz.sgd(0.1)))
+    state = step.init(params)
+    with pytest.raises(RuntimeError, match=r"(?s)rank 0: all_gather of blocks\.0/0.*rank 1: all_gather of blocks\.1/0"):
+        step(state, scenarios.vector_batches(1)[0][0])
+
+
+def call_different_units_unchecked(rank: int) -> None:
+    loss, params = scenarios.stack()
+    block = fz.unit(lambda p, x: x @ p["w"])
+    step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][rank], x).mean(), fz.sgd(0.1)))
+    state = step.init(params)
+    with pytest.raises(RuntimeError, match=rf"Communication of blocks\.{rank}/0 .*another rank has stopped, or has called"):
+        step(state, scenarios.vector_batches(1)[0][0])
+
+
+def test_ranks_that_call_different_units() -> None:
+    run_ranks(call_different_units, 2)
+    run_ranks(call_different_units, 2, backend="processes")
+    with pytest.raises(RankError):  # the group is broken after its time-out, and the pool ends
+        run_ranks(call_different_units_unchecked_then_fail, 2, backend="processes", timeout=3, checked=False)
+
+
+def call_different_units_unchecked_then_fail(rank: int) -> None:
+    call_different_units_unchecked(rank)
+    raise RuntimeError("both ranks got here")
+
+
+def test_a_buffer_changed_by_the_module() -> None:
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    apply, params = fz.functional(module)
+    with pytest.raises(ValueError, match=r"changed its buffer '1\.(running_mean|num_batches_tracked)'.*eval\(\)"):
+        apply(params, torch.randn(4, 2))
+
+
+def test_train_step_arguments() -> None:
+    with pytest.raises(TypeError, match=r"got optimizer=SGD, expected a GradientTransformation"):
+        fz.train_step(lambda p: p, torch.optim.SGD([torch.ones(1)], lr=0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got fn=int"):
+        fz.train_step(3, fz.sgd(0.1))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"got policy=dtype"):
+        linear_step(policy=torch.float16)
+    with pytest.raises(ValueError, match=r"Policy\(param=\.\.\.\): got torch\.int8"):
+        fz.Policy(param=torch.int8)
+    with pytest.raises(ValueError, match=r"autocast: got torch\.float32"):
+        fz.autocast(linear_step(), torch.float32)
+
+
+def test_import_leaves_no_trace() -> None:
+    code = (
+        "import time, torch, sys; t = time.perf_counter(); import fzero; spent = time.perf_counter() - t; "
+        "assert 'hypothesis' not in sys.modules and not torch.distributed.is_initialized(); print('spent', spent)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
+    spent = min(float(re.fullmatch(r"spent ([\d.e-]+)\n", run.stdout)[1]) for run in runs)  # type: ignore[index]
+    assert all(run.stderr == "" for run in runs)
+    assert spent < 0.3

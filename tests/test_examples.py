@@ -1,0 +1,141 @@
+"""The examples and the README do what they say."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import re
+import signal
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import scenarios
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks, strategies
+
+ROOT = Path(__file__).parent.parent
+TINY = (
+    "--width 32 --blocks 1 --heads 2 --context 16 --batch 2 --eval-every 2 --eval-batches 1 --sample-bytes 4 --warmup 1"
+).split()
+
+
+def example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "examples" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# ---- my_transform.py
+
+
+@settings(max_examples=20)
+@given(chosen=strategies.transforms(stages=(1, 2, 3)), world=st.integers(1, 3), decay=st.floats(0.0, 1.0))
+def test_ema_is_the_average_of_the_gathered_params(chosen: Any, world: int, decay: float) -> None:
+    loss, params = scenarios.stack()
+    step = strategies.apply(fz.train_step(loss, fz.adamw(1e-2)), chosen)
+    averaged = example("my_transform").Ema(step, decay)
+
+    def rank_main(rank: int) -> None:
+        batch = scenarios.vector_batches(world)[rank]
+        state, expected = averaged.init(params), params
+        for _ in range(3):
+            state, _ = averaged(state, *batch)
+            plain = fz.gather(state.state.params)
+            expected = torch.utils._pytree.tree_map(lambda a, p: decay * a + (1 - decay) * p, expected, plain)
+        assert_trees_close(fz.gather(state.average), expected, rtol=1e-12)
+        other = step.init(expected)
+        assert_trees_close(averaged.forward(state, *batch), step.forward(other, *batch), rtol=1e-10)
+
+    run_ranks(rank_main, world)
+
+
+# ---- README.md
+
+
+def test_the_quickstart_of_the_readme_runs() -> None:
+    text = (ROOT / "README.md").read_text()
+    diff = re.findall(r"```diff\n(.*?)```", text, re.DOTALL)[0].splitlines()
+    before = "\n".join(line[2:] for line in diff if line[:1] != "+")
+    after = "\n".join(line[2:] for line in diff if line[:1] != "-")
+
+    def run(code: str, rank: int) -> float:
+        names: dict[str, Any] = {}
+        exec(compile(code, "README.md", "exec"), names)
+        return float(names["loss"])
+
+    plain = run(before, 0)
+    for loss in run_ranks(functools.partial(run, after), 2):
+        assert abs(loss - plain) < 1e-5
+
+
+# ---- train_lm.py
+
+
+def start(*options: str, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", str(out)]
+    return subprocess.Popen(
+        [*command, *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+
+
+def check_weights(out: Path) -> None:
+    module = example("transformer").Transformer(32, 1, 2, torch.Generator().manual_seed(1))
+    module.load_state_dict(load_file(out / "weights.safetensors"), strict=True)
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_train_lm_end_to_end(tmp_path: Path) -> None:
+    process = start("--steps", "4", out=tmp_path)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    check_weights(tmp_path)
+    for word in ("blocks.0.mlp.up.weight", "per rank: params", "held-out loss", "byte frequencies alone", "def "):
+        assert word in stdout
+
+
+def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
+    process = start("--steps", "1000000", out=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("state per rank"):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    assert "stopped after" in stdout
+    check_weights(tmp_path)
+
+
+def test_bad_options_are_named(tmp_path: Path) -> None:
+    process = start("--stage", "0", out=tmp_path)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 2 and "--stage 0" in stderr and "Traceback" not in stderr
+
+
+# ---- import
+
+
+def test_import_is_silent_and_quick() -> None:
+    code = "import torch, time; t = time.perf_counter(); import fzero; print(time.perf_counter() - t)"
+    seconds = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert done.stderr == "" and len(done.stdout.split()) == 1
+        seconds.append(float(done.stdout))
+    assert min(seconds) < 0.3, f"import fzero took {statistics.median(seconds):.2f} s on top of import torch"

@@ -1,0 +1,177 @@
+"""Live bytes per rank: between steps exactly the table, during a ZeRO-3 step one unit's params, nothing kept."""
+
+from __future__ import annotations
+
+import functools
+import gc
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+
+import fzero as fz
+from fzero.testing import LiveBytes, assert_peak_bytes, recorded_collectives, run_ranks
+
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+
+def wide(width: int = 64, blocks: int = 4) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "blocks": [{"w": torch.randn(width, width, generator=generator), "b": torch.zeros(width)} for _ in range(blocks)],
+        "head": torch.randn(width, 1, generator=generator),
+    }
+    block = fz.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        for p in params["blocks"]:
+            x = block(p, x)
+        return (x @ params["head"]).mean()
+
+    return loss, params
+
+
+@pytest.mark.parametrize(("donated", "remat"), [(False, False), (True, True), (True, False)])
+@pytest.mark.parametrize("policy", ["fp32", "autocast", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_at_rest_exactly_the_table(stage: int, policy: str, remat: bool, donated: bool) -> None:
+    world = 3 if stage else 1
+    steps = 50 if donated and not remat else 4
+    loss, params = wide(blocks=2)
+
+    def build() -> fz.Step:
+        step = fz.train_step(loss, fz.adamw(1e-3), fz.Policy.bf16_states() if policy == "bf16" else None)
+        step = fz.autocast(step) if policy == "autocast" else step
+        step = fz.remat(step) if remat else step
+        step = fz.donate(step) if donated else step
+        return SHARDS[stage](step)
+
+    expected = fz.plan(build(), params, world_size=world)
+
+    def rank_main(rank: int) -> list[int]:
+        step, x = build(), torch.ones(2, 64, dtype=torch.bfloat16 if policy == "bf16" else torch.float32)
+        after = []
+        with LiveBytes() as live:
+            state = step.init(params)
+            for count in range(steps):
+                state, metrics = step(state, x)
+                del metrics
+                if count in (1, steps - 1):
+                    gc.collect()
+                    after.append(live.now())
+        return after
+
+    for first, last in run_ranks(rank_main, world):
+        # the threaded group may still hold the last scalar that was summed
+        assert 0 <= first - (expected.params + expected.moments) <= 8
+        assert 0 <= last - (expected.params + expected.moments) <= 8
+
+
+def test_without_reference_cycles() -> None:
+    """Freed at once, not by the garbage collector."""
+    loss, params = wide()
+
+    def rank_main(rank: int) -> None:
+        step, x = fz.donate(fz.shard_zero3(fz.train_step(loss, fz.adamw(1e-3)))), torch.ones(2, 64)
+        gc.collect()
+        gc.disable()
+        try:
+            with LiveBytes() as live:
+                state = step.init(params)
+                rest = live.now()
+                for _ in range(3):
+                    state, metrics = step(state, x)
+                    del metrics
+                    assert live.now() == rest
+        finally:
+            gc.enable()
+
+    run_ranks(rank_main, 1)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_one_unit_alive_at_a_time(remat: bool) -> None:
+    """Every unit is gathered twice and reduced once, and its params are gone when the next is gathered."""
+    loss, params = wide(width=256)
+    unit = 4 * (256 * 256 + 256)
+    small = unit // 4  # activations, the root and its gradient
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+        step = fz.remat(step) if remat else step
+        state, x = step.init(params), torch.ones(2, 256)
+        with LiveBytes() as live, recorded_collectives() as record:
+            _, pullback = step.vjp(state, x)
+            # the current unit's full params, and nothing of the one before
+            assert live.peak <= unit + small
+            assert live.now() <= small
+            live.reset_peak()
+            grads, _ = pullback(torch.ones(()))
+            # full params and full grads of one unit beside the reduced shards, and what the reduction receives
+            assert live.peak <= 4 * unit // 2 + 3 * unit + small
+            gc.collect()
+            assert live.now() <= 4 * unit // 2 + small
+        gathered = [tag for operation, tag, _ in record if operation == "all_gather"]
+        reduced = [tag for operation, tag, _ in record if operation == "reduce_scatter"]
+        blocks = [f"blocks.{i}/0" for i in range(4)]
+        assert gathered == ["(root)/0", *blocks, *reversed(blocks)] or gathered == [*blocks, "(root)/0", *reversed(blocks)]
+        assert sorted(reduced) == ["(root)/0", *blocks]
+        del grads
+
+    run_ranks(rank_main, 2)
+
+
+def keep_nothing(rank: int, stage: int, remat: bool) -> None:
+    loss, params = wide()
+    step = SHARDS[stage](fz.train_step(loss, fz.adamw(1e-3)))
+    step = fz.remat(step) if remat else step
+    state, x = step.init(params), torch.ones(2, 64)
+    gc.collect()
+    gc.disable()
+    with LiveBytes() as live:
+        for count in range(50):
+            out, pullback = step.vjp(state, x)
+            if count % 2:
+                grads, cotangents = pullback(torch.ones_like(out))
+                del grads, cotangents
+            else:
+                del pullback
+                gc.collect()  # torch.func.vjp's own closure is freed by the collector, or by the next call
+            assert live.now() <= 64, f"round {count}: {live.now()} bytes"  # the output
+            del out
+    gc.enable()
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_dropped_or_used_pullback_keeps_nothing(stage: int, remat: bool) -> None:
+    """On real processes: the threaded group holds on to what it last received. A used pullback is still in scope."""
+    fn = functools.partial(keep_nothing, stage=stage, remat=remat)
+    run_ranks(fn, 2 if stage else 1, backend="processes", checked=False)
+
+
+def test_activations_are_freed_as_the_pullback_proceeds() -> None:
+    """The gradients replace the activations: the pullback's peak stays near the forward's end."""
+    blocks = 12
+    loss, params = wide(width=32, blocks=blocks)
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+        state, x = step.init(params), torch.ones(2048, 32)
+        activation = 4 * 2048 * 32
+        with LiveBytes() as live:
+            out, pullback = step.vjp(state, x, argnums=())
+            kept = live.now()
+            assert kept <= (2 * blocks + 2) * activation
+            live.reset_peak()
+            pullback(torch.ones_like(out))
+            assert live.peak <= kept + 5 * activation
+
+    run_ranks(rank_main, 1)
+
+
+def test_assert_peak_bytes_fails_when_it_should() -> None:
+    assert_peak_bytes(lambda: torch.zeros(256), 1024)
+    with pytest.raises(AssertionError, match=r"peak of 2,048 bytes, expected at most 1,024"):
+        assert_peak_bytes(lambda: (torch.zeros(256), torch.zeros(256)), 1024)

@@ -1,0 +1,284 @@
+"""Both forms of the unit, under every kind of derivative, against plain torch.func on full tensors."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero._vjp import call_function, traversal_of
+from fzero.testing import assert_collectives, assert_trees_close, assert_trees_equal, run_ranks
+
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+
+def build(stage: int, remat: bool, fn: Any) -> fz.Step:
+    step = SHARDS[stage](fz.train_step(fn, fz.sgd(0.1)))
+    return fz.remat(step) if remat else step
+
+
+@given(stage=st.sampled_from([0, 1, 2, 3]), remat=st.booleans(), world=st.integers(1, 3), seed=st.integers(0, 99))
+def test_grads_and_input_cotangents(stage: int, remat: bool, world: int, seed: int) -> None:
+    loss, params = scenarios.stack(seed)
+    world = world if stage else 1
+    batches = scenarios.vector_batches(world, seed=seed)
+    primals = [torch.func.vjp(loss, params, *batch)[1](torch.tensor(2.0, dtype=torch.float64)) for batch in batches]
+    mean = torch.utils._pytree.tree_map(lambda *g: torch.stack(g).mean(0), *[p[0] for p in primals])
+
+    def rank_main(rank: int) -> None:
+        step = build(stage, remat, loss)
+        state = step.init(params)
+        out, pullback = step.vjp(state, *batches[rank])
+        assert_trees_close(out, loss(params, *batches[rank]), rtol=1e-12)
+        for again in (True, False):  # the same graph twice
+            grads, cotangents = pullback(torch.tensor(2.0, dtype=torch.float64), retain_graph=again)
+            assert_trees_close(fz.gather(grads), mean, rtol=1e-10)
+            assert_trees_close(cotangents, primals[rank][1:], rtol=1e-10)
+
+    run_ranks(rank_main, world)
+
+
+def product_of_hessian(rank: int, stage: int, remat: bool, mode: str, world: int) -> None:
+    loss, params = scenarios.stack(blocks=2, width=3)
+    batches = scenarios.vector_batches(world, width=3)
+    flat, spec = torch.utils._pytree.tree_flatten(params)
+    direction = torch.utils._pytree.tree_unflatten([torch.cos(leaf) for leaf in flat], spec)
+
+    def mean_loss(p: Any) -> torch.Tensor:
+        return torch.stack([loss(p, *batch) for batch in batches]).mean()
+
+    want = torch.func.jvp(torch.func.grad(mean_loss), (params,), (direction,))[1]
+    step = build(stage, remat, loss)
+    state, along = step.init(params), step.init(direction)
+
+    def grad(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def function(primals: dict[str, torch.Tensor]) -> torch.Tensor:
+            traversal, _, _ = traversal_of(step, state, (0,))
+            return call_function(step, state, traversal, primals, batches[rank])
+
+        out, pull = torch.func.vjp(function, buffers)
+        return pull(torch.ones_like(out))[0]
+
+    primals, tangents = state.params.locals(), along.params.locals()
+    if mode == "forward over reverse":
+        product = torch.func.jvp(grad, (primals,), (tangents,))[1]
+    else:
+        product = torch.func.vjp(grad, primals)[1](tangents)[0]
+    assert_trees_close(fz.gather(state.params.with_buffers(product)), want, rtol=1e-10)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("mode", ["forward over reverse", "reverse over reverse"])
+def test_second_derivatives(stage: int, remat: bool, mode: str) -> None:
+    """Hessian-vector products through sharded units; on processes, as torch's forward mode is not thread-safe."""
+    world = 2 if stage else 1
+    fn = functools.partial(product_of_hessian, stage=stage, remat=remat, mode=mode, world=world)
+    run_ranks(fn, world, backend="processes")
+
+
+def test_a_gradient_penalty_inside_the_function() -> None:
+    """torch.func.grad over the inputs, inside the function that is itself differentiated."""
+    loss, params = scenarios.stack()
+
+    def penalised(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda x: loss(p, x, y))(x)
+        return loss(p, x, y) + slope.square().sum()
+
+    batches = scenarios.vector_batches(2)
+    want = [torch.func.grad(penalised)(params, *batch) for batch in batches]
+    mean = torch.utils._pytree.tree_map(lambda *g: torch.stack(g).mean(0), *want)
+
+    def rank_main(rank: int) -> None:
+        for remat in (False, True):
+            step = build(3, remat, penalised)
+            _, pullback = step.vjp(step.init(params), *batches[rank])
+            assert_trees_close(fz.gather(pullback(torch.ones((), dtype=torch.float64))[0]), mean, rtol=1e-10)
+
+    run_ranks(rank_main, 2)
+
+
+def test_vmap_over_a_unit() -> None:
+    loss, params = scenarios.stack()
+    xs, ys = (torch.stack([b[i] for b in scenarios.vector_batches(3)]) for i in (0, 1))
+
+    def mapped(p: Any, xs: torch.Tensor, ys: torch.Tensor) -> torch.Tensor:
+        return torch.func.vmap(lambda x, y: loss(p, x, y))(xs, ys).mean()
+
+    want = torch.func.grad(mapped)(params, xs, ys)
+
+    def rank_main(rank: int) -> None:
+        for remat in (False, True):
+            step = build(3, remat, mapped)
+            _, pullback = step.vjp(step.init(params), xs, ys)
+            assert_trees_close(fz.gather(pullback(torch.ones((), dtype=torch.float64))[0]), want, rtol=1e-10)
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_outer_torch_func_sees_through_the_step() -> None:
+    """step.vjp inside torch.func.grad: a second derivative by the inputs."""
+    loss, params = scenarios.stack()
+    x, y = scenarios.vector_batches(1)[0]
+
+    def slope(fn: Any, x: torch.Tensor) -> torch.Tensor:
+        return fn(x).square().sum()
+
+    want = torch.func.grad(lambda x: slope(lambda x: torch.func.grad(lambda x: loss(params, x, y))(x), x))(x)
+
+    def rank_main(rank: int) -> None:
+        step = build(3, False, loss)
+        state = step.init(params)
+
+        def inner(x: torch.Tensor) -> torch.Tensor:
+            out, pullback = step.vjp(state, x, y, argnums=0)
+            return pullback(torch.ones_like(out))[1][0]
+
+        assert_trees_close(torch.func.grad(lambda x: slope(inner, x))(x), want, rtol=1e-10)
+
+    run_ranks(rank_main, 1)
+
+
+def test_any_arguments_and_outputs() -> None:
+    """Containers, keywords, integers, None, strings; an output that is a view of a param, or the input itself."""
+
+    def odd(p: Any, x: torch.Tensor, *, options: Any, name: str) -> Any:
+        assert name == "n" and options["none"] is None
+        return {
+            "y": x @ p["w"] + options["scale"],
+            "count": torch.tensor(3),
+            "weight": p["w"].t(),
+            "same": x,
+            "text": name,
+            "nothing": None,
+        }
+
+    unit = fz.unit(odd)
+    params = {"blocks": [{"w": torch.randn(3, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))}]}
+    x, scale = torch.ones(2, 3, dtype=torch.float64), torch.full((3,), 0.5, dtype=torch.float64)
+
+    def fn(p: Any, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+        out = unit(p["blocks"][0], x, options={"scale": scale, "none": None}, name="n")
+        assert out["text"] == "n" and out["nothing"] is None and out["count"] == 3
+        return (out["y"] * out["same"]).sum() + (out["weight"] ** 2).sum()
+
+    want = torch.func.grad(fn, argnums=(0, 1, 2))(params, x, scale)
+
+    def rank_main(rank: int) -> None:
+        for remat in (False, True):
+            step = build(3, remat, fn)
+            out, pullback = step.vjp(step.init(params), x, scale)
+            grads, cotangents = pullback(torch.ones_like(out))
+            assert_trees_close((fz.gather(grads), *cotangents), want, rtol=1e-12)
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_unit_called_twice_and_a_unit_never_called() -> None:
+    block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+    generator = torch.Generator().manual_seed(0)
+    params = {"blocks": [{"w": torch.randn(3, 3, generator=generator, dtype=torch.float64)} for _ in range(2)]}
+    x = torch.ones(2, 3, dtype=torch.float64)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return block(p["blocks"][0], block(p["blocks"][0], x)).sum()
+
+    want = torch.func.grad(fn)(params, x)
+
+    def rank_main(rank: int) -> None:
+        for stage in (1, 2, 3):
+            step = build(stage, False, fn)
+            _, pullback = step.vjp(step.init(params), x)
+            assert_trees_close(fz.gather(pullback(torch.ones((), dtype=torch.float64))[0]), want, rtol=1e-12)
+
+    run_ranks(rank_main, 3)
+
+
+class Dropout(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(6, 6) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.nn.functional.dropout(block(torch.nn.functional.dropout(x, 0.2)), 0.3)
+        return x.sum()
+
+
+class DropoutBlocks(Dropout):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout()) for _ in range(3))
+
+
+@pytest.mark.parametrize("model", [Dropout, DropoutBlocks])
+def test_dropout_is_the_same_with_and_without_remat(model: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        apply, params = fz.functional(model())
+    x = torch.ones(4, 6)
+
+    def rank_main(rank: int) -> Any:
+        runs = []
+        before = torch.get_rng_state()
+        for stage in (0, 1, 3):
+            for remat in (False, True):
+                step = build(stage, remat, apply)
+                state = step.init(params, seed=3)
+                out, pullback = step.vjp(state, x)
+                grads = fz.gather(pullback(torch.ones_like(out))[0])
+                runs.append((out, grads))
+                other, _ = step.vjp(state, x, rng=1)
+                assert not torch.equal(other, out)
+                assert_trees_equal(step.forward(state, x), out)
+        assert_trees_equal(before, torch.get_rng_state())
+        for run in runs[1:]:
+            assert_trees_equal(run, runs[0])
+
+    run_ranks(rank_main, 1)
+
+
+def test_collectives_of_a_step() -> None:
+    """ZeRO-3: two gathers and one reduction a unit, one each for the root; ZeRO-1 and 2: one gather an update."""
+    loss, params = scenarios.stack(blocks=3)
+    batch = scenarios.vector_batches(1)[0]
+
+    def rank_main(rank: int) -> None:
+        counts = {1: (4, 4, 4), 2: (4, 8, 4), 3: (14, 8, None)}
+        for stage, (gathers, reductions, plain) in counts.items():
+            step = fz.accumulate(build(stage, False, loss), 2)
+            state = step.init(params)
+            expected = {"all_gather": gathers, "reduce_scatter": reductions}
+            assert_collectives(lambda step=step, state=state: step(state, *batch), expected)
+            if plain is not None:
+                assert_collectives(lambda step=step, state=state: step.forward(state, *batch), {"all_gather": 0})
+
+    run_ranks(rank_main, 2)
+
+
+def test_two_axes_shard_and_replicate() -> None:
+    loss, params = scenarios.tiny_lm()
+    batches = scenarios.token_batches(4)
+    plain = fz.train_step(loss, fz.adamw(1e-2))
+    x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
+    state = plain.init(params)
+    for _ in range(3):
+        state, _ = plain(state, x, y)
+    want = fz.gather(state.params)
+
+    def rank_main(rank: int) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "dp"))
+        for shard in (fz.shard_zero1, fz.shard_zero2, fz.shard_zero3):
+            step = shard(plain, mesh, replicate="copies")
+            state = step.init(params)
+            for _ in range(3):
+                state, _ = step(state, *batches[rank])
+            assert_trees_close(fz.gather(state.params), want, rtol=1e-10)
+
+    run_ranks(rank_main, 4)
