@@ -148,7 +148,9 @@ class Axis:
 
     def _ordered_reduce_scatter(self, full: torch.Tensor, tag: str) -> torch.Tensor:
         parts = list(full.chunk(self.size))
-        received = [parts[self.rank] if r == self.rank else torch.empty_like(parts[self.rank]) for r in range(self.size)]
+        received = [
+            parts[self.rank] if r == self.rank else torch.empty_like(parts[self.rank]) for r in range(self.size)
+        ]
         if dist.get_backend(self.group) == "gloo":
             self._exchange(parts, received, tag)
         else:
@@ -171,8 +173,8 @@ class Axis:
                 work.wait()
         except RuntimeError as error:
             raise RuntimeError(
-                f"Communication of {tag or 'the step'} over axis {self.name!r} failed on rank {self.rank}: another rank "
-                "has stopped, or has called other units than this one. Run the step inside "
+                f"Communication of {tag or 'the step'} over axis {self.name!r} failed on rank {self.rank}: another "
+                "rank has stopped, or has called other units than this one. Run the step inside "
                 f"fz.testing.checked_collectives() to see which. ({error})"
             ) from error
 
@@ -223,7 +225,9 @@ def _first_difference(text: str, other: str) -> str:
 
 
 def _device_of(group: Any) -> torch.device:
-    return torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    return (
+        torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(group) == "nccl" else torch.device("cpu")
+    )
 
 
 def gather_strings(said: str, group: Any) -> list[str]:

@@ -34,7 +34,7 @@ def leaf_specs(params: Any) -> tuple[list[tuple[str, tuple[int, ...], torch.dtyp
     return specs, leaves, structure
 
 
-def _shape_of(make: Callable[[], torch.Tensor]) -> Any:
+def _shape_of(make: Callable[..., Any]) -> Any:
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and only needed here
 
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -91,13 +91,15 @@ def _made(leaf: Any, spec: tuple[str, tuple[int, ...], torch.dtype]) -> torch.Te
     out = leaf()
     path, shape, dtype = spec
     if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(f"params[{path!r}]: its callable made {tuple(out.shape)}, {out.dtype}; expected {shape}, {dtype}.")
+        raise ValueError(
+            f"params[{path!r}]: its callable made {tuple(out.shape)}, {out.dtype}; expected {shape}, {dtype}."
+        )
     return out
 
 
 def _checksum(leaf: torch.Tensor) -> int:
     data = leaf.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
-    return zlib.crc32(data)
+    return zlib.crc32(data)  # type: ignore[arg-type]
 
 
 def to_moment_dtype(moments: Any) -> Any:

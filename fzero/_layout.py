@@ -65,9 +65,7 @@ class Layout:
         return hash((self.rows, self.shards))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (
-            isinstance(other, Layout) and self.rows == other.rows and self.shards == other.shards
-        )
+        return self is other or (isinstance(other, Layout) and self.rows == other.rows and self.shards == other.shards)
 
     @staticmethod
     def build(rows: Sequence[Row], shards: int) -> Layout:

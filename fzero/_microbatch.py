@@ -65,7 +65,7 @@ class Microbatches:
         return _tree.map(one, outputs[0], *outputs[1:])
 
     def split_cotangent(self, cotangent: Any, sizes: Sequence[Sequence[int | None]]) -> list[Any]:
-        """The transpose of `merge`; `sizes[i]` are the leading sizes of microbatch i's output leaves, None if scalar."""
+        """The transpose of `merge`; `sizes[i]` the leading sizes of microbatch i's output leaves, None if scalar."""
         if self.count == 1:
             return [cotangent]
         names, flat, spec = _tree.named_leaves(cotangent)

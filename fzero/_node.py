@@ -68,7 +68,7 @@ class Op:
             primals = [args[i] for i in wanted]
             if first_order():
                 return differentiate(forward, primals)[1](args[count:], False)
-            _, pull = torch.func.vjp(forward, *primals)
+            _, pull = torch.func.vjp(forward, *primals)  # type: ignore[misc]
             return tuple(pull(tuple(args[count:])))
 
         return self.derived(fn)
@@ -142,8 +142,8 @@ def refuse_foreign_leaves(out: Sequence[torch.Tensor], leaves: Sequence[torch.Te
 
 def closed_over(tensor: torch.Tensor) -> str:
     return (
-        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated; its gradient would be "
-        "lost. Everything differentiable must reach a unit as an argument: pass this tensor to the unit's call, or "
+        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated; its gradient would "
+        "be lost. Everything differentiable must reach a unit as an argument: pass this tensor to the unit's call, or "
         "detach() it where no gradient is wanted."
     )
 

@@ -41,7 +41,10 @@ class Plan:
         head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
         body = [_cells(row) for row in self.rows]
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-        lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in [head, *body]]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in [head, *body]
+        ]
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(row.numel for row in self.rows)
         lines += [
@@ -176,7 +179,9 @@ def _header(step: Step) -> tuple[str, ...]:
 def describe(step: Step) -> str:
     """The rules of a step, one a line: what `print(step)` shows."""
     name = getattr(step.fn, "__name__", type(step.fn).__name__)
-    lines = [f"train_step({name}), units {', '.join(step.units) if step.units else 'up to the first integer of a path'}"]
+    lines = [
+        f"train_step({name}), units {', '.join(step.units) if step.units else 'up to the first integer of a path'}"
+    ]
     lines.append(f"  {'policy':<10} {'*':<16} {step.policy}")
     lines += [f"  {rule}" for rule in step.rules]
     return "\n".join([*lines, *(f"  {line}" for line in _header(step))])

@@ -82,16 +82,14 @@ class Sharded:
         self._alive()
         if path not in self.layout.key_of:
             raise KeyError(f"no leaf {path!r}; the leaves are {', '.join(self.layout.key_of)}")
-        key, slot = self.layout.key_of[path]
+        key, _slot = self.layout.key_of[path]
         if key not in self.keys:
             raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")
         return next(piece for other, piece in self.pieces(key) if other.path == path)
 
     def with_buffers(self, buffers: Mapping[str, torch.Tensor], scale: float | None = None) -> Sharded:
         """The same leaves, local slices only, with other values."""
-        return Sharded(
-            self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale
-        )
+        return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale)
 
     def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
         """`fn` over the local slices of trees of the same groups."""
@@ -113,7 +111,9 @@ class Sharded:
 
 
 def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], Any]:
-    metadata = _Static(tree.layout, tree.axis, tuple(tree.buffers), tuple(tree.held), _tree.Unseen((tree.structure, tree.scale)))
+    metadata = _Static(
+        tree.layout, tree.axis, tuple(tree.buffers), tuple(tree.held), _tree.Unseen((tree.structure, tree.scale))
+    )
     return (*tree.buffers.values(), *tree.held.values()), metadata
 
 
@@ -182,7 +182,7 @@ def _gather_one(tree: Sharded) -> Any:
 
 
 def global_norm(*trees: Any) -> torch.Tensor:
-    """The Euclidean norm over all leaves of all trees and all their shards: a 0-d float64 tensor, the same on every rank.
+    """The Euclidean norm over all leaves of all trees and all their shards: a 0-d float64 tensor, alike on all ranks.
 
     Args:
         trees: grads of one or more components (each summed over its own axis), or natural trees of full tensors.

@@ -95,9 +95,11 @@ _FIELDS = ("params", "grads", "moments", "step", "loss_scale", "seed", "signatur
 def _fresh(tree: Any) -> Any:
     """New shells around the same buffers: killing one state then never touches another's."""
     return _tree.map(
-        lambda node: Sharded(node.layout, node.axis, node.structure, node.buffers, node.held, node.scale)
-        if is_sharded(node)
-        else node,
+        lambda node: (
+            Sharded(node.layout, node.axis, node.structure, node.buffers, node.held, node.scale)
+            if is_sharded(node)
+            else node
+        ),
         tree,
         is_leaf=is_sharded,
     )
@@ -105,12 +107,14 @@ def _fresh(tree: Any) -> Any:
 
 def _flatten(state: TrainState) -> tuple[tuple[Any, ...], Any]:
     unseen = _tree.Unseen((state.step, state.loss_scale, state.seed, state.signature))
-    return (state.params, state.grads, state.moments), unseen
+    kept = () if state.grads is None else (state.grads,)  # torch's pytrees would take None for a leaf
+    return (state.params, state.moments, *kept), unseen
 
 
 def _unflatten(unseen: Any, children: tuple[Any, ...]) -> TrainState:
     state = object.__new__(TrainState)
-    state._params, state._grads, state._moments = children
+    state._params, state._moments, *kept = children
+    state._grads = kept[0] if kept else None
     state.step, state.loss_scale, state.seed, state.signature = unseen.value
     state._dead = None
     return state

@@ -259,8 +259,8 @@ class Step:
         size = self.axis().size if self.sharding else 1
         if layout.shards != size:
             raise ValueError(
-                f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), expected "
-                f"{size}, the size of axis {self.sharding.axis if self.sharding else None!r}. Make the state with this "
+                f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
+                f"expected {size}, the size of the sharded axis. Make the state with this "
                 "step's init on this process group."
             )
 
@@ -271,7 +271,9 @@ class Step:
             )
         if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
             ours = {row.path: row for row in state.layout.rows}
-            other = next((row.path for row in grads.layout.rows if ours.get(row.path) != row), grads.layout.rows[0].path)
+            other = next(
+                (row.path for row in grads.layout.rows if ours.get(row.path) != row), grads.layout.rows[0].path
+            )
             raise ValueError(
                 f"grads: got grads of another step (leaf {other!r} differs), expected those of a pullback of this step "
                 f"over {len(ours)} leaves. Give each component its own grads."
@@ -349,4 +351,3 @@ def with_fn(step: Step, fn: Callable[..., Any], has_aux: bool | None = None) -> 
         tensor([2., 2.])
     """
     return dataclasses.replace(step, fn=fn, has_aux=step.has_aux if has_aux is None else has_aux)
-

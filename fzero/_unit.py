@@ -214,9 +214,7 @@ class UnitOp(Op):
         inputs = list(pull.inputs.values())
         found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
         zero = dict(zip(pull.inputs, (torch.zeros_like(x) for x in inputs), strict=True)) if None in found else {}
-        out = {
-            i: zero[i] if g is None else g for i, g in zip(pull.inputs, found[len(flat) :], strict=True)
-        }
+        out = {i: zero[i] if g is None else g for i, g in zip(pull.inputs, found[len(flat) :], strict=True)}
         del found[len(flat) :], flat
         if not keep:
             self._pull, self._used = None, not self.recompute
@@ -260,8 +258,8 @@ class UnitOp(Op):
         for index, leaf in leaves.items():
             if sys.getrefcount(leaf) > held[index] + slack and not any(leaf is o for o in out):
                 raise ValueError(
-                    f"Unit {self.unit!r} kept leaf {traversal.layout.rows[index].path!r} beyond its call; its values are "
-                    "freed there. Return what is needed from the unit as an output instead."
+                    f"Unit {self.unit!r} kept leaf {traversal.layout.rows[index].path!r} beyond its call; its values "
+                    "are freed there. Return what is needed from the unit as an output instead."
                 )
         if wanted:
             self._pull = _Pull(

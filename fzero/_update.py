@@ -29,9 +29,7 @@ class NoLossScale:
         return state
 
 
-def sum_of(
-    total: dict[str, torch.Tensor] | None, grads: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def sum_of(total: dict[str, torch.Tensor] | None, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """total + grads, written into total where it exists."""
     if total is None:
         return grads
@@ -93,9 +91,9 @@ def _applied(step: Step, state: TrainState, grads: Sharded, extra: dict[str, Any
     own = params.only(layout.trainable)
     if step.optimizer.fused is not None:
         moments = _tree.map(
-            lambda node: node.with_buffers({key: keep(node.buffers, key) for key in node.keys})
-            if is_sharded(node)
-            else node,
+            lambda node: (
+                node.with_buffers({key: keep(node.buffers, key) for key in node.keys}) if is_sharded(node) else node
+            ),
             state.moments,
             is_leaf=is_sharded,
         )

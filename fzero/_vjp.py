@@ -97,7 +97,8 @@ class Run:
         flat, self.input_spec = _tree.flatten(tuple(inputs))
         self.count = len(flat)
         self.wanted = _wanted(inputs, argnums)
-        self.traversal, primals, fixed = traversal_of(step, state, seed, unreduced)
+        traversal, primals, fixed = traversal_of(step, state, seed, unreduced)
+        self.traversal: Traversal | None = traversal
         kept = _Outputs()
 
         def function(primals: dict[str, torch.Tensor], wanted: list[torch.Tensor]) -> Any:
@@ -105,7 +106,7 @@ class Run:
             for place, value in zip(self.wanted, wanted, strict=True):
                 filled[place] = value
             result = call_function(
-                step, state, self.traversal, {**primals, **fixed}, _tree.unflatten(self.input_spec, filled)
+                step, state, traversal, {**primals, **fixed}, _tree.unflatten(self.input_spec, filled)
             )
             out, aux = result if step.has_aux else (result, None)
             leaves, kept.spec = _tree.flatten(out)
@@ -126,7 +127,8 @@ class Run:
         differentiated = [flat[place] for place in self.wanted]
         self.outer = _private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         with self._mode():
-            real, self._pull, (rest, aux) = torch.func.vjp(function, primals, differentiated, has_aux=True)
+            run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
+        real, self._pull, (rest, aux) = run
         leaves = dict(kept.carried or {})
         leaves.update(zip(kept.real, real, strict=True))
         leaves.update(zip(box[-1], rest, strict=True))
@@ -153,6 +155,7 @@ class Run:
         if self.scale != 1.0:
             cotangents = [c * self.scale for c in cotangents]
         again = retain_graph or self.outer
+        assert self.traversal is not None
         self.traversal.retain_graph = again
         with torch.enable_grad() if create_graph else self._mode():
             grads, wanted = self._pull(
@@ -160,6 +163,7 @@ class Run:
             )
         if not again and not create_graph:
             self._pull = None
+            self.traversal = None  # a used pullback holds nothing, so a donated state's buffers are free
         out: list[Any] = [None] * self.count
         for place, value in zip(self.wanted, wanted, strict=True):
             out[place] = value / self.scale if self.scale != 1.0 else value
@@ -186,11 +190,13 @@ class Run:
             leaf, name = leaves[place], names[place] or "the output"
             if leaf is None:
                 leaf = torch.zeros(shape, dtype=dtype, device=device)
-            got = (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            got = (
+                (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            )
             if got != (shape, dtype, device):
                 raise ValueError(
-                    f"cotangent of {name}: got {got}, expected {(shape, dtype, device)}, the shape, dtype and device of "
-                    "the output. Convert it with .to(...), or pass the cotangent of this forward's own output."
+                    f"cotangent of {name}: got {got}, expected {(shape, dtype, device)}, the shape, dtype and device "
+                    "of the output. Convert it with .to(...), or pass the cotangent of this forward's own output."
                 )
             out.append(leaf)
         return out

@@ -79,13 +79,21 @@ def test_a_unit_that_the_module_does_not_know() -> None:
     renamed = {"layers": {"first": params}}
     step = fz.remat(fz.train_step(lambda p, x: apply(p["layers"]["first"], x).mean(), fz.sgd(0.1), units="layers"))
     assert step.init(renamed)
-    with pytest.raises(ValueError, match=r"the params do not have the module's names: missing \['0\.weight', '0\.bias'\]"):
+    with pytest.raises(
+        ValueError, match=r"the params do not have the module's names: missing \['0\.weight', '0\.bias'\]"
+    ):
         apply({"weight": torch.ones(2)}, torch.ones(1, 2))
     flat = {"stack.0.0.weight": params["0.weight"], "stack.0.0.bias": params["0.bias"]}
     other = fz.remat(
-        fz.train_step(lambda p, x: apply({"0.weight": p["stack.0.0.weight"], "0.bias": p["stack.0.0.bias"]}, x).mean(), fz.sgd(0.1), units="stack.0.0.*")
+        fz.train_step(
+            lambda p, x: apply({"0.weight": p["stack.0.0.weight"], "0.bias": p["stack.0.0.bias"]}, x).mean(),
+            fz.sgd(0.1),
+            units="stack.0.0.*",
+        )
     )
-    with pytest.raises(ValueError, match=r"belongs to unit 'stack\.0\.0\.(weight|bias)', but the module has no submodule"):
+    with pytest.raises(
+        ValueError, match=r"belongs to unit 'stack\.0\.0\.(weight|bias)', but the module has no submodule"
+    ):
         other(other.init(flat), torch.ones(1, 2))
 
 
@@ -155,7 +163,9 @@ def test_a_batch_that_does_not_divide() -> None:
     step = fz.accumulate(linear_step(), 2)
     state = step.init(PARAMS)
     for call in (step, step.vjp, step.forward):
-        with pytest.raises(ValueError, match=r"input 0 has shape \(3, 3\), expected dim 0 to divide into 2 microbatches"):
+        with pytest.raises(
+            ValueError, match=r"input 0 has shape \(3, 3\), expected dim 0 to divide into 2 microbatches"
+        ):
             call(state, torch.ones(3, 3))
     with pytest.raises(ValueError, match=r"got 2 dims, expected one per input, 1"):
         fz.accumulate(linear_step(), 2, in_dims=(0, None))(state, torch.ones(2, 3))
@@ -234,7 +244,7 @@ def test_grads_of_another_step() -> None:
         with pytest.raises(ValueError, match=r"grads of another step \(leaf 'v' differs\)"):
             call(state, grads)
         with pytest.raises(TypeError, match=r"grads: got dict"):
-            call(state, {"w": torch.ones(3, 2)})
+            call(state, {"w": torch.ones(3, 2)})  # type: ignore[arg-type]
 
 
 def test_a_donated_state_used_again() -> None:
@@ -272,9 +282,18 @@ def test_a_used_pullback() -> None:
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: linear_step(policy=fz.Policy.by_path({"norm*": fz.Policy()})), r"Policy\.by_path: the pattern 'norm\*' matches no leaf"),
-        (lambda: fz.freeze(linear_step(), "base.*"), r"freeze\('base\.\*'\): the pattern 'base\.\*' matches no leaf\. The leaves are w"),
-        (lambda: linear_step(units=["blocks.*"]), r"train_step\(units=\.\.\.\): the pattern 'blocks\.\*' matches no leaf"),
+        (
+            lambda: linear_step(policy=fz.Policy.by_path({"norm*": fz.Policy()})),
+            r"Policy\.by_path: the pattern 'norm\*' matches no leaf",
+        ),
+        (
+            lambda: fz.freeze(linear_step(), "base.*"),
+            r"freeze\('base\.\*'\): the pattern 'base\.\*' matches no leaf\. The leaves are w",
+        ),
+        (
+            lambda: linear_step(units=["blocks.*"]),
+            r"train_step\(units=\.\.\.\): the pattern 'blocks\.\*' matches no leaf",
+        ),
     ],
 )
 def test_a_pattern_that_matches_no_leaf(build: Any, message: str) -> None:
@@ -299,7 +318,9 @@ def test_ranks_with_different_params_or_tables() -> None:
     def params_differ(rank: int) -> None:
         params = {"a": torch.ones(2), "w": torch.full((3, 2), float(rank == 1))}
         step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.sgd(0.1)))
-        with pytest.raises(ValueError, match=r"The params differ.*rank 0 has 'w with checksum.*init\(params, sync=True\)"):
+        with pytest.raises(
+            ValueError, match=r"The params differ.*rank 0 has 'w with checksum.*init\(params, sync=True\)"
+        ):
             step.init(params)
         state = step.init(params, sync=True)
         assert fz.gather(state.params)["w"].sum() == 0
@@ -318,7 +339,7 @@ def test_ranks_with_different_params_or_tables() -> None:
 
 
 def call_different_units(rank: int) -> None:
-    loss, params = scenarios.stack()
+    _loss, params = scenarios.stack()
     block = fz.unit(lambda p, x: x @ p["w"])
     step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][rank], x).mean(), fz.sgd(0.1)))
     state = step.init(params)
@@ -327,11 +348,13 @@ def call_different_units(rank: int) -> None:
 
 
 def call_different_units_unchecked(rank: int) -> None:
-    loss, params = scenarios.stack()
+    _loss, params = scenarios.stack()
     block = fz.unit(lambda p, x: x @ p["w"])
     step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][rank], x).mean(), fz.sgd(0.1)))
     state = step.init(params)
-    with pytest.raises(RuntimeError, match=rf"Communication of blocks\.{rank}/0 .*another rank has stopped, or has called"):
+    with pytest.raises(
+        RuntimeError, match=rf"Communication of blocks\.{rank}/0 .*another rank has stopped, or has called"
+    ):
         step(state, scenarios.vector_batches(1)[0][0])
 
 

@@ -143,9 +143,7 @@ def test_torch_optim_in_float32(stage: int) -> None:
         return torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
     def rank_main(rank: int) -> list[float]:
-        step = SHARDS[stage](
-            fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(1e-2, weight_decay=0.1))
-        )
+        step = SHARDS[stage](fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(1e-2, weight_decay=0.1)))
         state, losses = step.init(params), []
         batch = batches[rank] if stage else tuple(torch.cat(parts) for parts in zip(*batches, strict=True))
         for _ in range(20):

@@ -13,6 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import optree
 import scenarios
 import torch
 from hypothesis import given, settings
@@ -52,7 +53,7 @@ def test_ema_is_the_average_of_the_gathered_params(chosen: Any, world: int, deca
         for _ in range(3):
             state, _ = averaged(state, *batch)
             plain = fz.gather(state.state.params)
-            expected = torch.utils._pytree.tree_map(lambda a, p: decay * a + (1 - decay) * p, expected, plain)
+            expected = optree.tree_map(lambda a, p: decay * a + (1 - decay) * p, expected, plain)
         assert_trees_close(fz.gather(state.average), expected, rtol=1e-12)
         other = step.init(expected)
         assert_trees_close(averaged.forward(state, *batch), step.forward(other, *batch), rtol=1e-10)

@@ -7,7 +7,6 @@ import gc
 from typing import Any
 
 import pytest
-import scenarios
 import torch
 
 import fzero as fz
@@ -19,7 +18,9 @@ SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_z
 def wide(width: int = 64, blocks: int = 4) -> Any:
     generator = torch.Generator().manual_seed(0)
     params = {
-        "blocks": [{"w": torch.randn(width, width, generator=generator), "b": torch.zeros(width)} for _ in range(blocks)],
+        "blocks": [
+            {"w": torch.randn(width, width, generator=generator), "b": torch.zeros(width)} for _ in range(blocks)
+        ],
         "head": torch.randn(width, 1, generator=generator),
     }
     block = fz.unit(lambda p, x: torch.tanh(x @ p["w"] + p["b"]))
@@ -115,7 +116,11 @@ def test_one_unit_alive_at_a_time(remat: bool) -> None:
         gathered = [tag for operation, tag, _ in record if operation == "all_gather"]
         reduced = [tag for operation, tag, _ in record if operation == "reduce_scatter"]
         blocks = [f"blocks.{i}/0" for i in range(4)]
-        assert gathered == ["(root)/0", *blocks, *reversed(blocks)] or gathered == [*blocks, "(root)/0", *reversed(blocks)]
+        assert gathered == ["(root)/0", *blocks, *reversed(blocks)] or gathered == [
+            *blocks,
+            "(root)/0",
+            *reversed(blocks),
+        ]
         assert sorted(reduced) == ["(root)/0", *blocks]
         del grads
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+import torch.utils._pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -62,7 +63,7 @@ def product_of_hessian(rank: int, stage: int, remat: bool, mode: str, world: int
             traversal, _, _ = traversal_of(step, state, (0,))
             return call_function(step, state, traversal, primals, batches[rank])
 
-        out, pull = torch.func.vjp(function, buffers)
+        out, pull = torch.func.vjp(function, buffers)  # type: ignore[misc]
         return pull(torch.ones_like(out))[0]
 
     primals, tangents = state.params.locals(), along.params.locals()
@@ -214,7 +215,9 @@ class Dropout(torch.nn.Module):
 class DropoutBlocks(Dropout):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = torch.nn.ModuleList(torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout()) for _ in range(3))
+        self.blocks = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.Dropout()) for _ in range(3)
+        )
 
 
 @pytest.mark.parametrize("model", [Dropout, DropoutBlocks])

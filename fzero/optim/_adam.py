@@ -58,8 +58,11 @@ def _adam(
 ) -> GradientTransformation:
     for name, value, low in (("b1", b1, 0.0), ("b2", b2, 0.0), ("eps", eps, 0.0), ("weight_decay", weight_decay, 0.0)):
         if value < low or (name in ("b1", "b2") and value >= 1.0):
-            raise ValueError(f"adamw({name}=...): got {value}, expected a number in [0, 1)." if name[0] == "b" else
-                             f"adamw({name}=...): got {value}, expected at least {low}.")
+            raise ValueError(
+                f"adamw({name}=...): got {value}, expected a number in [0, 1)."
+                if name[0] == "b"
+                else f"adamw({name}=...): got {value}, expected at least {low}."
+            )
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def init(params: Any) -> AdamState:

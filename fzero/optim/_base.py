@@ -49,9 +49,7 @@ def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def elementwise(
-    kernel: Callable[..., None], params: Any, grads: Any, *moments: Any
-) -> None:
+def elementwise(kernel: Callable[..., None], params: Any, grads: Any, *moments: Any) -> None:
     """Runs `kernel(p, g, *m)`, which writes p and m in place, over every buffer, in float32 or float64.
 
     A buffer whose states are all in that dtype is passed whole; others are converted chunk by chunk, so that the

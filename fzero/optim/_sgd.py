@@ -50,7 +50,7 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
             if weight_decay:
                 g = g + weight_decay * p
             if buffer:
-                buffer[0].mul_(momentum).add_(g)
+                buffer[0].mul_(momentum or 0.0).add_(g)
             p.add_(buffer[0] if buffer else g, alpha=-now)
 
         elementwise(one, params, grads, *([state.momentum] if momentum else []))

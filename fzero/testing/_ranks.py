@@ -140,8 +140,8 @@ class _Pool:
             job = pickle.dumps(fn)
         except (pickle.PicklingError, AttributeError) as error:
             raise TypeError(
-                f"run_ranks(backend='processes'): {fn!r} cannot be pickled ({error}). Define it at the top of a module, "
-                "or use functools.partial of such a function."
+                f"run_ranks(backend='processes'): {fn!r} cannot be pickled ({error}). Define it at the top of a "
+                "module, or use functools.partial of such a function."
             ) from error
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
@@ -154,9 +154,10 @@ class _Pool:
                 for pipe in ready:
                     rank = waiting.pop(pipe)  # type: ignore[arg-type]
                     try:
-                        good, answer = pipe.recv()  # type: ignore[union-attr]
+                        reply: Any = pipe.recv()  # type: ignore[union-attr]
                     except EOFError:
-                        good, answer = False, "the process died"
+                        reply = (False, "the process died")
+                    good, answer = reply
                     if good:
                         results[rank] = pickle.loads(answer)
                     else:

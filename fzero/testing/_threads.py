@@ -15,7 +15,7 @@ def threaded_world() -> Iterator[Any]:
     """Inside, every thread may start a process group of its own with backend "threaded"; yields `fail(error)`."""
     from torch.testing._internal.distributed import multi_threaded_pg as pg
 
-    isolate = torch._C._distributed_c10d._set_thread_isolation_mode
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
     isolate(True)
     pg._install_threaded_pg()
     pg.ProcessLocalGroup.reset()

@@ -1,4 +1,4 @@
-"""Loss scaling for float16 (Micikevicius et al. 2018): cotangents are scaled up on the way in, grads carry the scale."""
+"""Loss scaling for float16 (Micikevicius et al. 2018): cotangents are scaled on the way in, grads carry the scale."""
 
 from __future__ import annotations
 

@@ -1,0 +1,192 @@
+"""Dtype policies and autocast: what is stored, what is computed, what is reduced."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks, strategies
+
+BF16, F16, F32, F64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+
+def float32_stack(seed: int = 0) -> Any:
+    return scenarios.stack(seed, dtype=F32)
+
+
+@given(
+    first=strategies.policies(),
+    second=strategies.policies(),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    remat=st.booleans(),
+    donated=st.booleans(),
+)
+def test_every_mix_of_dtypes_trains(first: Any, second: Any, stage: int, remat: bool, donated: bool) -> None:
+    """Mixed within one unit; states have the table's dtypes, and the update is near the float64 one."""
+    loss, params = float32_stack()
+    world = 2 if stage else 1
+    batches = scenarios.vector_batches(world, dtype=F32)
+    half = fz.Policy.by_path({"*.w": first, "*.b": second})
+
+    def loose(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = block(q, x)
+        return ((x @ p["head"]["w"].float() + p["head"]["b"].float() - y) ** 2).mean()
+
+    block = fz.unit(lambda q, x: torch.tanh(x @ q["w"].float() + q["b"].float()))
+    exact, _ = scenarios.stack()
+    wide = torch.utils._pytree.tree_map(lambda leaf: leaf.double(), params)
+    inputs = [tuple(part.double() for part in batch) for batch in batches]
+    plain = fz.train_step(exact, fz.sgd(0.05))
+    state, _ = plain(plain.init(wide), *[torch.cat(parts) for parts in zip(*inputs, strict=True)])
+    want = fz.gather(state.params)
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(loose, fz.chain(fz.sgd(0.05, momentum=0.9)), half))
+        step = fz.remat(step) if remat else step
+        step = fz.donate(step) if donated else step
+        state, _ = step(step.init(params), *batches[rank])
+        rows = {row.path: row.policy for row in state.layout.rows}
+        for path, policy in rows.items():
+            assert state.params[path].dtype == (policy.param if stage in (0, 3) or policy.param != policy.compute else policy.compute)
+            assert state.moments[-1].momentum[path].dtype == policy.moment
+        _, pullback = step.vjp(state, *batches[rank])
+        grads, _ = pullback(torch.ones(()))
+        assert all(grads[path].dtype == policy.grad for path, policy in rows.items())
+        assert_trees_close(torch.utils._pytree.tree_map(lambda t: t.double(), fz.gather(state.params)), want, rtol=0.1, atol=0.1)
+
+    run_ranks(rank_main, world)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_autocast_casts_matrices_before_the_gather(stage: int) -> None:
+    loss, params = scenarios.tiny_lm(dtype=F32)
+    batches = scenarios.token_batches(2)
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.autocast(fz.train_step(loss, fz.adamw(1e-3)), BF16))
+        with recorded_collectives() as record:
+            state = step.init(params)
+            state, metrics = step(state, *batches[rank])
+        rows = {row.path: row.policy for row in state.layout.rows}
+        assert rows["blocks.0.up.weight"].compute == BF16 and rows["blocks.0.up.bias"].compute == F32
+        assert all(policy.param == policy.grad == policy.moment == policy.reduce == F32 for policy in rows.values())
+        if stage == 3:  # half the bytes for the matrices
+            sizes = {tag: size for operation, tag, size in record if operation == "all_gather" and tag}
+            groups = state.layout.groups
+            for tag, size in sizes.items():
+                if tag in groups:
+                    assert size == state.layout.shard_numel(tag) * groups[tag].row.policy.compute.itemsize  # type: ignore[union-attr]
+        assert torch.isfinite(metrics["loss"])
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
+def test_autocast_equals_torch_autocast_over_cast_weights() -> None:
+    """One process, no sharding: the same bits as torch.autocast on a module whose matrices were cast by hand."""
+    module = scenarios.TinyLM(dtype=F32)
+    apply, params = fz.functional(module)
+    tokens, targets = scenarios.token_batches(1)[0]
+
+    def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(apply(p, x).flatten(0, 1), y.flatten())
+
+    step = fz.autocast(fz.train_step(loss, fz.sgd(0.1)), BF16)
+    state = step.init(params)
+    out, pullback = step.vjp(state, tokens, targets)
+    grads = fz.gather(pullback(torch.ones_like(out))[0])
+    leaves = {k: v.detach().clone().requires_grad_() for k, v in params.items()}
+    cast = {k: v.to(BF16) if v.ndim >= 2 else v for k, v in leaves.items()}
+    with torch.autocast("cpu", dtype=BF16, cache_enabled=False):
+        want = loss(cast, tokens, targets)
+    want.backward()
+    assert_trees_equal(out, want.detach())
+    for name, leaf in leaves.items():
+        assert_trees_close(grads[name], leaf.grad if leaf.grad is not None else torch.zeros_like(leaf), rtol=1e-2)
+
+
+def test_an_explicit_policy_beats_autocast_in_any_order() -> None:
+    loss, params = scenarios.tiny_lm(dtype=F32)
+    policy = fz.Policy.by_path({"head*|embed*": fz.Policy(compute=F32), "*": fz.Policy()})
+    plan = fz.plan(fz.autocast(fz.train_step(loss, fz.sgd(0.1), policy), F16), params)
+    rows = {row.path: row.policy.compute for row in plan.rows}
+    assert rows["embed.weight"] == F32 and rows["blocks.1.down.weight"] == F16 and rows["blocks.1.down.bias"] == F32
+
+
+def test_float64_stays_float64_under_autocast() -> None:
+    loss, params = scenarios.stack()
+    batch = scenarios.vector_batches(1)[0]
+    plain, cast = (fz.train_step(loss, fz.adamw(1e-2)), fz.autocast(fz.train_step(loss, fz.adamw(1e-2))))
+    assert_trees_equal(*[fz.gather(step(step.init(params), *batch)[0].params) for step in (plain, cast)])
+
+
+@given(scale=st.sampled_from([1.0, 2.0, 1024.0, "dynamic"]), stage=st.sampled_from([0, 1, 2, 3]), count=st.sampled_from([1, 2]))
+def test_the_loss_scale_is_never_seen(scale: Any, stage: int, count: int) -> None:
+    """Outputs, metrics, gathered grads, input cotangents and the update are those without a scale."""
+    loss, params = scenarios.stack()
+    world = 2 if stage else 1
+    batches = scenarios.vector_batches(world)
+    one = torch.tensor(3.0, dtype=F64)
+
+    def rank_main(rank: int) -> None:
+        plain = fz.accumulate(SHARDS[stage](fz.train_step(loss, fz.adamw(1e-2))), count)
+        scaled = fz.loss_scale(plain, scale)
+        results = []
+        for step in (plain, scaled):
+            state = step.init(params)
+            out, pullback = step.vjp(state, *batches[rank])
+            grads, cotangents = pullback(one)
+            kept = step.add_grads(step.add_grads(state, grads), grads)
+            new, metrics = step.update(kept, grads)
+            gathered = (fz.gather(grads), fz.gather(kept.grads), fz.gather(new.params))
+            results.append((out, cotangents, gathered, metrics["grad_norm"], fz.global_norm(grads)))
+            assert new.grads is None
+        assert_trees_close(*results, rtol=1e-12)
+
+    run_ranks(rank_main, world)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_gradient_that_is_not_finite_skips_on_all_ranks(stage: int) -> None:
+    loss, params = scenarios.stack()
+    batches = scenarios.vector_batches(2)
+
+    def rank_main(rank: int) -> None:
+        for donated in (False, True):
+            step = fz.loss_scale(SHARDS[stage](fz.train_step(loss, fz.adamw(1e-2))), initial=64.0, interval=2)
+            step = fz.donate(step) if donated else step
+            state = step.init(params)
+            before = fz.gather(state.params)
+            x, y = batches[rank]
+            bad = x.clone()
+            if rank == 0:
+                bad[0, 0] = float("nan")
+            state, metrics = step(state, bad, y)
+            assert bool(metrics["skipped"]) and state.step == 0 and state.loss_scale.scale == 32.0
+            assert_trees_equal(fz.gather(state.params), before)
+            for wanted in (32.0, 64.0, 64.0):
+                state, metrics = step(state, x, y)
+                assert not bool(metrics["skipped"]) and state.loss_scale.scale == wanted
+            assert state.step == 3
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
+def test_small_fp16_gradients_survive_by_the_scale() -> None:
+    """fp16 params and grads, fp32 moments: a gradient under fp16's smallest value is lost without the scale."""
+    policy = fz.Policy(param=F16, grad=F16, moment=F32)
+    base = fz.train_step(lambda p, x: (p["w"] * x).sum().float() * 1e-8, fz.sgd(1e6), policy)
+    params, x = {"w": torch.zeros(4)}, torch.ones(4, dtype=F16)
+    lost, _ = base(base.init(params), x)
+    assert fz.gather(lost.params)["w"].abs().max() == 0
+    scaled = fz.loss_scale(base, 2.0**12)
+    kept, metrics = scaled(scaled.init(params), x)
+    assert_trees_close(fz.gather(kept.params)["w"], torch.full((4,), -0.01), rtol=1e-2)
+    assert metrics["grad_norm"].item() == pytest.approx(2e-8, rel=1e-2)
