@@ -16,13 +16,13 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
+from fzero._capture import guard, refuse_captures
 from fzero._collectives import Use
 from fzero._layout import Layout
-from fzero._node import Node, Op, Tensors, active, closed_over, gradients, refuse_foreign_leaves
+from fzero._node import Node, Op, Tensors, active, gradients, refuse_foreign_leaves
 from fzero._random import mix, seeded
 
 _current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
-_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
 
 
 class Traversal:
@@ -377,61 +377,7 @@ def _inside() -> Iterator[None]:
     """A unit within a unit is a plain call."""
     token = _current.set(None)
     try:
-        with _CaptureGuard() if _strict.get() else contextlib.nullcontext():
+        with guard():
             yield
     finally:
         _current.reset(token)
-
-
-class _CaptureGuard(torch.overrides.TorchFunctionMode):
-    """Looks at every operand inside a unit: none may come from an outer level. The thorough, slow check."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _private.level() == 0:
-            for leaf in _tree.flatten((args, kwargs or {}))[0]:
-                if isinstance(leaf, torch.Tensor) and _private.is_wrapped(leaf):
-                    raise ValueError(closed_over(leaf))
-        return func(*args, **(kwargs or {}))
-
-
-@contextlib.contextmanager
-def strict_capture(enabled: bool = True) -> Iterator[None]:
-    """Checks every operand inside every unit for tensors that the unit closed over."""
-    token = _strict.set(enabled)
-    try:
-        yield
-    finally:
-        _strict.reset(token)
-
-
-def refuse_captures(fn: Callable[..., Any], depth: int = 3) -> None:
-    """A unit runs below every functorch level, where a captured traced tensor would silently lose its gradient."""
-    if _private.level() == 0:
-        return  # plain autograd: the walk over the unit's own graph finds it
-    for value in _captured(fn):
-        if isinstance(value, torch.Tensor):
-            if _private.is_wrapped(value) and _private.is_differentiated(value):
-                raise ValueError(closed_over(value))
-        elif depth and callable(value):
-            refuse_captures(value, depth - 1)
-
-
-def _captured(fn: Any) -> Iterator[Any]:
-    fn = getattr(fn, "__func__", fn)
-    for cell in getattr(fn, "__closure__", None) or ():
-        with contextlib.suppress(ValueError):  # an empty cell
-            yield from _contents(cell.cell_contents)
-    if isinstance(fn, functools.partial):
-        yield fn.func
-        yield from _contents((fn.args, fn.keywords))
-    yield from _contents((getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)))
-
-
-def _contents(value: Any) -> Iterator[Any]:
-    if isinstance(value, dict):
-        value = tuple(value.values())
-    if isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _contents(item)
-    else:
-        yield value

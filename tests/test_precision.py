@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import scenarios
 import torch
+import torch.utils._pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,7 +31,7 @@ def float32_stack(seed: int = 0) -> Any:
 )
 def test_every_mix_of_dtypes_trains(first: Any, second: Any, stage: int, remat: bool, donated: bool) -> None:
     """Mixed within one unit; states have the table's dtypes, and the update is near the float64 one."""
-    loss, params = float32_stack()
+    _loss, params = float32_stack()
     world = 2 if stage else 1
     batches = scenarios.vector_batches(world, dtype=F32)
     half = fz.Policy.by_path({"*.w": first, "*.b": second})
@@ -55,12 +56,16 @@ def test_every_mix_of_dtypes_trains(first: Any, second: Any, stage: int, remat: 
         state, _ = step(step.init(params), *batches[rank])
         rows = {row.path: row.policy for row in state.layout.rows}
         for path, policy in rows.items():
-            assert state.params[path].dtype == (policy.param if stage in (0, 3) or policy.param != policy.compute else policy.compute)
+            assert state.params[path].dtype == (
+                policy.param if stage in (0, 3) or policy.param != policy.compute else policy.compute
+            )
             assert state.moments[-1].momentum[path].dtype == policy.moment
         _, pullback = step.vjp(state, *batches[rank])
         grads, _ = pullback(torch.ones(()))
         assert all(grads[path].dtype == policy.grad for path, policy in rows.items())
-        assert_trees_close(torch.utils._pytree.tree_map(lambda t: t.double(), fz.gather(state.params)), want, rtol=0.1, atol=0.1)
+        assert_trees_close(
+            torch.utils._pytree.tree_map(lambda t: t.double(), fz.gather(state.params)), want, rtol=0.1, atol=0.1
+        )
 
     run_ranks(rank_main, world)
 
@@ -127,7 +132,11 @@ def test_float64_stays_float64_under_autocast() -> None:
     assert_trees_equal(*[fz.gather(step(step.init(params), *batch)[0].params) for step in (plain, cast)])
 
 
-@given(scale=st.sampled_from([1.0, 2.0, 1024.0, "dynamic"]), stage=st.sampled_from([0, 1, 2, 3]), count=st.sampled_from([1, 2]))
+@given(
+    scale=st.sampled_from([1.0, 2.0, 1024.0, "dynamic"]),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    count=st.sampled_from([1, 2]),
+)
 def test_the_loss_scale_is_never_seen(scale: Any, stage: int, count: int) -> None:
     """Outputs, metrics, gathered grads, input cotangents and the update are those without a scale."""
     loss, params = scenarios.stack()

@@ -1,5 +1,7 @@
 """TrainState, layout and purity: a pytree of flat buffers, mapped both ways, never written."""
 
+# pyright: reportArgumentType=false, reportAttributeAccessIssue=false
+
 from __future__ import annotations
 
 import warnings
@@ -15,7 +17,14 @@ from hypothesis import strategies as st
 
 import fzero as fz
 from fzero._layout import ALIGN, Layout
-from fzero.testing import assert_no_alias, assert_not_mutated, assert_trees_close, assert_trees_equal, run_ranks, strategies
+from fzero.testing import (
+    assert_no_alias,
+    assert_not_mutated,
+    assert_trees_close,
+    assert_trees_equal,
+    run_ranks,
+    strategies,
+)
 
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 

@@ -87,7 +87,7 @@ def test_pytrees_of_outputs_integers_and_none(chosen: Any, world: int) -> None:
 @given(chosen=CHOSEN, world=st.integers(1, 3))
 def test_siamese_forwards_and_several_pullbacks_before_one_update(chosen: Any, world: int) -> None:
     """Two forwards into one loss; several pullbacks added up; in any order, beside another state."""
-    loss, params = scenarios.stack()
+    _loss, params = scenarios.stack()
     batches = scenarios.vector_batches(world)
 
     def siamese(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -159,7 +159,12 @@ def test_argnums() -> None:
     step = fz.train_step(lambda p, x, extra, n: loss(p, x, extra["y"]), fz.sgd(0.1))
     state = step.init(params)
     extra, n = {"y": y, "name": "n"}, torch.tensor(1)
-    for argnums, wanted in ((None, (True, True, False)), (0, (True, False, False)), ((1,), (False, True, False)), ((), (False,) * 3)):
+    for argnums, wanted in (
+        (None, (True, True, False)),
+        (0, (True, False, False)),
+        ((1,), (False, True, False)),
+        ((), (False,) * 3),
+    ):
         _, pullback = step.vjp(state, x, extra, n, argnums=argnums)
         _, cotangents = pullback(ONE)
         assert tuple(c is not None for c in cotangents) == wanted

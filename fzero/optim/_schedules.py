@@ -34,7 +34,7 @@ def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
     Example:
         >>> schedule = fz.warmup_cosine(1.0, warmup=10, total=110)
         >>> schedule(0), schedule(9), round(schedule(59), 3), schedule(200)
-        (0.1, 1.0, 0.508, 0.0)
+        (0.1, 1.0, 0.5, 0.0)
     """
     if not 0 <= warmup <= total:
         raise ValueError(f"warmup_cosine: got warmup={warmup}, total={total}; expected 0 <= warmup <= total updates.")

@@ -20,7 +20,7 @@ def autocast(step: Step, dtype: torch.dtype = torch.bfloat16) -> Step:
     Example:
         >>> step = fz.autocast(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.sgd(0.1)), torch.bfloat16)
         >>> step.vjp(step.init({"w": torch.ones(2, 2)}), torch.ones(1, 2))[0].dtype
-        torch.float32
+        torch.bfloat16
     """
     if dtype not in (torch.bfloat16, torch.float16):
         raise ValueError(f"autocast: got {dtype}, expected torch.bfloat16 or torch.float16.")

@@ -1,0 +1,47 @@
+"""Every public name has a docstring, and every example in one runs."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+
+import fzero as fz
+
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(fz.__path__, "fzero.") if not module.name.endswith("py.typed")
+)
+PUBLIC = [name for name in dir(fz) if not name.startswith("_") and not inspect.ismodule(getattr(fz, name))]
+VERBS = [name for name in PUBLIC if inspect.isfunction(getattr(fz, name))]
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples_run(name: str) -> None:
+    module = importlib.import_module(name)
+    assert module.__doc__, f"{name} has no docstring"
+    finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
+    for test in finder.find(module, extraglobs={"fz": fz, "torch": torch}):
+        report: list[str] = []
+        runner.run(test, out=report.append)
+        assert not report, "".join(report)
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name: str) -> None:
+    assert inspect.getdoc(getattr(fz, name)), f"fz.{name} has no docstring"
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_public_verbs_have_an_example(name: str) -> None:
+    assert ">>>" in (inspect.getdoc(getattr(fz, name)) or ""), f"fz.{name} shows no example"
+
+
+def test_files_stay_one_idea() -> None:
+    for name in MODULES:
+        source = inspect.getsource(importlib.import_module(name))
+        assert source.count("\n") <= 450, f"{name} has {source.count(chr(10))} lines"
+    assert inspect.getsource(fz).count("\n") <= 70

@@ -1,0 +1,166 @@
+"""fzero.testing itself: asserts name the leaf, ranks fail at once; the private parts of torch do what we think."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero import _private
+from fzero import testing as t
+
+
+def test_asserts_name_the_leaf() -> None:
+    a = {"x": [torch.ones(2), torch.zeros(1)]}
+    b = {"x": [torch.ones(2), torch.full((1,), 1e-3)]}
+    with pytest.raises(AssertionError, match=r"leaf 'x\.1': largest difference 1\.000e-03"):
+        t.assert_trees_close(a, b)
+    t.assert_trees_close(a, b, atol=1e-2)
+    with pytest.raises(AssertionError, match=r"leaf 'x\.1': the bits differ"):
+        t.assert_trees_equal(a, b)
+    with pytest.raises(AssertionError, match=r"leaf 'x\.0': torch\.float32"):
+        t.assert_trees_equal(a, {"x": [torch.ones(2).half(), torch.zeros(1)]})
+    with pytest.raises(AssertionError, match=r"differ in structure"):
+        t.assert_trees_equal(a, {"x": [torch.ones(2)]})
+    with pytest.raises(AssertionError, match=r"leaf 'x\.0': .*float64.* differ"):
+        t.assert_same_spec(a, {"x": [torch.ones(2).double(), torch.zeros(1)]})
+    with pytest.raises(AssertionError, match=r"leaf 'x\.1': 1 values are not finite"):
+        t.assert_all_finite({"x": [torch.ones(2), torch.tensor([float("nan")])]})
+    with pytest.raises(AssertionError, match=r"leaf 'x\.0': shapes"):
+        t.assert_trees_close(a, {"x": [torch.ones(3), torch.zeros(1)]})
+    nan = torch.tensor([float("nan"), 0.0])
+    t.assert_trees_equal(nan, nan.clone())
+    with pytest.raises(AssertionError, match="the bits differ"):
+        t.assert_trees_equal(torch.tensor([0.0]), torch.tensor([-0.0]))
+    with pytest.raises(AssertionError):
+        t.assert_trees_close(nan, torch.zeros(2))
+
+
+def test_mutation_and_aliases() -> None:
+    x = torch.ones(2)
+    with pytest.raises(AssertionError, match=r"leaf '0': the bits differ"):
+        t.assert_not_mutated(lambda y: y.add_(1), x)
+    with pytest.raises(AssertionError, match=r"leaf 'b' shares its memory with 'a'"):
+        t.assert_no_alias({"a": x}, {"b": x[:1]})
+
+
+def test_collectives_are_counted() -> None:
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(lambda p: p["w"].sum(), fz.sgd(0.1)))
+        state = step.init({"w": torch.ones(3)})
+        t.assert_collectives(lambda: fz.gather(state.params), {"all_gather": 1, "reduce_scatter": 0})
+        with pytest.raises(AssertionError, match=r"all_gather: 1, expected 2\. In order: \[\('all_gather', 'gather of"):
+            t.assert_collectives(lambda: fz.gather(state.params), {"all_gather": 2})
+
+    t.run_ranks(rank_main, 2)
+
+
+def fail_on_one(rank: int) -> int:
+    if rank == 1:
+        raise ValueError("this rank is broken")
+    torch.distributed.barrier()
+    return rank
+
+
+def double(rank: int) -> int:
+    return 2 * rank
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_failing_rank_fails_at_once(backend: str) -> None:
+    assert t.run_ranks(double, 2, backend=backend) == [0, 2]
+    start = time.perf_counter()
+    with pytest.raises(t.RankError, match=r"(?s)rank \d of 2 failed:.*Traceback"):
+        t.run_ranks(fail_on_one, 2, backend=backend)
+    assert time.perf_counter() - start < 20
+    assert t.run_ranks(double, 2, backend=backend) == [0, 2]
+
+
+def test_run_ranks_arguments() -> None:
+    with pytest.raises(ValueError, match=r"got world_size=0"):
+        t.run_ranks(double, 0)
+    with pytest.raises(ValueError, match=r"got backend='mpi'"):
+        t.run_ranks(double, 1, backend="mpi")
+    with pytest.raises(TypeError, match=r"cannot be pickled.*top of a module"):
+        t.run_ranks(lambda rank: rank, 1, backend="processes")
+    with pytest.raises(t.RankError, match=r"did not finish within 0\.2 seconds"):
+        t.run_ranks(lambda rank: time.sleep(1), 1, timeout=0.2)
+
+
+def test_levels_and_wrappers() -> None:
+    seen: list[Any] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        seen.append((_private.level(), _private.is_wrapped(x), _private.is_differentiated(x)))
+        return x.sum()
+
+    x = torch.ones(2)
+    inner(x)
+    torch.func.grad(inner)(x)
+    torch.func.grad(lambda y: torch.func.grad(lambda z: inner(y * z))(torch.ones(2)).sum())(x)
+    torch.func.vmap(inner)(torch.ones(3, 2))
+    assert seen == [(0, False, False), (1, True, True), (2, True, True), (1, True, False)]
+    # a level-1 value inside a level-2 grad: requires_grad shows only the outermost wrapper
+    found: list[Any] = []
+
+    def outer(y: torch.Tensor) -> torch.Tensor:
+        def second(z: torch.Tensor) -> torch.Tensor:
+            found.append((_private.is_differentiated(y), _private.is_differentiated(y + 0 * z.detach())))
+            return (y * z).sum()
+
+        return torch.func.grad(second)(torch.ones(2)).sum()
+
+    torch.func.grad(outer)(x)
+    assert found == [(True, True)]
+    assert not _private.is_differentiated(torch.ones(2, dtype=torch.int64))
+
+
+def test_holders_of_storages_and_entries() -> None:
+    table = {"w": torch.ones(4)}
+    assert _private.storage_holders(table["w"]) == 1
+    assert _private.entry_holders(table, "w") == 0
+    view = table["w"][:2]
+    assert _private.storage_holders(table["w"]) == 2
+    del view
+    detached = table["w"].detach()
+    assert _private.storage_holders(table["w"]) == 2
+    del detached
+    same = table["w"]
+    assert _private.entry_holders(table, "w") >= 1
+    del same
+    assert _private.storage_holders(table["w"]) == 1
+    assert _private.entry_holders(table, "w") == 0
+
+
+def test_keeps_graph_is_seen_from_a_backward() -> None:
+    seen = []
+
+    class Look(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x * 1
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            pass
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append(_private.keeps_graph())
+            return g
+
+    x = torch.ones(1, requires_grad=True)
+    y = Look.apply(x)
+    torch.autograd.grad(y, x, retain_graph=True)  # type: ignore[arg-type]
+    torch.autograd.grad(y, x)  # type: ignore[arg-type]
+    assert seen == [True, False]
+
+
+def test_preserve_version() -> None:
+    x = torch.ones(2)
+    with _private.preserve_version([x]):
+        x.add_(1)
+    assert x._version == 0
