@@ -3,6 +3,9 @@
 from fzero import optim as optim
 from fzero import testing as testing
 from fzero import transforms as transforms
+from fzero._derivatives import hvp as hvp
+from fzero._derivatives import per_example_grads as per_example_grads
+from fzero._derivatives import tape as tape
 from fzero._functional import functional as functional
 from fzero._layout import Layout as Layout
 from fzero._plan import Plan as Plan

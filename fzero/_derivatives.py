@@ -1,0 +1,142 @@
+"""Other derivatives of a step's function over the same sharded state: tape, hvp, per_example_grads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fzero import _tree
+from fzero._init import leaf_specs
+from fzero._policy import matches
+from fzero._sharded import Sharded, gather
+from fzero._state import TrainState
+from fzero._step import Step
+from fzero._vjp import call_function, traversal_of
+
+
+class Tape:
+    """The step's function under plain autograd; made by `tape`."""
+
+    def __init__(self, step: Step, state: TrainState) -> None:
+        step._check_state(state)
+        self._step, self._state, self._calls = step, state, 0
+        _, primals, self._fixed = traversal_of(step, state, (0,))
+        self._leaves = {key: primal.detach().requires_grad_() for key, primal in primals.items()}
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
+        self._calls += 1
+        seed = self._step._seed(self._state, self._calls - 1, 0)
+        traversal, _, _ = traversal_of(self._step, self._state, seed)
+        return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
+
+    def grads(self) -> Sharded:
+        """What the backward passes so far added up to, for `step.update` or `step.add_grads`; then starts from zero."""
+        params = self._state.params
+        found = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in self._leaves.items()}
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        return Sharded(params.layout, params.axis, params.structure, found)
+
+
+@contextlib.contextmanager
+def tape(step: Step, state: TrainState) -> Iterator[Tape]:
+    """The same function and state through plain autograd: `model(*inputs)`, `loss.backward()`, `model.grads()`.
+
+    For code that calls `.backward()`. Gradients are means over ranks, as a pullback's; the loss scale is not applied,
+    and a batch is not split into microbatches.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> with fz.tape(step, state) as model:
+        ...     model(torch.ones(2)).backward()
+        ...     grads = model.grads()
+        >>> fz.gather(grads)["w"]
+        tensor([1., 1.])
+    """
+    with torch.enable_grad():
+        yield Tape(step, state)
+
+
+def hvp(step: Step, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
+    """The Hessian of the mean loss times `v`, by reverse mode over reverse mode (Pearlmutter 1994).
+
+    Args:
+        step: a step whose function returns a scalar loss.
+        state: of this step.
+        v: like grads: what a pullback returned, or an earlier product.
+        inputs: this rank's share of the batch.
+
+    Returns:
+        The product, sharded like grads.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] ** 3 * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> out, pullback = step.vjp(state, torch.ones(2))
+        >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
+        tensor([18., 18.])
+    """
+    step._check_state(state)
+    step._check_grads(state, v)
+    seed = step._seed(state, 0, 0)
+    _, primals, _ = traversal_of(step, state, seed)
+
+    def grad(primals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def loss(primals: dict[str, torch.Tensor]) -> torch.Tensor:
+            traversal, _, fixed = traversal_of(step, state, seed)
+            out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
+            return out[0] if step.has_aux else out
+
+        pulled: Any = torch.func.vjp(loss, primals)
+        return pulled[1](torch.ones_like(pulled[0]))[0]
+
+    with torch.no_grad():
+        pulled: Any = torch.func.vjp(grad, primals)
+        (product,) = pulled[1](v.locals(), retain_graph=False, create_graph=False)
+    return v.with_buffers(product)
+
+
+def per_example_grads(step: Step, state: TrainState, *inputs: Any, only: str | None = None) -> Any:
+    """The gradient of every example by itself; nothing is reduced, as examples differ between ranks.
+
+    The params are gathered whole for it, so this is for models, or `only` leaves, that fit on one device.
+
+    Args:
+        step: a step whose function returns a scalar loss of a batch.
+        state: of this step.
+        inputs: this rank's share of the batch, examples along dim 0; each is run as a batch of one.
+        only: fnmatch over dotted paths: the leaves to differentiate; the others' place holds None.
+
+    Returns:
+        The natural tree, leaves [this rank's examples, *leaf shape].
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> fz.per_example_grads(step, step.init({"w": torch.ones(1)}), torch.tensor([[1.0], [3.0]]))["w"]
+        tensor([[1.],
+                [3.]])
+    """
+    step._check_state(state)
+    full = gather(state.params)
+    specs, leaves, structure = leaf_specs(full)
+    frozen = {row.path for row in state.layout.rows if row.frozen}
+    chosen = [i for i, (path, _, _) in enumerate(specs) if path not in frozen and (only is None or matches(only, path))]
+    if not chosen:
+        raise ValueError(f"per_example_grads: only={only!r} matches no leaf that is trained. Correct the pattern.")
+
+    def loss(values: list[torch.Tensor], *example: Any) -> torch.Tensor:
+        filled = list(leaves)
+        for place, value in zip(chosen, values, strict=True):
+            filled[place] = value
+        batch = _tree.map(lambda x: x[None] if isinstance(x, torch.Tensor) else x, example)
+        out = step.fn(_tree.unflatten(structure, filled), *batch)
+        return out[0] if step.has_aux else out
+
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *[0] * len(inputs)), randomness="different")
+    found = dict(zip(chosen, mapped([leaves[i] for i in chosen], *inputs), strict=True))
+    return _tree.unflatten(structure, [found.get(i) for i in range(len(leaves))])

@@ -1,0 +1,95 @@
+"""tape, hvp and per_example_grads against torch.func on full tensors in one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+import torch.utils._pytree as pytree
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks, strategies
+
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+CHOSEN = strategies.transforms(stages=(1, 2, 3))
+
+
+def without(chosen: Any, *names: str) -> Any:
+    return [pair for pair in chosen if pair[0] not in names]
+
+
+@given(chosen=CHOSEN, world=st.integers(1, 3), scenario=st.sampled_from(["unit", "module"]))
+def test_tape(chosen: Any, world: int, scenario: str) -> None:
+    """`.backward()` twice on one tape, retained once: the sum of the pullbacks."""
+    make, batches_of = {
+        "unit": (scenarios.stack, scenarios.vector_batches),
+        "module": (scenarios.tiny_lm, scenarios.token_batches),
+    }[scenario]
+    loss, params = make()
+    batches = batches_of(world)
+    grads = [torch.func.grad(lambda p, b=b: 4 * loss(p, *b))(params) for b in batches]
+    want = pytree.tree_map(lambda *g: torch.stack(g).mean(0), *grads)
+
+    def rank_main(rank: int) -> None:
+        step = strategies.apply(fz.train_step(loss, fz.sgd(0.1)), without(chosen, "donate"))
+        state = step.init(params)
+        with fz.tape(step, state) as model:
+            out = model(*batches[rank])
+            out.backward(torch.full_like(out, 2.0), retain_graph=True)
+            out.backward()
+            model(*batches[rank]).backward()
+            found = model.grads()
+            assert all((leaf == 0).all() for leaf in model.grads().locals().values())
+        assert_trees_close(fz.gather(found), want, rtol=1e-10)
+        new, _ = step.update(state, found)
+        assert_trees_close(fz.gather(new.params), pytree.tree_map(lambda p, g: p - 0.1 * g, params, want), rtol=1e-10)
+
+    run_ranks(rank_main, world)
+
+
+@given(chosen=CHOSEN, world=st.integers(1, 3))
+def test_hvp(chosen: Any, world: int) -> None:
+    loss, params = scenarios.stack(blocks=2, width=3)
+    batches = scenarios.vector_batches(world, width=3)
+
+    def mean_loss(p: Any) -> torch.Tensor:
+        return torch.stack([loss(p, *batch) for batch in batches]).mean()
+
+    first = torch.func.grad(mean_loss)(params)
+    pulled: Any = torch.func.vjp(torch.func.grad(mean_loss), params)
+    want = pulled[1](first)[0]
+
+    def rank_main(rank: int) -> None:
+        step = strategies.apply(fz.train_step(loss, fz.sgd(0.1)), chosen)
+        state = step.init(params)
+        out, pullback = step.vjp(state, *batches[rank])
+        grads, _ = pullback(torch.ones_like(out))
+        assert_trees_close(fz.gather(fz.hvp(step, state, grads, *batches[rank])), want, rtol=1e-9)
+
+    run_ranks(rank_main, world)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_per_example_grads(stage: int) -> None:
+    loss, params = scenarios.stack()
+    batches = scenarios.vector_batches(2)
+
+    def rank_main(rank: int) -> None:
+        step = fz.freeze(SHARDS[stage](fz.train_step(loss, fz.sgd(0.1))), "head.b")
+        state = step.init(params)
+        x, y = batches[rank]
+        found = fz.per_example_grads(step, state, x, y)
+        assert found["head"]["b"] is None
+        for i in range(len(x)):
+            want = torch.func.grad(loss)(params, x[i : i + 1], y[i : i + 1])
+            assert_trees_close(found["blocks"][1]["w"][i], want["blocks"][1]["w"], rtol=1e-10)
+        some = fz.per_example_grads(step, state, x, y, only="blocks.0.*")
+        assert some["blocks"][1]["w"] is None and some["blocks"][0]["b"].shape == (4, 5)
+        with pytest.raises(ValueError, match=r"only='nothing' matches no leaf"):
+            fz.per_example_grads(step, state, x, y, only="nothing")
+
+    run_ranks(rank_main, 2 if stage else 1)
