@@ -56,13 +56,13 @@ def adam(
 def _adam(
     lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float, decoupled: bool
 ) -> GradientTransformation:
-    for name, value, low in (("b1", b1, 0.0), ("b2", b2, 0.0), ("eps", eps, 0.0), ("weight_decay", weight_decay, 0.0)):
-        if value < low or (name in ("b1", "b2") and value >= 1.0):
-            raise ValueError(
-                f"adamw({name}=...): got {value}, expected a number in [0, 1)."
-                if name[0] == "b"
-                else f"adamw({name}=...): got {value}, expected at least {low}."
-            )
+    for argument, value in (("b1", b1), ("b2", b2)):
+        if not 0.0 <= value < 1.0:
+            raise ValueError(f"adamw({argument}=...): got {value}, expected a number in [0, 1).")
+    for argument, value in (("eps", eps), ("weight_decay", weight_decay)):
+        if value < 0.0:
+            raise ValueError(f"adamw({argument}=...): got {value}, expected at least 0.")
+    name = "adam" if not decoupled else "adamw" if weight_decay else "adamw, no decay"
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def init(params: Any) -> AdamState:
@@ -98,6 +98,4 @@ def _adam(
         elementwise(one, params, grads, state.mu, state.nu)
         return AdamState(_tree.Count(count), state.mu, state.nu)
 
-    return GradientTransformation(
-        init, update, fused, lambda _: "adamw" if decoupled else "adam", lambda s: {"lr": rate(lr, s.count.value)}
-    )
+    return GradientTransformation(init, update, fused, lambda _: name, lambda s: {"lr": rate(lr, s.count.value)})

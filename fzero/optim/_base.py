@@ -149,11 +149,16 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     Example:
         >>> optimizer = fz.partition({"*norm*|*bias": fz.adamw(1e-3, weight_decay=0.0), "*": fz.adamw(1e-3)})
         >>> optimizer.label("head.bias"), optimizer.label("head.weight")
-        ('*norm*|*bias', '*')
+        ('adamw, no decay (*norm*|*bias)', 'adamw (*)')
     """
     table = dict(optimizers)
 
     def label(path: str) -> str:
+        pattern = chosen(path)
+        member = table[pattern]
+        return f"{member.label(path)} ({pattern})" if member.label else pattern
+
+    def chosen(path: str) -> str:
         for pattern in table:
             if matches(pattern, path):
                 return pattern
@@ -162,14 +167,14 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     def part(tree: Any, pattern: str) -> Any:
         def one(node: Sharded) -> Sharded:
             groups = node.layout.groups
-            return node.only(key for key in node.keys if label(groups[key].slots[0].path) == pattern)
+            return node.only(key for key in node.keys if chosen(groups[key].slots[0].path) == pattern)
 
         return _tree.map(lambda node: one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
 
     def init(params: Any) -> Any:
         _need_sharded(params)
-        used = {label(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.keys}
-        frozen = {label(row.path) for row in params.layout.rows}
+        used = {chosen(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.keys}
+        frozen = {chosen(row.path) for row in params.layout.rows}
         for pattern in table:
             if pattern not in used | frozen:
                 raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")

@@ -1,0 +1,36 @@
+# A fresh machine needs git, make and Python 3.11 or newer; everything else goes into .venv.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
+
+.PHONY: demo test lint clean
+
+demo: .venv/.installed
+	@echo "== training a small language model on two ranks (Ctrl-C stops it and keeps what was trained)"
+	@$(BIN)/python examples/train_lm.py
+
+test: lint
+	@echo "== tests"
+	@$(BIN)/python -m pytest
+
+lint: .venv/.installed
+	@echo "== ruff and pyright"
+	@$(BIN)/ruff check .
+	@$(BIN)/pyright
+
+# torch comes first: the pinned version, before any open range can choose another
+.venv/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+		|| { echo "Python 3.11 or newer is needed; say which with: make PYTHON=python3.11"; exit 1; }
+	@test -x $(BIN)/python || { echo "== creating .venv"; $(PYTHON) -m venv .venv; }
+	@echo "== installing torch (some minutes on a fresh machine)"
+	@$(PIP) torch
+	@echo "== installing fzero with the extras examples, test, dev"
+	@$(PIP) -e '.[examples,test,dev]'
+	@touch $@
+
+clean:
+	@echo "== removing .venv, out and caches"
+	@rm -rf .venv out build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,346 @@
+"""Trains a small transformer on the source of Python's standard library, and lets it complete a `def `.
+
+Two ranks and ZeRO-3 by default, about three minutes on two cores:
+
+    python examples/train_lm.py
+    python examples/train_lm.py --ranks 1 --stage 0 --dtype fp32
+    torchrun --nproc-per-node 4 examples/train_lm.py
+
+Losses are in nats per byte. Ctrl-C stops the run and keeps what was trained; a second one kills it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from torch import Tensor
+from tqdm import tqdm
+from transformer import VOCABULARY, Transformer
+
+import fzero as fz
+
+SHARD: dict[int, Callable[[fz.Step], fz.Step]] = {
+    0: lambda step: step,
+    1: fz.shard_zero1,
+    2: fz.shard_zero2,
+    3: fz.shard_zero3,
+}
+Batch = tuple[Tensor, Tensor]  # tokens and targets, [b, t] each
+
+
+# ---- the run of one rank
+
+
+def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bool]) -> None:
+    device = device_of(rank, ranks)
+    say: Callable[..., None] = print if rank == 0 else lambda *_: None
+    train_text, held_out_text = standard_library()
+    baseline = byte_frequency_loss(train_text, held_out_text)
+    say(f"{len(train_text):,} bytes to train on; {len(held_out_text):,} bytes of other files are held out")
+
+    module = Transformer(args.width, args.blocks, args.heads, torch.Generator().manual_seed(args.seed)).to(device)
+    apply, params = fz.functional(module)
+
+    def loss_fn(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(apply(params, tokens).flatten(0, 1).float(), targets.flatten())
+
+    def next_logits(params: Any, tokens: Tensor) -> Tensor:
+        return apply(params, tokens)[:, -1].float()
+
+    lr = fz.warmup_cosine(args.lr, warmup=min(args.warmup, args.steps), total=args.steps, end=args.lr / 10)
+    optimizer = fz.chain(
+        fz.clip_by_global_norm(1.0),
+        fz.partition({"*norm*": fz.adamw(lr, b2=0.95, weight_decay=0.0), "*": fz.adamw(lr, b2=0.95, weight_decay=0.1)}),
+    )
+    step = fz.train_step(loss_fn, optimizer)
+    if args.dtype == "bf16":
+        step = fz.autocast(step, torch.bfloat16)
+    step = SHARD[args.stage](step)
+    step = fz.donate(step)
+    say(f"\n{fz.plan(step, params, world_size=ranks)}")
+    per_rank, alone = state_mib(step, params, ranks), state_mib(step, params, 1)
+    say(f"state per rank: {per_rank:.2f} MiB of {alone:.2f} MiB on one rank alone\n")
+
+    state = step.init(params, seed=args.seed)
+    generator = torch.Generator().manual_seed((args.seed << 16) + rank)
+    held_out = held_out_batches(held_out_text, rank, ranks, args, device)
+    train_curve: list[float] = []
+    held_out_curve = [(0, held_out_loss(step, state, held_out))]
+    bar = tqdm(total=args.steps, unit="step", disable=rank != 0, mininterval=0.5 if sys.stderr.isatty() else 10)
+    seconds, stopped = 0.0, False
+    while len(train_curve) < args.steps and not (stopped := any_rank(stop(), device)):
+        started = time.perf_counter()
+        tokens, targets = random_batch(train_text, generator, args, device)
+        state, metrics = step(state, tokens, targets)
+        train_curve.append(metrics["loss"].item())
+        seconds += time.perf_counter() - started
+        done = len(train_curve)
+        if done % args.eval_every == 0:
+            held_out_curve.append((done, held_out_loss(step, state, held_out)))
+        speed = done * ranks * tokens.numel() / seconds
+        bar.set_postfix_str(
+            f"loss {train_curve[-1]:.3f}, held out {held_out_curve[-1][1]:.3f}, {speed:,.0f} tokens/s, "
+            f"{memory_mib(device):,.0f} MiB a rank",
+            refresh=False,
+        )
+        bar.update()
+    bar.close()
+    if held_out_curve[-1][0] < len(train_curve):
+        held_out_curve.append((len(train_curve), held_out_loss(step, state, held_out)))
+
+    weights = fz.gather(state.params)
+    if rank == 0:
+        args.out.mkdir(parents=True, exist_ok=True)
+        save_file({name: weight.cpu() for name, weight in weights.items()}, args.out / "weights.safetensors")
+        draw(train_curve, held_out_curve, baseline, args.out / "loss.png")
+    if stopped:
+        say(f"stopped after {len(train_curve)} of {args.steps} steps; what was trained is kept")
+    say(f"saved {args.out / 'weights.safetensors'} and {args.out / 'loss.png'}")
+    say(f"held-out loss, nats per byte: {held_out_curve[-1][1]:.3f}; byte frequencies alone: {baseline:.3f}")
+    if not stopped:
+        say("\nA completion in the model's own words:\n")
+        say(complete(fz.with_fn(step, next_logits), state, b"\ndef ", args, device).strip("\n"))
+
+
+def held_out_loss(step: fz.Step, state: fz.TrainState, batches: list[Batch]) -> float:
+    """The mean over all ranks' batches; every rank must call it."""
+    total = torch.stack([step.forward(state, *batch) for batch in batches]).mean()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def complete(step: fz.Step, state: fz.TrainState, prompt: bytes, args: argparse.Namespace, device: torch.device) -> str:
+    """Samples bytes one by one. Every rank takes part, as each forward gathers params, and all draw the same."""
+    generator = torch.Generator().manual_seed(args.seed)
+    text = torch.tensor([list(prompt)])
+    for _ in range(args.sample_bytes):
+        logits = step.forward(state, text[:, -args.context :].to(device)).cpu()
+        text = torch.cat([text, torch.multinomial((logits / args.temperature).softmax(-1), 1, generator=generator)], 1)
+    return bytes(text[0].tolist()).decode(errors="replace")
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on some rank: all ranks stop after the same step, so that none waits for another."""
+    flags = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+# ---- data: bytes of the standard library
+
+
+def standard_library() -> tuple[Tensor, Tensor]:
+    """All bytes to train on, and those of every 20th file, which are held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skip = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
+    files = [file for file in sorted(root.rglob("*.py")) if not skip & set(file.relative_to(root).parts)]
+    held_out = set(files[::20])
+
+    def text(chosen: list[Path]) -> Tensor:
+        return torch.frombuffer(bytearray(b"".join(file.read_bytes() for file in chosen)), dtype=torch.uint8)
+
+    return text([file for file in files if file not in held_out]), text(files[::20])
+
+
+def byte_frequency_loss(train_text: Tensor, held_out_text: Tensor) -> float:
+    """The held-out loss, in nats per byte, of a model that knows only how often each byte occurs."""
+    counts = torch.bincount(train_text.long(), minlength=VOCABULARY).double() + 1
+    return -(counts / counts.sum()).log()[held_out_text.long()].mean().item()
+
+
+def windows(text: Tensor, starts: Tensor, length: int, device: torch.device) -> Batch:
+    chunk = text[starts[:, None] + torch.arange(length + 1)].long().to(device)
+    return chunk[:, :-1], chunk[:, 1:]
+
+
+def random_batch(text: Tensor, generator: torch.Generator, args: argparse.Namespace, device: torch.device) -> Batch:
+    starts = torch.randint(len(text) - args.context, (args.batch,), generator=generator)
+    return windows(text, starts, args.context, device)
+
+
+def held_out_batches(
+    text: Tensor, rank: int, ranks: int, args: argparse.Namespace, device: torch.device
+) -> list[Batch]:
+    """This rank's share of windows that lie evenly over the held-out text."""
+    count = args.eval_batches * args.batch * ranks
+    starts = torch.linspace(0, len(text) - args.context - 1, count).long()[rank::ranks]
+    return [windows(text, part, args.context, device) for part in starts.split(args.batch)]
+
+
+# ---- what is shown
+
+
+def state_mib(step: fz.Step, params: Any, ranks: int) -> float:
+    plan = fz.plan(step, params, world_size=ranks)
+    return (plan.params + plan.grads + plan.moments) / 2**20
+
+
+def memory_mib(device: torch.device) -> float:
+    """What this rank occupies now: CUDA memory allocated, or resident memory (where it cannot be read, its peak)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**20
+    if Path("/proc/self/statm").exists():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def draw(train_curve: list[float], held_out_curve: list[tuple[int, float]], baseline: float, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
+    axes.plot(range(1, len(train_curve) + 1), train_curve, color="tab:blue", alpha=0.5, lw=1, label="train")
+    axes.plot(*zip(*held_out_curve, strict=True), color="tab:orange", marker="o", ms=3, label="held-out files")
+    axes.axhline(baseline, color="gray", ls="--", label="byte frequencies alone, held-out files")
+    axes.set(xlabel="update", ylabel="loss, nats per byte")
+    axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+# ---- ranks
+
+
+def device_of(rank: int, ranks: int) -> torch.device:
+    """One CUDA device a rank where there are enough, the CPU otherwise."""
+    local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
+
+
+def run_rank(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str, stop: Any) -> None:
+    device = device_of(rank, ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    parent = mp.parent_process()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
+    )
+    try:
+        train(rank, ranks, args, lambda: stop.is_set() or (parent is not None and not parent.is_alive()))
+    finally:
+        dist.destroy_process_group()
+
+
+def run_here(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str) -> None:
+    """This process is a rank; a signal asks it to stop. Under torchrun one Ctrl-C may come twice."""
+    stop = threading.Event()
+
+    def handle(number: int, _: Any) -> None:
+        stop.set()
+        if ranks == 1:
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    run_rank(rank, ranks, args, rendezvous, stop)
+
+
+def run_spawned(ranks: int, args: argparse.Namespace, rendezvous: str) -> int:
+    """Starts the ranks. They ignore signals from their very start; this process passes the wish to stop on."""
+    stop = mp.get_context("spawn").Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # inherited
+    context = mp.spawn(run_rank, (ranks, args, rendezvous, stop), nprocs=ranks, join=False)
+    assert context is not None
+
+    def handle(number: int, _: Any) -> None:
+        if stop.is_set():
+            for process in mp.active_children():
+                process.kill()
+            sys.exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    try:
+        while not context.join(grace_period=2):
+            pass
+    except mp.ProcessExitedException as error:
+        print(f"train_lm: {error}", file=sys.stderr)
+        return 1
+    except mp.ProcessRaisedException as error:
+        print(f"train_lm: a rank failed. {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+        pass
+
+    world = int(os.environ.get("WORLD_SIZE", 0))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
+    whole: list[tuple[str, int, str]] = [
+        ("ranks", world or 2, "processes, each with its own share of the batch and of the state"),
+        ("width", 192, "features of the residual stream"),
+        ("blocks", 4, "transformer blocks"),
+        ("heads", 6, "attention heads of a block"),
+        ("context", 128, "bytes of one example"),
+        ("batch", 16, "examples a rank and step"),
+        ("steps", 400, "updates"),
+        ("warmup", 30, "updates over which the learning rate rises"),
+        ("eval-every", 40, "updates between two looks at the held-out files"),
+        ("eval-batches", 8, "held-out batches a rank"),
+        ("sample-bytes", 300, "length of the completion"),
+    ]
+    for name, default, text in whole:
+        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+    parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage; 0 shards nothing")
+    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"], help="what matrices are computed in")
+    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--temperature", type=float, default=0.6, help="of the completion")
+    parser.add_argument("--seed", type=int, default=0, help="of weights, batches and completion")
+    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for weights and curve")
+    args = parser.parse_args(argv)
+    for name, _, _ in whole:
+        if getattr(args, name.replace("-", "_")) < 1:
+            parser.error(f"--{name} must be at least 1")
+    if not (args.lr > 0 and args.temperature > 0):
+        parser.error("--lr and --temperature must be positive")
+    if args.seed < 0:
+        parser.error("--seed must not be negative")
+    if args.width % (2 * args.heads):
+        parser.error(f"--width must be a multiple of 2 * heads = {2 * args.heads} (rotary pairs), got {args.width}")
+    if args.stage == 0 and args.ranks > 1:
+        parser.error(f"--stage 0 shards and averages nothing, so it needs --ranks 1; got {args.ranks} ranks")
+    if world and args.ranks != world:
+        parser.error(f"--ranks {args.ranks}, but torchrun started {world}; leave --ranks out")
+    return args
+
+
+def main() -> int:
+    args = options()
+    if "RANK" in os.environ:  # torchrun
+        run_here(int(os.environ["RANK"]), args.ranks, args, "env://")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/store"
+        if args.ranks > 1:
+            return run_spawned(args.ranks, args, rendezvous)
+        run_here(0, 1, args, rendezvous)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
