@@ -183,7 +183,7 @@ def test_schedules_count_applied_updates() -> None:
     schedule = fz.warmup_cosine(1.0, warmup=4, total=12, end=0.1)
     rates = [schedule(count) for count in range(14)]
     assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[11] == pytest.approx(0.1) == rates[13]
-    assert all(a > b for a, b in itertools.pairwise(rates))
+    assert all(a > b for a, b in itertools.pairwise(rates[3:12]))
     step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(schedule))
     state = step.init({"w": torch.zeros(1, dtype=F64)})
     for x, lr in ((1.0, 0.25), (float("nan"), 0.5), (1.0, 0.5), (1.0, 0.75)):
