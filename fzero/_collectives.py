@@ -144,7 +144,7 @@ class Axis:
             out = out.clone() if self.size == 1 else out
             self._announce(self.replicas, "all_reduce", tag, out)
             dist.all_reduce(out, group=self.replicas)
-        return out / self.ranks if out is full and self.ranks > 1 else out.div_(self.ranks) if self.ranks > 1 else out
+        return out.div_(self.ranks) if self.ranks > 1 else out
 
     def _ordered_reduce_scatter(self, full: torch.Tensor, tag: str) -> torch.Tensor:
         parts = list(full.chunk(self.size))

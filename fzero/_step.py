@@ -174,6 +174,7 @@ class Step:
             gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
         """
         self._check_state(state)
+        self._check_optimizer(state)
         micro = self.microbatches or Microbatches()
         unreduced = self.stage == 1 and micro.count > 1
         total: dict[str, torch.Tensor] | None = None
@@ -225,6 +226,7 @@ class Step:
         """
         self._check_state(state)
         self._check_grads(state, grads)
+        self._check_optimizer(state)
         return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
@@ -263,6 +265,16 @@ class Step:
                 f"expected {size}, the size of the sharded axis. Make the state with this "
                 "step's init on this process group."
             )
+
+    def _check_optimizer(self, state: TrainState) -> None:
+        for group in state.layout.groups.values():
+            row = group.row
+            ours = self.optimizer.label(row.path) if self.optimizer.label else "optimizer"
+            if not row.frozen and row.optimizer != ours:
+                raise ValueError(
+                    f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of {ours!r}. "
+                    "Make the state with this step's init, or use the optimizer that it was made with."
+                )
 
     def _check_grads(self, state: TrainState, grads: Any) -> None:
         if not isinstance(grads, Sharded):

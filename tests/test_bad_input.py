@@ -235,6 +235,12 @@ def test_a_state_of_another_step() -> None:
     run_ranks(other_world, 3)
 
 
+def test_a_state_of_another_optimizer() -> None:
+    step, other = linear_step(), fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.chain(fz.adamw(0.1)))
+    with pytest.raises(ValueError, match=r"leaf 'w' of the state has moments of 'sgd', expected those of 'adamw'"):
+        other(step.init(PARAMS), torch.ones(1, 3))
+
+
 def test_grads_of_another_step() -> None:
     step, other = linear_step(), fz.train_step(lambda p, x: (x * p["v"]).mean(), fz.sgd(0.1))
     state, theirs = step.init(PARAMS), other.init({"v": torch.ones(3)})
