@@ -272,8 +272,8 @@ class Step:
             ours = self.optimizer.label(row.path) if self.optimizer.label else "optimizer"
             if not row.frozen and row.optimizer != ours:
                 raise ValueError(
-                    f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of {ours!r}. "
-                    "Make the state with this step's init, or use the optimizer that it was made with."
+                    f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
+                    f"{ours!r}. Make the state with this step's init, or use the optimizer that it was made with."
                 )
 
     def _check_grads(self, state: TrainState, grads: Any) -> None:
