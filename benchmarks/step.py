@@ -24,9 +24,9 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from transformer import Transformer  # noqa: E402
+from transformer import Transformer
 
-import fzero as fz  # noqa: E402
+import fzero as fz
 
 
 def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
