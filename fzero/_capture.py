@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import gc
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -52,6 +54,26 @@ def refuse_captures(fn: Callable[..., Any], depth: int = 3) -> None:
                 raise ValueError(closed_over(value))
         elif depth and callable(value):
             refuse_captures(value, depth - 1)
+
+
+def is_kept(leaf: torch.Tensor, ours: set[int]) -> bool:
+    """Whether a Python object refers to a leaf, beside tensors, the graph, and containers with ids among ours.
+
+    Walks the heap: only for a leaf under suspicion.
+    """
+    passing = (torch.Tensor, torch.autograd.graph.Node, types.FrameType)
+    return any(
+        id(holder) not in ours and not isinstance(holder, passing) and type(holder).__module__ != "torch.autograd"
+        for holder in gc.get_referrers(leaf)
+    )
+
+
+def containers(tree: Any) -> set[int]:
+    """The ids of the dicts, lists and tuples that a tree of arguments consists of."""
+    if not isinstance(tree, (dict, list, tuple)):
+        return set()
+    inner = tree.values() if isinstance(tree, dict) else tree
+    return {id(tree)}.union(*map(containers, inner))
 
 
 def _captured(fn: Any) -> Iterator[Any]:

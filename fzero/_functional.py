@@ -72,6 +72,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         threads.patched.add(id(own))
         run_forward = own.forward
         body = _Body(own, run_forward)
+        # torch's recurrent layers keep a list of their weights, which is written anew with every swap
+        recurrent = any(isinstance(module, nn.RNNBase) for module in own.modules())
 
         def run(leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
             return torch.func.functional_call(body, dict(leaves), args, kwargs)
@@ -83,7 +85,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
                 return run_forward(*args, **kwargs)
             if not any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return plain_call(run_forward, args, kwargs)  # its full params are in place already
-            return call_unit(run, (leaves, args, kwargs), {})
+            return call_unit(run, (leaves, args, kwargs), {}, trusted=recurrent)
 
         own.forward = forward
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -47,6 +48,20 @@ def keeps_graph() -> bool:
 def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
     """Writes to these tensors do not count as in-place changes of what autograd saved."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+
+
+@contextlib.contextmanager
+def saved_tensor_hooks() -> Iterator[None]:
+    """Inside, saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off."""
+    autograd = torch._C._autograd  # type: ignore[attr-defined]
+    if autograd._saved_tensors_hooks_is_enabled():
+        yield
+        return
+    autograd._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        autograd._saved_tensors_hooks_disable("torch.func transforms don't support saved tensor hooks outside a unit.")
 
 
 def storage_holders(tensor: torch.Tensor) -> int:

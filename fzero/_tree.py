@@ -23,8 +23,13 @@ def unflatten(spec: Spec, leaves: list[Any]) -> PyTree:
 
 def named_leaves(tree: PyTree) -> tuple[list[str], list[Any], Spec]:
     """Dotted paths (`blocks.0.attn.weight`), leaves and structure; `None` is a leaf."""
-    paths, leaves, spec = optree.tree_flatten_with_path(tree, none_is_leaf=True)
-    return [".".join(str(entry) for entry in path) for path in paths], leaves, spec
+    accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, none_is_leaf=True)
+    return [".".join(_part(entry) for entry in accessor) for accessor in accessors], leaves, spec
+
+
+def _part(entry: optree.PyTreeEntry) -> str:
+    """A NamedTuple's field by its name, anything else by its key or index."""
+    return entry.field if isinstance(entry, optree.NamedTupleEntry) else str(entry.entry)
 
 
 def leaves(tree: PyTree) -> list[Any]:

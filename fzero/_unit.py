@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._capture import guard, refuse_captures
+from fzero._capture import containers, guard, is_kept, refuse_captures
 from fzero._collectives import Use
 from fzero._layout import Layout
 from fzero._node import Node, Op, Tensors, active, gradients, refuse_foreign_leaves
@@ -177,6 +177,7 @@ class UnitOp(Op):
         body: Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor]], Tensors],
         recompute: bool,
         seed: int,
+        trusted: bool = False,
     ) -> None:
         def pure(*tensors: torch.Tensor) -> Tensors:
             leaves: dict[int, torch.Tensor] = {}
@@ -190,6 +191,8 @@ class UnitOp(Op):
         self._full: dict[str, torch.Tensor] = {}
         self._owned: list[str] = []
         self._used = False
+        self.trusted = trusted
+        self.arguments: set[int] = set()
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         out = self._forward(tensors, () if self.recompute else wanted)
@@ -245,18 +248,23 @@ class UnitOp(Op):
             if position in wanted:
                 differentiated.append([view.requires_grad_() for view in own.values()])
             leaves.update(own)
-        held = {index: sys.getrefcount(leaf) for index, leaf in leaves.items()}
+        del own
+        held = {index: sys.getrefcount(leaves[index]) for index in leaves}
         inputs = list(tensors[count:])
         for position in wanted:
             if position >= count:
                 inputs[position - count] = inputs[position - count].detach().requires_grad_()
-        with self.surroundings(), torch.enable_grad() if wanted else contextlib.nullcontext():
+        grad_mode = torch.enable_grad() if wanted else contextlib.nullcontext()
+        with self.surroundings(), _private.saved_tensor_hooks(), grad_mode:
             out = self.body(leaves, inputs)
         storages = {self._full[key].untyped_storage().data_ptr() for key in self._owned}
         views = [o.untyped_storage().data_ptr() in storages for o in out]
         slack = bool(wanted) or any(views)  # the unit's own graph, or an output that is a view, is one more holder
-        for index, leaf in leaves.items():
-            if sys.getrefcount(leaf) > held[index] + slack and not any(leaf is o for o in out):
+        returned = {id(o) for o in out}
+        ours = self.arguments | {id(leaves), *map(id, differentiated)}
+        for index in leaves:
+            more = sys.getrefcount(leaves[index]) > held[index] + slack and id(leaves[index]) not in returned
+            if more and not self.trusted and is_kept(leaves[index], ours):
                 raise ValueError(
                     f"Unit {self.unit!r} kept leaf {traversal.layout.rows[index].path!r} beyond its call; its values "
                     "are freed there. Return what is needed from the unit as an output instead."
@@ -327,8 +335,11 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments."""
+def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], trusted: bool = False) -> Any:
+    """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
+
+    A trusted function may hold on to leaves between its calls, as it overwrites them before it reads them.
+    """
     flat, spec = _tree.flatten((args, dict(kwargs)))
     handles = [leaf for leaf in flat if isinstance(leaf, Handle)]
     if not handles:
@@ -345,6 +356,7 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
         arguments, keywords = _tree.unflatten(spec, filled)
+        op.arguments = containers((arguments, keywords))  # recomputation inside the unit may hold on to these
         del filled
         with _inside():
             out, box["spec"] = _tree.flatten(fn(*arguments, **keywords))
@@ -355,7 +367,7 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     tensors = (*primals.values(), *[flat[i] for i in places])
     # a derivative of a derivative recomputes anyway: keep no graph for it
     recompute = traversal.remat or _private.level() > 1
-    op = UnitOp(traversal, keys, body, recompute, traversal.next_seed())
+    op = UnitOp(traversal, keys, body, recompute, traversal.next_seed(), trusted)
     out = Node.apply(op, active(tensors), *tensors)
     result = list(box["static"])
     for place, tensor in zip(box["places"], out, strict=True):  # type: ignore[arg-type]

@@ -1,0 +1,164 @@
+"""fz.functional and fz.unit on what users bring: attention, recurrent layers, ties, buffers, checkpointing."""
+
+from __future__ import annotations
+
+import collections
+from typing import Any
+
+import pytest
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks
+
+F64 = torch.float64
+SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+def check(fn: Any, params: Any, x: torch.Tensor, forms: tuple[bool, ...] = (False, True)) -> None:
+    """Three pullbacks of one graph at every stage, in both forms, on two ranks, against torch.func.grad."""
+    want = torch.func.grad(fn)(params, x)
+
+    def rank_main(rank: int) -> None:
+        for shard in SHARDS.values():
+            for remat in forms:
+                step = shard(fz.train_step(fn, fz.sgd(0.1)))
+                step = fz.remat(step) if remat else step
+                out, pullback = step.vjp(step.init(params), x)
+                for _ in range(3):
+                    grads, _ = pullback(torch.ones_like(out), retain_graph=True)
+                assert_trees_close(fz.gather(grads), want, rtol=1e-9)
+
+    run_ranks(rank_main, 2)
+
+
+class Stack(nn.Module):
+    def __init__(self, blocks: list[nn.Module]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            out = block(x)
+            x = out[0] if isinstance(out, tuple) else out
+        return x.square().mean()
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x, need_weights=False)[0]
+
+
+class Table(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.linspace(0, 1, 32).view(4, 8))
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x * self.get_buffer("table"))
+
+
+def twice() -> list[nn.Module]:
+    linear = nn.Linear(8, 8)
+    return [linear, nn.Linear(8, 8), linear]
+
+
+def tied() -> list[nn.Module]:
+    first, second = nn.Linear(8, 8), nn.Linear(8, 8)
+    second.weight = first.weight
+    return [first, second]
+
+
+BLOCKS: dict[str, Any] = {
+    "lstm": lambda: [nn.LSTM(8, 8, batch_first=True) for _ in range(2)],
+    "attention": lambda: [SelfAttention() for _ in range(2)],
+    "encoder layer": lambda: [nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True) for _ in range(2)],
+    "one module at two paths": twice,
+    "tied across units": tied,
+    "buffers": lambda: [Table() for _ in range(2)],
+    "nested lists": lambda: [nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8)) for _ in range(2)],
+}
+
+
+@pytest.mark.parametrize("name", sorted(BLOCKS))
+def test_modules(name: str) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = Stack(BLOCKS[name]()).double()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    apply, params = fz.functional(module)
+    check(lambda p, x: apply(p, x), params, draw(2, 4, 8))
+    assert_trees_close(dict(module.state_dict()), before, rtol=0.0)
+
+
+PARAMS = {"blocks": [{"w": draw(3, 3, seed=i), "s": draw(seed=9 + i)} for i in range(3)]}
+inner = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+
+
+def with_no_grad(q: Any, x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        held = x @ q["w"]
+    return (x @ q["w"]) * held
+
+
+def slope(q: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.func.grad(lambda y: torch.tanh(y @ q["w"]).sum())(x)
+
+
+BODIES: dict[str, Any] = {
+    "a unit in a unit": lambda q, x: inner(q, x) * q["s"],
+    "the input itself": lambda q, x: x,
+    "an expanded view": lambda q, x: q["s"].expand(4, 4),
+    "in place": lambda q, x: (x @ q["w"]).mul_(2).add_(q["s"]),
+    "no_grad": with_no_grad,
+    "detach": lambda q, x: (x @ q["w"]) * (x @ q["w"]).detach(),
+    "torch.func.grad of the inputs": slope,
+    "not contiguous": lambda q, x: (x @ q["w"]).t(),
+}
+
+
+@pytest.mark.parametrize("name", sorted(BODIES))
+def test_bodies(name: str) -> None:
+    unit, last = fz.unit(BODIES[name]), fz.unit(lambda q: q["s"] * 2)
+    check(lambda p, x: (unit(p["blocks"][0], x) * last(p["blocks"][1])).sum(), PARAMS, draw(2, 3))
+
+
+def test_a_unit_with_the_params_of_two() -> None:
+    unit = fz.unit(lambda q, r, x: x @ q["w"] @ r["w"])
+    check(lambda p, x: unit(p["blocks"][0], p["blocks"][1], x).sum(), PARAMS, draw(2, 3))
+
+
+def test_named_tuples_have_their_fields_as_paths() -> None:
+    pair = collections.namedtuple("pair", "a b")
+    params = pair(draw(3, 3), {"z": draw(seed=1)})
+    check(lambda p, x: (x @ p.a * p.b["z"]).sum(), params, draw(2, 3))
+    step = fz.train_step(lambda p, x: x, fz.sgd(0.1))
+    assert [row.path for row in fz.plan(step, params).rows] == ["a", "b.z"]
+
+
+def test_checkpointing_inside_a_unit() -> None:
+    """torch.utils.checkpoint needs saved-tensor hooks, which torch.func switches off around the unit."""
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(lambda y: torch.tanh(y @ q["w"]), x, use_reentrant=False)
+
+    unit, plain = fz.unit(body), fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+    want = torch.func.grad(lambda p, x: plain(p["blocks"][0], x).sum())(PARAMS, draw(2, 3))
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)))
+        out, pullback = step.vjp(step.init(PARAMS), draw(2, 3))
+        assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0]), want, rtol=1e-10)
+
+    run_ranks(rank_main, 2)
