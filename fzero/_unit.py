@@ -350,13 +350,15 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
     refuse_captures(fn)
     box: dict[str, Any] = {}
+    mine: set[int] = set()  # not the op itself, which would be a cycle
 
     def body(leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
         filled = [leaves[leaf.index] if isinstance(leaf, Handle) else leaf for leaf in flat]
         for place, tensor in zip(places, tensors, strict=True):
             filled[place] = tensor
         arguments, keywords = _tree.unflatten(spec, filled)
-        op.arguments = containers((arguments, keywords))  # recomputation inside the unit may hold on to these
+        mine.clear()
+        mine.update(containers((arguments, keywords)))  # recomputation inside the unit may hold on to these
         del filled
         with _inside():
             out, box["spec"] = _tree.flatten(fn(*arguments, **keywords))
@@ -368,6 +370,7 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     # a derivative of a derivative recomputes anyway: keep no graph for it
     recompute = traversal.remat or _private.level() > 1
     op = UnitOp(traversal, keys, body, recompute, traversal.next_seed(), trusted)
+    op.arguments = mine
     out = Node.apply(op, active(tensors), *tensors)
     result = list(box["static"])
     for place, tensor in zip(box["places"], out, strict=True):  # type: ignore[arg-type]
