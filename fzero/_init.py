@@ -43,7 +43,7 @@ def _shape_of(make: Callable[..., Any]) -> Any:
 
 def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
     specs, leaves, structure = leaf_specs(params)
-    axis = step.axis()
+    axis = step.axis().of_component(getattr(step.fn, "__name__", type(step.fn).__name__))
     rows = step.rows(specs)
     layout = Layout.build(rows, axis.size)
     table = "\n".join(f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r}" for row in rows)
@@ -60,7 +60,10 @@ def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
         assert policy.param and policy.compute
         made = {slot.leaf: _made(leaves[slot.leaf], specs[slot.leaf]) for slot in group.slots}
         if sync:
-            made = {index: axis.broadcast(leaf.detach().clone().contiguous()) for index, leaf in made.items()}
+            made = {
+                index: axis.broadcast(leaf.detach().clone().contiguous(), f"leaf {specs[index][0]!r}")
+                for index, leaf in made.items()
+            }
         elif axis.ranks > 1:
             said += [f"{specs[index][0]} with checksum {_checksum(leaf)}" for index, leaf in made.items()]
         full = layout.pack(key, made, policy.param)

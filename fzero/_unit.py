@@ -17,10 +17,10 @@ import torch
 
 from fzero import _private, _tree
 from fzero._capture import containers, guard, is_kept, refuse_captures
-from fzero._collectives import Use
 from fzero._layout import Layout
 from fzero._node import Node, Op, Tensors, active, gradients, refuse_foreign_leaves
 from fzero._random import mix, seeded
+from fzero._use import Use
 
 _current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
 

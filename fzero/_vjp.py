@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero import _private, _tree
-from fzero._collectives import Axis, Use
+from fzero._collectives import Axis
 from fzero._placement import find
 from fzero._sharded import Sharded
 from fzero._state import TrainState
 from fzero._unit import Handle, Traversal, used_up
+from fzero._use import Use
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -31,6 +32,8 @@ def traversal_of(
     params = state.params
     stage = step.stage
     uses, primals, fixed = {}, {}, {}
+    # in ZeRO-1 and 2 a run on one rank only is no mistake until it is pulled back
+    axis = Axis() if unreduced else params.axis.of_next_run() if stage == 3 else params.axis
     for key in params.keys:
         group = params.layout.groups[key]
         policy = group.row.policy
@@ -46,7 +49,7 @@ def traversal_of(
         (fixed if group.row.frozen else primals)[key] = stands
         uses[key] = Use(
             tag=key,
-            axis=Axis() if unreduced else params.axis,
+            axis=axis,
             compute=policy.compute,
             reduce=policy.reduce,
             grad=grad,

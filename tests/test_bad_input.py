@@ -12,7 +12,7 @@ import scenarios
 import torch
 
 import fzero as fz
-from fzero.testing import RankError, run_ranks, strict_capture
+from fzero.testing import run_ranks, strict_capture
 
 
 def linear_step(**kwargs: Any) -> fz.Step:
@@ -342,38 +342,6 @@ def test_ranks_with_different_params_or_tables() -> None:
             fz.shard_zero2(fz.train_step(lambda p: p, fz.sgd(0.1))).init(PARAMS, seed=rank)
 
     run_ranks(tables_differ, 2)
-
-
-def call_different_units(rank: int) -> None:
-    _loss, params = scenarios.stack()
-    block = fz.unit(lambda p, x: x @ p["w"])
-    step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][rank], x).mean(), fz.sgd(0.1)))
-    state = step.init(params)
-    with pytest.raises(RuntimeError, match=r"(?s)rank 0: all_gather of blocks\.0/0.*rank 1: all_gather of blocks\.1/0"):
-        step(state, scenarios.vector_batches(1)[0][0])
-
-
-def call_different_units_unchecked(rank: int) -> None:
-    _loss, params = scenarios.stack()
-    block = fz.unit(lambda p, x: x @ p["w"])
-    step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][rank], x).mean(), fz.sgd(0.1)))
-    state = step.init(params)
-    with pytest.raises(
-        RuntimeError, match=rf"Communication of blocks\.{rank}/0 .*another rank has stopped, or has called"
-    ):
-        step(state, scenarios.vector_batches(1)[0][0])
-
-
-def test_ranks_that_call_different_units() -> None:
-    run_ranks(call_different_units, 2)
-    run_ranks(call_different_units, 2, backend="processes")
-    with pytest.raises(RankError):  # the group is broken after its time-out, and the pool ends
-        run_ranks(call_different_units_unchecked_then_fail, 2, backend="processes", timeout=3, checked=False)
-
-
-def call_different_units_unchecked_then_fail(rank: int) -> None:
-    call_different_units_unchecked(rank)
-    raise RuntimeError("both ranks got here")
 
 
 def test_a_buffer_changed_by_the_module() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import contextvars
 import datetime
 import multiprocessing
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero._collectives import checked_collectives
+from fzero._divergence import PeerStopped, checked_collectives
 from fzero.testing._threads import new_store, threaded_world
 
 
@@ -96,7 +97,7 @@ def _on_threads(fn: Callable[[int], Any], world_size: int, timeout: float, check
             fail((TimeoutError, error, None))
             errors.append((hung[0], error))
     if errors:
-        rank, error = errors[0]
+        rank, error = min(errors, key=lambda pair: isinstance(pair[1], PeerStopped))
         text = "".join(traceback.format_exception(error))
         raise RankError(f"rank {rank} of {world_size} failed:\n{text}") from error
     return results
@@ -207,7 +208,8 @@ def _worker(pipe: Any, path: list[str]) -> None:
             try:
                 with checked_collectives(checked):
                     answer = (True, pickle.dumps(pickle.loads(job)(rank)))
-                dist.barrier()
+                with contextlib.suppress(RuntimeError):  # fn may have broken the group and have caught that
+                    dist.barrier()
             finally:
                 dist.destroy_process_group()
         except BaseException:

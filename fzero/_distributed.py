@@ -1,0 +1,144 @@
+"""The one place that calls torch.distributed: what a group is, and moving bytes in it by the quickest way it has.
+
+On gloo, point to point beats its collectives twice over, and a message has a tag, which carries the unit's identity;
+NCCL's own collectives are right as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+
+def initialized() -> bool:
+    return dist.is_available() and dist.is_initialized()
+
+
+def world() -> Any:
+    return dist.group.WORLD
+
+
+def size_of(group: Any) -> int:
+    return dist.get_world_size(group) if group is not None else 1
+
+
+def rank_in(group: Any) -> int:
+    return dist.get_rank(group) if group is not None else 0
+
+
+def global_rank() -> int:
+    return dist.get_rank()
+
+
+def world_size() -> int:
+    return dist.get_world_size()
+
+
+def members(group: Any) -> list[int]:
+    """The global ranks of a group, in group order."""
+    return dist.get_process_group_ranks(group)
+
+
+def name_of(group: Any) -> str:
+    """What tells this group from others on all of its ranks."""
+    return f"{group.group_name}:{','.join(map(str, members(group)))}"
+
+
+def store() -> Any:
+    """The key-value store of the default process group, which every rank can reach."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def timeout_of(group: Any) -> float:
+    """Seconds that a collective of this group may take."""
+    try:
+        return group._get_backend(_device_of(group)).options._timeout.total_seconds()
+    except (AttributeError, RuntimeError):  # the threaded group has no options
+        return dist.default_pg_timeout.total_seconds()
+
+
+def _device_of(group: Any) -> torch.device:
+    if dist.get_backend(group) == "nccl":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> None:
+    """Fills `full` with the shards of all ranks, in rank order; `shard` may be this rank's slice of it."""
+    if dist.get_backend(group) == "gloo":
+        parts = list(full.chunk(size_of(group)))
+        _exchange([shard] * len(parts), parts, group, number)
+    else:
+        _all_gather(full, shard, group)
+
+
+def reduce_scatter(full: torch.Tensor, group: Any, number: int) -> torch.Tensor:
+    """This rank's slice of the sum, added up in rank order where the backend leaves the order to us."""
+    backend, size, rank = dist.get_backend(group), size_of(group), rank_in(group)
+    if backend not in ("gloo", "threaded"):
+        out = full.new_empty((full.shape[0] // size, *full.shape[1:]))
+        _reduce_scatter(out, full, group)
+        return out
+    parts = list(full.chunk(size))
+    received = [parts[rank] if r == rank else torch.empty_like(parts[rank]) for r in range(size)]
+    if backend == "gloo":
+        _exchange(parts, received, group, number)
+    else:
+        received[rank] = torch.empty_like(parts[rank])
+        dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
+    out = received[0].clone()
+    for part in received[1:]:
+        out += part
+    return out
+
+
+def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+    dist.all_reduce(tensor, group=group)
+
+
+def broadcast(tensor: torch.Tensor, group: Any) -> None:
+    """The first rank's tensor, written into this one."""
+    dist.broadcast(tensor, group=group, group_src=0)
+
+
+def _exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Any, number: int) -> None:
+    """send[r] goes to rank r, receive[r] comes from it; only messages of the same number meet."""
+    peers = [rank for rank in range(size_of(group)) if rank != rank_in(group)]
+    works = [dist.irecv(receive[rank], group_src=rank, group=group, tag=number) for rank in peers]
+    works += [dist.isend(send[rank], group_dst=rank, group=group, tag=number) for rank in peers]
+    for work in works:
+        assert work is not None
+        work.wait()
+
+
+def gather_strings(said: str, group: Any) -> list[str]:
+    """What every rank of the group says, in rank order."""
+    device = _device_of(group)
+    data = torch.frombuffer(bytearray(said.encode() or b" "), dtype=torch.uint8)
+    size = size_of(group)
+    lengths = torch.empty(size, dtype=torch.int64, device=device)
+    _all_gather(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group)
+    width = int(lengths.max())
+    mine = torch.zeros(width, dtype=torch.uint8, device=device)
+    mine[: data.numel()] = data.to(device)
+    everyone = torch.empty(size * width, dtype=torch.uint8, device=device)
+    _all_gather(everyone, mine, group)
+    rows = everyone.view(size, width).cpu()
+    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
+
+
+def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+    if hasattr(dist, "all_gather_single"):  # torch >= 2.13 deprecates the older name
+        dist.all_gather_single(full, shard, group=group)  # type: ignore[attr-defined]
+    else:
+        dist.all_gather_into_tensor(full, shard, group=group)
+
+
+def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: Any) -> None:
+    if hasattr(dist, "reduce_scatter_single"):
+        dist.reduce_scatter_single(shard, full, group=group)  # type: ignore[attr-defined]
+    else:
+        dist.reduce_scatter_tensor(shard, full, group=group)

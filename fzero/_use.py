@@ -1,0 +1,113 @@
+"""How a buffer is used: the maps from a stored shard to the full buffer in compute dtype, differentiable at any level.
+
+Gathering a shard and reduce-scattering a cotangent are maps of the *mean* inner product over ranks, so that each is the
+other's transpose (ZeRO, Rajbhandari et al. 2020, section 5).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero._collectives import Axis
+
+
+@dataclass(frozen=True, eq=False)
+class Use:
+    """How one buffer is used: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
+
+    Attributes:
+        local: this rank's shard, where the differentiated tensor only stands for it (grads of another dtype).
+        held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
+    """
+
+    tag: str
+    axis: Axis
+    compute: torch.dtype
+    reduce: torch.dtype
+    grad: torch.dtype
+    local: torch.Tensor | None = None
+    held: torch.Tensor | None = None
+
+    def value(self, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The full buffer in compute dtype, and whether it is a new one (that may be freed)."""
+        if self.held is not None:
+            return self.held, False
+        shard = self.local if self.local is not None else primal
+        if self.axis.size == 1:
+            full = shard.to(self.compute)
+            return full, full is not shard
+        return self.spread(shard), True
+
+    def spread(self, shard: torch.Tensor) -> torch.Tensor:
+        return self.axis.gather(shard.to(self.compute), self.tag)
+
+    def collect(self, full: torch.Tensor) -> torch.Tensor:
+        return self.axis.reduce_scatter(full.to(self.reduce), self.tag).to(self.grad)
+
+    def apply(self, primal: torch.Tensor) -> torch.Tensor:
+        """The full buffer as a differentiable function of the shard."""
+        trivial = self.held is None and self.local is None and self.axis.ranks == 1
+        if trivial and self.compute == self.grad == primal.dtype:
+            return primal
+        return _Value.apply(self, primal)  # type: ignore[return-value]
+
+
+def _linear(name: str, forward: Any, transposed: Any) -> Any:
+    """A Function for a linear map of a buffer along dim 0, which any functorch level may transform."""
+
+    class Map(torch.autograd.Function):
+        @staticmethod
+        def forward(use: Use, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            out = forward(use, tensor)
+            return out.clone() if out is tensor else out
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.use = inputs[0]
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+            return None, transposed().apply(ctx.use, cotangent)
+
+        @staticmethod
+        def jvp(ctx: Any, _: Any, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+            return Map.apply(ctx.use, tangent)
+
+        @staticmethod
+        def vmap(info: Any, in_dims: Any, use: Use, tensor: torch.Tensor) -> Any:  # type: ignore[override]
+            return Map.apply(use, tensor.movedim(in_dims[1], -1).contiguous()), -1
+
+    Map.__name__ = Map.__qualname__ = name
+    return Map
+
+
+_Spread = _linear("Spread", lambda use, shard: use.spread(shard), lambda: _Collect)
+_Collect = _linear("Collect", lambda use, full: use.collect(full), lambda: _Spread)
+
+
+class _Value(torch.autograd.Function):
+    """The buffer in use: its value may be at hand, its derivative is that of spreading the shard."""
+
+    @staticmethod
+    def forward(use: Use, primal: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        full, _ = use.value(primal)
+        return full.view(full.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.use = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, _Collect.apply(ctx.use, cotangent)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Spread.apply(ctx.use, tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, use: Use, primal: torch.Tensor) -> Any:  # type: ignore[override]
+        return _Spread.apply(use, primal.movedim(in_dims[1], -1).contiguous()), -1

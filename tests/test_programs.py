@@ -1,0 +1,102 @@
+"""Random programs of forwards, pullbacks, adds, updates and drops over one to three components, against plain ones."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import programs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from programs import Spec
+
+import fzero as fz
+from fzero.testing import run_ranks, strategies
+
+NUMBER = st.integers(0, 5)
+OPERATIONS = st.one_of(
+    st.tuples(st.just("forward"), NUMBER, st.integers(-3, 5)),
+    st.tuples(st.just("forward"), NUMBER, st.integers(-3, 5)),
+    st.tuples(st.just("pull"), NUMBER, NUMBER),
+    st.tuples(st.just("pull"), NUMBER, NUMBER),
+    st.tuples(st.sampled_from(["add", "update", "update", "drop", "forget", "eval", "back"]), NUMBER),
+    st.just(("joint",)),
+)
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[int, list[Spec], list[Any]]:
+    world = draw(st.integers(1, 4))
+    stages = (0, 1, 2, 3) if world == 1 else (1, 2, 3)
+    spec = st.builds(
+        Spec,
+        kind=st.sampled_from(["pure", "module"]),
+        optimizer=st.sampled_from(["sgd", "clipped"]),
+        frozen=st.sampled_from([False, False, False, True]),
+        chosen=strategies.transforms(stages=stages).map(tuple),
+    )
+    return world, draw(st.lists(spec, min_size=1, max_size=3)), draw(st.lists(OPERATIONS, min_size=2, max_size=16))
+
+
+@settings(max_examples=max(100, settings().max_examples))
+@given(case=cases())
+def test_programs(case: tuple[int, list[Spec], list[Any]]) -> None:
+    world, specs, operations = case
+    want = programs.run_plain(specs, operations, world)
+    # one rank, and nothing that adds in another order: then to the bit
+    exact = world == 1 and not any(spec.accumulates or spec.optimizer == "clipped" for spec in specs)
+
+    def rank_main(rank: int) -> None:
+        programs.compare(specs, programs.run_sharded(specs, operations, rank, world), want, rank, exact)
+
+    run_ranks(rank_main, world)
+
+
+# ---- a selection on real processes
+
+ENCODER = Spec("module", "clipped", chosen=(("shard_zero1", fz.shard_zero1), ("donate", fz.donate)))
+DECODER = Spec("pure", "clipped", chosen=(("shard_zero3", fz.shard_zero3),))
+HEAD = Spec("pure", "sgd", chosen=(("remat", fz.remat), ("shard_zero2", fz.shard_zero2)))
+CHAIN = [("forward", 0, -1), ("forward", 1, 0), ("forward", 2, 1), ("pull", 2, 0), ("pull", 1, 0), ("pull", 0, 0)]
+SELECTION: dict[str, tuple[list[Spec], list[Any]]] = {
+    "three in a chain, joint clip": ([ENCODER, DECODER, HEAD], [*CHAIN, ("joint",), *CHAIN, ("joint",)]),
+    "one frozen": (
+        [ENCODER, Spec("pure", frozen=True, chosen=(("shard_zero3", fz.shard_zero3),)), HEAD],
+        [*CHAIN, ("update", 0), ("update", 2), *CHAIN, ("joint",)],
+    ),
+    "one updated every second step": (
+        [ENCODER, DECODER, HEAD],
+        [*CHAIN, ("add", 0), ("update", 1), ("update", 2), *CHAIN, ("update", 0), ("update", 1), ("update", 2)],
+    ),
+    "siamese, retained, dropped": (
+        [DECODER],
+        [
+            *[("forward", 0, -1)] * 3,
+            ("pull", 1, 1),
+            ("add", 0),
+            ("pull", 1, 0),
+            ("add", 0),
+            ("drop", 1),
+            ("eval", 0),
+            ("pull", 0, 0),
+            ("update", 0),
+            ("back", 0),
+            ("forward", 0, -1),
+            ("pull", 0, 0),
+            ("update", 0),
+        ],
+    ),
+}
+
+
+def on_processes(rank: int, name: str, world: int) -> None:
+    specs, operations = SELECTION[name]
+    got = programs.run_sharded(specs, operations, rank, world)
+    programs.compare(specs, got, programs.run_plain(specs, operations, world), rank, False)
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("name", SELECTION)
+def test_programs_on_processes(name: str, world: int) -> None:
+    run_ranks(functools.partial(on_processes, name=name, world=world), world, backend="processes")
