@@ -7,7 +7,7 @@ import contextvars
 import functools
 import gc
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -54,6 +54,17 @@ def refuse_captures(fn: Callable[..., Any], depth: int = 3) -> None:
                 raise ValueError(closed_over(value))
         elif depth and callable(value):
             refuse_captures(value, depth - 1)
+
+
+def refuse_caches(arguments: Iterable[Any]) -> None:
+    """A key-value cache, as Hugging Face's models pass to their layers, is written by the unit that it is given to."""
+    for argument in arguments:
+        if hasattr(type(argument), "get_seq_length") and hasattr(type(argument), "update"):
+            raise TypeError(
+                f"A unit that is differentiated got a {type(argument).__name__}, a cache that it would write to; a "
+                "unit that is recomputed would write twice, and what is written carries no gradient. Call the model "
+                "with use_cache=False; under step.forward a cache may be used."
+            )
 
 
 def is_kept(leaf: torch.Tensor, ours: set[int]) -> bool:

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from fzero._placement import ROOT
-from fzero._unit import Handle, call_unit, plain_call, unit_of_leaf
+from fzero._unit import Handle, call_unit, unit_of_leaf
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
@@ -83,15 +83,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
             leaves = _units.get().get(path)
             if leaves is None:
                 return run_forward(*args, **kwargs)
-            if not any(isinstance(leaf, Handle) for leaf in leaves.values()):
-                return plain_call(run_forward, args, kwargs)  # its full params are in place already
             return call_unit(run, (leaves, args, kwargs), {}, trusted=recurrent)
 
         own.forward = forward
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
         _check_names(params, names.values())
-        units = _module_units(params, aliases, {name for name, _ in twin().named_modules()})
+        units = _module_units(params, aliases, twin())
         for path in units:
             patch(path)
         token = _units.set({} if ROOT in units else units)
@@ -130,8 +128,12 @@ def _check_names(params: Params, names: Any) -> None:
         )
 
 
-def _module_units(params: Params, aliases: Mapping[str, str], modules: set[str]) -> dict[str, dict[str, Any]]:
-    """Module path -> {name below it: leaf}, for every unit that leaves among the params belong to."""
+def _module_units(params: Params, aliases: Mapping[str, str], module: nn.Module) -> dict[str, dict[str, Any]]:
+    """Module path -> {name below it: leaf}, for every unit that leaves among the params belong to.
+
+    A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
+    """
+    modules = {name for name, _ in module.named_modules()}
     paths: dict[str, str] = {}
     for name, leaf in params.items():
         origin = unit_of_leaf(leaf)
@@ -150,10 +152,19 @@ def _module_units(params: Params, aliases: Mapping[str, str], modules: set[str])
                 "or keep the module's names in the params."
             )
     out: dict[str, dict[str, Any]] = {}
-    for path in paths.values():
+    for path in [called for unit in paths.values() for called in _called(module, unit)]:
         below = path + "." if path else ""
         inner = "module." if path else ""
         out[path] = {
             inner + name.removeprefix(below): params[leaf] for name, leaf in aliases.items() if name.startswith(below)
         }
     return out
+
+
+def _called(module: nn.Module, path: str) -> list[str]:
+    """The path itself, or the paths of the modules below it that have a forward."""
+    own = module.get_submodule(path)
+    if type(own).forward is not nn.Module.forward:
+        return [path]
+    below = path + "." if path else ""
+    return [called for name, _ in own.named_children() for called in _called(module, below + name)]

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._capture import containers, guard, is_kept, refuse_captures
+from fzero._capture import containers, guard, is_kept, refuse_caches, refuse_captures
 from fzero._layout import Layout
 from fzero._node import Node, Op, Tensors, active, gradients, refuse_foreign_leaves
 from fzero._random import mix, seeded
@@ -232,13 +232,14 @@ class UnitOp(Op):
 
     @property
     def unit(self) -> str:
-        return self.traversal.layout.groups[self.keys[0]].unit
+        return self.traversal.layout.groups[self.keys[0]].unit if self.keys else "of full params"
 
     def _forward(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         traversal, count = self.traversal, len(self.keys)
         self._full, self._owned = {}, []
         leaves: dict[int, torch.Tensor] = {}
         differentiated: list[list[torch.Tensor]] = []
+        own: dict[int, torch.Tensor] = {}
         for position, key in enumerate(self.keys):
             full, new = traversal.uses[key].value(tensors[position])
             self._full[key] = full
@@ -318,7 +319,8 @@ def used_up(what: str) -> str:
 def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `fn(params_subtree, *args, **kwargs)` a unit: the grain at which params are gathered, freed and recomputed.
 
-    Called with the leaves of a step's params it gathers them for this one use; called with plain tensors it is `fn`.
+    Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. Inside,
+    no functorch level is active, so `torch.utils.checkpoint`, `torch.compile` and old-style Functions work there.
     Everything differentiable must be an argument. Arguments and outputs may be any pytrees; a unit inside a unit is a
     plain call.
 
@@ -336,18 +338,18 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], trusted: bool = False) -> Any:
-    """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
+    """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments; a plain call outside a step.
 
     A trusted function may hold on to leaves between its calls, as it overwrites them before it reads them.
     """
     flat, spec = _tree.flatten((args, dict(kwargs)))
     handles = [leaf for leaf in flat if isinstance(leaf, Handle)]
-    if not handles:
-        return plain_call(fn, args, kwargs)
-    traversal = handles[0].traversal
+    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    traversal = handles[0].traversal if handles else _current.get()
+    if traversal is None or not (handles or places):
+        return fn(*args, **kwargs)
     primals = {handle.key: handle.primal for handle in handles}
     keys = list(primals)
-    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
     refuse_captures(fn)
     box: dict[str, Any] = {}
     mine: set[int] = set()  # not the op itself, which would be a cycle
@@ -371,20 +373,14 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     recompute = traversal.remat or _private.level() > 1
     op = UnitOp(traversal, keys, body, recompute, traversal.next_seed(), trusted)
     op.arguments = mine
-    out = Node.apply(op, active(tensors), *tensors)
+    wanted = active(tensors)
+    if wanted:
+        refuse_caches(flat)
+    out = Node.apply(op, wanted, *tensors)
     result = list(box["static"])
     for place, tensor in zip(box["places"], out, strict=True):  # type: ignore[arg-type]
         result[place] = tensor
     return _tree.unflatten(box["spec"], result)
-
-
-def plain_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-    """A unit with nothing to do at use: a plain call, but for its own randomness."""
-    traversal = _current.get()
-    if traversal is None:
-        return fn(*args, **kwargs)
-    with seeded(traversal.next_seed()), _inside():
-        return fn(*args, **kwargs)
 
 
 @contextlib.contextmanager

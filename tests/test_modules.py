@@ -162,3 +162,50 @@ def test_checkpointing_inside_a_unit() -> None:
         assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0]), want, rtol=1e-10)
 
     run_ranks(rank_main, 2)
+
+
+# ---- Hugging Face
+
+
+def llama(attention: str = "sdpa", use_cache: bool = False) -> tuple[Any, dict[str, torch.Tensor]]:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        attn_implementation=attention,
+        use_cache=use_cache,
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        module = transformers.LlamaForCausalLM(config).double()
+    return fz.functional(module)
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_hugging_face_llama(attention: str) -> None:
+    apply, params = llama(attention)
+    tokens = torch.arange(12).reshape(2, 6)
+    check(lambda p, x: apply(p, input_ids=x, labels=x).loss, params, tokens)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_cache_passed_to_a_unit(stage: int, remat: bool) -> None:
+    apply, params = llama(use_cache=True)
+    tokens = torch.arange(12).reshape(2, 6)
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(lambda p, x: apply(p, input_ids=x, labels=x).loss, fz.sgd(0.1))
+        step = SHARDS[stage](step) if stage else step
+        step = fz.remat(step) if remat else step
+        state = step.init(params)
+        with pytest.raises(TypeError, match=r"got a DynamicCache.*use_cache=False"):
+            step.vjp(state, tokens)
+        cached = fz.with_fn(step, lambda p, x: apply(p, input_ids=x).past_key_values.get_seq_length())
+        assert cached.forward(state, tokens) == 6
+
+    run_ranks(rank_main, 2 if stage else 1)

@@ -1,0 +1,510 @@
+"""The cases of DeepSpeed's tests of a user's own backward (its test_zero_user_backward.py and others), by intent.
+
+Each at every stage, with and without recomputation, on two ranks, against the same mathematics in one process.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import optree
+import pytest
+import reference
+import scenarios
+import torch
+import torch.nn.functional as F
+import torch.utils._pytree as pytree
+import torch.utils.checkpoint
+from torch import nn
+
+import fzero as fz
+from fzero.testing import LiveBytes, assert_trees_close, assert_trees_equal, run_ranks
+
+F64 = torch.float64
+ONE = torch.ones((), dtype=F64)
+WORLD = 2
+SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+close = functools.partial(assert_trees_close, rtol=1e-10)
+
+
+@pytest.fixture(params=[f"{stage}{form}" for stage in SHARDS for form in ("", "-remat")])
+def sharded(request: pytest.FixtureRequest) -> Callable[[fz.Step], fz.Step]:
+    stage, _, form = request.param.partition("-")
+    return lambda step: SHARDS[int(stage)](fz.remat(step) if form else step)
+
+
+class Model(nn.Module):
+    """Blocks and a head; some blocks and heads may be left out of a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(scenarios.Block(5, F64) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(5, 3, dtype=F64) for _ in range(2))
+
+    def forward(self, x: torch.Tensor, use: tuple[int, ...] = (0, 1, 2), heads: tuple[int, ...] = (0, 1)) -> Any:
+        for i in use:
+            x = self.blocks[i](x)
+        return sum(self.heads[i](x) for i in heads)
+
+
+def made(seed: int = 0) -> tuple[Any, Any]:
+    apply, params = fz.functional(Model())
+    generator = torch.Generator().manual_seed(seed)
+    return apply, {k: 0.5 * torch.randn(v.shape, generator=generator, dtype=F64) for k, v in params.items()}
+
+
+def batches(count: int = WORLD, size: int = 4, seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [
+        (torch.randn(size, 5, generator=generator, dtype=F64), torch.randint(0, 3, (size,), generator=generator))
+        for _ in range(count)
+    ]
+
+
+def cross_entropy(apply: Any) -> Any:
+    return lambda p, x, y: F.cross_entropy(apply(p, x), y)
+
+
+def mean_grads(fn: Any, params: Any, data: Any, scale: float = 1.0) -> Any:
+    """The mean over ranks of the gradient of scale * fn."""
+    grads = [torch.func.grad(lambda p: scale * fn(p, *batch))(params) for batch in data]  # type: ignore[misc]
+    return optree.tree_map(lambda *g: torch.stack(g).mean(0), *grads)
+
+
+def total(*trees: Any) -> Any:
+    return optree.tree_map(lambda *g: sum(g), *trees)
+
+
+# ---- basic, non-scalar, a loss outside, a list as one unit
+
+
+def test_the_loss_matches(sharded: Any) -> None:
+    apply, params = made()
+    fn, data = cross_entropy(apply), batches()
+    want = mean_grads(fn, params, data)
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(fn, fz.adamw(1e-3)))
+        _, pullback = step.vjp(step.init(params), *data[rank])
+        close(fz.gather(pullback(ONE)[0]), want)
+
+    run_ranks(rank_main, WORLD)
+
+
+@pytest.mark.parametrize("units", [None, "blocks|heads"])
+def test_a_non_scalar_backward_and_the_params_after_the_step(sharded: Any, units: str | None) -> None:
+    """With `units` a whole ModuleList is one unit, DeepSpeed's leaf module."""
+    apply, params = made()
+    data = [(x,) for x, _ in batches()]
+    want, _, _ = reference.adamw_steps(lambda p, x: apply(p, x).sum(), params, data, 1, lr=1e-3)
+    grads_want = mean_grads(lambda p, x: apply(p, x).sum(), params, data)
+
+    def rank_main(rank: int) -> None:
+        chosen = None if units is None else [f"{name}" for name in units.split("|")]
+        step = sharded(fz.train_step(apply, fz.adamw(1e-3), units=chosen))
+        state = step.init(params)
+        out, pullback = step.vjp(state, *data[rank])
+        grads, _ = pullback(torch.ones_like(out))
+        close(fz.gather(grads), grads_want)
+        close(fz.gather(step.update(state, grads)[0].params), want)
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_a_loss_function_outside(sharded: Any) -> None:
+    """Cross entropy is no part of the component: its gradient is the cotangent."""
+    apply, params = made()
+    data = batches()
+    want = mean_grads(cross_entropy(apply), params, data)
+
+    def rank_main(rank: int) -> None:
+        x, y = data[rank]
+        step = sharded(fz.train_step(apply, fz.adamw(1e-3)))
+        logits, pullback = step.vjp(step.init(params), x)
+        cotangent = torch.func.grad(lambda z: F.cross_entropy(z, y))(logits)
+        close(fz.gather(pullback(cotangent)[0]), want)
+
+    run_ranks(rank_main, WORLD)
+
+
+# ---- accumulation
+
+
+@pytest.mark.parametrize("scaled", [True, False])
+def test_accumulation_over_four(sharded: Any, scaled: bool) -> None:
+    """16 samples a rank as 4 pullbacks: of loss / 4, or of the loss itself, whose sum is four times as large."""
+    apply, params = made()
+    fn, data = cross_entropy(apply), batches(size=16)
+    scale = 0.25 if scaled else 1.0
+    want = optree.tree_map(lambda g: g * (1.0 if scaled else 4.0), mean_grads(fn, params, data))
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(fn, fz.adamw(1e-3)))
+        state = step.init(params)
+        for x, y in zip(*(part.chunk(4) for part in data[rank]), strict=True):
+            _, pullback = step.vjp(state, x, y)
+            state = step.add_grads(state, pullback(scale * ONE)[0])
+        close(fz.gather(state.grads), want)
+        if scaled:  # and the same in one call
+            whole = fz.accumulate(step, 4)
+            grads, _ = whole.vjp(step.init(params), *data[rank])[1](ONE)
+            close(fz.gather(grads), want)
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_unequal_numbers_of_pullbacks_per_update(sharded: Any) -> None:
+    """[2, 5, 3] pullbacks before each of three updates; every update applies, and counts."""
+    apply, params = made()
+    fn, counts = cross_entropy(apply), [2, 5, 3]
+    data = [batches(seed=10 + i) for i in range(sum(counts))]
+    rounds = [data[sum(counts[:i]) : sum(counts[: i + 1])] for i in range(3)]
+    want: Any = params
+    for group in rounds:
+        grads = total(*[mean_grads(fn, want, batch) for batch in group])
+        want = optree.tree_map(lambda p, g: p - 0.1 * g, want, grads)
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(fn, fz.sgd(0.1)))
+        state = step.init(params)
+        for number, group in enumerate(rounds):
+            for batch in group[:-1]:
+                state = step.add_grads(state, step.vjp(state, *batch[rank])[1](ONE)[0])
+            state, metrics = step.update(state, step.vjp(state, *group[-1][rank])[1](ONE)[0])
+            assert state.step == number + 1 and state.grads is None and not metrics["skipped"]
+        close(fz.gather(state.params), want)
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_inputs_without_gradients_under_accumulation() -> None:
+    """Integer inputs, frozen first blocks: nothing to differentiate enters a unit; its params are freed too."""
+    width, blocks = 64, 12
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "table": torch.randn(10, width, generator=generator),
+        "blocks": [{"w": torch.randn(width, width, generator=generator)} for _ in range(blocks)],
+    }
+    block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
+
+    def fn(p: Any, tokens: torch.Tensor) -> torch.Tensor:
+        x = p["table"][tokens]
+        for q in p["blocks"]:
+            x = block(q, x)
+        return x.mean()
+
+    def rank_main(rank: int) -> None:
+        step = fz.freeze(fz.train_step(fn, fz.sgd(0.1)), "table|blocks.?.*")
+        step = fz.accumulate(fz.shard_zero3(step), 2)
+        state, tokens = step.init(params), torch.arange(8)
+        with LiveBytes() as live:
+            out, pullback = step.vjp(state, tokens)
+            assert live.now() < 4 * width * width, "no unit's params stay gathered"
+            pullback(torch.ones_like(out))
+            assert live.peak < 5 * 4 * width * width
+
+    run_ranks(rank_main, WORLD)
+
+
+# ---- several models
+
+
+def test_three_models_in_one_loss_for_two_iterations(sharded: Any) -> None:
+    """The loss is the sum of l_i / (i + 1); each model has its own optimizer and is trained as if it were alone."""
+    models = [made(seed) for seed in range(3)]
+    data = batches()
+    want = [
+        reference.adamw_steps(lambda p, x, y: cross_entropy(apply)(p, x, y) / (i + 1), params, data, 2, lr=1e-3)[0]
+        for i, (apply, params) in enumerate(models)
+    ]
+
+    def rank_main(rank: int) -> None:
+        steps = [sharded(fz.train_step(cross_entropy(apply), fz.adamw(1e-3))) for apply, _ in models]
+        states = [step.init(params) for step, (_, params) in zip(steps, models, strict=True)]
+        for _ in range(2):
+            pulled = [step.vjp(state, *data[rank]) for step, state in zip(steps, states, strict=True)]
+            losses = torch.stack([loss for loss, _ in pulled])
+            joint = torch.func.grad(lambda losses: sum(loss / (i + 1) for i, loss in enumerate(losses)))(losses)
+            for i, (_, pullback) in enumerate(pulled):
+                states[i], _ = steps[i].update(states[i], pullback(joint[i])[0])
+        for state, expected in zip(states, want, strict=True):
+            close(fz.gather(state.params), expected)
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_a_parameter_shared_between_components(sharded: Any) -> None:
+    """What two components share is a component of its own, whose outputs are its params: its cotangents are summed."""
+    generator = torch.Generator().manual_seed(0)
+    table = {"table": torch.randn(7, 5, generator=generator, dtype=F64)}
+    models = [made(seed) for seed in range(2)]
+    data = batches()
+    tokens = [torch.arange(4) + rank for rank in range(WORLD)]
+
+    def one(apply: Any) -> Any:
+        return lambda p, table, tokens, x, y: F.cross_entropy(apply(p, table[tokens] + x), y)
+
+    def joint(p: Any, tokens: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return sum(one(apply)(q, p["table"], tokens, x, y) for (apply, _), q in zip(models, p["models"], strict=True))  # type: ignore[return-value]
+
+    params = {**table, "models": [params for _, params in models]}
+    want, _, _ = reference.adamw_steps(joint, params, [(t, *b) for t, b in zip(tokens, data, strict=True)], 3, lr=1e-2)
+
+    def rank_main(rank: int) -> None:
+        shared = sharded(fz.train_step(lambda p: p["table"], fz.adamw(1e-2)))
+        steps = [sharded(fz.train_step(one(apply), fz.adamw(1e-2))) for apply, _ in models]
+        state = shared.init(table)
+        states = [step.init(params) for step, (_, params) in zip(steps, models, strict=True)]
+        for _ in range(3):
+            full, pull = shared.vjp(state)
+            cotangent = torch.zeros_like(full)
+            for i, step in enumerate(steps):
+                _, pullback = step.vjp(states[i], full, tokens[rank], *data[rank], argnums=0)
+                grads, (ct, *_) = pullback(ONE)
+                states[i], _ = step.update(states[i], grads)
+                cotangent += ct
+            state, _ = shared.update(state, pull(cotangent)[0])
+        close(fz.gather(state.params)["table"], want["table"])
+        for i in range(2):
+            close(fz.gather(states[i].params), want["models"][i])
+
+    run_ranks(rank_main, WORLD)
+
+
+# ---- loss scale
+
+
+def test_a_loss_scale_is_applied_exactly_once(sharded: Any) -> None:
+    """To the user's own cotangent as to the loss; outputs and input cotangents are never scaled; float16 included."""
+    apply, params = made()
+    fn, data = cross_entropy(apply), batches(size=8)
+    want = mean_grads(fn, params, data)
+
+    def rank_main(rank: int) -> None:
+        plain = sharded(fz.train_step(fn, fz.sgd(0.1)))
+        step = fz.accumulate(fz.loss_scale(plain, 2.0**10), 4)
+        state = step.init(params)
+        loss, pullback = step.vjp(state, *data[rank])
+        grads, cotangents = pullback(ONE)
+        _, unscaled = plain.vjp(plain.init(params), *data[rank])[1](ONE)
+        close(loss, fn(params, *data[rank]))
+        close(cotangents[0], unscaled[0])
+        close(fz.gather(grads), want)
+        close(fz.global_norm(grads), fz.global_norm(want))
+        assert grads.scale == 2.0**10
+        kept = step.add_grads(state, grads)
+        new, metrics = step.update(kept, grads)
+        close(metrics["grad_norm"], 2 * fz.global_norm(want))
+        close(fz.gather(new.params), optree.tree_map(lambda p, g: p - 0.2 * g, params, want))
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_a_small_float16_gradient_survives() -> None:
+    """Without its scale this gradient of 2**-26 would vanish in float16."""
+    params = {"w": torch.ones(4, dtype=torch.float16)}
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(lambda p, x: p["w"] * x, fz.sgd(1.0), fz.Policy(reduce=torch.float16)))
+        for scale, survives in ((1.0, False), (2.0**15, True)):
+            scaled = fz.loss_scale(step, scale)
+            out, pullback = scaled.vjp(scaled.init(params), torch.full((4,), 2.0**-13, dtype=torch.float16))
+            grads, _ = pullback(torch.full_like(out, 2.0**-13))
+            assert (fz.global_norm(grads).item() > 0) is survives
+
+    run_ranks(rank_main, WORLD)
+
+
+# ---- rematerialisation, frozen params, parts that are left out
+
+
+def lora(p: Any, x: torch.Tensor) -> torch.Tensor:
+    block = fz.unit(lambda q, x: torch.tanh(x @ q["base"] + (x @ q["a"]) @ q["b"]))
+    for q in p["blocks"]:
+        x = block(q, x)
+    return x
+
+
+@pytest.mark.parametrize("scalar", [True, False])
+def test_recomputation_over_several_units_three_iterations(sharded: Any, scalar: bool) -> None:
+    """torch.utils.checkpoint inside of units, with and without fz.remat around them."""
+    params = scenarios.stack()[1]
+    data = [(x,) for x, _ in batches()]
+
+    def inner(q: Any, x: torch.Tensor) -> torch.Tensor:
+        def body(x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ q["w"] + q["b"])
+
+        return torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False)  # type: ignore[return-value]
+
+    def fn(p: Any, x: torch.Tensor, block: Any) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = block(q, x)
+        return x.square().mean() if scalar else x
+
+    plain = functools.partial(fn, block=lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
+    want, _, _ = reference.adamw_steps(lambda p, x: plain(p, x).sum(), params, data, 3)
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(functools.partial(fn, block=fz.unit(inner)), fz.adamw(1e-2)))
+        state = step.init(params)
+        for _ in range(3):
+            out, pullback = step.vjp(state, *data[rank])
+            state, _ = step.update(state, pullback(torch.ones_like(out))[0])
+        close(fz.gather(state.params), want)
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_frozen_params_with_lora_over_three_blocks(sharded: Any) -> None:
+    """Grads of the factors only, three iterations; the base keeps its bits, without grads and moments anywhere."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"base": (5, 5), "a": (5, 2), "b": (2, 5)}
+    params = {
+        "blocks": [
+            {name: torch.randn(shape, generator=generator, dtype=F64) for name, shape in shapes.items()}
+            for _ in range(3)
+        ]
+    }
+    data = [(x,) for x, _ in batches()]
+    names = [str(path[-1]) for path, _ in pytree.tree_flatten_with_path(params)[0]]
+    want, _, _ = reference.adamw_steps(
+        lambda p, x: lora(p, x).square().sum(), params, data, 3, frozen=lambda i: "base" in names[i]
+    )
+
+    def rank_main(rank: int) -> None:
+        step = fz.freeze(sharded(fz.train_step(lora, fz.adamw(1e-2))), "*.base")
+        state = step.init(params)
+        for _ in range(3):
+            out, pullback = step.vjp(state, *data[rank])
+            grads, _ = pullback(2 * out)
+            assert all(block["base"] is None for block in fz.gather(grads)["blocks"])
+            with pytest.raises(KeyError, match=r"leaf 'blocks\.0\.base' is frozen"):
+                grads["blocks.0.base"]
+            state, _ = step.update(state, grads)
+        full = fz.gather(state.params)
+        close(full, want)
+        assert_trees_equal([b["base"] for b in full["blocks"]], [b["base"] for b in params["blocks"]])
+        for moment in (state.moments.mu, state.moments.nu):
+            assert all(block["base"] is None for block in fz.gather(moment)["blocks"])
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_inactive_heads_and_disabled_blocks_on_some_steps(sharded: Any) -> None:
+    """What was not used has a zero gradient, and AdamW still moves it by its momentum, as in one process."""
+    apply, params = made()
+    data = batches()
+    plans: list[Any] = [((0, 1, 2), (0,)), ((0, 2), (1,)), ((1,), (0, 1)), ((), (1,))]
+
+    def fn(use: Any, heads: Any) -> Any:
+        return lambda p, x, y: F.cross_entropy(apply(p, x, use, heads), y)
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(fn(*plans[0]), fz.adamw(1e-2)))
+        plain = fz.train_step(fn(*plans[0]), fz.adamw(1e-2))
+        state, expected = step.init(params), plain.init(params)
+        for use, heads in plans:
+            now = fz.with_fn(step, fn(use, heads))
+            grads, _ = now.vjp(state, *data[rank])[1](ONE)
+            want = mean_grads(fn(use, heads), fz.gather(expected.params), data)
+            close(fz.gather(grads), want)
+            unused = [f"blocks.{i}." for i in range(3) if i not in use]
+            full = fz.gather(grads)
+            assert all(not full[k].any() for k in full if k.startswith(tuple(unused) or ("-",)))
+            state, _ = now.update(state, grads)
+            x, y = (torch.cat(parts) for parts in zip(*data, strict=True))
+            expected, _ = fz.with_fn(plain, fn(use, heads))(expected, x, y)
+        close(fz.gather(state.params), fz.gather(expected.params))
+
+    run_ranks(rank_main, WORLD)
+
+
+# ---- what DeepSpeed does not do
+
+
+def test_one_pullback_called_twice(sharded: Any) -> None:
+    apply, params = made()
+    data = [(x,) for x, _ in batches()]
+    weights = [1.0, -3.0]
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(apply, fz.sgd(0.1)))
+        out, pullback = step.vjp(step.init(params), *data[rank])
+        for weight, retain in zip(weights, (True, False), strict=True):
+            grads, _ = pullback(weight * torch.ones_like(out), retain_graph=retain)
+            close(fz.gather(grads), mean_grads(lambda p, x: apply(p, x).sum(), params, data, weight))
+        with pytest.raises(RuntimeError, match="retain_graph=True to every call but the last"):
+            pullback(torch.ones_like(out))
+
+    run_ranks(rank_main, WORLD)
+
+
+def test_a_gradient_penalty_and_torch_func_on_inputs(sharded: Any) -> None:
+    apply, params = made()
+    data = [(x,) for x, _ in batches()]
+
+    def penalised(p: Any, x: torch.Tensor) -> torch.Tensor:
+        gradient = torch.func.grad(lambda x: apply(p, x).square().sum())(x)
+        return apply(p, x).sum() + gradient.square().sum()
+
+    want = mean_grads(penalised, params, data)
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(penalised, fz.sgd(0.1)))
+        _, pullback = step.vjp(step.init(params), *data[rank])
+        close(fz.gather(pullback(ONE)[0]), want)
+
+    run_ranks(rank_main, WORLD)
+
+
+def losses_of(stage: int, params: Any, data: Any, fn: Any, policy: Any) -> tuple[list[torch.Tensor], Any]:
+    def rank_main(rank: int) -> Any:
+        step = fz.train_step(fn, fz.adamw(1e-2), policy)
+        step = SHARDS[stage](step)
+        state, losses = step.init(params), []
+        for _ in range(10):
+            state, metrics = step(state, *data[rank])
+            losses.append(metrics["loss"])
+        return losses, fz.gather(state.params)
+
+    return run_ranks(rank_main, WORLD)[0]
+
+
+@pytest.mark.parametrize("policy", ["fp32", "bf16 states"])
+def test_all_stages_agree_to_the_bit(policy: str) -> None:
+    """Losses and params over ten steps, in float32 and with bf16 params, grads and moments."""
+    dtype = torch.float32 if policy == "fp32" else torch.bfloat16
+    fn, params = scenarios.stack(dtype=torch.float32)
+    data = scenarios.vector_batches(WORLD, dtype=dtype)
+    first, *others = [
+        losses_of(stage, params, data, fn, None if policy == "fp32" else fz.Policy.bf16_states()) for stage in (1, 2, 3)
+    ]
+    for other in others:
+        assert_trees_equal(other, first)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_states_follow_torch_over_many_steps(stage: int) -> None:
+    """Multi-step parity of params for bf16 params, grads and moments: torch.optim.AdamW on a bf16 model, to the bit."""
+    fn, params = scenarios.stack(dtype=torch.bfloat16)
+    batch = scenarios.vector_batches(1, dtype=torch.bfloat16)[0]
+    leaves, spec = optree.tree_flatten(params)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    optimizer = torch.optim.AdamW(leaves, lr=1e-2, fused=True)
+    for _ in range(10):
+        optimizer.zero_grad()
+        fn(optree.tree_unflatten(spec, leaves), *batch).backward()
+        optimizer.step()
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(fn, fz.adamw(1e-2), fz.Policy.bf16_states())
+        step = SHARDS[stage](step) if stage else step
+        state = step.init(params)
+        for _ in range(10):
+            state, _ = step(state, *batch)
+        assert_trees_equal(fz.gather(state.params), optree.tree_unflatten(spec, [leaf.detach() for leaf in leaves]))
+
+    run_ranks(rank_main, 1)
