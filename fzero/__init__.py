@@ -7,6 +7,7 @@ from fzero._derivatives import hvp as hvp
 from fzero._derivatives import per_example_grads as per_example_grads
 from fzero._derivatives import tape as tape
 from fzero._functional import functional as functional
+from fzero._handle import HandleError as HandleError
 from fzero._layout import Layout as Layout
 from fzero._plan import Plan as Plan
 from fzero._plan import plan as plan
@@ -18,7 +19,6 @@ from fzero._state import TrainState as TrainState
 from fzero._step import Step as Step
 from fzero._step import train_step as train_step
 from fzero._step import with_fn as with_fn
-from fzero._unit import HandleError as HandleError
 from fzero._unit import unit as unit
 from fzero._vjp import Pullback as Pullback
 from fzero.optim import GradientTransformation as GradientTransformation

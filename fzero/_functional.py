@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from fzero._handle import Handle
 from fzero._placement import ROOT
-from fzero._unit import Handle, call_unit, unit_of_leaf
+from fzero._unit import call_unit, plain_call, unit_of_leaf
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
@@ -83,7 +84,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
             leaves = _units.get().get(path)
             if leaves is None:
                 return run_forward(*args, **kwargs)
-            return call_unit(run, (leaves, args, kwargs), {}, trusted=recurrent)
+
+            def node(seed: int | None = None) -> Any:
+                return call_unit(run, (leaves, args, kwargs), {}, recurrent, seed)
+
+            if any(isinstance(leaf, Handle) for leaf in leaves.values()):
+                return node()
+            return plain_call(lambda: run_forward(*args, **kwargs), node)  # its params are in place already
 
         own.forward = forward
 

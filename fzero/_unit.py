@@ -17,6 +17,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._capture import containers, guard, is_kept, refuse_caches, refuse_captures
+from fzero._handle import Handle
 from fzero._layout import Layout
 from fzero._node import Node, Op, Tensors, active, gradients, refuse_foreign_leaves
 from fzero._random import mix, seeded
@@ -77,84 +78,6 @@ def unit_of_leaf(leaf: Any) -> tuple[str, str] | None:
         return None
     row = traversal.layout.rows[index]
     return row.path, row.unit
-
-
-class HandleError(AttributeError, TypeError):
-    """A leaf of a unit was used where it is not gathered. An AttributeError too, so that `hasattr` answers False."""
-
-
-class Handle:
-    """A leaf of a unit, outside that unit: its shape, dtype and device can be read, its values cannot."""
-
-    __slots__ = ("index", "key", "primal", "traversal")
-
-    def __init__(self, traversal: Traversal, key: str, index: int, primal: torch.Tensor) -> None:
-        self.traversal, self.key, self.index, self.primal = traversal, key, index, primal
-
-    @property
-    def path(self) -> str:
-        return self.traversal.layout.rows[self.index].path
-
-    @property
-    def unit(self) -> str:
-        return self.traversal.layout.rows[self.index].unit
-
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.traversal.layout.rows[self.index].shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.traversal.uses[self.key].compute
-
-    @property
-    def device(self) -> torch.device:
-        return self.primal.device
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.ndim
-
-    def _refuse(self, what: str) -> HandleError:
-        return HandleError(
-            f"{what}: leaf {self.path!r} belongs to unit {self.unit!r} and is gathered only inside that unit's call. "
-            "Pass it to a function wrapped in fz.unit (or let fz.functional call the module), say other units= in "
-            "train_step, or differentiate with fz.hvp instead of torch.func over the params."
-        )
-
-    def __getattr__(self, name: str) -> Any:
-        raise self._refuse(f"got .{name}")
-
-    def __repr__(self) -> str:
-        return f"Handle({self.path!r} of unit {self.unit!r}, {tuple(self.shape)}, {self.dtype})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handle = next(leaf for leaf in _tree.flatten((args, kwargs or {}))[0] if isinstance(leaf, Handle))
-        raise handle._refuse(f"got torch function {getattr(func, '__name__', func)!r}")
-
-
-def _refusing(name: str) -> Callable[..., Any]:
-    def method(self: Handle, *_: Any) -> Any:
-        raise self._refuse(f"got {name}")
-
-    return method
-
-
-for _name in (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv floordiv mod matmul rmatmul pow rpow neg abs getitem "
-    "setitem len iter contains bool float int index lt le gt ge array"
-).split():
-    setattr(Handle, f"__{_name}__", _refusing(f"__{_name}__"))
 
 
 class _Pull:
@@ -319,8 +242,8 @@ def used_up(what: str) -> str:
 def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     """Makes `fn(params_subtree, *args, **kwargs)` a unit: the grain at which params are gathered, freed and recomputed.
 
-    Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. Inside,
-    no functorch level is active, so `torch.utils.checkpoint`, `torch.compile` and old-style Functions work there.
+    Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. It may use
+    what functorch refuses elsewhere, such as `torch.utils.checkpoint` and old-style Functions.
     Everything differentiable must be an argument. Arguments and outputs may be any pytrees; a unit inside a unit is a
     plain call.
 
@@ -337,17 +260,43 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], trusted: bool = False) -> Any:
-    """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments; a plain call outside a step.
+def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
+    """A unit whose leaves are full tensors already is a plain call, which costs least.
+
+    Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions), it runs as a node, as
+    it does when it is sharded: `node(seed)`.
+    """
+    traversal = _current.get()
+    if traversal is None:
+        return fn()
+    seed = traversal.next_seed()
+    try:
+        with seeded(seed), _inside():
+            return fn()
+    except RuntimeError as error:
+        if not any(text in str(error) for text in ("saved tensor hooks", "setup_context")):
+            raise
+    return node(seed)
+
+
+def call_unit(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+    trusted: bool = False,
+    seed: int | None = None,
+) -> Any:
+    """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
 
     A trusted function may hold on to leaves between its calls, as it overwrites them before it reads them.
     """
     flat, spec = _tree.flatten((args, dict(kwargs)))
     handles = [leaf for leaf in flat if isinstance(leaf, Handle)]
     places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    if not handles and seed is None:
+        return plain_call(lambda: fn(*args, **kwargs), lambda seed: call_unit(fn, args, kwargs, trusted, seed))
     traversal = handles[0].traversal if handles else _current.get()
-    if traversal is None or not (handles or places):
-        return fn(*args, **kwargs)
+    assert traversal is not None
     primals = {handle.key: handle.primal for handle in handles}
     keys = list(primals)
     refuse_captures(fn)
@@ -371,7 +320,7 @@ def call_unit(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str
     tensors = (*primals.values(), *[flat[i] for i in places])
     # a derivative of a derivative recomputes anyway: keep no graph for it
     recompute = traversal.remat or _private.level() > 1
-    op = UnitOp(traversal, keys, body, recompute, traversal.next_seed(), trusted)
+    op = UnitOp(traversal, keys, body, recompute, traversal.next_seed() if seed is None else seed, trusted)
     op.arguments = mine
     wanted = active(tensors)
     if wanted:

@@ -11,10 +11,11 @@ import torch
 
 from fzero import _private, _tree
 from fzero._collectives import Axis
+from fzero._handle import Handle
 from fzero._placement import find
 from fzero._sharded import Sharded
 from fzero._state import TrainState
-from fzero._unit import Handle, Traversal, used_up
+from fzero._unit import Traversal, used_up
 from fzero._use import Use
 
 if TYPE_CHECKING:

@@ -166,9 +166,9 @@ def run(specs: Sequence[Spec], operations: Sequence[tuple[Any, ...]], make: Any,
     Operations, whose numbers are taken modulo what there is:
         ("forward", component, source): vjp of a batch, or of the output of an earlier forward.
         ("pull", forward, retain): with the cotangent that came from downstream, or else one of its own.
-        ("add", component), ("update", component): with the component's latest grads.
-        ("joint",): update of all that have grads, clipped by their joint norm.
-        ("drop", forward), ("forget", component): without pulling; without updating.
+        ("add", n), ("update", n), ("forget", n): the latest grads of one of the components that have some.
+        ("joint", 0): update of all that have grads, clipped by their joint norm.
+        ("drop", forward): without pulling.
         ("eval", component): forward without gradient.
         ("back", component): return to the state before the latest update.
     """
@@ -200,6 +200,11 @@ def run(specs: Sequence[Spec], operations: Sequence[tuple[Any, ...]], make: Any,
     for name, *numbers in operations:
         c = numbers[0] % len(specs) if numbers else 0
         entry = live[numbers[0] % len(live)] if live and numbers else None
+        ready = [i for i in range(len(specs)) if latest[i] is not None]
+        if name in ("add", "update", "forget"):
+            if not ready:
+                continue
+            c = ready[numbers[0] % len(ready)]
         if name == "forward":
             entry = live[numbers[1] % len(live)] if live and numbers[1] >= 0 else None
             live.append(_Live(c, entry, *steps[c].vjp(states[c], x if entry is None else entry.out)))
@@ -218,12 +223,12 @@ def run(specs: Sequence[Spec], operations: Sequence[tuple[Any, ...]], make: Any,
             if not retain:
                 drop(entry)
             del grads, cotangent
-        elif name == "add" and latest[c] is not None:
+        elif name == "add":
             states[c], latest[c] = steps[c].add_grads(states[c], latest[c]), None
-        elif name == "update" and latest[c] is not None:
+        elif name == "update":
             update(c)
         elif name == "joint":
-            ready = [i for i in range(len(specs)) if latest[i] is not None and not holds_grads(states[i])]
+            ready = [i for i in ready if not holds_grads(states[i])]
             if ready:
                 together = norm([steps[i] for i in ready], [latest[i] for i in ready])
                 seen.append(("joint norm", together))

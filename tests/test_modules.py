@@ -147,21 +147,56 @@ def test_named_tuples_have_their_fields_as_paths() -> None:
     assert [row.path for row in fz.plan(step, params).rows] == ["a", "b.z"]
 
 
-def test_checkpointing_inside_a_unit() -> None:
-    """torch.utils.checkpoint needs saved-tensor hooks, which torch.func switches off around the unit."""
+class OldStyle(torch.autograd.Function):
+    """Without setup_context, which functorch refuses."""
 
-    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
-        return torch.utils.checkpoint.checkpoint(lambda y: torch.tanh(y @ q["w"]), x, use_reentrant=False)
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.save_for_backward(x)
+        return x.sin()
 
-    unit, plain = fz.unit(body), fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
-    want = torch.func.grad(lambda p, x: plain(p["blocks"][0], x).sum())(PARAMS, draw(2, 3))
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cotangent * ctx.saved_tensors[0].cos()
 
-    def rank_main(rank: int) -> None:
-        step = fz.shard_zero3(fz.train_step(lambda p, x: unit(p["blocks"][0], x).sum(), fz.sgd(0.1)))
-        out, pullback = step.vjp(step.init(PARAMS), draw(2, 3))
-        assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0]), want, rtol=1e-10)
 
-    run_ranks(rank_main, 2)
+@pytest.mark.parametrize("inside", ["checkpoint", "an old-style Function"])
+def test_what_functorch_refuses_works_inside_a_unit(inside: str) -> None:
+    """At every stage and in both forms, with the same dropout as without it."""
+
+    def make(special: bool) -> Any:
+        def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+            def layer(x: torch.Tensor) -> torch.Tensor:
+                return torch.dropout(x @ q["w"], 0.5, True).sin()
+
+            if not special:
+                return layer(x)
+            if inside == "checkpoint":
+                return torch.utils.checkpoint.checkpoint(layer, x, use_reentrant=False)  # type: ignore[return-value]
+            return OldStyle.apply(torch.dropout(x @ q["w"], 0.5, True))  # type: ignore[return-value]
+
+        unit = fz.unit(body)
+
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            for q in p["blocks"]:
+                x = unit(q, x)
+            return x.sum()
+
+        return fn
+
+    def rank_main(rank: int) -> Any:
+        def grads(special: bool, stage: int, remat: bool) -> Any:
+            step = SHARDS[stage](fz.train_step(make(special), fz.sgd(0.1)))
+            step = fz.remat(step) if remat else step
+            out, pullback = step.vjp(step.init(PARAMS), draw(4, 3))
+            return fz.gather(pullback(torch.ones_like(out))[0])
+
+        want = grads(False, 3, False)
+        for stage in SHARDS:
+            for remat in (False, True):
+                assert_trees_close(grads(True, stage, remat), want, rtol=1e-10)
+
+    run_ranks(rank_main, 1)  # on threads, ranks would share the generator that dropout draws from
 
 
 # ---- Hugging Face
@@ -192,8 +227,7 @@ def test_hugging_face_llama(attention: str) -> None:
     check(lambda p, x: apply(p, input_ids=x, labels=x).loss, params, tokens)
 
 
-@pytest.mark.parametrize("remat", [False, True])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "remat"), [(0, True), (1, True), (3, False), (3, True)])
 def test_a_cache_passed_to_a_unit(stage: int, remat: bool) -> None:
     apply, params = llama(use_cache=True)
     tokens = torch.arange(12).reshape(2, 6)

@@ -15,14 +15,11 @@ import fzero as fz
 from fzero.testing import run_ranks, strategies
 
 NUMBER = st.integers(0, 5)
-OPERATIONS = st.one_of(
-    st.tuples(st.just("forward"), NUMBER, st.integers(-3, 5)),
-    st.tuples(st.just("forward"), NUMBER, st.integers(-3, 5)),
-    st.tuples(st.just("pull"), NUMBER, NUMBER),
-    st.tuples(st.just("pull"), NUMBER, NUMBER),
-    st.tuples(st.sampled_from(["add", "update", "update", "drop", "forget", "eval", "back"]), NUMBER),
-    st.just(("joint",)),
-)
+FORWARDS = st.lists(st.tuples(st.just("forward"), NUMBER, st.integers(-3, 5)), min_size=1, max_size=4)
+PULLS = st.lists(st.tuples(st.just("pull"), NUMBER, NUMBER), min_size=1, max_size=4)
+NAMES = [*["add", "update"] * 3, "joint", "drop", "forget", "eval", "back"]
+ENDS = st.lists(st.sampled_from(NAMES).flatmap(lambda name: st.tuples(st.just(name), NUMBER)), min_size=1, max_size=4)
+TURNS = st.lists(st.tuples(FORWARDS, PULLS, ENDS), min_size=1, max_size=4)
 
 
 @st.composite
@@ -36,7 +33,11 @@ def cases(draw: st.DrawFn) -> tuple[int, list[Spec], list[Any]]:
         frozen=st.sampled_from([False, False, False, True]),
         chosen=strategies.transforms(stages=stages).map(tuple),
     )
-    return world, draw(st.lists(spec, min_size=1, max_size=3)), draw(st.lists(OPERATIONS, min_size=2, max_size=16))
+    return (
+        world,
+        draw(st.lists(spec, min_size=1, max_size=3)),
+        [operation for turn in draw(TURNS) for part in turn for operation in part],
+    )
 
 
 @settings(max_examples=max(100, settings().max_examples))
@@ -60,14 +61,14 @@ DECODER = Spec("pure", "clipped", chosen=(("shard_zero3", fz.shard_zero3),))
 HEAD = Spec("pure", "sgd", chosen=(("remat", fz.remat), ("shard_zero2", fz.shard_zero2)))
 CHAIN = [("forward", 0, -1), ("forward", 1, 0), ("forward", 2, 1), ("pull", 2, 0), ("pull", 1, 0), ("pull", 0, 0)]
 SELECTION: dict[str, tuple[list[Spec], list[Any]]] = {
-    "three in a chain, joint clip": ([ENCODER, DECODER, HEAD], [*CHAIN, ("joint",), *CHAIN, ("joint",)]),
+    "three in a chain, joint clip": ([ENCODER, DECODER, HEAD], [*CHAIN, ("joint", 0), *CHAIN, ("joint", 0)]),
     "one frozen": (
         [ENCODER, Spec("pure", frozen=True, chosen=(("shard_zero3", fz.shard_zero3),)), HEAD],
-        [*CHAIN, ("update", 0), ("update", 2), *CHAIN, ("joint",)],
+        [*CHAIN, ("update", 0), ("update", 2), *CHAIN, ("joint", 0)],
     ),
     "one updated every second step": (
         [ENCODER, DECODER, HEAD],
-        [*CHAIN, ("add", 0), ("update", 1), ("update", 2), *CHAIN, ("update", 0), ("update", 1), ("update", 2)],
+        [*CHAIN, ("add", 0), ("update", 1), ("update", 2), *CHAIN, ("update", 0), ("update", 1), ("update", 2)] * 2,
     ),
     "siamese, retained, dropped": (
         [DECODER],

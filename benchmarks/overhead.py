@@ -1,0 +1,133 @@
+"""What a unit costs in Python: many tiny transformer blocks, where nothing but overhead takes time.
+
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py
+
+One rank, float32, SGD, so that the update weighs little. Three comparisons, all interleaved in one run:
+
+- an unsharded step beside the same written by hand with functional_call and torch.func.vjp;
+- ZeRO-3 on a world of one, whose unit nodes run, beside the step by hand: what each unit adds;
+- FSDP2 on a world of one beside the plain module: what each of its units adds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from transformer import Transformer
+
+import fzero as fz
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def by_hand(module: Any) -> Callable[..., float]:
+    params = {name: p.detach().clone() for name, p in module.named_parameters()}
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> float:
+        nonlocal params
+        with torch.no_grad():
+            loss, pullback = torch.func.vjp(lambda p: loss_of(torch.func.functional_call(module, p, (x,)), y), params)
+            (grads,) = pullback(torch.ones_like(loss), retain_graph=False, create_graph=False)
+            params = {name: p.sub_(grads[name], alpha=1e-3) for name, p in params.items()}
+        return loss.item()
+
+    return run
+
+
+def fzero(module: Any, transform: Callable[[fz.Step], fz.Step]) -> Callable[..., float]:
+    apply, params = fz.functional(module)
+    step = fz.donate(transform(fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.sgd(1e-3))))
+    state = step.init(params)
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> float:
+        nonlocal state
+        state, metrics = step(state, x, y)
+        return metrics["loss"].item()
+
+    return run
+
+
+def autograd(module: Any, sharded: bool) -> Callable[..., float]:
+    if sharded:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = dist.init_device_mesh("cpu", (1,))
+        for block in module.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(module, mesh=mesh)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1e-3)
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> float:
+        loss = loss_of(module(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"blocks": 48, "width": 32, "heads": 2, "batch": 2, "context": 16, "warmup": 3, "steps": 21}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+
+        def module() -> Any:
+            return Transformer(args.width, args.blocks, args.heads, torch.Generator().manual_seed(0))
+
+        contenders = {
+            "by hand": by_hand(module()),
+            "fzero, unsharded": fzero(module(), lambda step: step),
+            "fzero, ZeRO-2": fzero(module(), fz.shard_zero2),
+            "fzero, ZeRO-3": fzero(module(), fz.shard_zero3),
+            "fzero, ZeRO-3, remat": fzero(module(), lambda step: fz.remat(fz.shard_zero3(step))),
+            "module": autograd(module(), False),
+            "FSDP2": autograd(module(), True),
+        }
+        generator = torch.Generator().manual_seed(0)
+        times: dict[str, list[float]] = {name: [] for name in contenders}
+        for count in range(args.warmup + args.steps):
+            data = torch.randint(0, 256, (args.batch, args.context + 1), generator=generator)
+            losses = []
+            for name, run in contenders.items():
+                start = time.perf_counter()
+                losses.append(run(data[:, :-1], data[:, 1:]))
+                if count >= args.warmup:
+                    times[name].append(time.perf_counter() - start)
+            assert max(losses) - min(losses) < 1e-4 * losses[0], dict(zip(contenders, losses, strict=True))
+        dist.destroy_process_group()
+
+    def median_ms(name: str, other: str | None = None) -> float:
+        pairs = zip(times[name], times[other] if other else [0.0] * args.steps, strict=True)
+        return 1e3 * statistics.median(a - b for a, b in pairs)
+
+    for name in contenders:
+        print(f"{name:<22} {median_ms(name):>8.1f} ms")
+    ratio = statistics.median(a / b for a, b in zip(times["fzero, unsharded"], times["by hand"], strict=True))
+    print(f"unsharded, of the step by hand: {ratio:.3f}")
+    ours = median_ms("fzero, ZeRO-3", "by hand") / args.blocks
+    theirs = median_ms("FSDP2", "module") / args.blocks
+    print(f"a unit adds: ZeRO-3 {ours:.3f} ms, FSDP2 {theirs:.3f} ms; ratio {ours / theirs:.3f}")
+
+
+if __name__ == "__main__":
+    main()
