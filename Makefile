@@ -26,8 +26,8 @@ lint: .venv/.installed
 	@test -x $(BIN)/python || { echo "== creating .venv"; $(PYTHON) -m venv .venv; }
 	@echo "== installing torch (some minutes on a fresh machine)"
 	@$(PIP) torch
-	@echo "== installing fzero with the extras examples, test, dev"
-	@$(PIP) -e '.[examples,test,dev]'
+	@echo "== installing fzero with the extras examples, hf, test, dev"
+	@$(PIP) -e '.[examples,hf,test,dev]'
 	@touch $@
 
 clean:

@@ -40,7 +40,8 @@ def by_hand(module: Any) -> Callable[..., float]:
     def run(x: torch.Tensor, y: torch.Tensor) -> float:
         nonlocal params
         with torch.no_grad():
-            loss, pullback = torch.func.vjp(lambda p: loss_of(torch.func.functional_call(module, p, (x,)), y), params)
+            pair: Any = torch.func.vjp(lambda p: loss_of(torch.func.functional_call(module, p, (x,)), y), params)
+            loss, pullback = pair
             (grads,) = pullback(torch.ones_like(loss), retain_graph=False, create_graph=False)
             params = {name: p.sub_(grads[name], alpha=1e-3) for name, p in params.items()}
         return loss.item()

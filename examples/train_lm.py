@@ -12,12 +12,8 @@ Losses are in nats per byte. Ctrl-C stops the run and keeps what was trained; a 
 from __future__ import annotations
 
 import argparse
-import os
-import signal
 import sys
 import sysconfig
-import tempfile
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -25,8 +21,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 import torch.nn.functional as F
+from launch import any_rank, check_ranks, default_ranks, device_of, launch, memory_mib
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -134,20 +130,14 @@ def complete(step: fz.Step, state: fz.TrainState, prompt: bytes, args: argparse.
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on some rank: all ranks stop after the same step, so that none waits for another."""
-    flags = torch.tensor(float(flag), device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
-
-
 # ---- data: bytes of the standard library
 
 
-def standard_library() -> tuple[Tensor, Tensor]:
+def standard_library(*also_skip: str) -> tuple[Tensor, Tensor]:
     """All bytes to train on, and those of every 20th file, which are held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skip = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "ensurepip", "site-packages", "dist-packages"}
+    skip.update(also_skip)
     files = [file for file in sorted(root.rglob("*.py")) if not skip & set(file.relative_to(root).parts)]
     held_out = set(files[::20])
 
@@ -190,17 +180,6 @@ def state_mib(step: fz.Step, params: Any, ranks: int) -> float:
     return (plan.params + plan.grads + plan.moments) / 2**20
 
 
-def memory_mib(device: torch.device) -> float:
-    """What this rank occupies now: CUDA memory allocated, or resident memory (where it cannot be read, its peak)."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 2**20
-    if Path("/proc/self/statm").exists():
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-    import resource
-
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
-
-
 def draw(train_curve: list[float], held_out_curve: list[tuple[int, float]], baseline: float, path: Path) -> None:
     import matplotlib
 
@@ -217,82 +196,16 @@ def draw(train_curve: list[float], held_out_curve: list[tuple[int, float]], base
     figure.savefig(path, dpi=150)
 
 
-# ---- ranks
-
-
-def device_of(rank: int, ranks: int) -> torch.device:
-    """One CUDA device a rank where there are enough, the CPU otherwise."""
-    local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
-    return torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
-
-
-def run_rank(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str, stop: Any) -> None:
-    device = device_of(rank, ranks)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
-    parent = mp.parent_process()
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=ranks
-    )
-    try:
-        train(rank, ranks, args, lambda: stop.is_set() or (parent is not None and not parent.is_alive()))
-    finally:
-        dist.destroy_process_group()
-
-
-def run_here(rank: int, ranks: int, args: argparse.Namespace, rendezvous: str) -> None:
-    """This process is a rank; a signal asks it to stop. Under torchrun one Ctrl-C may come twice."""
-    stop = threading.Event()
-
-    def handle(number: int, _: Any) -> None:
-        stop.set()
-        if ranks == 1:
-            signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    run_rank(rank, ranks, args, rendezvous, stop)
-
-
-def run_spawned(ranks: int, args: argparse.Namespace, rendezvous: str) -> int:
-    """Starts the ranks. They ignore signals from their very start; this process passes the wish to stop on."""
-    stop = mp.get_context("spawn").Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # inherited
-    context = mp.spawn(run_rank, (ranks, args, rendezvous, stop), nprocs=ranks, join=False)
-    assert context is not None
-
-    def handle(number: int, _: Any) -> None:
-        if stop.is_set():
-            for process in mp.active_children():
-                process.kill()
-            sys.exit(128 + number)
-        stop.set()
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, handle)
-    try:
-        while not context.join(grace_period=2):
-            pass
-    except mp.ProcessExitedException as error:
-        print(f"train_lm: {error}", file=sys.stderr)
-        return 1
-    except mp.ProcessRaisedException as error:
-        print(f"train_lm: a rank failed. {error}", file=sys.stderr)
-        return 1
-    return 0
+# ---- options
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
     class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
         pass
 
-    world = int(os.environ.get("WORLD_SIZE", 0))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
     whole: list[tuple[str, int, str]] = [
-        ("ranks", world or 2, "processes, each with its own share of the batch and of the state"),
+        ("ranks", default_ranks(), "processes, each with its own share of the batch and of the state"),
         ("width", 192, "features of the residual stream"),
         ("blocks", 4, "transformer blocks"),
         ("heads", 6, "attention heads of a block"),
@@ -322,25 +235,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("--seed must not be negative")
     if args.width % (2 * args.heads):
         parser.error(f"--width must be a multiple of 2 * heads = {2 * args.heads} (rotary pairs), got {args.width}")
-    if args.stage == 0 and args.ranks > 1:
-        parser.error(f"--stage 0 shards and averages nothing, so it needs --ranks 1; got {args.ranks} ranks")
-    if world and args.ranks != world:
-        parser.error(f"--ranks {args.ranks}, but torchrun started {world}; leave --ranks out")
+    check_ranks(parser, args, args.stage)
     return args
 
 
-def main() -> int:
-    args = options()
-    if "RANK" in os.environ:  # torchrun
-        run_here(int(os.environ["RANK"]), args.ranks, args, "env://")
-        return 0
-    with tempfile.TemporaryDirectory() as folder:
-        rendezvous = f"file://{folder}/store"
-        if args.ranks > 1:
-            return run_spawned(args.ranks, args, rendezvous)
-        run_here(0, 1, args, rendezvous)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(launch(train, options()))

@@ -1,0 +1,132 @@
+"""Runs an example's `train(rank, ranks, args, stop)` on every rank: processes started here, or those of torchrun.
+
+Ctrl-C asks all ranks to stop after the step that they are in; a second one kills them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+Train = Callable[[int, int, argparse.Namespace, Callable[[], bool]], None]
+
+
+def launch(train: Train, args: argparse.Namespace) -> int:
+    """Runs `train` on `args.ranks` ranks; the process's exit status."""
+    if "RANK" in os.environ:  # torchrun
+        _run_here(train, int(os.environ["RANK"]), args, "env://")
+        return 0
+    with tempfile.TemporaryDirectory() as folder:
+        rendezvous = f"file://{folder}/store"
+        if args.ranks > 1:
+            return _run_spawned(train, args, rendezvous)
+        _run_here(train, 0, args, rendezvous)
+    return 0
+
+
+def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace, *stages: int) -> None:
+    """Refuses numbers of ranks that do not fit the stages or torchrun."""
+    world = int(os.environ.get("WORLD_SIZE", 0))
+    if 0 in stages and args.ranks > 1:
+        parser.error(f"stage 0 shards and averages nothing, so it needs --ranks 1; got {args.ranks} ranks")
+    if world and args.ranks != world:
+        parser.error(f"--ranks {args.ranks}, but torchrun started {world}; leave --ranks out")
+
+
+def default_ranks() -> int:
+    return int(os.environ.get("WORLD_SIZE", 2))
+
+
+def device_of(rank: int, ranks: int) -> torch.device:
+    """One CUDA device a rank where there are enough, the CPU otherwise."""
+    local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
+    return torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
+
+
+def any_rank(flag: bool, device: torch.device) -> bool:
+    """Whether the flag is set on some rank: all ranks stop after the same step, so that none waits for another."""
+    flags = torch.tensor(float(flag), device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+    return bool(flags.item())
+
+
+def memory_mib(device: torch.device) -> float:
+    """What this rank occupies now: CUDA memory allocated, or resident memory (where it cannot be read, its peak)."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device) / 2**20
+    if Path("/proc/self/statm").exists():
+        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
+
+
+def _run_rank(rank: int, train: Train, args: argparse.Namespace, rendezvous: str, stop: Any) -> None:
+    device = device_of(rank, args.ranks)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    elif "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
+    parent = mp.parent_process()
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=args.ranks
+    )
+    try:
+        train(rank, args.ranks, args, lambda: stop.is_set() or (parent is not None and not parent.is_alive()))
+    finally:
+        dist.destroy_process_group()
+
+
+def _run_here(train: Train, rank: int, args: argparse.Namespace, rendezvous: str) -> None:
+    """This process is a rank; a signal asks it to stop. Under torchrun one Ctrl-C may come twice."""
+    stop = threading.Event()
+
+    def handle(number: int, _: Any) -> None:
+        stop.set()
+        if args.ranks == 1:
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    _run_rank(rank, train, args, rendezvous, stop)
+
+
+def _run_spawned(train: Train, args: argparse.Namespace, rendezvous: str) -> int:
+    """Starts the ranks. They ignore signals from their very start; this process passes the wish to stop on."""
+    stop = mp.get_context("spawn").Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # inherited
+    context = mp.spawn(_run_rank, (train, args, rendezvous, stop), nprocs=args.ranks, join=False)
+    assert context is not None
+
+    def handle(number: int, _: Any) -> None:
+        if stop.is_set():
+            for process in mp.active_children():
+                process.kill()
+            sys.exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    name = Path(sys.argv[0]).stem
+    try:
+        while not context.join(grace_period=2):
+            pass
+    except mp.ProcessExitedException as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 1
+    except mp.ProcessRaisedException as error:
+        print(f"{name}: a rank failed. {error}", file=sys.stderr)
+        return 1
+    return 0
