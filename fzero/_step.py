@@ -222,7 +222,8 @@ class Step:
 
         Args:
             grads: what a pullback of this step returned.
-            grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components.
+            grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
+                "grad_norm" stays these grads' own.
         """
         self._check_state(state)
         self._check_grads(state, grads)

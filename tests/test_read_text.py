@@ -1,0 +1,121 @@
+"""examples/read_text.py: two components train as one, and the images that they learn from."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+TINY = "--width 32 --text-blocks 1 --heads 2 --longest 8 --batch 2 --eval-every 2 --eval-batches 1".split()
+
+
+@pytest.fixture
+def example(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(EXAMPLES))  # it imports from the examples beside it
+    spec = importlib.util.spec_from_file_location("read_text", EXAMPLES / "read_text.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def start(*options: str, out: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", str(EXAMPLES / "read_text.py"), *TINY, "--out", str(out), *options]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
+        start_new_session=True,
+    )
+
+
+def check_files(example: Any, out: Path) -> None:
+    generator = torch.Generator().manual_seed(1)
+    for name, module in (
+        ("vision", example.Encoder(32, 1, 2, generator)),
+        ("text", example.Decoder(32, 1, 2, generator)),
+    ):
+        module.load_state_dict(load_file(out / f"{name}.safetensors"), strict=True)
+    for name in ("curves", "reading"):
+        assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("options", ["", "--ranks 1 --vision-stage 0 --text-stage 0 --batch 9"])
+def test_end_to_end(options: str, example: Any, tmp_path: Path) -> None:
+    process = start("--steps", "3", *options.split(), out=tmp_path)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    check_files(example, tmp_path)
+    for phrase in (
+        "lines to train on",
+        "blocks.0.mlp.up.weight",
+        "stem.0.weight",
+        "state per rank",
+        "reading.png",
+        "from the image alone",
+        "without the image",
+    ):
+        assert phrase in stdout
+
+
+def test_ctrl_c_keeps_what_was_trained(example: Any, tmp_path: Path) -> None:
+    process = start("--steps", "1000000", out=tmp_path)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("state per rank"):
+            break
+    os.killpg(process.pid, signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    assert "stopped after" in stdout
+    check_files(example, tmp_path)
+
+
+def test_bad_options_are_named(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for options, named in (
+        ("--vision-stage 0", "--ranks 1"),
+        ("--lr nan", "--lr"),
+        ("--text-stage 0", "--ranks 1"),
+        ("--width 30", "--width"),
+        ("--steps 0", "--steps"),
+        ("--longest 3", "--longest"),
+    ):
+        with pytest.raises(SystemExit):
+            example.options(options.split())
+        assert named in capsys.readouterr().err
+
+
+def test_images_differ_by_text_and_by_seed_only(example: Any) -> None:
+    def render(*lines: str, seed: int = 0) -> torch.Tensor:
+        return example.render(list(lines), 8, torch.Generator().manual_seed(seed))
+
+    images = render("x = 1", "x = 1", "x = 7")
+    assert images.shape == (3, 1, example.HEIGHT, 10 * example.GLYPH)
+    assert torch.equal(images, render("x = 1", "x = 1", "x = 7"))
+    assert not torch.equal(images[0], images[1])  # the noise is each image's own
+    assert not torch.equal(images, render("x = 1", "x = 1", "x = 7", seed=1))
+    # same seed, same noise: what differs is the ink of the one character that differs
+    ink = (render("x = 1") - render("x = 7")).abs().amax((0, 1, 2)) > 0.1
+    columns = ink.nonzero().flatten()
+    assert 4 * example.GLYPH <= columns.min() and columns.max() < 5 * example.GLYPH + example.SHIFT
+
+
+def test_held_out_lines_are_not_trained_on(example: Any) -> None:
+    train, held_out = example.text_lines(12)
+    assert len(train) > 1000 and len(held_out) > 50 and not set(train) & set(held_out)
+    assert all(4 <= len(line) <= 12 and line.isascii() and line.isprintable() for line in train + held_out)
+    batch = example.random_batch(
+        held_out, torch.Generator().manual_seed(0), example.options(["--longest", "12"]), torch.device("cpu")
+    )
+    assert all(line in held_out for line in example.lines_of(batch[1][:, 1:]))
