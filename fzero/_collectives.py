@@ -25,14 +25,14 @@ class Axis:
     """One mesh axis seen from one rank, and an optional second one over which everything is replicated.
 
     Opaque to pytrees. `size` 1 communicates nothing. A state's axis knows its component: two components over the same
-    ranks, or two runs of one that ranks start in different order, never take each other's messages.
+    ranks, or two runs of one that ranks start in different order, never take each other's messages or grads.
     """
 
     def __init__(self, group: Any = None, replicas: Any = None, name: str = "") -> None:
         self.group, self.replicas, self.name = group, replicas, name
         self.size, self.rank = _distributed.size_of(group), _distributed.rank_in(group)
         self.copies, self.copy = _distributed.size_of(replicas), _distributed.rank_in(replicas)
-        self.component, self._identity = "", ""
+        self.component, self.identity = "", ""
         self._runs, self._run = 0, 0
 
     @staticmethod
@@ -47,7 +47,7 @@ class Axis:
     def of_component(self, label: str) -> Axis:
         """This axis for one component, with an identity that its ranks agree on."""
         out = copy.copy(self)
-        out.component, out._identity = label, self._first(uuid.uuid4().hex, f"init of {label!r}")
+        out.component, out.identity = label, self._first(uuid.uuid4().hex, f"init of {label!r}")
         return out
 
     def of_next_run(self) -> Axis:
@@ -56,6 +56,11 @@ class Axis:
         out = copy.copy(self)
         out._run = self._runs
         return out
+
+    @property
+    def who(self) -> str:
+        """The component in words."""
+        return f"{self.component!r} [{self.identity[:4]}]" if self.identity else "a step"
 
     @property
     def ranks(self) -> int:
@@ -82,8 +87,7 @@ class Axis:
         what = f"unit {unit!r}" if unit and number.isdigit() else tag
         shape = f" ({tuple(tensor.shape)}, {tensor.dtype})" if tensor is not None else ""
         run = f", run {self._run}" if self._run else ""
-        who = f"{self.component!r} [{self._identity[:4]}]" if self._identity else "a step"
-        return f"{operation} of {what}{shape} of {who} over axis {self.name!r}{run}"
+        return f"{operation} of {what}{shape} of {self.who} over axis {self.name!r}{run}"
 
     def _announced(self, operation: str, tag: str, tensor: torch.Tensor, group: Any) -> Any:
         said = self._said(operation, tag, tensor)
@@ -92,7 +96,7 @@ class Axis:
 
     def _number(self, operation: str, tag: str) -> int:
         """What the messages of one collective have in common, and no others have."""
-        return zlib.crc32(f"{operation} {tag} {self._identity} {self._run}".encode()) & 0x7FFFFFFF
+        return zlib.crc32(f"{operation} {tag} {self.identity} {self._run}".encode()) & 0x7FFFFFFF
 
     # ---- the collectives
 

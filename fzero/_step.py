@@ -291,6 +291,13 @@ class Step:
                 f"grads: got grads of another step (leaf {other!r} differs), expected those of a pullback of this step "
                 f"over {len(ours)} leaves. Give each component its own grads."
             )
+        mine, theirs = state.params.axis, grads.axis
+        if mine.identity != theirs.identity:
+            raise ValueError(
+                f"grads: got those of a pullback over another state, of {theirs.who}; expected those of a state that "
+                f"descends from the same init as this one, of {mine.who}. Give each component its own grads. To put "
+                "other params into this state, use state.replace(params=...)."
+            )
 
 
 def _describe(signature: tuple[Any, ...]) -> str:

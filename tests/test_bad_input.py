@@ -206,6 +206,7 @@ def test_a_loss_that_is_not_a_scalar() -> None:
         (torch.ones(1, 2), r"cotangent: got the structure .* expected that of the outputs"),
         ({"y": torch.ones(2, 1), "n": None}, r"cotangent of y: got \(\(2, 1\).*expected \(\(1, 2\)"),
         ({"y": torch.ones(1, 2, dtype=torch.float64), "n": None}, r"cotangent of y: got .*float64.*expected.*float32"),
+        ({"y": torch.ones(1, 2, device="meta"), "n": None}, r"cotangent of y: got .*'meta'.*expected .*'cpu'"),
         ({"y": 1.0, "n": None}, r"cotangent of y: got float"),
     ],
 )
@@ -239,6 +240,21 @@ def test_a_state_of_another_optimizer() -> None:
     step, other = linear_step(), fz.train_step(lambda p, x: (x @ p["w"]).mean(), fz.chain(fz.adamw(0.1)))
     with pytest.raises(ValueError, match=r"leaf 'w' of the state has moments of 'sgd', expected those of 'adamw'"):
         other(step.init(PARAMS), torch.ones(1, 3))
+
+
+def test_grads_of_another_state() -> None:
+    """Twins of equal shapes: nothing but the init that they descend from tells their grads apart."""
+    step = linear_step()
+    state, twin = step.init(PARAMS), step.init(PARAMS)
+    later, _ = step(state, torch.ones(1, 3))
+    grads, _ = step.vjp(state, torch.ones(1, 3))[1](torch.ones(()))
+    for call in (step.update, step.add_grads):
+        call(later, grads)
+        call(state.replace(params=later.params), grads)
+        with pytest.raises(
+            ValueError, match=r"pullback over another state, of '<lambda>' \[\w{4}\]; expected .*same init"
+        ):
+            call(twin, grads)
 
 
 def test_grads_of_another_step() -> None:

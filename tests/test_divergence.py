@@ -52,11 +52,11 @@ def lonely_pullback(rank: int, stage: int) -> str:
     step, state = component(stage=stage)
     _, pullback = step.vjp(state, *BATCH)
     if rank == 1:
-        time.sleep(6)
+        time.sleep(9)
         return ""
     started = time.monotonic()
     said = message_of(lambda: pullback(ONE))
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 9
     return said
 
 
@@ -89,7 +89,7 @@ def swapped_twins(rank: int) -> str:
     ],
 )
 def test_on_every_rank_naming_both(program: Callable[[int], str], said: list[str], checked: bool) -> None:
-    for message in run_ranks(program, 2, backend="processes", timeout=2, checked=checked):
+    for message in run_ranks(program, 2, backend="processes", timeout=5, checked=checked):
         assert all(text in message for text in said), message
         assert "same order" in message if checked else "another rank has stopped, or has called other" in message
 
@@ -97,7 +97,7 @@ def test_on_every_rank_naming_both(program: Callable[[int], str], said: list[str
 @pytest.mark.parametrize("checked", [True, False])
 def test_swapped_twins_never_take_each_others_weights(checked: bool) -> None:
     """Only the identity that a component gets in `init` tells them apart."""
-    for message in run_ranks(swapped_twins, 2, backend="processes", timeout=2, checked=checked):
+    for message in run_ranks(swapped_twins, 2, backend="processes", timeout=5, checked=checked):
         assert len(set(re.findall(r"of 'twin' \[\w+\]", message))) == 2, message
 
 
@@ -105,7 +105,7 @@ def test_swapped_twins_never_take_each_others_weights(checked: bool) -> None:
 @pytest.mark.parametrize(("stage", "unit"), [(1, "(root)"), (3, "blocks.2")])
 def test_a_pullback_called_on_one_rank_only(stage: int, unit: str, checked: bool) -> None:
     fn = functools.partial(lonely_pullback, stage=stage)
-    message, _ = run_ranks(fn, 2, backend="processes", timeout=2, checked=checked)
+    message, _ = run_ranks(fn, 2, backend="processes", timeout=5, checked=checked)
     assert f"unit '{unit}'" in message
 
 
@@ -162,7 +162,7 @@ def test_overlapping_meshes_called_in_different_order(checked: bool) -> None:
     for message in run_ranks(circle, 3, backend="processes", timeout=4, checked=checked):
         assert sum(f"of '{name}'" in message for name in "abc") >= 2, message
     if checked:
-        assert time.monotonic() - started < 60
+        assert time.monotonic() - started < 90
 
 
 def test_a_circle_is_found_at_once_and_on_threads() -> None:
