@@ -6,9 +6,11 @@ minutes on two cores; needs transformers (pip install 'fzero[hf]'):
 
     python examples/lora.py
     python examples/lora.py --ranks 1 --stage 0 --lora-rank 16
+    python examples/lora.py --base path/of/a/hugging/face/folder
     torchrun --nproc-per-node 4 examples/lora.py
 
-Losses are in nats per byte. Ctrl-C stops the run and keeps what was trained; a second one kills it.
+Losses are in nats per byte, with --base per token of that folder's tokenizer. Ctrl-C stops the run and keeps what was
+trained; a second one kills it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from transformer import VOCABULARY
 
 import fzero as fz
 
-FACTORS = ("*.lora_a", "*.lora_b")
+FACTORS = "*.lora_a|*.lora_b"
 
 
 # ---- the model
@@ -44,12 +46,12 @@ class LoRALinear(nn.Module):
         super().__init__()
         self.base = base
         self.scale = alpha / rank
-        self.lora_a = nn.Parameter(torch.empty(rank, base.in_features))
-        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank))
-        nn.init.normal_(self.lora_a, std=base.in_features**-0.5, generator=generator)
+        a = torch.randn(rank, base.in_features, generator=generator) * base.in_features**-0.5
+        self.lora_a = nn.Parameter(a.to(base.weight.device))
+        self.lora_b = nn.Parameter(torch.zeros(base.out_features, rank, device=base.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
-        low = x.to(self.lora_a.dtype) @ self.lora_a.T @ self.lora_b.T  # the factors are computed with as they are kept
+        low = x.to(self.lora_a.dtype) @ self.lora_a.T @ self.lora_b.T  # in the factors' own compute dtype
         return self.base(x) + (self.scale * low).to(x.dtype)
 
 
@@ -63,20 +65,19 @@ def llama(args: argparse.Namespace) -> nn.Module:
         num_hidden_layers=args.blocks,
         num_attention_heads=args.heads,
         max_position_embeddings=args.context,
-        use_cache=False,  # a cache is written to, which does not fit a pure function
     )
-    with torch.random.fork_rng():
+    with torch.random.fork_rng():  # transformers draws from the global generator
         torch.manual_seed(args.seed)
         return LlamaForCausalLM(config)
 
 
-def with_factors(module: nn.Module, args: argparse.Namespace) -> nn.Module:
-    """The module with every linear map of its layers wrapped, in place."""
+def with_factors(module: Any, args: argparse.Namespace) -> nn.Module:
+    """The Hugging Face module with every linear map but the head wrapped, in place."""
     generator = torch.Generator().manual_seed(args.seed)
-    for parent in list(module.get_submodule("model.layers").modules()):
-        for name, child in list(parent.named_children()):
-            if isinstance(child, nn.Linear):
-                setattr(parent, name, LoRALinear(child, args.lora_rank, args.lora_alpha, generator))
+    head = module.get_output_embeddings()
+    for path, child in list(module.named_modules()):
+        if isinstance(child, nn.Linear) and child is not head:
+            module.set_submodule(path, LoRALinear(child, args.lora_rank, args.lora_alpha, generator))
     return module
 
 
@@ -92,17 +93,19 @@ def adapt(module: nn.Module, base: dict[str, Tensor], args: argparse.Namespace) 
     """
     apply, params = fz.functional(with_factors(module, args))
     params = {path: leaf if is_factor(path) else base[path.replace(".base.", ".")] for path, leaf in params.items()}
-    policy = fz.Policy.by_path(
-        {"|".join(FACTORS): fz.Policy(), "*": fz.Policy(param=torch.bfloat16, compute=torch.bfloat16)}
-    )
+    bf16 = torch.bfloat16
+    # the factors are stored in fp32, where small updates add up, and cast to the base's bf16 for each use
+    policy = fz.Policy.by_path({FACTORS: fz.Policy(compute=bf16), "*": fz.Policy(param=bf16, compute=bf16)})
     lr = fz.warmup_cosine(args.lora_lr, warmup=min(10, args.steps), total=args.steps, end=args.lora_lr / 10)
     step = fz.train_step(loss_of(apply), fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(lr, weight_decay=0.0)), policy)
-    return fz.freeze(step, "*.weight"), params  # all that is not a factor
+    frozen = [path for path in params if not is_factor(path)]  # by name: a pattern can not say "all but"
+    return fz.freeze(step, "|".join(frozen)), params
 
 
 def loss_of(apply: Callable[..., Any]) -> Callable[..., Tensor]:
     def loss(params: Any, tokens: Tensor, targets: Tensor) -> Tensor:
-        logits = apply(params, input_ids=tokens).logits
+        # a cache is written to, which does not fit a pure function
+        logits = apply(params, input_ids=tokens, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
     return loss
@@ -114,18 +117,23 @@ def loss_of(apply: Callable[..., Any]) -> Callable[..., Tensor]:
 def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bool]) -> None:
     device = device_of(rank, ranks)
     say: Callable[..., None] = print if rank == 0 else lambda *_: None
-    code, prose = standard_library("pydoc_data")[0], language_reference()
-    cut = len(prose) * 9 // 10
-    held_out = held_out_batches(prose[cut:], rank, ranks, args, device)
-    say(f"{len(code):,} bytes of code for the base, {cut:,} bytes of prose for the factors, the rest of it held out")
     generator = torch.Generator().manual_seed((args.seed << 16) + rank)
-    module = llama(args).to(device)
+    module, encode = from_folder(args.base) if args.base else (llama(args), encode_bytes)
+    module = module.to(device)
+    prose = encode(language_reference())
+    cut = len(prose) * 9 // 10
+    if len(prose) - cut <= args.context:
+        raise ValueError(f"only {len(prose)} tokens of text: a smaller --context may do, or another tokenizer")
+    held_out = held_out_batches(prose[cut:], rank, ranks, args, device)
+    unit = "token" if args.base else "byte"
+    say(f"{cut:,} {unit}s of prose for the factors, {len(prose) - cut:,} of other paragraphs held out")
 
     def run(step: fz.Step, state: fz.TrainState, text: Tensor, steps: int, what: str) -> tuple[fz.TrainState, Any]:
         """Trains, and looks at the held-out prose now and then."""
         losses: list[float] = []
         curve = [(0, held_out_loss(step, state, held_out))]
-        with tqdm(total=steps, desc=what, unit="step", disable=rank != 0, mininterval=bar_interval()) as bar:
+        interval = 0.5 if sys.stderr.isatty() else 10
+        with tqdm(total=steps, desc=what, unit="step", disable=rank != 0, mininterval=interval) as bar:
             while len(losses) < steps and not any_rank(stop(), device):
                 state, metrics = step(state, *random_batch(text, generator, args, device))
                 losses.append(metrics["loss"].item())
@@ -138,55 +146,88 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         return state, (losses, curve)
 
     shard = SHARD[args.stage]
-    apply, params = fz.functional(module)
-    lr = fz.warmup_cosine(args.lr, warmup=min(20, args.base_steps), total=args.base_steps, end=args.lr / 10)
-    base_step = fz.donate(shard(fz.autocast(fz.train_step(loss_of(apply), fz.adamw(lr)))))
-    base_state, _ = run(base_step, base_step.init(params), code, args.base_steps, "base")
-    base = fz.gather(base_state.params)
-    del base_state
+    apply, base = fz.functional(module)
+    if not args.base:
+        code = standard_library("pydoc_data")[0]  # without the folder that has the prose
+        lr = fz.warmup_cosine(args.lr, warmup=min(20, args.base_steps), total=args.base_steps, end=args.lr / 10)
+        base_step = fz.donate(shard(fz.autocast(fz.train_step(loss_of(apply), fz.adamw(lr)))))
+        base_state, _ = run(base_step, base_step.init(base), code, args.base_steps, "base")
+        base = fz.gather(base_state.params)
+        del base_state
 
     step, params = adapt(module, base, args)
     step = fz.donate(shard(fz.remat(step) if args.remat else step))
-    plan = fz.plan(step, params, world_size=ranks)
-    say(f"\n{plan}")
+    say(describe(fz.plan(step, params, world_size=ranks)))
     state = step.init(params)
-    trained = sum(leaf.numel() for path, leaf in params.items() if is_factor(path))
-    total = sum(leaf.numel() for leaf in params.values())
-    say(f"\n{trained:,} of {total:,} parameters are trained; a rank keeps {plan.params / 2**20:.2f} MiB of params,")
-    say(f"{plan.grads / 2**20:.2f} MiB of grads and {plan.moments / 2**20:.2f} MiB of moments\n")
+    before = {path: state.params[path].clone() for path in params if not is_factor(path)}
+    del module, base, params  # from here on a rank has its slices only
     state, (losses, curve) = run(step, state, prose[:cut], args.steps, "LoRA")
 
-    full = fz.gather(state.params)
-    assert all(torch.equal(leaf, base[path.replace(".base.", ".")].bfloat16()) for path, leaf in frozen(full).items())
+    assert all(torch.equal(state.params[path], bits) for path, bits in before.items()), "the base has changed"
+    check_nothing_of(set(before), step, state, held_out[0])
+    factors = {path: leaf.cpu() for path, leaf in fz.gather(state.params).items() if is_factor(path)}
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
-        factors = {path: leaf.cpu().contiguous() for path, leaf in full.items() if is_factor(path)}
         save_file(factors, args.out / "adapter.safetensors")
-        draw(losses, curve, args.out / "loss.png")
-    say(f"saved {args.out / 'adapter.safetensors'} and {args.out / 'loss.png'}, after {len(losses)} updates")
-    say(f"held-out prose, nats per byte: {curve[0][1]:.3f} with the base alone, {curve[-1][1]:.3f} with the factors")
+        draw(losses, curve, unit, args.out / "loss.png")
+    say("the base has the bits that it had before, and no grads and no moments")
+    say(f"saved adapter.safetensors and loss.png in {args.out}, after {len(losses)} of {args.steps} updates")
+    say(f"held-out prose, nats per {unit}: {curve[0][1]:.3f} with the base alone, {curve[-1][1]:.3f} with the factors")
 
 
-def frozen(params: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {path: leaf for path, leaf in params.items() if not is_factor(path)}
+def describe(plan: fz.Plan) -> str:
+    """The table, of a stack's equal layers the first only, and what is frozen and what is trained."""
+    lines = [line for line in str(plan).splitlines() if not re.match(r"[^\d ]*\.[1-9]\d*\.", line)]
+    lines += ["(the rows of the other layers are like those of layer 0)", ""]
+    for frozen in (True, False):
+        rows = [row for row in plan.rows if row.frozen is frozen]
+        what = "frozen, no grads, no moments" if frozen else "trained"
+        dtypes = {str(row.policy.param).removeprefix("torch.") for row in rows}
+        lines.append(f"{what}: {sum(row.numel for row in rows):,} parameters, stored in {', '.join(sorted(dtypes))}")
+    return "\n".join(["", *lines, ""])
 
 
-def bar_interval() -> float:
-    return 0.5 if sys.stderr.isatty() else 10
+def check_nothing_of(frozen: set[str], step: fz.Step, state: fz.TrainState, batch: tuple[Tensor, Tensor]) -> None:
+    """That there is no gradient or moment of these leaves: neither in the state nor in what a pullback gives."""
+    loss, pullback = step.vjp(state, *batch)
+    grads, _ = pullback(torch.ones_like(loss))
+    adam = state.moments[-1]  # the chain's last member; the first, the clipping, keeps nothing
+    for tree in (grads, adam.mu, adam.nu):
+        full = fz.gather(tree)
+        assert all((full[path] is None) is (path in frozen) for path in full), "a frozen leaf has state"
 
 
-# ---- data and picture
+# ---- base and data
 
 
-def language_reference() -> Tensor:
-    """The prose of Python's language reference, which every Python carries for its help()."""
-    from pydoc_data.topics import topics
+def from_folder(folder: Path) -> tuple[Any, Callable[[str], Tensor]]:
+    """A local Hugging Face model, and what makes token ids of text."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    text = "\n".join(re.sub(r"\n{3,}", "\n\n", topics[name]) for name in sorted(topics))
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+    def encode(text: str) -> Tensor:
+        return torch.tensor(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    return AutoModelForCausalLM.from_pretrained(folder, local_files_only=True), encode
+
+
+def encode_bytes(text: str) -> Tensor:
     return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
 
 
-def draw(losses: list[float], curve: list[tuple[int, float]], path: Path) -> None:
+def language_reference() -> str:
+    """The prose of Python's language reference, which every Python carries for its help().
+
+    Topics contain one another, so a paragraph counts once, or some that are held out would be trained on.
+    """
+    from pydoc_data.topics import topics
+
+    paragraphs = (part for name in sorted(topics) for part in re.split(r"\n{2,}", topics[name].strip("\n")))
+    return "\n\n".join(dict.fromkeys(paragraphs))
+
+
+def draw(losses: list[float], curve: list[tuple[int, float]], unit: str, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
@@ -196,7 +237,7 @@ def draw(losses: list[float], curve: list[tuple[int, float]], path: Path) -> Non
     axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.5, lw=1, label="train")
     axes.plot(*zip(*curve, strict=True), color="tab:orange", marker="o", ms=3, label="held-out prose")
     axes.axhline(curve[0][1], color="gray", ls="--", label="held-out prose, base alone")
-    axes.set(xlabel="update of the factors", ylabel="loss, nats per byte")
+    axes.set(xlabel="update of the factors", ylabel=f"loss, nats per {unit}")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -230,6 +271,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("lora-alpha", 16.0, "the factors' product is multiplied by alpha / rank"),
     ):
         parser.add_argument(f"--{name}", type=float, default=default, help=f"{text} (default: %(default)s)")
+    parser.add_argument("--base", type=Path, help="local Hugging Face folder to adapt, model and tokenizer")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
     parser.add_argument("--out", type=Path, default=Path("out/lora"), help="folder (default: %(default)s)")
     args = parser.parse_args(argv)
@@ -237,6 +279,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser.error("all sizes, numbers of updates and learning rates must be positive")
     if args.width % (2 * args.heads):
         parser.error(f"--width must be a multiple of 2 * heads = {2 * args.heads} (rotary pairs), got {args.width}")
+    if args.base and not (args.base / "config.json").is_file():
+        parser.error(f"--base {args.base}: no config.json there; expected a folder that save_pretrained has written")
     check_ranks(parser, args, args.stage)
     return args
 

@@ -11,14 +11,17 @@ from typing import Any
 import optree
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
-pytest.importorskip("transformers")
+transformers = pytest.importorskip("transformers")
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "--width 16 --blocks 2 --heads 2 --context 16 --batch 2 --lora-rank 2 --eval-every 2 --eval-batches 1".split()
+SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
 @pytest.fixture(scope="module")
@@ -31,79 +34,196 @@ def lora() -> Any:
     return lora
 
 
-def adapted(lora: Any, dtype: torch.dtype | None = None) -> tuple[fz.Step, dict[str, torch.Tensor], Any]:
-    """(step, params, batch); all in float64 where the dtype says so, for comparisons."""
-    args = lora.options([*TINY, "--ranks", "1", "--stage", "0"])
-    base = dict(lora.llama(args).named_parameters())
-    step, params = lora.adapt(lora.llama(args), {name: leaf.detach() for name, leaf in base.items()}, args)
-    if dtype is not None:
-        generator = torch.Generator().manual_seed(0)
-        params = {
-            name: 0.3 * torch.randn(leaf.shape, generator=generator, dtype=dtype) for name, leaf in params.items()
-        }
-        step = fz.freeze(fz.train_step(step.fn, fz.adamw(1e-2)), "*.weight")
-    tokens = torch.arange(32).reshape(2, 16)
-    return step, params, (tokens, tokens.roll(-1, 1))
+def options(lora: Any) -> Any:
+    return lora.options([*TINY, "--ranks", "1", "--stage", "0"])
+
+
+def batches(count: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    tokens = torch.randint(256, (count, 2, 17), generator=torch.Generator().manual_seed(0))
+    return [(part[:, :-1], part[:, 1:]) for part in tokens]
+
+
+def adapted(lora: Any) -> tuple[fz.Step, dict[str, torch.Tensor]]:
+    """The step and the params of the example."""
+    args = options(lora)
+    module = lora.llama(args)
+    return lora.adapt(module, fz.functional(module)[1], args)
+
+
+def adapted_in_float64(lora: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """(loss function, params): the example's model in float64 throughout, and factors that are not zero."""
+    args = options(lora)
+    module = lora.with_factors(lora.llama(args), args)
+    for name, child in list(module.named_modules()):
+        if name.endswith("norm"):  # Hugging Face's own computes in float32
+            parent, _, own = name.rpartition(".")
+            setattr(module.get_submodule(parent), own, nn.RMSNorm(len(child.weight), eps=1e-6))
+    apply, params = fz.functional(module.double())
+    generator = torch.Generator().manual_seed(1)
+    params = {name: 0.3 * torch.randn(p.shape, generator=generator, dtype=p.dtype) for name, p in params.items()}
+
+    def loss(params: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = apply(params, input_ids=tokens, use_cache=False).logits
+        assert logits.dtype == torch.float64
+        return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+    return loss, params
 
 
 def test_the_factors_start_as_nothing(lora: Any) -> None:
-    step, params, batch = adapted(lora)
-    args = lora.options([*TINY, "--ranks", "1", "--stage", "0"])
-    apply, base = fz.functional(lora.llama(args).bfloat16())
-    want = lora.loss_of(apply)(base, *batch)
-    assert_trees_close(step.forward(step.init(params), *batch), want, rtol=1e-6)
+    step, params = adapted(lora)
+    apply, base = fz.functional(lora.llama(options(lora)))
+    (batch,) = batches(1)
+    want = lora.loss_of(apply)({name: leaf.bfloat16() for name, leaf in base.items()}, *batch)
+    assert_trees_equal(step.forward(step.init(params), *batch), want)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_grads_of_the_factors_are_those_of_plain_torch(lora: Any, stage: int, remat: bool) -> None:
+    loss, params = adapted_in_float64(lora)
+    base = {name: leaf for name, leaf in params.items() if not lora.is_factor(name)}
+    factors = {name: leaf for name, leaf in params.items() if lora.is_factor(name)}
+    assert len(factors) == 2 * 2 * 7 and base  # two blocks of seven linear maps
+
+    def plain(factors: Any) -> torch.Tensor:
+        return torch.stack([loss({**base, **factors}, *batch) for batch in batches(2)]).mean()
+
+    want = torch.func.grad(plain)(factors)
+    step = SHARDS[stage](fz.freeze(fz.train_step(loss, fz.adamw(1e-2)), "|".join(base)))
+    step = fz.remat(step) if remat else step
+
+    def rank_main(rank: int) -> None:
+        out, pullback = step.vjp(step.init(params), *batches(2)[rank])
+        grads, _ = pullback(torch.ones_like(out))
+        full = fz.gather(grads)
+        assert_trees_close({name: full[name] for name in factors}, want, rtol=1e-10)
+        for name in base:
+            assert full[name] is None
+            with pytest.raises(KeyError, match="frozen"):
+                grads[name]
+
+    run_ranks(rank_main, 2)
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_grads_of_the_factors_and_nothing_of_the_base(lora: Any, stage: int) -> None:
-    step, params, batch = adapted(lora, torch.float64)
-    base = {name: leaf for name, leaf in params.items() if not lora.is_factor(name)}
-    factors = {name: leaf for name, leaf in params.items() if lora.is_factor(name)}
-    assert factors and base
-    want = torch.func.grad(lambda f: step.fn({name: {**base, **f}[name] for name in params}, *batch))(factors)
+def test_the_base_keeps_its_bits_and_has_no_state(lora: Any, stage: int) -> None:
+    plain, params = adapted(lora)
+    step = SHARDS[stage](plain)
 
     def rank_main(rank: int) -> None:
-        own = {1: fz.shard_zero1, 3: fz.shard_zero3}[stage](step)
-        state = own.init(params)
-        loss, pullback = own.vjp(state, *batch)
-        grads, _ = pullback(torch.ones_like(loss))
-        full = fz.gather(grads)
-        assert_trees_close({name: full[name] for name in factors}, want, rtol=1e-6)  # Llama's norms compute in float32
+        state = step.init(params)
         for _ in range(3):
-            state, _ = own(state, *batch)
-        for tree in (full, fz.gather(state.moments.mu), fz.gather(state.moments.nu)):
-            assert all((tree[name] is None) is (name in base) for name in params)
-        after = fz.gather(state.params)
-        assert_trees_equal({name: after[name] for name in base}, base)
-        assert not any(torch.equal(after[name], params[name]) for name in factors)
+            state, _ = step(state, *batches(2)[rank])
+        after, (_, adam) = fz.gather(state.params), state.moments
+        moments = fz.gather(adam.mu), fz.gather(adam.nu)
+        for name, leaf in params.items():
+            if lora.is_factor(name):
+                assert after[name].dtype == torch.float32 and not torch.equal(after[name], leaf)
+                assert all(tree[name].dtype == torch.float32 for tree in moments)
+            else:
+                assert after[name].dtype == torch.bfloat16 and torch.equal(after[name], leaf.bfloat16())
+                assert all(tree[name] is None for tree in moments)
+                with pytest.raises(KeyError, match="frozen"):
+                    adam.mu[name]
+        lora.check_nothing_of({name for name in params if not lora.is_factor(name)}, step, state, batches(2)[rank])
 
     run_ranks(rank_main, 2)
 
 
 def test_the_plan_has_no_bytes_for_the_base(lora: Any) -> None:
-    step, params, _ = adapted(lora)
+    step, params = adapted(lora)
     plan = fz.plan(step, params, world_size=1)
     factors = sum(leaf.numel() for name, leaf in params.items() if lora.is_factor(name))
     padding = 64 * 4 * sum(lora.is_factor(name) for name in params)
     assert 4 * factors <= plan.grads <= 4 * factors + padding
     assert 8 * factors <= plan.moments <= 8 * factors + 2 * padding
-    leaves = optree.tree_leaves(step.init(params).moments)
-    assert all(leaf.dtype == torch.float32 for leaf in leaves if isinstance(leaf, torch.Tensor))
+    tensors = [leaf for leaf in optree.tree_leaves(step.init(params).moments) if isinstance(leaf, torch.Tensor)]
+    assert sum(leaf.numel() * leaf.element_size() for leaf in tensors) == plan.moments
+    shown = lora.describe(plan)
+    total = sum(leaf.numel() for leaf in params.values())
+    assert f"trained: {factors:,} parameters, stored in float32" in shown and "layers.1" not in shown
+    assert f"no grads, no moments: {total - factors:,} parameters, stored in bfloat16" in shown
 
 
-def test_end_to_end(lora: Any, tmp_path: Path) -> None:
+def test_biases_are_frozen_and_factors_lie_with_their_base(lora: Any) -> None:
+    config = transformers.Qwen2Config(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2
+    )
+    config.num_key_value_heads = 2
+    with torch.device("meta"):
+        module = transformers.Qwen2ForCausalLM(config)
+    step, params = lora.adapt(module, fz.functional(module)[1], options(lora))
+    rows = fz.plan(step, params).rows
+    assert any(row.path.endswith("q_proj.base.bias") for row in rows)
+    assert all(row.frozen is not lora.is_factor(row.path) for row in rows)
+    assert all(leaf.is_meta for leaf in params.values())
+
+
+def test_the_global_generator_is_left_alone(lora: Any) -> None:
+    with torch.random.fork_rng():
+        torch.manual_seed(123)  # a state that the example's own seed can not have left
+        before = torch.get_rng_state()
+        first, second = adapted(lora)[1], adapted(lora)[1]
+        assert torch.equal(torch.get_rng_state(), before)
+    assert_trees_equal(first, second)
+
+
+def test_no_paragraph_is_both_trained_on_and_held_out(lora: Any) -> None:
+    paragraphs = lora.language_reference().split("\n\n")
+    assert len(paragraphs) == len(set(paragraphs)) > 1000
+
+
+def test_without_transformers_it_says_what_to_install(lora: Any, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    monkeypatch.setattr(sys, "argv", ["lora.py"])
+    assert lora.main() == 1
+    assert "pip install 'fzero[hf]'" in capsys.readouterr().err
+
+
+def run_example(out: Path, *more: str) -> tuple[str, dict[str, torch.Tensor]]:
+    """Its output, and the factors that it saved."""
     done = subprocess.run(
-        [
-            *[sys.executable, "-W", "error", str(EXAMPLES / "lora.py"), *TINY, "--out", str(tmp_path)],
-            *["--base-steps", "2", "--steps", "3", "--remat"],
-        ],
+        [sys.executable, "-W", "error", str(EXAMPLES / "lora.py"), *TINY, "--out", str(out), "--steps", "3", *more],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         timeout=120,
     )
     assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
-    assert "after 3 updates" in done.stdout and "with the factors" in done.stdout and "none" in done.stdout
-    factors = load_file(tmp_path / "adapter.safetensors")
-    assert factors and all(lora.is_factor(name) and leaf.dtype == torch.float32 for name, leaf in factors.items())
-    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    return done.stdout, load_file(out / "adapter.safetensors")
+
+
+def test_end_to_end(lora: Any, tmp_path: Path) -> None:
+    stdout, factors = run_example(tmp_path, "--base-steps", "2", "--remat")
+    for words in ("frozen, remat", "no grads and no moments", "after 3 of 3 updates", "with the factors"):
+        assert words in stdout
+    assert len(factors) == 28
+    assert all(lora.is_factor(name) and leaf.dtype == torch.float32 for name, leaf in factors.items())
+
+
+def test_a_base_from_a_folder(lora: Any, tmp_path: Path) -> None:
+    args = options(lora)
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        config = transformers.GemmaConfig(
+            vocab_size=384,
+            hidden_size=16,
+            intermediate_size=24,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            head_dim=8,
+            num_key_value_heads=1,
+        )
+        transformers.GemmaForCausalLM(config).save_pretrained(tmp_path / "base")  # its head is tied to its embedding
+    transformers.ByT5Tokenizer().save_pretrained(tmp_path / "base")  # the one tokenizer that needs no vocabulary
+    stdout, factors = run_example(tmp_path, "--base", str(tmp_path / "base"), "--ranks", "1", "--stage", "0")
+    assert "nats per token" in stdout and "base:" not in stdout
+    assert len(factors) == 14 and all(leaf.shape.numel() and args.lora_rank in leaf.shape for leaf in factors.values())
+
+
+def test_a_folder_without_a_model_is_named(lora: Any, tmp_path: Path, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        lora.options(["--base", str(tmp_path)])
+    assert f"--base {tmp_path}: no config.json" in capsys.readouterr().err
