@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fzero._policy import ByPath, Policy, matches
+from fzero._policy import ByPath, Policy, matches, unmatched
 
 ROOT = ""
 FROZEN = "frozen"
@@ -174,8 +174,8 @@ def _check_patterns(
         )
 
     for rule in rules:
-        if rule.pattern != "*" and not any(matches(rule.pattern, path) for path in paths):
-            refuse(rule.source, rule.pattern)
+        for part in unmatched(rule.pattern, paths) if rule.pattern != "*" else ():
+            refuse(rule.source, part)
     if isinstance(policy, ByPath):
         for pattern in policy.unmatched(paths):
             refuse("Policy.by_path", pattern)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -118,3 +118,8 @@ def matches(pattern: str, path: str) -> bool:
         True
     """
     return any(fnmatch.fnmatchcase(path, part) for part in pattern.split("|"))
+
+
+def unmatched(pattern: str, paths: Sequence[str]) -> list[str]:
+    """The alternatives of a pattern that match no path: a typo in one would otherwise hide behind the others."""
+    return [part for part in pattern.split("|") if not any(fnmatch.fnmatchcase(path, part) for path in paths)]

@@ -312,6 +312,10 @@ def test_a_used_pullback() -> None:
             lambda: fz.freeze(linear_step(), "base.*"),
             r"freeze\('base\.\*'\): the pattern 'base\.\*' matches no leaf\. The leaves are w",
         ),
+        (  # a typo beside an alternative that matches
+            lambda: fz.freeze(linear_step(), "w|bse.*"),
+            r"freeze\('w\|bse\.\*'\): the pattern 'bse\.\*' matches no leaf",
+        ),
         (
             lambda: linear_step(units=["blocks.*"]),
             r"train_step\(units=\.\.\.\): the pattern 'blocks\.\*' matches no leaf",

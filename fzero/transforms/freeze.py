@@ -11,8 +11,8 @@ def freeze(step: Step, pattern: str) -> Step:
 
     Args:
         step: any step.
-        pattern: fnmatch over dotted paths, alternatives separated by `|`. One that matches nothing is an error at
-            `plan` and `init`.
+        pattern: fnmatch over dotted paths, alternatives separated by `|`. An alternative that matches nothing is an
+            error at `plan` and `init`: what should be frozen would be trained.
 
     Example:
         >>> step = fz.freeze(fz.train_step(lambda p, x: (p["a"] * p["b"] * x).sum(), fz.sgd(0.1)), "a")
