@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import functools
 import uuid
+import weakref
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -34,6 +37,8 @@ class Axis:
         self.copies, self.copy = _distributed.size_of(replicas), _distributed.rank_in(replicas)
         self.component, self.identity = "", ""
         self._runs, self._run = 0, 0
+        # function -> the units that its last run called, in order: what the next run will probably gather next
+        self.orders: weakref.WeakKeyDictionary[Any, tuple[tuple[str, ...], ...]] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(mesh: Any, axis: str, replicate: str | None, who: str) -> Axis:
@@ -89,10 +94,11 @@ class Axis:
         run = f", run {self._run}" if self._run else ""
         return f"{operation} of {what}{shape} of {self.who} over axis {self.name!r}{run}"
 
-    def _announced(self, operation: str, tag: str, tensor: torch.Tensor, group: Any) -> Any:
+    def _announced(self, operation: str, tag: str, tensor: torch.Tensor, group: Any) -> Callable[[], Any]:
+        """Announces a collective; the result makes contexts that name it where it fails."""
         said = self._said(operation, tag, tensor)
         announce(operation, tag, tensor.numel() * tensor.element_size(), said, group)
-        return explained(said, group)
+        return functools.partial(explained, said, group)
 
     def _number(self, operation: str, tag: str) -> int:
         """What the messages of one collective have in common, and no others have."""
@@ -100,31 +106,60 @@ class Axis:
 
     # ---- the collectives
 
-    def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
-        """`full[numel]` from the shards of all ranks, in rank order."""
+    def start_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> Callable[[], None]:
+        """Begins to fill `full[numel]` with the shards of all ranks, in rank order; the result waits for its end."""
         own = full.chunk(self.size)[self.rank] if self.size > 1 else full
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)
-        if self.size > 1:
-            with self._announced("all_gather", tag, own, self.group):
-                _distributed.all_gather(full, own, self.group, self._number("all_gather", tag))
+        if self.size == 1:
+            return _done
+        explained = self._announced("all_gather", tag, own, self.group)
+        with explained():
+            wait = _distributed.start_all_gather(full, own, self.group, self._number("all_gather", tag))
+        return _explaining(wait, explained)
+
+    def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
+        """`full[numel]` from the shards of all ranks, in rank order."""
+        self.start_gather(full, shard, tag)()
         return full
 
     def gather(self, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
         """The full tensor whose slices along dim 0 are the ranks' shards: a new one, also on one rank."""
         return self.gather_into(shard.new_empty((shard.shape[0] * self.size, *shard.shape[1:])), shard, tag)
 
+    def start_reduce_scatter(self, full: torch.Tensor, tag: str = "") -> tuple[torch.Tensor, Callable[[], None]]:
+        """This rank's slice of the mean over all ranks, summed in rank order, and what waits until it is there.
+
+        `full` belongs to the collective until then; over one rank it is the result.
+        """
+        full = full.contiguous()
+        if self.ranks == 1:
+            return full, _done
+        out, wait = full, _done
+        if self.size > 1:
+            out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]))
+            explained = self._announced("reduce_scatter", tag, full, self.group)
+            with explained():
+                number = self._number("reduce_scatter", tag)
+                wait = _distributed.start_reduce_scatter(full, out, self.group, number)
+            wait = _explaining(wait, explained)
+        elif self.copies > 1:
+            out = full.clone()
+
+        def finish() -> None:
+            wait()
+            if self.copies > 1:
+                with self._announced("all_reduce", tag, out, self.replicas)():
+                    _distributed.all_reduce(out, self.replicas)
+            out.div_(self.ranks)
+
+        return out, finish
+
     def reduce_scatter(self, full: torch.Tensor, tag: str = "") -> torch.Tensor:
         """This rank's slice of the mean over all ranks, summed in rank order; consumes nothing."""
-        out = full = full.contiguous()
-        if self.size > 1:
-            with self._announced("reduce_scatter", tag, full, self.group):
-                out = _distributed.reduce_scatter(full, self.group, self._number("reduce_scatter", tag))
-        if self.copies > 1:
-            out = out.clone() if self.size == 1 else out
-            with self._announced("all_reduce", tag, out, self.replicas):
-                _distributed.all_reduce(out, self.replicas)
-        return out.div_(self.ranks) if self.ranks > 1 else out
+        out, wait = self.start_reduce_scatter(full, tag)
+        wait()
+        return out
 
     def sum(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
         """The sum over the sharded axis: replicas hold the same values."""
@@ -142,7 +177,7 @@ class Axis:
         for group, size in groups:
             if size > 1:
                 tensor = tensor.clone()
-                with self._announced("all_reduce", tag, tensor, group):
+                with self._announced("all_reduce", tag, tensor, group)():
                     _distributed.all_reduce(tensor, group)
         return tensor
 
@@ -150,14 +185,14 @@ class Axis:
         """Rank 0's tensor, written into this one."""
         for group, size in self._both():
             if size > 1:
-                with self._announced("broadcast", tag, tensor, group):
+                with self._announced("broadcast", tag, tensor, group)():
                     _distributed.broadcast(tensor, group)
         return tensor
 
     # ---- agreement
 
     def _by_all(self, said: str, what: str, group: Any) -> list[str]:
-        with self._announced("exchange", what, torch.empty(0), group):
+        with self._announced("exchange", what, torch.empty(0), group)():
             return _distributed.gather_strings(said, group)
 
     def _first(self, said: str, what: str) -> str:
@@ -179,6 +214,18 @@ class Axis:
                         f"{_first_difference(said_by_all[0], said_by_all[other])}, rank {other} has "
                         f"{_first_difference(said_by_all[other], said_by_all[0])}. {advice}"
                     )
+
+
+def _done() -> None:
+    pass
+
+
+def _explaining(wait: Callable[[], None], explained: Callable[[], Any]) -> Callable[[], None]:
+    def explaining() -> None:
+        with explained():
+            wait()
+
+    return explaining
 
 
 def _first_difference(text: str, other: str) -> str:

@@ -6,7 +6,7 @@ NCCL's own collectives are right as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -66,33 +66,46 @@ def _device_of(group: Any) -> torch.device:
     return torch.device("cpu")
 
 
-def all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> None:
-    """Fills `full` with the shards of all ranks, in rank order; `shard` may be this rank's slice of it."""
-    if dist.get_backend(group) == "gloo":
+Wait = Callable[[], None]
+
+
+def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> Wait:
+    """Fills `full` with the shards of all ranks, in rank order; `shard` is this rank's slice of it."""
+    backend = dist.get_backend(group)
+    if backend == "gloo":
         parts = list(full.chunk(size_of(group)))
-        _exchange([shard] * len(parts), parts, group, number)
-    else:
-        _all_gather(full, shard, group)
+        return _start_exchange([shard] * len(parts), parts, group, number)
+    work = _all_gather(full, shard, group, async_op=backend != "threaded")
+    return work.wait if work is not None else _nothing
 
 
-def reduce_scatter(full: torch.Tensor, group: Any, number: int) -> torch.Tensor:
-    """This rank's slice of the sum, added up in rank order where the backend leaves the order to us."""
+def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int) -> Wait:
+    """Fills `out` with this rank's slice of the sum, added up in rank order where the backend leaves that to us."""
     backend, size, rank = dist.get_backend(group), size_of(group), rank_in(group)
     if backend not in ("gloo", "threaded"):
-        out = full.new_empty((full.shape[0] // size, *full.shape[1:]))
-        _reduce_scatter(out, full, group)
-        return out
+        work = _reduce_scatter(out, full, group, async_op=True)
+        return lambda: (full, work.wait()) and None  # the input lives until then
     parts = list(full.chunk(size))
     received = [parts[rank] if r == rank else torch.empty_like(parts[rank]) for r in range(size)]
+    arrived = _nothing
     if backend == "gloo":
-        _exchange(parts, received, group, number)
+        arrived = _start_exchange(parts, received, group, number)
     else:
         received[rank] = torch.empty_like(parts[rank])
         dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
-    out = received[0].clone()
-    for part in received[1:]:
-        out += part
-    return out
+
+    def wait() -> None:
+        arrived()
+        torch.add(received[0], received[1], out=out)
+        for part in received[2:]:
+            out.add_(part)
+        received.clear()
+
+    return wait
+
+
+def _nothing() -> None:
+    pass
 
 
 def all_reduce(tensor: torch.Tensor, group: Any) -> None:
@@ -104,14 +117,19 @@ def broadcast(tensor: torch.Tensor, group: Any) -> None:
     dist.broadcast(tensor, group=group, group_src=0)
 
 
-def _exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Any, number: int) -> None:
+def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Any, number: int) -> Wait:
     """send[r] goes to rank r, receive[r] comes from it; only messages of the same number meet."""
     peers = [rank for rank in range(size_of(group)) if rank != rank_in(group)]
     works = [dist.irecv(receive[rank], group_src=rank, group=group, tag=number) for rank in peers]
     works += [dist.isend(send[rank], group_dst=rank, group=group, tag=number) for rank in peers]
-    for work in works:
-        assert work is not None
-        work.wait()
+
+    def wait() -> None:
+        for work in works:
+            assert work is not None
+            work.wait()
+        works.clear()
+
+    return wait
 
 
 def gather_strings(said: str, group: Any) -> list[str]:
@@ -130,15 +148,12 @@ def gather_strings(said: str, group: Any) -> list[str]:
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
-def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
-    if hasattr(dist, "all_gather_single"):  # torch >= 2.13 deprecates the older name
-        dist.all_gather_single(full, shard, group=group)  # type: ignore[attr-defined]
-    else:
-        dist.all_gather_into_tensor(full, shard, group=group)
+def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+    # torch >= 2.13 deprecates the older names
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    return gather(full, shard, group=group, async_op=async_op)
 
 
-def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: Any) -> None:
-    if hasattr(dist, "reduce_scatter_single"):
-        dist.reduce_scatter_single(shard, full, group=group)  # type: ignore[attr-defined]
-    else:
-        dist.reduce_scatter_tensor(shard, full, group=group)
+def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> Any:
+    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    return scatter(shard, full, group=group, async_op=async_op)

@@ -120,7 +120,8 @@ class Step:
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         micro = self.microbatches or Microbatches()
         runs = [
-            Run(self, state, part, numbers, self._seed(state, rng, i)) for i, part in enumerate(micro.split(inputs))
+            Run(self, state, part, numbers, self._seed(state, rng, i), alone=micro.count == 1)
+            for i, part in enumerate(micro.split(inputs))
         ]
         outputs = micro.merge([run.outputs for run in runs])
         aux = micro.merge([run.aux for run in runs])

@@ -21,6 +21,7 @@ from fzero._handle import Handle
 from fzero._layout import Layout
 from fzero._node import Node, Op, Tensors, active, gradients, refuse_foreign_leaves
 from fzero._random import mix, seeded
+from fzero._schedule import Schedule
 from fzero._use import Use
 
 _current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
@@ -34,6 +35,7 @@ class Traversal:
     ) -> None:
         self.layout, self.uses, self.sharded, self.remat, self.device = layout, uses, sharded, remat, device
         self.retain_graph = False
+        self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
         self._seed, self._calls = seed, 0
 
@@ -114,26 +116,37 @@ class UnitOp(Op):
         self._full: dict[str, torch.Tensor] = {}
         self._owned: list[str] = []
         self._used = False
+        self._refilling: dict[str, Callable[[], None]] = {}
+        self.number = traversal.schedule.called(self)
         self.trusted = trusted
         self.arguments: set[int] = set()
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
-        out = self._forward(tensors, () if self.recompute else wanted)
-        self._free()
+        schedule = self.traversal.schedule
+        out = self._forward(tensors, () if self.recompute else wanted, schedule.gather_next)
+        if not (wanted and schedule.is_last()):
+            self._free()
+        elif self.recompute:
+            for key in self._owned:
+                schedule.keep(key, self._full[key])
+            self._full = {}
+        else:  # the pullback starts with what is gathered last
+            self._refilling = dict.fromkeys(self._owned, lambda: None)
         return out
 
     def back(self, tensors: Tensors, wanted: Sequence[int], cotangents: Tensors) -> dict[int, torch.Tensor] | None:
         keep = self.traversal.retain_graph or _private.keeps_graph()
         if self.recompute:
             with torch.no_grad():
-                self._forward(tuple(t.detach() for t in tensors), wanted)
+                self._forward(tuple(t.detach() for t in tensors), wanted, self._gather_previous)
             keep = False
         elif self._used:
             raise RuntimeError(used_up(f"unit {self.unit!r}"))
         elif self._pull is None:
             return None
         else:
-            self._refill(tensors)
+            self._refill()
+            self._gather_previous()
         pull = self._pull
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
@@ -157,14 +170,14 @@ class UnitOp(Op):
     def unit(self) -> str:
         return self.traversal.layout.groups[self.keys[0]].unit if self.keys else "of full params"
 
-    def _forward(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+    def _forward(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> Tensors:
         traversal, count = self.traversal, len(self.keys)
         self._full, self._owned = {}, []
         leaves: dict[int, torch.Tensor] = {}
         differentiated: list[list[torch.Tensor]] = []
         own: dict[int, torch.Tensor] = {}
         for position, key in enumerate(self.keys):
-            full, new = traversal.uses[key].value(tensors[position])
+            full, new = traversal.schedule.take(key, tensors[position])
             self._full[key] = full
             if new:
                 self._owned.append(key)
@@ -173,6 +186,7 @@ class UnitOp(Op):
                 differentiated.append([view.requires_grad_() for view in own.values()])
             leaves.update(own)
         del own
+        gather_ahead()
         held = {index: sys.getrefcount(leaves[index]) for index in leaves}
         inputs = list(tensors[count:])
         for position in wanted:
@@ -212,24 +226,53 @@ class UnitOp(Op):
         if self._pull is None:
             self._full = {}
 
-    def _refill(self, tensors: Tensors) -> None:
+    def _gather_previous(self) -> None:
+        self.traversal.schedule.gather_previous(self)
+
+    def gather_ahead(self) -> None:
+        """Starts to gather what the pullback of this call will need."""
+        if self.recompute:
+            self.traversal.schedule.gather_ahead(tuple(self.keys))
+        elif self._pull is not None:
+            for key in self._owned:
+                if key not in self._refilling:
+                    self._refilling[key] = self._start_refill(key)
+
+    def forget_ahead(self) -> None:
+        """Frees what was gathered ahead and not used."""
+        for key, wait in self._refilling.items():
+            wait()
+            self._full[key].untyped_storage().resize_(0)
+        self._refilling = {}
+
+    def _start_refill(self, key: str) -> Callable[[], None]:
+        use, full = self.traversal.uses[key], self._full[key]
+        full.untyped_storage().resize_(full.numel() * full.element_size())
+        with _private.preserve_version([full]), torch.no_grad():
+            return use.start_into(full)
+
+    def _refill(self) -> None:
+        refilling, self._refilling = self._refilling, {}
         for key in self._owned:
-            use, full = self.traversal.uses[key], self._full[key]
-            shard = use.local if use.local is not None else tensors[self.keys.index(key)].detach()
-            full.untyped_storage().resize_(full.numel() * full.element_size())
-            with _private.preserve_version([full]), torch.no_grad():
-                use.axis.gather_into(full, shard.to(use.compute), use.tag)
+            (refilling.get(key) or self._start_refill(key))()
 
     def _collect(self, key: str, grads: list[Any], device: torch.device) -> torch.Tensor:
         """One flat cotangent from those of a group's leaves, reduced: the one copy into the flat buffer."""
         use, group = self.traversal.uses[key], self.traversal.layout.groups[key]
-        full = torch.zeros(group.numel, dtype=use.reduce, device=device)
-        for slot, position in zip(group.slots, range(len(grads)), strict=True):
-            if grads[position] is not None:
-                full[slot.offset : slot.offset + slot.numel].view(slot.shape).copy_(grads[position])
+        full = torch.empty(group.numel, dtype=use.reduce, device=device)
+        parts = full.split_with_sizes(list(group.split_sizes))
+        for gap in parts[::2]:
+            gap.zero_()
+        for position, slot in enumerate(group.slots):
+            part = parts[2 * position + 1]
+            if grads[position] is None:
+                part.zero_()
+            else:
+                part.view(slot.shape).copy_(grads[position])
                 grads[position] = None
+        del parts
         with torch.no_grad():
-            return use.collect(full)
+            return self.traversal.schedule.reduce(key, full)
 
 
 def used_up(what: str) -> str:

@@ -6,6 +6,7 @@ other's transpose (ZeRO, Rajbhandari et al. 2020, section 5).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +20,14 @@ class Use:
     """How one buffer is used: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
 
     Attributes:
-        local: this rank's shard, where the differentiated tensor only stands for it (grads of another dtype).
+        shard: this rank's shard as it is stored.
+        local: the shard, where the differentiated tensor only stands for it (grads of another dtype).
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
     """
 
     tag: str
     axis: Axis
+    shard: torch.Tensor
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
@@ -40,6 +43,19 @@ class Use:
             full = shard.to(self.compute)
             return full, full is not shard
         return self.spread(shard), True
+
+    @property
+    def gathers(self) -> bool:
+        return self.held is None and self.axis.size > 1
+
+    def start_into(self, full: torch.Tensor) -> Callable[[], None]:
+        """Begins to gather the stored shard into `full`."""
+        return self.axis.start_gather(full, self.shard.to(self.compute), self.tag)
+
+    def start(self) -> tuple[torch.Tensor, Callable[[], None]]:
+        """A full buffer that is being gathered, and what waits for its end."""
+        full = self.shard.new_empty(self.shard.numel() * self.axis.size, dtype=self.compute)
+        return full, self.start_into(full)
 
     def spread(self, shard: torch.Tensor) -> torch.Tensor:
         return self.axis.gather(shard.to(self.compute), self.tag)

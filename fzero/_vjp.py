@@ -51,6 +51,7 @@ def traversal_of(
         uses[key] = Use(
             tag=key,
             axis=axis,
+            shard=local,
             compute=policy.compute,
             reduce=policy.reduce,
             grad=grad,
@@ -59,6 +60,8 @@ def traversal_of(
         )
     device = next(iter(params.locals().values())).device.type
     traversal = Traversal(params.layout, uses, stage == 3, step.remats, seed, device)
+    if stage == 3:
+        traversal.schedule.expect(params.axis.orders, step.fn)
     return traversal, primals, fixed
 
 
@@ -69,7 +72,7 @@ def call_function(
     dtype = find(step.rules, "compute")
     autocast = torch.autocast(traversal.device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
     tree = _tree.unflatten(state.params.structure, traversal.leaves(primals))
-    with autocast, traversal.running():
+    with autocast, traversal.running(), traversal.schedule.forward():
         return step.fn(tree, *inputs)
 
 
@@ -96,6 +99,7 @@ class Run:
         argnums: Sequence[int] | None,
         seed: tuple[int, ...],
         unreduced: bool = False,
+        alone: bool = True,
     ) -> None:
         self.state, self.scale = state, state.loss_scale.scale
         flat, self.input_spec = _tree.flatten(tuple(inputs))
@@ -103,6 +107,7 @@ class Run:
         self.wanted = _wanted(inputs, argnums)
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced)
         self.traversal: Traversal | None = traversal
+        traversal.schedule.keeps = alone
         kept = _Outputs()
 
         def function(primals: dict[str, torch.Tensor], wanted: list[torch.Tensor]) -> Any:
@@ -161,7 +166,9 @@ class Run:
         again = retain_graph or self.outer
         assert self.traversal is not None
         self.traversal.retain_graph = again
-        with torch.enable_grad() if create_graph else self._mode():
+        # whoever differentiates the result reads it as it comes
+        defers = not (self.outer or create_graph or torch.is_anomaly_enabled())
+        with torch.enable_grad() if create_graph else self._mode(), self.traversal.schedule.pullback(defers):
             grads, wanted = self._pull(
                 tuple(cotangents), retain_graph=again or create_graph, create_graph=create_graph or self.outer
             )

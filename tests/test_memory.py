@@ -92,8 +92,8 @@ def test_without_reference_cycles() -> None:
 
 
 @pytest.mark.parametrize("remat", [False, True])
-def test_one_unit_alive_at_a_time(remat: bool) -> None:
-    """Every unit is gathered twice and reduced once, and its params are gone when the next is gathered."""
+def test_two_units_alive_at_a_time(remat: bool) -> None:
+    """Every unit is gathered twice and reduced once; one computes and the next one is on its way, never more."""
     loss, params = wide(width=256)
     unit = 4 * (256 * 256 + 256)
     small = unit // 4  # activations, the root and its gradient
@@ -109,12 +109,25 @@ def test_one_unit_alive_at_a_time(remat: bool) -> None:
             assert live.now() <= small
             live.reset_peak()
             grads, _ = pullback(torch.ones(()))
-            # full params and full grads of one unit beside the reduced shards, and what the reduction receives
-            assert live.peak <= 4 * unit // 2 + 3 * unit + small
+            # beside the reduced shards: full params of two units, full grads of one, those that are reduced, and what
+            # the reduction receives
+            assert live.peak <= 4 * unit // 2 + 4.5 * unit + small
             gc.collect()
             assert live.now() <= 4 * unit // 2 + small
-        gathered = [tag for operation, tag, _ in record if operation == "all_gather"]
-        reduced = [tag for operation, tag, _ in record if operation == "reduce_scatter"]
+            del grads
+            live.reset_peak()
+            out, pullback = step.vjp(state, x)  # now the order is known
+            assert live.peak <= 2 * unit + small
+            assert live.now() <= unit + small, "only what the pullback starts with"
+            live.reset_peak()
+            pullback(torch.ones(()))
+            assert live.peak <= 4 * unit // 2 + 4.5 * unit + small
+            del out, pullback
+            step.forward(state, x)
+            gc.collect()
+            assert live.now() <= small
+        gathered = [tag for operation, tag, _ in record if operation == "all_gather"][:9]
+        reduced = [tag for operation, tag, _ in record if operation == "reduce_scatter"][:5]
         blocks = [f"blocks.{i}/0" for i in range(4)]
         assert gathered == ["(root)/0", *blocks, *reversed(blocks)] or gathered == [
             *blocks,
@@ -122,7 +135,6 @@ def test_one_unit_alive_at_a_time(remat: bool) -> None:
             *reversed(blocks),
         ]
         assert sorted(reduced) == ["(root)/0", *blocks]
-        del grads
 
     run_ranks(rank_main, 2)
 

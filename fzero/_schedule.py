@@ -1,0 +1,170 @@
+"""What is in flight while one run's units compute: the next unit's gather, the last unit's reduction.
+
+Units are gathered ahead in the order that the last run of the same function called them, which is the same on every
+rank; the pullback goes back through this run's own calls. Owned by one run; nothing of it outlives that run's graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fzero._use import Use
+
+if TYPE_CHECKING:
+    from fzero._unit import UnitOp
+
+Keys = tuple[str, ...]
+
+
+class Schedule:
+    """The buffers in flight of one run.
+
+    Attributes:
+        keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
+    """
+
+    def __init__(self, uses: Mapping[str, Use]) -> None:
+        self.uses = uses
+        self._pulls, self._defers = False, False
+        self.keeps = True
+        self._calls: list[weakref.ref[UnitOp]] = []
+        self._called: list[Keys] = []
+        self._expected: tuple[Keys, ...] = ()
+        self._remember: Callable[[tuple[Keys, ...]], None] = lambda order: None
+        self._ahead: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._reducing: Callable[[], None] | None = None
+
+    # ---- forward
+
+    def expect(self, orders: MutableMapping[Any, tuple[Keys, ...]], fn: Any) -> None:
+        """Looks up what the last run of `fn` called, and will note there what this one calls."""
+        try:
+            self._expected = orders.get(fn, ())
+        except TypeError:  # a callable that cannot be referred to weakly is not looked ahead of
+            return
+        self._remember = lambda order: orders.__setitem__(fn, order)
+
+    def called(self, op: UnitOp) -> int:
+        """Notes a call; its number."""
+        self._calls.append(weakref.ref(op))
+        self._called.append(tuple(op.keys))
+        return len(self._calls) - 1
+
+    def is_last(self) -> bool:
+        """Whether the call that runs is probably the last of the forward, and may keep its buffers."""
+        return self.keeps and len(self._called) == len(self._expected) and self._on_track()
+
+    def _on_track(self) -> bool:
+        count = len(self._called)
+        return self._called == list(self._expected[:count])
+
+    def gather_next(self) -> None:
+        """Starts the gather of the unit that will probably be called after the one that runs."""
+        count = len(self._called)
+        if count < len(self._expected) and self._on_track():
+            self.gather_ahead(self._expected[count])
+
+    def gather_ahead(self, keys: Keys) -> None:
+        for key in keys:
+            if self.uses[key].gathers and key not in self._ahead and key not in self._kept:
+                self._ahead[key] = self.uses[key].start()
+
+    def keep(self, key: str, full: torch.Tensor) -> None:
+        """Holds on to a gathered buffer for its next use."""
+        self._kept[key] = full
+
+    def take(self, key: str, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A unit's full buffer, and whether it is a new one: gathered ahead, or now."""
+        if key in self._kept:
+            return self._kept.pop(key), True
+        if key in self._ahead:
+            full, wait = self._ahead.pop(key)
+            wait()
+            return full, True
+        return self.uses[key].value(primal)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the function's run. What is in flight at its end is waited for, or it would meet later messages."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._end_of_gathers()
+            raise
+        self._end_of_gathers()
+        self._remember(tuple(self._called))
+        self._expected = ()
+
+    # ---- pullback
+
+    def gather_previous(self, op: UnitOp) -> None:
+        """Starts the gather of the unit that will probably be pulled back after `op`."""
+        previous = self._calls[op.number - 1]() if self._pulls and op.number > 0 else None
+        if previous is not None:
+            previous.gather_ahead()
+
+    def reduce(self, key: str, full: torch.Tensor) -> torch.Tensor:
+        """This rank's share of a reduced cotangent; deferred, it is there only at the end of the pullback."""
+        use = self.uses[key]
+        alone = sum(key in keys for keys in self._called) == 1  # otherwise autograd adds it to another
+        if not (self._defers and alone and use.axis.ranks > 1):
+            return use.collect(full)
+        self._end_of_reduction()
+        mean, wait = use.axis.start_reduce_scatter(full, use.tag)
+        if mean.dtype == use.grad:
+            self._reducing = wait
+            return mean
+        out = mean.new_empty(mean.shape, dtype=use.grad)
+
+        def finish() -> None:
+            wait()
+            out.copy_(mean)
+
+        self._reducing = finish
+        return out
+
+    @contextlib.contextmanager
+    def pullback(self, defers: bool) -> Iterator[None]:
+        """Around a whole pullback; outside of one nothing is gathered ahead of a pullback, as its end would be unknown.
+
+        Args:
+            defers: whether reductions may end after their unit's pullback has returned.
+        """
+        self._pulls, self._defers = True, defers
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._end_of_pullback()
+            raise
+        finally:
+            self._pulls, self._defers = False, False
+        self._end_of_pullback()
+
+    def _end_of_reduction(self) -> None:
+        """Waits for the reduction in flight: one at a time."""
+        if self._reducing is not None:
+            reducing, self._reducing = self._reducing, None
+            reducing()
+
+    def _end_of_gathers(self) -> None:
+        ahead, self._ahead = self._ahead, {}
+        for _, wait in ahead.values():
+            wait()
+
+    def _end_of_pullback(self) -> None:
+        """Waits for everything in flight: also for what was gathered ahead and not used."""
+        self._end_of_reduction()
+        self._end_of_gathers()
+        self._kept.clear()
+        for reference in self._calls:
+            op = reference()
+            if op is not None:
+                op.forget_ahead()
