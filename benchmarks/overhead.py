@@ -4,7 +4,8 @@
 
 One rank, float32, SGD, so that the update weighs little. Three comparisons, all interleaved in one run:
 
-- an unsharded step beside the same written by hand with functional_call and torch.func.vjp;
+- an unsharded step beside the same written by hand with functional_call and torch.func.vjp (loss and gradient norm
+  reported, a gradient that is not finite refused);
 - ZeRO-3 on a world of one, whose unit nodes run, beside the step by hand: what each unit adds;
 - FSDP2 on a world of one beside the plain module: what each of its units adds.
 """
@@ -43,7 +44,9 @@ def by_hand(module: Any) -> Callable[..., float]:
             pair: Any = torch.func.vjp(lambda p: loss_of(torch.func.functional_call(module, p, (x,)), y), params)
             loss, pullback = pair
             (grads,) = pullback(torch.ones_like(loss), retain_graph=False, create_graph=False)
+            norm = torch.nn.utils.get_total_norm(grads.values())
             params = {name: p.sub_(grads[name], alpha=1e-3) for name, p in params.items()}
+            assert norm.isfinite()
         return loss.item()
 
     return run

@@ -18,6 +18,10 @@ from fzero._node import closed_over
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
 
 
+def is_strict() -> bool:
+    return _strict.get()
+
+
 def guard() -> contextlib.AbstractContextManager[Any]:
     """Around a unit's body: the thorough check where it is on, otherwise nothing."""
     return _CaptureGuard() if _strict.get() else contextlib.nullcontext()

@@ -6,15 +6,15 @@ import contextvars
 import copy
 import functools
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fzero._handle import Handle
-from fzero._placement import ROOT
-from fzero._unit import call_unit, plain_call, unit_of_leaf
+from fzero._placement import ROOT, Row
+from fzero._unit import call_unit, origins_of, plain_call
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
@@ -58,26 +58,31 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
+    known = set(names.values())
+    structures: dict[Any, dict[str, dict[str, str]]] = {}
     threads = threading.local()  # swapping a module's params is not safe across threads
 
     def twin() -> nn.Module:
         if not hasattr(threads, "twin"):
             threads.twin = copy.deepcopy(pristine)
-            threads.patched = set()
+            threads.patched, threads.paths = set(), set()
+            threads.places = _Places(threads.twin)
+            threads.buffers = list(threads.twin.named_buffers())
         return threads.twin
 
     def patch(path: str) -> None:
+        threads.paths.add(path)
         own = twin().get_submodule(path)
         if id(own) in threads.patched:  # one module at two paths is one unit, called twice
             return
         threads.patched.add(id(own))
         run_forward = own.forward
-        body = _Body(own, run_forward)
+        places = _Places(_Body(own, run_forward))
         # torch's recurrent layers keep a list of their weights, which is written anew with every swap
         recurrent = any(isinstance(module, nn.RNNBase) for module in own.modules())
 
         def run(leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-            return torch.func.functional_call(body, dict(leaves), args, kwargs)
+            return places.call(leaves, args, kwargs)
 
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -95,22 +100,29 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         own.forward = forward
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
-        _check_names(params, names.values())
-        units = _module_units(params, aliases, twin())
-        for path in units:
-            patch(path)
+        _check_names(params, known)
+        module = twin()
+        layout, numbers = origins_of(list(params.values()))
+        key = (layout, tuple(params), numbers)
+        structure = structures.get(key)
+        if structure is None:
+            rows = layout.rows if layout else ()
+            named = list(zip(params, numbers, strict=True))
+            origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
+            handles = {name for name, number in named if number < 0}
+            structure = structures[key] = _module_units(origins, handles, aliases, module)
+        for path in structure:
+            if path not in threads.paths:
+                patch(path)
+        units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in structure.items()}
         token = _units.set({} if ROOT in units else units)
-        versions = [(name, buffer, buffer._version) for name, buffer in twin().named_buffers()]
+        versions = [(name, buffer, buffer._version) for name, buffer in threads.buffers]
         try:
             if ROOT in units:  # the whole module is one unit
-                out = call_unit(
-                    lambda leaves, a, k: torch.func.functional_call(twin(), dict(leaves), a, k),
-                    (dict(params), args, kwargs),
-                    {},
-                )
+                out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {})
             else:
-                full = {name: leaf for name, leaf in params.items() if not isinstance(leaf, Handle)}
-                out = torch.func.functional_call(twin(), full, args, kwargs)
+                full = {name: params[leaf] for name, leaf in aliases.items() if not isinstance(params[leaf], Handle)}
+                out = threads.places.call(full, args, kwargs)
         finally:
             _units.reset(token)
         for name, buffer, version in versions:
@@ -125,9 +137,33 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
     return apply, params
 
 
-def _check_names(params: Params, names: Any) -> None:
+class _Places:
+    """Where a module's params are, found once: torch's functional_call looks for them at every call."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.of = {
+            (f"{path}.{name}" if path else name): (owner._parameters, name)
+            for path, owner in module.named_modules(remove_duplicate=False)
+            for name in owner._parameters
+        }
+
+    def call(self, leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
+        """The module's call with these leaves for its params; every name of a tied one is among them."""
+        places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
+        old = [owner[name] for owner, name in places]
+        try:
+            for (owner, name), leaf in zip(places, leaves.values(), strict=True):
+                owner[name] = leaf
+            return self.module(*args, **kwargs)
+        finally:
+            for (owner, name), leaf in zip(reversed(places), reversed(old), strict=True):
+                owner[name] = leaf
+
+
+def _check_names(params: Params, names: set[str]) -> None:
     missing = [name for name in names if name not in params]
-    extra = [name for name in params if name not in set(names)]
+    extra = [name for name in params if name not in names]
     if missing or extra:
         raise ValueError(
             f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
@@ -135,36 +171,39 @@ def _check_names(params: Params, names: Any) -> None:
         )
 
 
-def _module_units(params: Params, aliases: Mapping[str, str], module: nn.Module) -> dict[str, dict[str, Any]]:
-    """Module path -> {name below it: leaf}, for every unit that leaves among the params belong to.
+def _module_units(
+    origins: Mapping[str, Row | None], handles: Container[str], aliases: Mapping[str, str], module: nn.Module
+) -> dict[str, dict[str, str]]:
+    """Module path -> {name below it: name of the leaf}, for every unit that leaves among the params belong to.
 
     A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
+
+    Args:
+        origins: of each param its leaf of the step that is running.
+        handles: those that are handles.
     """
     modules = {name for name, _ in module.named_modules()}
     paths: dict[str, str] = {}
-    for name, leaf in params.items():
-        origin = unit_of_leaf(leaf)
-        if origin is None or origin[1] == ROOT:
+    for name, row in origins.items():
+        if row is None or row.unit == ROOT:
             continue
-        full, unit = origin
+        full, unit = row.path, row.unit
         prefix = full.removesuffix(name)
         named = full.endswith(name)
         path = unit.removeprefix(prefix) if unit.startswith(prefix) else ROOT
         if named and path in modules:
             paths[unit] = path
-        elif isinstance(leaf, Handle):
+        elif name in handles:
             raise ValueError(
                 f"apply: leaf {full!r} belongs to unit {unit!r}, but the module has no submodule {unit!r} to gather it "
                 f"in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in train_step as paths of modules, "
                 "or keep the module's names in the params."
             )
-    out: dict[str, dict[str, Any]] = {}
+    out: dict[str, dict[str, str]] = {}
     for path in [called for unit in paths.values() for called in _called(module, unit)]:
         below = path + "." if path else ""
         inner = "module." if path else ""
-        out[path] = {
-            inner + name.removeprefix(below): params[leaf] for name, leaf in aliases.items() if name.startswith(below)
-        }
+        out[path] = {inner + name.removeprefix(below): leaf for name, leaf in aliases.items() if name.startswith(below)}
     return out
 
 

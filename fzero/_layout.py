@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -15,6 +17,12 @@ ALIGN = 64  # elements: fused kernels give the same bits for every cut at multip
 
 def _aligned(numel: int, step: int = ALIGN) -> int:
     return -(-numel // step) * step
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    sizes = (*shape[1:], 1) if shape else ()
+    return tuple(math.prod(sizes[i:]) for i in range(len(shape)))
 
 
 @dataclass(frozen=True)
@@ -47,6 +55,43 @@ class Group:
             end = slot.offset + slot.numel
         return (*sizes, self.numel - end)
 
+    @cached_property
+    def _places(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]:
+        """Leaf index, shape, strides and offset of every leaf."""
+        return tuple((slot.leaf, slot.shape, _contiguous(slot.shape), slot.offset) for slot in self.slots)
+
+    @cached_property
+    def _gaps(self) -> tuple[tuple[int, int], ...]:
+        """Offset and size of what lies between leaves."""
+        ends = [0, *[slot.offset + slot.numel for slot in self.slots]]
+        return tuple((end, size) for end, size in zip(ends, self.split_sizes[::2], strict=True) if size)
+
+    def cut(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Leaf index -> its view of a full buffer that nothing differentiates."""
+        base = full.storage_offset()
+        return {leaf: full.as_strided(shape, strides, base + offset) for leaf, shape, strides, offset in self._places}
+
+    def joined(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A full buffer with copies of the leaves, `None` and gaps zero: the one copy into a flat buffer."""
+        small = self.numel < 1 << 16  # filling all of it costs less than finding the gaps
+        full = (torch.zeros if small else torch.empty)(self.numel, dtype=dtype, device=device)
+        for offset, size in () if small else self._gaps:
+            full.narrow(0, offset, size).zero_()
+        parts = list(self.cut(full).values())
+        for part, leaf in zip(parts, leaves, strict=True):
+            if leaf is None and not small:
+                part.zero_()
+        pairs = [(part, leaf) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
+        if pairs:
+            torch._foreach_copy_([part for part, _ in pairs], [leaf for _, leaf in pairs])
+        return full
+
+    def joined_differentiably(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same as a differentiable function of the leaves."""
+        gaps = [leaves[0].new_zeros(size) for size in self.split_sizes[::2]]
+        parts = [part for gap, leaf in zip(gaps, leaves, strict=False) for part in (gap, leaf.reshape(-1))]
+        return torch.cat([*parts, gaps[-1]])
+
     def views(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         """Leaf index -> its view of a full buffer; differentiable, by one split (slices would pad each gradient)."""
         parts = full.split_with_sizes(list(self.split_sizes))
@@ -61,8 +106,12 @@ class Layout:
     shards: int
     groups: Mapping[str, Group]
 
-    def __hash__(self) -> int:
+    @cached_property
+    def _hash(self) -> int:
         return hash((self.rows, self.shards))
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def __eq__(self, other: object) -> bool:
         return self is other or (isinstance(other, Layout) and self.rows == other.rows and self.shards == other.shards)
@@ -97,6 +146,10 @@ class Layout:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
 
+    @cached_property
+    def _sizes(self) -> dict[tuple[str, int], list[int]]:
+        return {}
+
     def shard_numel(self, key: str) -> int:
         return self.groups[key].numel // self.shards
 
@@ -112,6 +165,15 @@ class Layout:
             )
             for slot in self.groups[key].slots
         ]
+
+    def cut(self, key: str, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Rank's piece of each leaf of a group, from its shard."""
+        sizes = self._sizes.get((key, rank))
+        if sizes is None:
+            bounds = [bound for _, *piece in self.pieces(key, rank) for bound in piece]
+            bounds = [0, *bounds, self.shard_numel(key)]
+            sizes = self._sizes[key, rank] = [b - a for a, b in itertools.pairwise(bounds)]
+        return shard.split_with_sizes(sizes)[1::2]
 
     def pack(self, key: str, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""

@@ -37,8 +37,12 @@ class Op:
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         enabled, dtype = self.autocast
-        with seeded(self.seed), torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
-            yield
+        with seeded(self.seed):
+            if not enabled and not torch.is_autocast_enabled(self.device):
+                yield
+                return
+            with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                yield
 
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)
@@ -49,8 +53,14 @@ class Op:
         """The outputs on plain tensors; `wanted` are the positions whose derivative will be asked for."""
         return self.replay(*tensors)
 
-    def back(self, tensors: Tensors, wanted: Sequence[int], cotangents: Tensors) -> dict[int, torch.Tensor] | None:
-        """First-order cotangents of the wanted tensors, where this op has a cheaper way than recomputing itself."""
+    def back(
+        self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor] | None:
+        """First-order cotangents of the wanted tensors, where this op has a cheaper way than recomputing itself.
+
+        Args:
+            cotangents: of the real outputs; `None` is zero.
+        """
         return None
 
     def replay(self, *tensors: torch.Tensor) -> Tensors:
@@ -114,10 +124,13 @@ def differentiate(
 
 
 def gradients(
-    out: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], retain_graph: bool
+    out: Sequence[torch.Tensor],
+    leaves: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor | None],
+    retain_graph: bool,
 ) -> Sequence[torch.Tensor | None]:
     """torch.autograd.grad over those outputs that depend on anything; None for an unused leaf."""
-    live = [(o, c.to(o.dtype)) for o, c in zip(out, cotangents, strict=True) if o.requires_grad]
+    live = [(o, c.to(o.dtype)) for o, c in zip(out, cotangents, strict=True) if c is not None and o.requires_grad]
     if not live or not leaves:
         return [None] * len(leaves)
     return torch.autograd.grad(
@@ -162,17 +175,21 @@ class Node(torch.autograd.Function):
         ctx.save_for_backward(*inputs[2:])
         ctx.save_for_forward(*inputs[2:])
         ctx.real = [i for i, out in enumerate(output) if out.is_floating_point() or out.is_complex()]
+        ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in ctx.real]
         ctx.mark_non_differentiable(*[out for i, out in enumerate(output) if i not in ctx.real])
+        ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
         tensors = ctx.saved_tensors
         count = len(tensors)
-        real = tuple(cotangents[i] for i in ctx.real)
-        wanted = [i for i in range(count) if ctx.needs_input_grad[i + 2]]
+        real: Any = tuple(cotangents[i] for i in ctx.real)
+        needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
+        wanted = [i for i in range(count) if needs[i]]
         found = ctx.op.back(tensors, wanted, real) if first_order() else None
         if found is None:
-            arguments = (*tensors, *real)
+            zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.meta]
+            arguments = (*tensors, *[zero if c is None else c for c, zero in zip(real, zeros, strict=True)])
             transposed = ctx.op.transposed(count, wanted, ctx.real)
             found = dict(zip(wanted, Node.apply(transposed, active(arguments), *arguments), strict=True))
         return (None, None, *[found.get(i) for i in range(count)])
@@ -189,6 +206,9 @@ class Node(torch.autograd.Function):
         mapped = op.derived(torch.func.vmap(op.fn, in_dims=tuple(in_dims[2:]), randomness=info.randomness))
         out = Node.apply(mapped, wanted, *tensors)
         return out, (0,) * len(out)  # type: ignore[arg-type]
+
+
+apply = _private.direct(Node)
 
 
 def active(tensors: Sequence[torch.Tensor]) -> list[int]:

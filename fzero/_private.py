@@ -20,6 +20,64 @@ def level() -> int:
     return int(_functorch.maybe_current_level() or 0)
 
 
+def single_level() -> int:
+    """The level, where exactly one functorch level is active, a vjp under no_grad, and no forward-mode AD; else 0.
+
+    Nothing but that vjp then differentiates what runs, and a Function may serve it directly.
+    """
+    stack = _functorch.get_interpreter_stack()
+    if stack is None or len(stack) != 1 or torch.autograd.forward_ad._current_level >= 0:
+        return 0
+    interpreter = stack[0]
+    if interpreter.key() != _functorch.TransformType.Grad:
+        return 0
+    return 0 if _functorch.CGradInterpreterPtr(interpreter).prevGradMode() else interpreter.level()
+
+
+def direct(function: Any) -> Any:
+    """`apply` of a torch.autograd.Function, quick under a single vjp.
+
+    There torch makes a class for each call and goes through every level's rules; here one class serves all calls. Its
+    `needs_input_grad` has one more entry in front.
+    """
+
+    class Direct(torch.autograd.function._SingleLevelFunction):
+        @staticmethod
+        def forward(level: int, *operands: Any) -> Any:  # type: ignore[override]
+            plain = [_functorch._unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in operands]
+            saved = _functorch.pop_dynamic_layer_stack()
+            try:
+                out = function.forward(*plain)
+            finally:
+                _functorch.push_dynamic_layer_stack(saved)
+            if isinstance(out, torch.Tensor):
+                return _functorch._wrap_for_grad(out, level)
+            return tuple(_functorch._wrap_for_grad(o, level) for o in out)
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            function.setup_context(ctx, inputs[1:], output)
+
+        @staticmethod
+        def backward(ctx: Any, *cotangents: Any) -> Any:
+            return None, *function.backward(ctx, *cotangents)
+
+    Direct.__name__ = Direct.__qualname__ = function.__name__
+
+    def apply(*operands: Any) -> Any:
+        level = single_level()
+        if not level:
+            return function.apply(*operands)
+        allowed = _functorch.get_single_level_autograd_function_allowed()
+        _functorch.set_single_level_autograd_function_allowed(True)
+        try:
+            return Direct.apply(level, *operands)  # type: ignore[attr-defined]
+        finally:
+            _functorch.set_single_level_autograd_function_allowed(allowed)
+
+    return apply
+
+
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Whether a functorch level wraps this tensor."""
     return _functorch.is_functorch_wrapped_tensor(tensor)

@@ -6,6 +6,7 @@ rank; the pullback goes back through this run's own calls. Owned by one run; not
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
@@ -26,15 +27,18 @@ class Schedule:
 
     Attributes:
         keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
+        ran_before: whether the function has run to its end before.
     """
 
     def __init__(self, uses: Mapping[str, Use]) -> None:
         self.uses = uses
         self._pulls, self._defers = False, False
-        self.keeps = True
+        self.keeps, self.ran_before = True, False
         self._calls: list[weakref.ref[UnitOp]] = []
         self._called: list[Keys] = []
+        self._uses_of: collections.Counter[str] = collections.Counter()
         self._expected: tuple[Keys, ...] = ()
+        self._on_track = True  # called so far what was expected
         self._remember: Callable[[tuple[Keys, ...]], None] = lambda order: None
         self._ahead: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._kept: dict[str, torch.Tensor] = {}
@@ -49,25 +53,25 @@ class Schedule:
         except TypeError:  # a callable that cannot be referred to weakly is not looked ahead of
             return
         self._remember = lambda order: orders.__setitem__(fn, order)
+        self.ran_before = fn in orders
 
     def called(self, op: UnitOp) -> int:
         """Notes a call; its number."""
         self._calls.append(weakref.ref(op))
-        self._called.append(tuple(op.keys))
+        count, keys = len(self._called), tuple(op.keys)
+        self._on_track = self._on_track and count < len(self._expected) and self._expected[count] == keys
+        self._called.append(keys)
+        self._uses_of.update(op.keys)
         return len(self._calls) - 1
 
     def is_last(self) -> bool:
         """Whether the call that runs is probably the last of the forward, and may keep its buffers."""
-        return self.keeps and len(self._called) == len(self._expected) and self._on_track()
-
-    def _on_track(self) -> bool:
-        count = len(self._called)
-        return self._called == list(self._expected[:count])
+        return self.keeps and len(self._called) == len(self._expected) and self._on_track
 
     def gather_next(self) -> None:
         """Starts the gather of the unit that will probably be called after the one that runs."""
         count = len(self._called)
-        if count < len(self._expected) and self._on_track():
+        if self._on_track and count < len(self._expected):
             self.gather_ahead(self._expected[count])
 
     def gather_ahead(self, keys: Keys) -> None:
@@ -110,10 +114,16 @@ class Schedule:
         if previous is not None:
             previous.gather_ahead()
 
-    def reduce(self, key: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a reduced cotangent; deferred, it is there only at the end of the pullback."""
+    def is_called_once(self, key: str) -> bool:
+        return self._uses_of[key] == 1
+
+    def reduce(self, key: str, full: torch.Tensor, alone: bool) -> torch.Tensor:
+        """This rank's share of a reduced cotangent; deferred, it is there only at the end of the pullback.
+
+        Args:
+            alone: whether autograd will not add it to another before that end.
+        """
         use = self.uses[key]
-        alone = sum(key in keys for keys in self._called) == 1  # otherwise autograd adds it to another
         if not (self._defers and alone and use.axis.ranks > 1):
             return use.collect(full)
         self._end_of_reduction()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -74,9 +75,8 @@ class Sharded:
 
     def pieces(self, key: str) -> Iterable[tuple[Slot, torch.Tensor]]:
         """Each leaf of a group with this rank's slice of it."""
-        buffer = self.local(key)
-        for slot, start, stop in self.layout.pieces(key, self.axis.rank):
-            yield slot, buffer[start:stop]
+        pieces = self.layout.cut(key, self.axis.rank, self.local(key))
+        return zip(self.layout.groups[key].slots, pieces, strict=True)
 
     def __getitem__(self, path: str) -> torch.Tensor:
         self._alive()
@@ -197,22 +197,19 @@ def global_norm(*trees: Any) -> torch.Tensor:
             if is_sharded(node):
                 total = total + _squares(node).sum()
             elif isinstance(node, torch.Tensor):
-                total = total + _square(node)
+                total = total + _square([node]).sum()
     return torch.as_tensor(total, dtype=torch.float64).sqrt()
 
 
-def _square(piece: torch.Tensor) -> torch.Tensor:
-    if piece.numel() == 0:
-        return torch.zeros((), dtype=torch.float64, device=piece.device)
-    return torch.linalg.vector_norm(piece, dtype=torch.float64).square()
+def _square(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """The sum of squares of each, in float64: [pieces]."""
+    return torch.stack(torch._foreach_norm(pieces, 2, dtype=torch.float64)).square()
 
 
 def _squares(tree: Sharded) -> torch.Tensor:
     """The sum of squares of every leaf, in leaf order: summed leaf by leaf, so that no cut changes the order."""
-    sums: dict[int, torch.Tensor] = {}
-    for key in tree.keys:
-        for slot, piece in tree.pieces(key):
-            sums[slot.leaf] = _square(piece)
-    if not sums:
+    pieces = [(slot.leaf, piece) for key in tree.keys for slot, piece in tree.pieces(key)]
+    if not pieces:
         return torch.zeros(1, dtype=torch.float64)
-    return tree.axis.sum(torch.stack([sums[leaf] for leaf in sorted(sums)]), "global_norm") / tree.scale**2
+    pieces.sort(key=operator.itemgetter(0))
+    return tree.axis.sum(_square([piece for _, piece in pieces]), "global_norm") / tree.scale**2

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._capture import containers, guard, is_kept, refuse_caches, refuse_captures
+from fzero._capture import containers, guard, is_kept, is_strict, refuse_caches, refuse_captures
 from fzero._handle import Handle
 from fzero._layout import Layout
-from fzero._node import Node, Op, Tensors, active, gradients, refuse_foreign_leaves
-from fzero._random import mix, seeded
+from fzero._node import Op, Tensors, active, apply, gradients, refuse_foreign_leaves
+from fzero._random import Seeds, seeded
 from fzero._schedule import Schedule
 from fzero._use import Use
 
@@ -37,26 +37,47 @@ class Traversal:
         self.retain_graph = False
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
-        self._seed, self._calls = seed, 0
+        self.next_seed = Seeds(*seed).next
 
-    def next_seed(self) -> int:
-        self._calls += 1
-        return mix(*self._seed, self._calls)
+    def is_split(self, key: str) -> bool:
+        """Whether nothing is to be done at the use of a group: its leaves are then differentiated themselves."""
+        return self.uses[key].trivial and not (self.layout.groups[key].unit and (self.sharded or self.remat))
 
-    def leaves(self, primals: Mapping[str, torch.Tensor]) -> list[Any]:
-        """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
+    def leaves(self, primals: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[Any]:
+        """The leaves of the tree that the function receives, in leaf order: full tensors, or handles.
+
+        Args:
+            primals: the stored buffers, or of a group that is split its leaves.
+        """
         out: list[Any] = [None] * len(self.layout.rows)
         for key, primal in primals.items():
             group = self.layout.groups[key]
-            if group.unit and (self.sharded or self.remat):
+            if isinstance(primal, torch.Tensor) and group.unit and (self.sharded or self.remat):
                 for slot in group.slots:
                     out[slot.leaf] = Handle(self, key, slot.leaf, primal)
             else:
-                for index, view in group.views(self.uses[key].apply(primal)).items():
-                    out[index] = view
+                views = (
+                    primal
+                    if not isinstance(primal, torch.Tensor)
+                    else apply(_Leaves(self, key), active((primal,)), primal)
+                )
+                for slot, view in zip(group.slots, views, strict=True):
+                    out[slot.leaf] = view
                     if group.unit:
-                        self.origins[id(view)] = index
+                        self.origins[id(view)] = slot.leaf
         return out
+
+    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None], alone: bool) -> torch.Tensor:
+        """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
+
+        Args:
+            alone: whether no other cotangent will be added to it before the pullback's end.
+        """
+        use = self.uses[key]
+        full = self.layout.groups[key].joined(cotangents, use.reduce, use.shard.device)
+        if isinstance(cotangents, list):
+            cotangents.clear()
+        return self.schedule.reduce(key, full, alone)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -70,16 +91,31 @@ class Traversal:
             self.origins = {}
 
 
-def unit_of_leaf(leaf: Any) -> tuple[str, str] | None:
-    """(path, unit) of a leaf of the step that is running, a handle or a full tensor; None for anything else."""
-    if isinstance(leaf, Handle):
-        return leaf.path, leaf.unit
-    traversal = _current.get()
-    index = traversal.origins.get(id(leaf)) if traversal else None
-    if traversal is None or index is None:
-        return None
-    row = traversal.layout.rows[index]
-    return row.path, row.unit
+def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
+    """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
+    traversal = next((x.traversal for x in values if type(x) is Handle), None) or _current.get()
+    if traversal is None:
+        return None, (0,) * len(values)
+    full = traversal.origins.get
+    return traversal.layout, tuple(-1 - x.index if type(x) is Handle else full(id(x), -1) + 1 for x in values)
+
+
+class _Leaves(Op):
+    """A group that is full where the function sees it: its shard -> its leaves."""
+
+    def __init__(self, traversal: Traversal, key: str) -> None:
+        group, use = traversal.layout.groups[key], traversal.uses[key]
+        super().__init__(lambda primal: tuple(group.views(use.apply(primal)).values()), None, traversal.device)
+        self.traversal, self.key = traversal, key
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        full, _ = self.traversal.uses[self.key].value(tensors[0])
+        return tuple(self.traversal.layout.groups[self.key].cut(full).values())
+
+    def back(
+        self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        return {0: self.traversal.collect(self.key, cotangents, alone=True)}
 
 
 class _Pull:
@@ -119,6 +155,8 @@ class UnitOp(Op):
         self._refilling: dict[str, Callable[[], None]] = {}
         self.number = traversal.schedule.called(self)
         self.trusted = trusted
+        # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
+        self.suspicious = not (traversal.schedule.ran_before and _private.single_level()) or is_strict()
         self.arguments: set[int] = set()
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
@@ -134,7 +172,9 @@ class UnitOp(Op):
             self._refilling = dict.fromkeys(self._owned, lambda: None)
         return out
 
-    def back(self, tensors: Tensors, wanted: Sequence[int], cotangents: Tensors) -> dict[int, torch.Tensor] | None:
+    def back(
+        self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor] | None:
         keep = self.traversal.retain_graph or _private.keeps_graph()
         if self.recompute:
             with torch.no_grad():
@@ -152,16 +192,19 @@ class UnitOp(Op):
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
         inputs = list(pull.inputs.values())
         found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
-        zero = dict(zip(pull.inputs, (torch.zeros_like(x) for x in inputs), strict=True)) if None in found else {}
-        out = {i: zero[i] if g is None else g for i, g in zip(pull.inputs, found[len(flat) :], strict=True)}
+        out = {
+            i: torch.zeros_like(x) if g is None else g
+            for (i, x), g in zip(pull.inputs.items(), found[len(flat) :], strict=True)
+        }
         del found[len(flat) :], flat
         if not keep:
             self._pull, self._used = None, not self.recompute
             pull.outputs = []
         self._free()
         for key, leaves in zip(reversed(pull.keys), reversed(pull.leaves), strict=True):
-            grads, found[len(found) - len(leaves) :] = found[len(found) - len(leaves) :], []
-            out[self.keys.index(key)] = self._collect(key, grads, leaves[0].device)
+            grads = found[len(found) - len(leaves) :]
+            del found[len(found) - len(leaves) :]
+            out[self.keys.index(key)] = self.traversal.collect(key, grads, self.traversal.schedule.is_called_once(key))
         if not keep:
             self._full = {}
         return out
@@ -181,7 +224,7 @@ class UnitOp(Op):
             self._full[key] = full
             if new:
                 self._owned.append(key)
-            own = {i: view.detach() for i, view in traversal.layout.groups[key].views(full).items()}
+            own = traversal.layout.groups[key].cut(full)
             if position in wanted:
                 differentiated.append([view.requires_grad_() for view in own.values()])
             leaves.update(own)
@@ -214,9 +257,9 @@ class UnitOp(Op):
                 {p: inputs[p - count] for p in wanted if p >= count},
             )
             self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
-            refuse_foreign_leaves(
-                self._pull.outputs, [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
-            )
+            if self.suspicious:
+                ours = [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
+                refuse_foreign_leaves(self._pull.outputs, ours)
         # an output that is a view of a param would be freed with it
         return tuple(o.detach().clone() if view else o.detach() for o, view in zip(out, views, strict=True))
 
@@ -255,24 +298,6 @@ class UnitOp(Op):
         refilling, self._refilling = self._refilling, {}
         for key in self._owned:
             (refilling.get(key) or self._start_refill(key))()
-
-    def _collect(self, key: str, grads: list[Any], device: torch.device) -> torch.Tensor:
-        """One flat cotangent from those of a group's leaves, reduced: the one copy into the flat buffer."""
-        use, group = self.traversal.uses[key], self.traversal.layout.groups[key]
-        full = torch.empty(group.numel, dtype=use.reduce, device=device)
-        parts = full.split_with_sizes(list(group.split_sizes))
-        for gap in parts[::2]:
-            gap.zero_()
-        for position, slot in enumerate(group.slots):
-            part = parts[2 * position + 1]
-            if grads[position] is None:
-                part.zero_()
-            else:
-                part.view(slot.shape).copy_(grads[position])
-                grads[position] = None
-        del parts
-        with torch.no_grad():
-            return self.traversal.schedule.reduce(key, full)
 
 
 def used_up(what: str) -> str:
@@ -368,19 +393,24 @@ def call_unit(
     wanted = active(tensors)
     if wanted:
         refuse_caches(flat)
-    out = Node.apply(op, wanted, *tensors)
+    out = apply(op, wanted, *tensors)
     result = list(box["static"])
-    for place, tensor in zip(box["places"], out, strict=True):  # type: ignore[arg-type]
+    for place, tensor in zip(box["places"], out, strict=True):
         result[place] = tensor
     return _tree.unflatten(box["spec"], result)
 
 
-@contextlib.contextmanager
-def _inside() -> Iterator[None]:
+class _inside:
     """A unit within a unit is a plain call."""
-    token = _current.set(None)
-    try:
-        with guard():
-            yield
-    finally:
-        _current.reset(token)
+
+    __slots__ = ("guard", "token")
+
+    def __enter__(self) -> None:
+        self.token, self.guard = _current.set(None), guard() if is_strict() else None
+        if self.guard is not None:
+            self.guard.__enter__()
+
+    def __exit__(self, *exc: Any) -> None:
+        if self.guard is not None:
+            self.guard.__exit__(*exc)
+        _current.reset(self.token)

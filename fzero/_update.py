@@ -105,10 +105,13 @@ def _applied(step: Step, state: TrainState, grads: Sharded, extra: dict[str, Any
     else:
         moments = _plain_update(step, state, own, grads, extra)
     keep.warn()
-    for key in held:
-        if key in layout.trainable:
-            shard = own.local(key)
-            old.axis.gather_into(held[key], shard.to(held[key].dtype), f"update of {key}")
+    gathers = [
+        old.axis.start_gather(held[key], own.local(key).to(held[key].dtype), f"update of {key}")
+        for key in held
+        if key in layout.trainable
+    ]
+    for wait in gathers:
+        wait()
     return params, moments
 
 

@@ -12,10 +12,12 @@ from typing import Any
 
 import torch
 
+from fzero import _private
 from fzero._collectives import Axis
+from fzero._node import first_order
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False, slots=True)
 class Use:
     """How one buffer is used: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
 
@@ -45,6 +47,13 @@ class Use:
         return self.spread(shard), True
 
     @property
+    def trivial(self) -> bool:
+        """Whether the stored buffer is used as it is, and its cotangent is its grad."""
+        stored = self.shard.dtype
+        alone = self.held is None and self.local is None and self.axis.ranks == 1
+        return alone and self.compute == self.grad == stored
+
+    @property
     def gathers(self) -> bool:
         return self.held is None and self.axis.size > 1
 
@@ -61,14 +70,15 @@ class Use:
         return self.axis.gather(shard.to(self.compute), self.tag)
 
     def collect(self, full: torch.Tensor) -> torch.Tensor:
+        if self.axis.ranks == 1:
+            return full.to(self.reduce).to(self.grad)
         return self.axis.reduce_scatter(full.to(self.reduce), self.tag).to(self.grad)
 
     def apply(self, primal: torch.Tensor) -> torch.Tensor:
         """The full buffer as a differentiable function of the shard."""
-        trivial = self.held is None and self.local is None and self.axis.ranks == 1
-        if trivial and self.compute == self.grad == primal.dtype:
+        if self.trivial:
             return primal
-        return _Value.apply(self, primal)  # type: ignore[return-value]
+        return _value(self, primal)
 
 
 def _linear(name: str, forward: Any, transposed: Any) -> Any:
@@ -118,7 +128,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
-        return None, _Collect.apply(ctx.use, cotangent)
+        return None, ctx.use.collect(cotangent) if first_order() else _Collect.apply(ctx.use, cotangent)
 
     @staticmethod
     def jvp(ctx: Any, _: Any, tangent: torch.Tensor) -> Any:  # type: ignore[override]
@@ -127,3 +137,6 @@ class _Value(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: Any, use: Use, primal: torch.Tensor) -> Any:  # type: ignore[override]
         return _Spread.apply(use, primal.movedim(in_dims[1], -1).contiguous()), -1
+
+
+_value = _private.direct(_Value)

@@ -60,13 +60,12 @@ def traversal_of(
         )
     device = next(iter(params.locals().values())).device.type
     traversal = Traversal(params.layout, uses, stage == 3, step.remats, seed, device)
-    if stage == 3:
-        traversal.schedule.expect(params.axis.orders, step.fn)
+    traversal.schedule.expect(params.axis.orders, step.fn)
     return traversal, primals, fixed
 
 
 def call_function(
-    step: Step, state: TrainState, traversal: Traversal, primals: Mapping[str, torch.Tensor], inputs: Sequence[Any]
+    step: Step, state: TrainState, traversal: Traversal, primals: Mapping[str, Any], inputs: Sequence[Any]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
     dtype = find(step.rules, "compute")
@@ -108,9 +107,17 @@ class Run:
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced)
         self.traversal: Traversal | None = traversal
         traversal.schedule.keeps = alone
+        differentiated = [flat[place] for place in self.wanted]
+        self.outer = _private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
+        # whoever differentiates the pullback too does so with respect to the buffers
+        self.split = [] if self.outer else [key for key in primals if traversal.is_split(key)]
+        given: dict[str, Any] = dict(primals)
+        for key in self.split:
+            given[key] = tuple(traversal.layout.groups[key].cut(primals[key]).values())
+        del primals
         kept = _Outputs()
 
-        def function(primals: dict[str, torch.Tensor], wanted: list[torch.Tensor]) -> Any:
+        def function(primals: dict[str, Any], wanted: list[torch.Tensor]) -> Any:
             filled = list(flat)
             for place, value in zip(self.wanted, wanted, strict=True):
                 filled[place] = value
@@ -133,10 +140,8 @@ class Run:
             return tuple(leaves[i] for i in kept.real), carried
 
         box: list[list[int]] = []
-        differentiated = [flat[place] for place in self.wanted]
-        self.outer = _private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         with self._mode():
-            run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
+            run: Any = torch.func.vjp(function, given, differentiated, has_aux=True)
         real, self._pull, (rest, aux) = run
         leaves = dict(kept.carried or {})
         leaves.update(zip(kept.real, real, strict=True))
@@ -172,6 +177,12 @@ class Run:
             grads, wanted = self._pull(
                 tuple(cotangents), retain_graph=again or create_graph, create_graph=create_graph or self.outer
             )
+            for key in self.split:
+                group, leaves = self.traversal.layout.groups[key], list(grads.pop(key))
+                grads[key] = (
+                    group.joined_differentiably(leaves) if create_graph else self.traversal.collect(key, leaves, False)
+                )
+                del leaves
         if not again and not create_graph:
             self._pull = None
             self.traversal = None  # a used pullback holds nothing, so a donated state's buffers are free
