@@ -1,126 +1,190 @@
-"""Step time and live memory of fzero's stages beside DDP, FSDP2 and no communication, interleaved in one run.
+"""Step time and memory of fzero beside DDP, FSDP2, DeepSpeed ZeRO-3 and no communication, interleaved in one run.
 
-    OMP_NUM_THREADS=1 python benchmarks/step.py
-    OMP_NUM_THREADS=1 python benchmarks/step.py --batch 1
+    make bench
+    OMP_NUM_THREADS=1 python benchmarks/step.py --batch 1        # communication-bound
+    OMP_NUM_THREADS=1 python benchmarks/step.py --dtype bfloat16 # float32 masters, bfloat16 compute
+    OMP_NUM_THREADS=1 python benchmarks/step.py --remat          # every block rematerialised
+    OMP_NUM_THREADS=1 python benchmarks/step.py --ranks 4
+    python benchmarks/step.py --device cuda --ranks 1 --dtype bfloat16 --width 2048 --blocks 20 --heads 16 --batch 8 \\
+        --context 1024                                           # a GPU: 1.0 billion params
 
-Two gloo ranks, a GPT in float32, AdamW, donated. Every contender takes one step in turn, so that a machine whose speed
-drifts slows all of them; the table gives medians, and the ratio to FSDP2. Losses must agree, or the run fails.
+A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes one step in turn, so that a
+machine whose speed drifts slows all of them. Memory: each contender runs alone in fresh processes.
+
+One line per contender:
+
+    median     milliseconds of a step on rank 0, median
+    of alone   that over the step without any communication, the median of the ratios of neighbouring steps
+    of FSDP2   the same over FSDP2's
+    at rest    MB of live tensor bytes between steps, of one rank (2^20 bytes; of the allocator on CUDA)
+    at peak    MB of live tensor bytes at most within a step
+    resident   MB resident at most within a step, less that of the process before the model was made (on CPU)
+
+The losses of all that communicate must agree, and so must those of the two that do not, or the run fails: a faster step
+that computes something else is none. A peer that is not installed prints "not run" (pip install -e '.[bench]').
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
+import logging
+import multiprocessing
 import statistics
-import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-import torch.nn.functional as F
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
-from transformer import Transformer
+from contenders import ALONE, CONTENDERS, Setup, is_here, start
 
 import fzero as fz
 
-
-def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+MB = 2**20
 
 
-def fzero_step(module: torch.nn.Module, shard: Callable[[fz.Step], fz.Step]) -> Callable[..., float]:
-    apply, params = fz.functional(module)
-    step = fz.donate(shard(fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(1e-3))))
-    state = step.init(params)
-
-    def run(x: torch.Tensor, y: torch.Tensor) -> float:
-        nonlocal state
-        state, metrics = step(state, x, y)
-        return metrics["loss"].item()
-
-    return run
+def setup_of(args: argparse.Namespace) -> Setup:
+    return Setup(args.width, args.blocks, args.heads, getattr(torch, args.dtype), args.remat, args.device)
 
 
-def torch_step(module: torch.nn.Module, blocks: Any, wrap: str) -> Callable[..., float]:
-    model = module
-    if wrap == "ddp":
-        model = torch.nn.parallel.DistributedDataParallel(module)
-    elif wrap == "fsdp2":
-        from torch.distributed.fsdp import fully_shard
-
-        mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
-        for block in blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(module, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.01, fused=True)
-
-    def run(x: torch.Tensor, y: torch.Tensor) -> float:
-        loss = loss_of(model(x), y)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        total = loss.detach().clone()
-        dist.all_reduce(total)
-        return total.item() / dist.get_world_size()
-
-    return run
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Peers log to stdout while they start."""
+    logging.disable(logging.WARNING)
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
 
 
-def run_rank(rank: int, args: argparse.Namespace, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=args.ranks)
-
-    def module() -> Any:
-        return Transformer(args.width, args.blocks, args.heads, torch.Generator().manual_seed(0))
-
-    contenders: dict[str, Callable[..., float]] = {}
-    for name, make in {
-        "no communication": lambda m: torch_step(m, m.blocks, "alone"),
-        "DDP": lambda m: torch_step(m, m.blocks, "ddp"),
-        "FSDP2": lambda m: torch_step(m, m.blocks, "fsdp2"),
-        "fzero, unsharded": lambda m: fzero_step(m, lambda s: s),
-        "fzero, ZeRO-1": lambda m: fzero_step(m, fz.shard_zero1),
-        "fzero, ZeRO-2": lambda m: fzero_step(m, fz.shard_zero2),
-        "fzero, ZeRO-3": lambda m: fzero_step(m, fz.shard_zero3),
-    }.items():
-        contenders[name] = make(module())
+def batches(args: argparse.Namespace, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     generator = torch.Generator().manual_seed(rank)
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    losses: dict[str, list[float]] = {name: [] for name in contenders}
+    while True:
+        data = torch.randint(0, 256, (args.batch, args.context + 1), generator=generator).to(args.device)
+        yield data[:, :-1], data[:, 1:]
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def time_steps(rank: int, args: argparse.Namespace, names: Sequence[str], store: str, results: Any) -> None:
+    start(rank, args.ranks, store, args.device)
+    with quiet():
+        runs = {name: CONTENDERS[name](setup_of(args)) for name in names}
+    times: dict[str, list[float]] = {name: [] for name in names}
+    losses: dict[str, list[float]] = {name: [] for name in names}
+    data = batches(args, rank)
     for count in range(args.warmup + args.steps):
-        data = torch.randint(0, 256, (args.batch, args.context + 1), generator=generator)
-        for name, run in contenders.items():
+        x, y = next(data)
+        for name, run in runs.items():
+            synchronize(args.device)
             dist.barrier()
-            start = time.perf_counter()
-            losses[name].append(run(data[:, :-1], data[:, 1:]))
+            begin = time.perf_counter()
+            loss = run(x, y)
+            synchronize(args.device)
             if count >= args.warmup:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(time.perf_counter() - begin)
+            losses[name].append(loss.item())
     if rank == 0:
-        reference = statistics.median(times["FSDP2"])
-        print(f"{'contender':<18} {'median ms':>10} {'of FSDP2':>9}")
-        for name, taken in times.items():
-            median = statistics.median(taken)
-            print(f"{name:<18} {median * 1e3:>10.1f} {median / reference:>9.3f}")
-        for name in ("fzero, ZeRO-1", "fzero, ZeRO-2", "fzero, ZeRO-3", "DDP"):
-            gap = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses["FSDP2"], strict=True))
-            print(f"largest relative difference of losses, {name} to FSDP2: {gap:.1e}")
-            assert gap < 1e-5, f"{name} computes something else"
+        results.put((times, losses))
+    dist.barrier()
     dist.destroy_process_group()
+
+
+def resident(field: str) -> int:
+    """Bytes of resident memory: VmRSS now, VmHWM at most since the last reset."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
+
+
+def measure_memory(rank: int, args: argparse.Namespace, name: str, store: str, results: Any) -> None:
+    start(rank, args.ranks, store, args.device)
+    cuda = args.device == "cuda"
+    before = 0 if cuda else resident("VmRSS")
+    live = fz.testing.LiveBytes()
+    with contextlib.nullcontext() if cuda else live:
+        with quiet():
+            run = CONTENDERS[name](setup_of(args))
+        data = batches(args, rank)
+        for _ in range(2):  # the second shows what the first still had to allocate
+            run(*next(data))
+        if cuda:
+            synchronize(args.device)
+            rest = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+        else:
+            rest = live.now()
+            live.reset_peak()
+            with contextlib.suppress(OSError):
+                Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        run(*next(data))
+    peak = torch.cuda.max_memory_allocated() if cuda else live.peak
+    if rank == 0:
+        results.put((rest, peak, None if cuda else resident("VmHWM") - before))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def spawned(function: Any, args: argparse.Namespace, what: Any) -> Any:
+    """What rank 0 puts into the queue."""
+    results = multiprocessing.get_context("spawn").SimpleQueue()
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(function, (args, what, f"file://{folder}/store", results), nprocs=args.ranks)
+    return results.get()
+
+
+def check_losses(losses: dict[str, list[float]], tolerance: float) -> None:
+    for names in (["no communication", "fzero"], [n for n in losses if n not in ("no communication", "fzero")]):
+        reference = losses[names[0]]
+        for name in names[1:]:
+            gap = max(abs(a - b) / abs(b) for a, b in zip(losses[name], reference, strict=True))
+            if gap > tolerance:
+                raise SystemExit(f"{name} computes something else than {names[0]}: losses differ by {gap:.1e}")
+    print(f"losses agree within {tolerance:.0e} (relative, {len(next(iter(losses.values())))} steps)")
+
+
+def ratio(times: dict[str, list[float]], name: str, other: str) -> float:
+    return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128, "warmup": 2, "steps": 9}
     for name, default in sizes.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--remat", action="store_true", help="rematerialise every block")
+    parser.add_argument("--only", nargs="*", default=[], help=f"some of: {', '.join(CONTENDERS)} (and what they need)")
+    parser.add_argument("--no-memory", action="store_true", help="time only")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(run_rank, (args, f"file://{folder}/store"), nprocs=args.ranks)
+    chosen = [n for n in CONTENDERS if not args.only or n in (*args.only, ALONE, "FSDP2")]
+    names = [name for name in chosen if is_here(name)]
+    said = {key: value for key, value in vars(args).items() if key not in ("only", "no_memory")}
+    print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
+    times, losses = spawned(time_steps, args, names)
+    check_losses(losses, 1e-4 if args.dtype == "float32" else 2e-2)
+    print(f"{'':<18}{'median':>10}{'of alone':>10}{'of FSDP2':>10}{'at rest':>10}{'at peak':>10}{'resident':>10}")
+    for name in chosen:
+        if name not in names:
+            print(f"{name:<18}{'not run':>10}")
+            continue
+        line = f"{name:<18}{statistics.median(times[name]) * 1e3:>10.1f}"
+        line += f"{ratio(times, name, ALONE):>10.3f}{ratio(times, name, 'FSDP2'):>10.3f}"
+        if not args.no_memory:
+            sizes = spawned(measure_memory, args, name)
+            line += "".join(f"{'' if size is None else f'{size / MB:.0f}':>10}" for size in sizes)
+        print(line, flush=True)
+    if "DeepSpeed ZeRO-3" in names and "fzero ZeRO-3" in names:
+        print(f"fzero ZeRO-3 of DeepSpeed ZeRO-3: {ratio(times, 'fzero ZeRO-3', 'DeepSpeed ZeRO-3'):.3f}")
+    for stage in (1, 2):
+        if f"fzero ZeRO-{stage}" in names and "DDP" in names:
+            print(f"fzero ZeRO-{stage} of DDP: {ratio(times, f'fzero ZeRO-{stage}', 'DDP'):.3f}")
 
 
 if __name__ == "__main__":

@@ -86,12 +86,14 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
         work = _reduce_scatter(out, full, group, async_op=True)
         return lambda: (full, work.wait()) and None  # the input lives until then
     parts = list(full.chunk(size))
-    received = [parts[rank] if r == rank else torch.empty_like(parts[rank]) for r in range(size)]
+    # the sum is in rank order, and its first term that comes from elsewhere is received where the sum is to be
+    first = 1 if rank == 0 else 0
+    received = [parts[rank] if r == rank else torch.empty_like(out) if r != first else out for r in range(size)]
     arrived = _nothing
     if backend == "gloo":
         arrived = _start_exchange(parts, received, group, number)
     else:
-        received[rank] = torch.empty_like(parts[rank])
+        received[rank] = torch.empty_like(out)
         dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
 
     def wait() -> None:

@@ -64,7 +64,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
 
     def twin() -> nn.Module:
         if not hasattr(threads, "twin"):
-            threads.twin = copy.deepcopy(pristine)
+            # the tensors themselves are shared: params are placeholders, buffers constants; and a copy made while
+            # torch.func differentiates would belong to its level
+            tensors = [*pristine.parameters(), *pristine.buffers()]
+            threads.twin = copy.deepcopy(pristine, {id(tensor): tensor for tensor in tensors})
             threads.patched, threads.paths = set(), set()
             threads.places = _Places(threads.twin)
             threads.buffers = list(threads.twin.named_buffers())

@@ -71,10 +71,11 @@ class Group:
         base = full.storage_offset()
         return {leaf: full.as_strided(shape, strides, base + offset) for leaf, shape, strides, offset in self._places}
 
-    def joined(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """A full buffer with copies of the leaves, `None` and gaps zero: the one copy into a flat buffer."""
+    def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
         small = self.numel < 1 << 16  # filling all of it costs less than finding the gaps
-        full = (torch.zeros if small else torch.empty)(self.numel, dtype=dtype, device=device)
+        if small:
+            full.zero_()
         for offset, size in () if small else self._gaps:
             full.narrow(0, offset, size).zero_()
         parts = list(self.cut(full).values())

@@ -43,6 +43,7 @@ class Schedule:
         self._ahead: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._kept: dict[str, torch.Tensor] = {}
         self._reducing: Callable[[], None] | None = None
+        self._spare: torch.Tensor | None = None
 
     # ---- forward
 
@@ -117,27 +118,37 @@ class Schedule:
     def is_called_once(self, key: str) -> bool:
         return self._uses_of[key] == 1
 
+    def buffer(self, key: str, numel: int) -> torch.Tensor:
+        """A buffer for the full cotangent of a group: the last one's where it fits, so that memory stays warm."""
+        self._end_of_reduction()
+        use, spare = self.uses[key], self._spare
+        if spare is not None and (spare.numel(), spare.dtype) == (numel, use.reduce):
+            self._spare = None
+            return spare
+        return torch.empty(numel, dtype=use.reduce, device=use.shard.device)
+
     def reduce(self, key: str, full: torch.Tensor, alone: bool) -> torch.Tensor:
         """This rank's share of a reduced cotangent; deferred, it is there only at the end of the pullback.
 
         Args:
+            full: of `buffer`; it is not the caller's any more.
             alone: whether autograd will not add it to another before that end.
         """
         use = self.uses[key]
-        if not (self._defers and alone and use.axis.ranks > 1):
-            return use.collect(full)
-        self._end_of_reduction()
+        if use.axis.ranks == 1:
+            return full.to(use.grad)
         mean, wait = use.axis.start_reduce_scatter(full, use.tag)
-        if mean.dtype == use.grad:
-            self._reducing = wait
-            return mean
-        out = mean.new_empty(mean.shape, dtype=use.grad)
+        out = mean if mean.dtype == use.grad else mean.new_empty(mean.shape, dtype=use.grad)
 
         def finish() -> None:
             wait()
-            out.copy_(mean)
+            if out is not mean:
+                out.copy_(mean)
+            self._spare = full if self._pulls else None
 
         self._reducing = finish
+        if not (self._defers and alone):
+            self._end_of_reduction()
         return out
 
     @contextlib.contextmanager
@@ -174,6 +185,7 @@ class Schedule:
         self._end_of_reduction()
         self._end_of_gathers()
         self._kept.clear()
+        self._spare = None
         for reference in self._calls:
             op = reference()
             if op is not None:

@@ -73,8 +73,8 @@ class Traversal:
         Args:
             alone: whether no other cotangent will be added to it before the pullback's end.
         """
-        use = self.uses[key]
-        full = self.layout.groups[key].joined(cotangents, use.reduce, use.shard.device)
+        full = self.schedule.buffer(key, self.layout.groups[key].numel)
+        self.layout.groups[key].join_into(full, cotangents)
         if isinstance(cotangents, list):
             cotangents.clear()
         return self.schedule.reduce(key, full, alone)

@@ -203,7 +203,8 @@ def test_inputs_without_gradients_under_accumulation() -> None:
             out, pullback = step.vjp(state, tokens)
             assert live.now() < 4 * width * width, "no unit's params stay gathered"
             pullback(torch.ones_like(out))
-            assert live.peak < 5 * 4 * width * width
+            # two gathered, the grads of one, one that is reduced, and the reduced grads of both microbatches
+            assert live.peak < 5.5 * 4 * width * width
 
     run_ranks(rank_main, WORLD)
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import _tree
+from fzero import _private, _tree
 
 
 class LiveBytes(TorchDispatchMode):
@@ -37,10 +37,11 @@ class LiveBytes(TorchDispatchMode):
         given = {
             leaf.untyped_storage()._cdata
             for leaf in _tree.flatten((args, kwargs or {}))[0]
-            if isinstance(leaf, torch.Tensor)
+            if isinstance(leaf, torch.Tensor) and not _private.is_wrapped(leaf)
         }
         for leaf in _tree.flatten(out)[0]:
-            if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in given:
+            plain = isinstance(leaf, torch.Tensor) and not _private.is_wrapped(leaf)  # a wrapper has no storage
+            if plain and leaf.untyped_storage()._cdata not in given:
                 self._add(leaf)
         now = self.now()
         if self._on_change is not None:
@@ -49,6 +50,8 @@ class LiveBytes(TorchDispatchMode):
         return out
 
     def _add(self, tensor: torch.Tensor) -> None:
+        if tensor.device.type == "meta":
+            return
         storage = tensor.untyped_storage()
         known = self._storages.get(storage._cdata)
         if known is None or known() is None:

@@ -1,0 +1,187 @@
+"""Who takes part in the benchmarks: one model, one loss, AdamW; each contender is `step(x, y) -> loss`.
+
+All get the same weights and train with AdamW (lr 1e-3, weight decay 0.01) on every rank's own batch. In bf16 all keep
+float32 masters and moments and compute in bfloat16.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+from transformer import Transformer
+
+import fzero as fz
+
+Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+LR, DECAY = 1e-3, 0.01
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all contenders of one run share."""
+
+    width: int = 512
+    blocks: int = 6
+    heads: int = 8
+    dtype: torch.dtype = torch.float32
+    remat: bool = False
+    device: str = "cpu"
+
+    def module(self) -> Transformer:
+        return Transformer(self.width, self.blocks, self.heads, torch.Generator().manual_seed(0)).to(self.device)
+
+    @property
+    def mixed(self) -> bool:
+        return self.dtype != torch.float32
+
+
+def loss_of(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def _checkpointed(module: Transformer) -> Transformer:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    module.blocks = nn.ModuleList(checkpoint_wrapper(block) for block in module.blocks)
+    return module
+
+
+def _mean(loss: torch.Tensor) -> torch.Tensor:
+    total = loss.detach().clone()
+    dist.all_reduce(total)
+    return total / dist.get_world_size()
+
+
+def fzero_step(transform: Callable[[fz.Step], fz.Step]) -> Callable[[Setup], Run]:
+    """A donated fzero step."""
+
+    def make(setup: Setup) -> Run:
+        apply, params = fz.functional(setup.module())
+        step = fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(LR, weight_decay=DECAY))
+        step = fz.donate(transform(step))
+        if setup.mixed:
+            step = fz.autocast(step, setup.dtype)
+        if setup.remat:
+            step = fz.remat(step)
+        state = step.init(params)
+        del params
+
+        def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            nonlocal state
+            state, metrics = step(state, x, y)
+            return metrics["loss"]
+
+        return run
+
+    return make
+
+
+def _torch_step(
+    wrap: Callable[[Transformer, Setup], nn.Module], autocast: bool, alone: bool = False
+) -> Callable[[Setup], Run]:
+    def make(setup: Setup) -> Run:
+        module = setup.module()
+        model = wrap(_checkpointed(module) if setup.remat else module, setup)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=DECAY, fused=True)
+
+        def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            casts = setup.mixed and autocast
+            with torch.autocast(setup.device, dtype=setup.dtype) if casts else contextlib.nullcontext():
+                loss = loss_of(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach() if alone else _mean(loss)
+
+        return run
+
+    return make
+
+
+def _ddp(module: Transformer, setup: Setup) -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return nn.parallel.DistributedDataParallel(module)
+
+
+def _fsdp2(module: Transformer, setup: Setup) -> nn.Module:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    mesh = dist.init_device_mesh(setup.device, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(setup.dtype, torch.float32) if setup.mixed else MixedPrecisionPolicy()
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    fully_shard(module, mesh=mesh, mp_policy=policy)
+    return module
+
+
+def _deepspeed(setup: Setup) -> Run:
+    """ZeRO-3, nothing persistent, no clipping."""
+    os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed  # type: ignore[import-not-found]
+
+    module = setup.module()
+    if setup.remat:
+        module = _checkpointed(module)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY, fused=True)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,  # only a label here: the batches come from outside
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "bf16": {"enabled": setup.dtype == torch.bfloat16},
+    }
+    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return _mean(loss)
+
+    return run
+
+
+ALONE = "no communication"
+CONTENDERS: dict[str, Callable[[Setup], Run]] = {
+    ALONE: _torch_step(lambda module, setup: module, autocast=True, alone=True),
+    "DDP": _torch_step(_ddp, autocast=True),
+    "FSDP2": _torch_step(_fsdp2, autocast=False),
+    "DeepSpeed ZeRO-3": _deepspeed,
+    "fzero": fzero_step(lambda step: step),
+    "fzero ZeRO-1": fzero_step(fz.shard_zero1),
+    "fzero ZeRO-2": fzero_step(fz.shard_zero2),
+    "fzero ZeRO-3": fzero_step(fz.shard_zero3),
+}
+
+
+def is_here(name: str) -> bool:
+    """Whether a contender's package is installed."""
+    return "DeepSpeed" not in name or importlib.util.find_spec("deepspeed") is not None
+
+
+def start(rank: int, ranks: int, store: str, device: str) -> None:
+    """Joins the process group of one benchmark."""
+    warnings.simplefilter("ignore", FutureWarning)  # peers call what torch renamed
+    torch.set_num_threads(max(1, int(os.environ.get("OMP_NUM_THREADS", "1"))))
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if device == "cuda" else "gloo", init_method=store, rank=rank, world_size=ranks)
