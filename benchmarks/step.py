@@ -169,12 +169,12 @@ def main() -> None:
     print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
     times, losses = spawned(time_steps, args, names)
     check_losses(losses, 1e-4 if args.dtype == "float32" else 2e-2)
-    print(f"{'':<18}{'median':>10}{'of alone':>10}{'of FSDP2':>10}{'at rest':>10}{'at peak':>10}{'resident':>10}")
+    print(f"{'':<23}{'median':>10}{'of alone':>10}{'of FSDP2':>10}{'at rest':>10}{'at peak':>10}{'resident':>10}")
     for name in chosen:
         if name not in names:
-            print(f"{name:<18}{'not run':>10}")
+            print(f"{name:<23}{'not run':>10}")
             continue
-        line = f"{name:<18}{statistics.median(times[name]) * 1e3:>10.1f}"
+        line = f"{name:<23}{statistics.median(times[name]) * 1e3:>10.1f}"
         line += f"{ratio(times, name, ALONE):>10.3f}{ratio(times, name, 'FSDP2'):>10.3f}"
         if not args.no_memory:
             sizes = spawned(measure_memory, args, name)

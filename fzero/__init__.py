@@ -35,6 +35,7 @@ from fzero.optim import sgd as sgd
 from fzero.optim import warmup_cosine as warmup_cosine
 from fzero.transforms import accumulate as accumulate
 from fzero.transforms import autocast as autocast
+from fzero.transforms import compile as compile
 from fzero.transforms import donate as donate
 from fzero.transforms import freeze as freeze
 from fzero.transforms import loss_scale as loss_scale

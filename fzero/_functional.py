@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fzero._compile import compiled
 from fzero._handle import Handle
 from fzero._placement import ROOT, Row
 from fzero._unit import call_unit, origins_of, plain_call
@@ -19,18 +20,6 @@ from fzero._unit import call_unit, origins_of, plain_call
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
-
-
-class _Body(nn.Module):
-    """Runs a module's own forward where functional_call's swap is in force; calling the module would loop."""
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        super().__init__()
-        self.module = module
-        self._forward = forward
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._forward(*args, **kwargs)
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
@@ -69,7 +58,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
             tensors = [*pristine.parameters(), *pristine.buffers()]
             threads.twin = copy.deepcopy(pristine, {id(tensor): tensor for tensor in tensors})
             threads.patched, threads.paths = set(), set()
-            threads.places = _Places(threads.twin)
+            threads.places = _Places(threads.twin, threads.twin)
             threads.buffers = list(threads.twin.named_buffers())
         return threads.twin
 
@@ -80,7 +69,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
             return
         threads.patched.add(id(own))
         run_forward = own.forward
-        places = _Places(_Body(own, run_forward))
+        places, fast = _Places(own, run_forward), _Places(own, compiled(run_forward))
         # torch's recurrent layers keep a list of their weights, which is written anew with every swap
         recurrent = any(isinstance(module, nn.RNNBase) for module in own.modules())
 
@@ -94,7 +83,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                return call_unit(run, (leaves, args, kwargs), {}, recurrent, seed)
+                return call_unit(run, (leaves, args, kwargs), {}, recurrent, seed, fast.call)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
@@ -122,7 +111,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         versions = [(name, buffer, buffer._version) for name, buffer in threads.buffers]
         try:
             if ROOT in units:  # the whole module is one unit
-                out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {})
+                fast = _Places(module, compiled(lambda *a, **k: module(*a, **k)))
+                out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {}, compilable=fast.call)
             else:
                 full = {name: params[leaf] for name, leaf in aliases.items() if not isinstance(params[leaf], Handle)}
                 out = threads.places.call(full, args, kwargs)
@@ -141,10 +131,14 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
 
 
 class _Places:
-    """Where a module's params are, found once: torch's functional_call looks for them at every call."""
+    """Where a module's params are, found once: torch's functional_call looks for them at every call.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    Args:
+        run: what is called while other tensors stand in these places.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
+        self.run = run
         self.of = {
             (f"{path}.{name}" if path else name): (owner._parameters, name)
             for path, owner in module.named_modules(remove_duplicate=False)
@@ -152,13 +146,13 @@ class _Places:
         }
 
     def call(self, leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """The module's call with these leaves for its params; every name of a tied one is among them."""
+        """Runs with these leaves for the module's params; every name of a tied one is among them."""
         places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
         old = [owner[name] for owner, name in places]
         try:
             for (owner, name), leaf in zip(places, leaves.values(), strict=True):
                 owner[name] = leaf
-            return self.module(*args, **kwargs)
+            return self.run(*args, **kwargs)
         finally:
             for (owner, name), leaf in zip(reversed(places), reversed(old), strict=True):
                 owner[name] = leaf
@@ -205,8 +199,7 @@ def _module_units(
     out: dict[str, dict[str, str]] = {}
     for path in [called for unit in paths.values() for called in _called(module, unit)]:
         below = path + "." if path else ""
-        inner = "module." if path else ""
-        out[path] = {inner + name.removeprefix(below): leaf for name, leaf in aliases.items() if name.startswith(below)}
+        out[path] = {name.removeprefix(below): leaf for name, leaf in aliases.items() if name.startswith(below)}
     return out
 
 

@@ -14,12 +14,41 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fzero import _private
 from fzero._use import Use
 
 if TYPE_CHECKING:
     from fzero._unit import UnitOp
 
 Keys = tuple[str, ...]
+
+
+class Room:
+    """Memory for a gathered buffer, which like units take turns in: fresh memory costs more than what is gathered.
+
+    Attributes:
+        full: the buffer; its storage is empty while nobody needs it.
+        user: the call whose params it holds, or will.
+        busy: whether that call still needs them.
+    """
+
+    __slots__ = ("busy", "full", "user")
+
+    def __init__(self, full: torch.Tensor) -> None:
+        self.full, self.busy = full, True
+        self.user: weakref.ref[UnitOp] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self.full.untyped_storage().nbytes() == 0
+
+    def empty(self) -> None:
+        self.full.untyped_storage().resize_(0)
+
+    def fill(self) -> None:
+        """Takes memory again."""
+        if self.is_empty:
+            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
 
 
 class Schedule:
@@ -40,8 +69,10 @@ class Schedule:
         self._expected: tuple[Keys, ...] = ()
         self._on_track = True  # called so far what was expected
         self._remember: Callable[[tuple[Keys, ...]], None] = lambda order: None
-        self._ahead: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {}
-        self._kept: dict[str, torch.Tensor] = {}
+        self._rooms: list[Room] = []  # those that have memory
+        self._keeps_rooms = False  # between calls: where more of them are expected
+        self._ahead: dict[str, tuple[Room, Callable[[], None]]] = {}
+        self._kept: dict[str, Room] = {}
         self._reducing: Callable[[], None] | None = None
         self._spare: torch.Tensor | None = None
 
@@ -78,31 +109,78 @@ class Schedule:
     def gather_ahead(self, keys: Keys) -> None:
         for key in keys:
             if self.uses[key].gathers and key not in self._ahead and key not in self._kept:
-                self._ahead[key] = self.uses[key].start()
+                self._ahead[key] = self._gather(key)
 
-    def keep(self, key: str, full: torch.Tensor) -> None:
+    def keep(self, key: str, room: Room) -> None:
         """Holds on to a gathered buffer for its next use."""
-        self._kept[key] = full
+        self._kept[key] = room
 
-    def take(self, key: str, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """A unit's full buffer, and whether it is a new one: gathered ahead, or now."""
+    def take(self, key: str, primal: torch.Tensor) -> tuple[torch.Tensor, Room | None]:
+        """A unit's full buffer, and the room that it is in: gathered ahead, or now."""
+        use = self.uses[key]
+        if not use.gathers:
+            return use.value(primal)[0], None
         if key in self._kept:
-            return self._kept.pop(key), True
-        if key in self._ahead:
-            full, wait = self._ahead.pop(key)
+            room = self._kept.pop(key)
+        else:
+            room, wait = self._ahead.pop(key, None) or self._gather(key)
             wait()
-            return full, True
-        return self.uses[key].value(primal)
+        return room.full, room
+
+    def _gather(self, key: str) -> tuple[Room, Callable[[], None]]:
+        """Starts to gather a group into a room that is free, or a new one."""
+        use = self.uses[key]
+        numel = use.shard.numel() * use.axis.size
+        for room in self._rooms:
+            if not room.busy and (room.full.numel(), room.full.dtype) == (numel, use.compute):
+                room.busy, room.user = True, None
+                break
+        else:
+            room = Room(torch.empty(numel, dtype=use.compute, device=use.shard.device))
+            self._rooms.append(room)
+        return room, self._fill(key, room)
+
+    def _fill(self, key: str, room: Room) -> Callable[[], None]:
+        # calls that used this room before saved views of it, and will have it filled again before they are pulled back
+        with _private.preserve_version([room.full]), torch.no_grad():
+            return self.uses[key].start_into(room.full)
+
+    def refill(self, key: str, room: Room, op: UnitOp) -> Callable[[], None]:
+        """Starts to gather a group into the room that a call's own graph refers to; whoever is in it loses it."""
+        user = room.user() if room.user is not None else None
+        if user is not None and user is not op:
+            user.lose(room)
+        if room.is_empty:
+            room.fill()
+            self._rooms.append(room)
+        room.busy, room.user = True, weakref.ref(op)
+        return self._fill(key, room)
+
+    def release(self, room: Room) -> None:
+        """What is in the room is not needed any more."""
+        room.busy = False
+        if not self._keeps_rooms:
+            self.empty_rooms()
+
+    def empty_rooms(self) -> None:
+        """Gives back the memory of the rooms that nobody is in."""
+        for room in self._rooms:
+            if not room.busy:
+                room.empty()
+        self._rooms = [room for room in self._rooms if room.busy]
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around the function's run. What is in flight at its end is waited for, or it would meet later messages."""
+        self._keeps_rooms = True
         try:
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 self._end_of_gathers()
             raise
+        finally:
+            self._keeps_rooms = False
         self._end_of_gathers()
         self._remember(tuple(self._called))
         self._expected = ()
@@ -158,7 +236,7 @@ class Schedule:
         Args:
             defers: whether reductions may end after their unit's pullback has returned.
         """
-        self._pulls, self._defers = True, defers
+        self._pulls, self._defers, self._keeps_rooms = True, defers, True
         try:
             yield
         except BaseException:
@@ -166,7 +244,7 @@ class Schedule:
                 self._end_of_pullback()
             raise
         finally:
-            self._pulls, self._defers = False, False
+            self._pulls, self._defers, self._keeps_rooms = False, False, False
         self._end_of_pullback()
 
     def _end_of_reduction(self) -> None:
@@ -177,16 +255,20 @@ class Schedule:
 
     def _end_of_gathers(self) -> None:
         ahead, self._ahead = self._ahead, {}
-        for _, wait in ahead.values():
+        for room, wait in ahead.values():
             wait()
+            room.busy = False
+        self.empty_rooms()
 
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""
         self._end_of_reduction()
-        self._end_of_gathers()
-        self._kept.clear()
         self._spare = None
         for reference in self._calls:
             op = reference()
             if op is not None:
                 op.forget_ahead()
+        for room in self._kept.values():
+            room.busy = False
+        self._kept.clear()
+        self._end_of_gathers()

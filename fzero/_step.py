@@ -66,9 +66,13 @@ class Step:
         return bool(find(self.rules, "remat"))
 
     @property
+    def compiles(self) -> bool:
+        return bool(find(self.rules, "compile"))
+
+    @property
     def signature(self) -> tuple[Any, ...]:
         """What a state must have been made with: everything that decides how it lies in memory."""
-        return (self.policy, self.units, tuple(rule for rule in self.rules if rule.column != "remat"))
+        return (self.policy, self.units, tuple(rule for rule in self.rules if rule.column not in ("remat", "compile")))
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""

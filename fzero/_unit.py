@@ -10,6 +10,7 @@ import contextlib
 import contextvars
 import functools
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,11 +18,12 @@ import torch
 
 from fzero import _private, _tree
 from fzero._capture import containers, guard, is_kept, is_strict, refuse_caches, refuse_captures
+from fzero._compile import compiled, without_donation
 from fzero._handle import Handle
 from fzero._layout import Layout
 from fzero._node import Op, Tensors, active, apply, gradients, refuse_foreign_leaves
 from fzero._random import Seeds, seeded
-from fzero._schedule import Schedule
+from fzero._schedule import Room, Schedule
 from fzero._use import Use
 
 _current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
@@ -31,17 +33,30 @@ class Traversal:
     """One run of the step's function: what its units share. Lives as long as that run's graph, never longer."""
 
     def __init__(
-        self, layout: Layout, uses: Mapping[str, Use], sharded: bool, remat: bool, seed: tuple[int, ...], device: str
+        self,
+        layout: Layout,
+        uses: Mapping[str, Use],
+        sharded: bool,
+        remat: bool,
+        compiles: bool,
+        seed: tuple[int, ...],
+        device: str,
     ) -> None:
-        self.layout, self.uses, self.sharded, self.remat, self.device = layout, uses, sharded, remat, device
+        self.layout, self.uses, self.remat, self.compiles, self.device = layout, uses, remat, compiles, device
+        self.acts = sharded or remat or compiles  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
 
     def is_split(self, key: str) -> bool:
-        """Whether nothing is to be done at the use of a group: its leaves are then differentiated themselves."""
-        return self.uses[key].trivial and not (self.layout.groups[key].unit and (self.sharded or self.remat))
+        """Whether nothing is to be done at the use of a small group: its leaves are then differentiated themselves.
+
+        That costs less than a node; a large one's grads had better be moved into its flat buffer one by one.
+        """
+        group = self.layout.groups[key]
+        small = group.numel < 1 << 16
+        return small and self.uses[key].trivial and not (group.unit and self.acts)
 
     def leaves(self, primals: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[Any]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles.
@@ -52,7 +67,7 @@ class Traversal:
         out: list[Any] = [None] * len(self.layout.rows)
         for key, primal in primals.items():
             group = self.layout.groups[key]
-            if isinstance(primal, torch.Tensor) and group.unit and (self.sharded or self.remat):
+            if isinstance(primal, torch.Tensor) and group.unit and self.acts:
                 for slot in group.slots:
                     out[slot.leaf] = Handle(self, key, slot.leaf, primal)
             else:
@@ -149,8 +164,7 @@ class UnitOp(Op):
         super().__init__(pure, seed, traversal.device)
         self.traversal, self.keys, self.body, self.recompute = traversal, keys, body, recompute
         self._pull: _Pull | None = None
-        self._full: dict[str, torch.Tensor] = {}
-        self._owned: list[str] = []
+        self._rooms: dict[str, Room] = {}
         self._used = False
         self._refilling: dict[str, Callable[[], None]] = {}
         self.number = traversal.schedule.called(self)
@@ -165,11 +179,13 @@ class UnitOp(Op):
         if not (wanted and schedule.is_last()):
             self._free()
         elif self.recompute:
-            for key in self._owned:
-                schedule.keep(key, self._full[key])
-            self._full = {}
+            for key, room in self._rooms.items():
+                schedule.keep(key, room)
+            self._rooms = {}
         else:  # the pullback starts with what is gathered last
-            self._refilling = dict.fromkeys(self._owned, lambda: None)
+            for room in self._rooms.values():
+                room.user = weakref.ref(self)
+            self._refilling = dict.fromkeys(self._rooms, _nothing)
         return out
 
     def back(
@@ -187,11 +203,13 @@ class UnitOp(Op):
         else:
             self._refill()
             self._gather_previous()
+            self.traversal.schedule.empty_rooms()
         pull = self._pull
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
         inputs = list(pull.inputs.values())
-        found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+        with without_donation() if keep and self.traversal.compiles else contextlib.nullcontext():
+            found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
         out = {
             i: torch.zeros_like(x) if g is None else g
             for (i, x), g in zip(pull.inputs.items(), found[len(flat) :], strict=True)
@@ -206,7 +224,7 @@ class UnitOp(Op):
             del found[len(found) - len(leaves) :]
             out[self.keys.index(key)] = self.traversal.collect(key, grads, self.traversal.schedule.is_called_once(key))
         if not keep:
-            self._full = {}
+            self._rooms = {}
         return out
 
     @property
@@ -215,21 +233,21 @@ class UnitOp(Op):
 
     def _forward(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> Tensors:
         traversal, count = self.traversal, len(self.keys)
-        self._full, self._owned = {}, []
+        self._rooms = {}
         leaves: dict[int, torch.Tensor] = {}
         differentiated: list[list[torch.Tensor]] = []
         own: dict[int, torch.Tensor] = {}
         for position, key in enumerate(self.keys):
-            full, new = traversal.schedule.take(key, tensors[position])
-            self._full[key] = full
-            if new:
-                self._owned.append(key)
+            full, room = traversal.schedule.take(key, tensors[position])
+            if room is not None:
+                self._rooms[key] = room
             own = traversal.layout.groups[key].cut(full)
             if position in wanted:
                 differentiated.append([view.requires_grad_() for view in own.values()])
             leaves.update(own)
         del own
         gather_ahead()
+        traversal.schedule.empty_rooms()
         held = {index: sys.getrefcount(leaves[index]) for index in leaves}
         inputs = list(tensors[count:])
         for position in wanted:
@@ -238,7 +256,7 @@ class UnitOp(Op):
         grad_mode = torch.enable_grad() if wanted else contextlib.nullcontext()
         with self.surroundings(), _private.saved_tensor_hooks(), grad_mode:
             out = self.body(leaves, inputs)
-        storages = {self._full[key].untyped_storage().data_ptr() for key in self._owned}
+        storages = {room.full.untyped_storage().data_ptr() for room in self._rooms.values()}
         views = [o.untyped_storage().data_ptr() in storages for o in out]
         slack = bool(wanted) or any(views)  # the unit's own graph, or an output that is a view, is one more holder
         returned = {id(o) for o in out}
@@ -264,40 +282,41 @@ class UnitOp(Op):
         return tuple(o.detach().clone() if view else o.detach() for o, view in zip(out, views, strict=True))
 
     def _free(self) -> None:
-        for key in self._owned:
-            self._full[key].untyped_storage().resize_(0)
+        for room in self._rooms.values():
+            self.traversal.schedule.release(room)
         if self._pull is None:
-            self._full = {}
+            self._rooms = {}
 
     def _gather_previous(self) -> None:
         self.traversal.schedule.gather_previous(self)
 
     def gather_ahead(self) -> None:
-        """Starts to gather what the pullback of this call will need."""
+        """Starts to gather what the pullback of this call will need, where its room is free."""
         if self.recompute:
             self.traversal.schedule.gather_ahead(tuple(self.keys))
         elif self._pull is not None:
-            for key in self._owned:
-                if key not in self._refilling:
-                    self._refilling[key] = self._start_refill(key)
+            for key, room in self._rooms.items():
+                if key not in self._refilling and not room.busy:
+                    self._refilling[key] = self.traversal.schedule.refill(key, room, self)
+
+    def lose(self, room: Room) -> None:
+        """Another call takes the room: what was gathered for this one is gone."""
+        for key in [key for key, own in self._rooms.items() if own is room]:
+            self._refilling.pop(key, _nothing)()
 
     def forget_ahead(self) -> None:
-        """Frees what was gathered ahead and not used."""
-        for key, wait in self._refilling.items():
-            wait()
-            self._full[key].untyped_storage().resize_(0)
-        self._refilling = {}
-
-    def _start_refill(self, key: str) -> Callable[[], None]:
-        use, full = self.traversal.uses[key], self._full[key]
-        full.untyped_storage().resize_(full.numel() * full.element_size())
-        with _private.preserve_version([full]), torch.no_grad():
-            return use.start_into(full)
+        """Leaves what was gathered ahead and not used."""
+        for key in list(self._refilling):
+            self._refilling.pop(key)()
+            self._rooms[key].busy = False
 
     def _refill(self) -> None:
-        refilling, self._refilling = self._refilling, {}
-        for key in self._owned:
-            (refilling.get(key) or self._start_refill(key))()
+        for key, room in self._rooms.items():
+            (self._refilling.pop(key, None) or self.traversal.schedule.refill(key, room, self))()
+
+
+def _nothing() -> None:
+    pass
 
 
 def used_up(what: str) -> str:
@@ -353,10 +372,14 @@ def call_unit(
     kwargs: Mapping[str, Any],
     trusted: bool = False,
     seed: int | None = None,
+    compilable: Callable[..., Any] | None = None,
 ) -> Any:
     """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
 
     A trusted function may hold on to leaves between its calls, as it overwrites them before it reads them.
+
+    Args:
+        compilable: what runs in a compiled step in `fn`'s place; `fn` itself, compiled, by default.
     """
     flat, spec = _tree.flatten((args, dict(kwargs)))
     handles = [leaf for leaf in flat if isinstance(leaf, Handle)]
@@ -368,6 +391,8 @@ def call_unit(
     primals = {handle.key: handle.primal for handle in handles}
     keys = list(primals)
     refuse_captures(fn)
+    if traversal.compiles:
+        fn, trusted = compilable or compiled(fn), True  # a compiler looks at the leaves, and keeps none
     box: dict[str, Any] = {}
     mine: set[int] = set()  # not the op itself, which would be a cycle
 

@@ -61,11 +61,6 @@ class Use:
         """Begins to gather the stored shard into `full`."""
         return self.axis.start_gather(full, self.shard.to(self.compute), self.tag)
 
-    def start(self) -> tuple[torch.Tensor, Callable[[], None]]:
-        """A full buffer that is being gathered, and what waits for its end."""
-        full = self.shard.new_empty(self.shard.numel() * self.axis.size, dtype=self.compute)
-        return full, self.start_into(full)
-
     def spread(self, shard: torch.Tensor) -> torch.Tensor:
         return self.axis.gather(shard.to(self.compute), self.tag)
 

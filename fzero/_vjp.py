@@ -59,7 +59,7 @@ def traversal_of(
             held=held,
         )
     device = next(iter(params.locals().values())).device.type
-    traversal = Traversal(params.layout, uses, stage == 3, step.remats, seed, device)
+    traversal = Traversal(params.layout, uses, stage == 3, step.remats, step.compiles, seed, device)
     traversal.schedule.expect(params.axis.orders, step.fn)
     return traversal, primals, fixed
 

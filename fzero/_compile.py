@@ -1,0 +1,48 @@
+"""Compiled units: torch.compile of a unit's own function, called where no functorch level is active."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero import _private
+
+_compiled: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+
+def without_donation() -> Any:
+    """Graphs that are compiled inside may be pulled back again, and those pulled back inside stay."""
+    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[attr-defined]
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """The default compiler, with eager's random numbers."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with without_donation():
+        return compile_fx(graph, inputs, config_patches={"fallback_random": True})
+
+
+def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """`fn`, compiled where it runs on plain tensors; under a functorch level, where it would be no graph, as it is."""
+    function = getattr(fn, "__func__", fn)  # a bound method is another object at every look
+    try:
+        code = _compiled.get(function)
+    except TypeError:  # cannot be referred to weakly
+        return _switch(fn, torch.compile(fn, backend=_inductor))
+    if code is None:
+        code = _compiled[function] = torch.compile(function, backend=_inductor)
+    if function is not fn:
+        code = functools.partial(code, fn.__self__)  # type: ignore[attr-defined]
+    return _switch(fn, code)
+
+
+def _switch(fn: Callable[..., Any], code: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (fn if _private.level() else code)(*args, **kwargs)
+
+    return call
