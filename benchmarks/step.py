@@ -8,8 +8,9 @@
     python benchmarks/step.py --device cuda --ranks 1 --dtype bfloat16 --width 2048 --blocks 20 --heads 16 --batch 8 \\
         --context 1024                                           # a GPU: 1.0 billion params
 
-A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes one step in turn, so that a
-machine whose speed drifts slows all of them. Memory: each contender runs alone in fresh processes.
+A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes one step in turn, in an order
+drawn anew for each round, so that a machine whose speed drifts slows all of them alike. Memory: each contender runs
+alone in fresh processes.
 
 One line per contender:
 
@@ -31,6 +32,7 @@ import contextlib
 import io
 import logging
 import multiprocessing
+import random
 import statistics
 import tempfile
 import time
@@ -79,9 +81,12 @@ def time_steps(rank: int, args: argparse.Namespace, names: Sequence[str], store:
     times: dict[str, list[float]] = {name: [] for name in names}
     losses: dict[str, list[float]] = {name: [] for name in names}
     data = batches(args, rank)
+    order, shuffle = list(runs), random.Random(0)  # whom a contender follows decides in what state it finds the memory
     for count in range(args.warmup + args.steps):
         x, y = next(data)
-        for name, run in runs.items():
+        shuffle.shuffle(order)
+        for name in order:
+            run = runs[name]
             synchronize(args.device)
             dist.barrier()
             begin = time.perf_counter()
@@ -154,7 +159,7 @@ def ratio(times: dict[str, list[float]], name: str, other: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128, "warmup": 2, "steps": 9}
+    sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128, "warmup": 2, "steps": 13}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")

@@ -108,14 +108,13 @@ class Axis:
 
     def start_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> Callable[[], None]:
         """Begins to fill `full[numel]` with the shards of all ranks, in rank order; the result waits for its end."""
-        own = full.chunk(self.size)[self.rank] if self.size > 1 else full
-        if own.data_ptr() != shard.data_ptr():
-            own.copy_(shard)
         if self.size == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
             return _done
-        explained = self._announced("all_gather", tag, own, self.group)
+        explained = self._announced("all_gather", tag, shard, self.group)
         with explained():
-            wait = _distributed.start_all_gather(full, own, self.group, self._number("all_gather", tag))
+            wait = _distributed.start_all_gather(full, shard, self.group, self._number("all_gather", tag))
         return _explaining(wait, explained)
 
     def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
@@ -141,7 +140,8 @@ class Axis:
             explained = self._announced("reduce_scatter", tag, full, self.group)
             with explained():
                 number = self._number("reduce_scatter", tag)
-                wait = _distributed.start_reduce_scatter(full, out, self.group, number)
+                divisor = self.ranks if self.copies == 1 else 1
+                wait = _distributed.start_reduce_scatter(full, out, self.group, number, divisor)
             wait = _explaining(wait, explained)
         elif self.copies > 1:
             out = full.clone()
@@ -151,7 +151,7 @@ class Axis:
             if self.copies > 1:
                 with self._announced("all_reduce", tag, out, self.replicas)():
                     _distributed.all_reduce(out, self.replicas)
-            out.div_(self.ranks)
+                out.div_(self.ranks)
 
         return out, finish
 

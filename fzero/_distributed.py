@@ -67,24 +67,36 @@ def _device_of(group: Any) -> torch.device:
 
 
 Wait = Callable[[], None]
+CHUNK = 1 << 16  # elements that stay in a core's cache while they are added up
 
 
 def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> Wait:
-    """Fills `full` with the shards of all ranks, in rank order; `shard` is this rank's slice of it."""
+    """Fills `full` with the shards of all ranks, in rank order. The shard may lie in its place already."""
     backend = dist.get_backend(group)
     if backend == "gloo":
         parts = list(full.chunk(size_of(group)))
-        return _start_exchange([shard] * len(parts), parts, group, number)
+        shard = shard.contiguous()
+        wait = _start_exchange([shard] * len(parts), parts, group, number)
+        own = parts[rank_in(group)]
+        if own.data_ptr() != shard.data_ptr():
+            own.copy_(shard)  # while the others' come
+        return wait
     work = _all_gather(full, shard, group, async_op=backend != "threaded")
     return work.wait if work is not None else _nothing
 
 
-def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int) -> Wait:
-    """Fills `out` with this rank's slice of the sum, added up in rank order where the backend leaves that to us."""
+def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
+    """Fills `out` with this rank's slice of the sum over `divisor`, added up in rank order where that is left to us."""
     backend, size, rank = dist.get_backend(group), size_of(group), rank_in(group)
     if backend not in ("gloo", "threaded"):
         work = _reduce_scatter(out, full, group, async_op=True)
-        return lambda: (full, work.wait()) and None  # the input lives until then
+
+        def divide() -> None:
+            _ = full  # the input lives until then
+            work.wait()
+            out.div_(divisor)
+
+        return divide
     parts = list(full.chunk(size))
     # the sum is in rank order, and its first term that comes from elsewhere is received where the sum is to be
     first = 1 if rank == 0 else 0
@@ -96,14 +108,16 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
         received[rank] = torch.empty_like(out)
         dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
 
-    def wait() -> None:
+    def add() -> None:
         arrived()
-        torch.add(received[0], received[1], out=out)
-        for part in received[2:]:
-            out.add_(part)
+        for total, *terms in zip(*[part.view(-1).split(CHUNK) for part in (out, *received)], strict=True):
+            torch.add(terms[0], terms[1], out=total)
+            for term in terms[2:]:
+                total.add_(term)
+            total.div_(divisor)
         received.clear()
 
-    return wait
+    return add
 
 
 def _nothing() -> None:
