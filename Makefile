@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it and keeps what was trained)"
@@ -18,6 +18,20 @@ lint: .venv/.installed
 	@echo "== ruff and pyright"
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
+
+# benchmarks want an otherwise idle machine
+bench: .venv/.installed
+	@echo "== installing the peers (extra bench)"
+	@$(PIP) -e '.[bench]'
+	@echo "== what a unit costs in Python"
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
+	@echo "== steps beside DDP, FSDP2 and DeepSpeed on two ranks (some minutes)"
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py
+
+# one CUDA device, a GPT of 1.0 billion params in bfloat16
+bench-gpu: .venv/.installed
+	@$(BIN)/python benchmarks/step.py --device cuda --ranks 1 --dtype bfloat16 \
+		--width 2048 --blocks 20 --heads 16 --batch 8 --context 1024
 
 # torch comes first: the pinned version, before any open range can choose another
 .venv/.installed: pyproject.toml constraints.txt

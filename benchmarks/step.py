@@ -144,7 +144,8 @@ def spawned(function: Any, args: argparse.Namespace, what: Any) -> Any:
 
 
 def check_losses(losses: dict[str, list[float]], tolerance: float) -> None:
-    for names in (["no communication", "fzero"], [n for n in losses if n not in ("no communication", "fzero")]):
+    alone = [name for name in (ALONE, "fzero") if name in losses]
+    for names in (alone, [name for name in losses if name not in alone]):
         reference = losses[names[0]]
         for name in names[1:]:
             gap = max(abs(a - b) / abs(b) for a, b in zip(losses[name], reference, strict=True))

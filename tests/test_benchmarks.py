@@ -1,0 +1,30 @@
+"""The benchmarks run, and compare what computes the same."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+FOLDER = Path(__file__).parent.parent / "benchmarks"
+TINY = "--width 16 --heads 2 --batch 2 --context 8 --steps 1 --warmup 1".split()
+
+
+def run(script: str, *arguments: str) -> str:
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, str(FOLDER / script), *arguments], env=environment, capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_step() -> None:
+    out = run("step.py", *TINY, "--blocks", "2", "--no-memory", "--only", "DDP", "fzero ZeRO-2", "fzero ZeRO-3")
+    assert "losses agree" in out
+    assert "fzero ZeRO-2 of DDP" in out
+
+
+def test_overhead() -> None:
+    assert "a unit adds" in run("overhead.py", *TINY, "--blocks", "2")

@@ -1,0 +1,135 @@
+"""What fzero uses of torch's private parts, each held against what it should say."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from fzero import _private
+
+
+def seen(fn: Any) -> tuple[Any, torch.Tensor]:
+    """What `fn` says of a tensor inside torch.func.vjp under no_grad, and that value's gradient."""
+    box = []
+
+    def traced(x: torch.Tensor) -> torch.Tensor:
+        box.append(fn(x))
+        return x.sum()
+
+    with torch.no_grad():
+        pair: Any = torch.func.vjp(traced, torch.ones(2))
+        return box[0], pair[1](torch.ones(()))[0]
+
+
+def test_levels() -> None:
+    assert _private.level() == 0
+    assert seen(lambda x: _private.level())[0] == 1
+    assert seen(lambda x: _private.is_wrapped(x))[0]
+    assert not _private.is_wrapped(torch.ones(1))
+
+
+def test_a_value_of_an_outer_level_is_differentiated() -> None:
+    def inner(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        assert _private.is_differentiated(x)
+        assert _private.is_differentiated(y)
+        assert not _private.is_differentiated(torch.ones(1))
+        assert not _private.is_differentiated(torch.ones(1, dtype=torch.int64))
+        return (x * y).sum()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return torch.func.grad(inner)(torch.ones(2), x).sum()
+
+    assert torch.func.grad(outer)(torch.ones(2)).tolist() == [1, 1]
+
+
+def test_the_single_level() -> None:
+    """Only a lone vjp under no_grad has it: elsewhere somebody else may differentiate too."""
+    assert _private.single_level() == 0
+    assert seen(lambda x: _private.single_level())[0] == 1
+    levels: list[int] = []
+
+    def note(x: torch.Tensor) -> torch.Tensor:
+        levels.append(_private.single_level())
+        return x.sum()
+
+    torch.func.vjp(note, torch.ones(2))  # grad mode is on
+    torch.func.jvp(note, (torch.ones(2),), (torch.ones(2),))
+    torch.func.vmap(note)(torch.ones(2, 2))
+    with torch.no_grad():
+        torch.func.vjp(lambda x: torch.func.vjp(note, x)[0], torch.ones(2))
+        with forward_ad.dual_level():
+            torch.func.vjp(note, torch.ones(2))
+    assert levels == [0] * 5
+
+
+def test_a_direct_function_is_the_function() -> None:
+    class Twice(torch.autograd.Function):
+        @staticmethod
+        def forward(factor: float, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            assert _private.level() == 0
+            return factor * x, x + 1
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.factor = inputs[0]
+
+        @staticmethod
+        def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:  # type: ignore[override]
+            return None, ctx.factor * first + second
+
+    direct = _private.direct(Twice)
+    for mode in (torch.no_grad(), torch.enable_grad()):
+        with mode:
+            pair: Any = torch.func.vjp(lambda x: direct(3.0, x), torch.ones(2))
+            (first, second), pullback = pair
+            (ct,) = pullback((torch.ones(2), torch.full((2,), 10.0)))
+        assert (first.tolist(), second.tolist(), ct.tolist()) == ([3, 3], [2, 2], [13, 13])
+    x = torch.ones(2, requires_grad=True)
+    direct(3.0, x)[0].sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
+def test_a_backward_knows_whether_its_graph_is_kept() -> None:
+    said = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: said.append(_private.keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert said == [True, False]
+
+
+def test_writes_that_are_no_changes() -> None:
+    w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    leaf = w.detach().requires_grad_()
+    out = (leaf * x).sum()
+    with _private.preserve_version([leaf]), torch.no_grad():
+        leaf.mul_(3)
+    out.backward()
+    assert x.grad is not None and x.grad.tolist() == [3, 3]
+
+
+def test_saved_tensor_hooks_where_functorch_switched_them_off() -> None:
+    def hooked(x: torch.Tensor) -> bool:
+        with _private.saved_tensor_hooks():
+            return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
+
+    assert seen(hooked)[0]
+
+
+def test_holders() -> None:
+    x = torch.ones(4)
+    assert _private.storage_holders(x) == 1
+    view = x[:2]
+    assert _private.storage_holders(x) == 2
+    del view
+    gc.collect()
+    assert _private.storage_holders(x) == 1
+    mapping = {"x": torch.ones(1)}
+    assert _private.entry_holders(mapping, "x") == 0
+    other = mapping["x"]
+    assert _private.entry_holders(mapping, "x") == 1
+    del other
