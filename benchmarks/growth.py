@@ -1,6 +1,6 @@
 """How step time and memory of ZeRO-3 grow with units, params, ranks and tokens, as a picture.
 
-    OMP_NUM_THREADS=1 python benchmarks/growth.py            # about 8 minutes; writes out/growth.png
+    OMP_NUM_THREADS=1 python benchmarks/growth.py            # some minutes; writes out/growth.png
     OMP_NUM_THREADS=1 python benchmarks/growth.py --quick    # fewer points
 
 Time is that of a step over the same step without any communication, interleaved in one run. Memory is live tensor bytes
@@ -11,7 +11,6 @@ would bend a line upwards.
 from __future__ import annotations
 
 import argparse
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from contenders import ALONE
 from matplotlib.ticker import NullFormatter, ScalarFormatter
-from step import measure_memory, ratio, spawned, time_steps
+from step import memory, ratio, spawned, timed
 
 NAMES = [ALONE, "FSDP2", "fzero ZeRO-3"]
 BASE = {"ranks": 2, "width": 128, "blocks": 6, "heads": 2, "batch": 4, "context": 64}
@@ -33,15 +32,16 @@ AXES: dict[str, tuple[str, list[int]]] = {
 }
 
 
+def both(rank: int, args: argparse.Namespace, names: list[str]) -> dict[str, Any]:
+    """Ratios of time and of live bytes at peak to the step without communication."""
+    times, _ = timed(rank, args, names)
+    peaks = {name: memory(rank, args, name)[1] for name in names}
+    return {name: {"time": ratio(times, name, ALONE), "peak": peaks[name] / peaks[ALONE]} for name in names[1:]}
+
+
 def measured(**sizes: int) -> dict[str, Any]:
-    """Ratios of time and of peak memory to the step without communication."""
     args = argparse.Namespace(**{**BASE, **sizes}, dtype="float32", device="cpu", remat=False, warmup=2, steps=9)
-    times, _ = spawned(time_steps, args, NAMES)
-    peaks = {name: spawned(measure_memory, copy.copy(args), name)[1] for name in NAMES}
-    return {
-        name: {"time": ratio(times, name, ALONE), "peak": peaks[name] / peaks[ALONE], "bytes": peaks[name]}
-        for name in NAMES[1:]
-    }
+    return spawned(both, args, NAMES)
 
 
 def main() -> None:

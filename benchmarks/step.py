@@ -48,6 +48,7 @@ from contenders import ALONE, CONTENDERS, Setup, is_here, start
 import fzero as fz
 
 MB = 2**20
+Series = dict[str, list[float]]  # by contender, one of each step
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
@@ -74,31 +75,27 @@ def synchronize(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def time_steps(rank: int, args: argparse.Namespace, names: Sequence[str], store: str, results: Any) -> None:
-    start(rank, args.ranks, store, args.device)
+def timed(rank: int, args: argparse.Namespace, names: Sequence[str]) -> tuple[Series, Series]:
+    """Seconds of the steps of every contender, interleaved, and the losses of all."""
     with quiet():
         runs = {name: CONTENDERS[name](setup_of(args)) for name in names}
-    times: dict[str, list[float]] = {name: [] for name in names}
-    losses: dict[str, list[float]] = {name: [] for name in names}
+    times: Series = {name: [] for name in names}
+    losses: Series = {name: [] for name in names}
     data = batches(args, rank)
     order, shuffle = list(runs), random.Random(0)  # whom a contender follows decides in what state it finds the memory
     for count in range(args.warmup + args.steps):
         x, y = next(data)
         shuffle.shuffle(order)
         for name in order:
-            run = runs[name]
             synchronize(args.device)
             dist.barrier()
             begin = time.perf_counter()
-            loss = run(x, y)
+            loss = runs[name](x, y)
             synchronize(args.device)
             if count >= args.warmup:
                 times[name].append(time.perf_counter() - begin)
             losses[name].append(loss.item())
-    if rank == 0:
-        results.put((times, losses))
-    dist.barrier()
-    dist.destroy_process_group()
+    return times, losses
 
 
 def resident(field: str) -> int:
@@ -107,8 +104,8 @@ def resident(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measure_memory(rank: int, args: argparse.Namespace, name: str, store: str, results: Any) -> None:
-    start(rank, args.ranks, store, args.device)
+def memory(rank: int, args: argparse.Namespace, name: str) -> tuple[int, int, int | None]:
+    """Live bytes at rest and at peak, and resident bytes at peak."""
     cuda = args.device == "cuda"
     before = 0 if cuda else resident("VmRSS")
     live = fz.testing.LiveBytes()
@@ -129,21 +126,27 @@ def measure_memory(rank: int, args: argparse.Namespace, name: str, store: str, r
                 Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
         run(*next(data))
     peak = torch.cuda.max_memory_allocated() if cuda else live.peak
+    return rest, peak, None if cuda else resident("VmHWM") - before
+
+
+def on_rank(rank: int, measure: Any, args: argparse.Namespace, what: Any, store: str, results: Any) -> None:
+    start(rank, args.ranks, store, args.device)
+    found = measure(rank, args, what)
     if rank == 0:
-        results.put((rest, peak, None if cuda else resident("VmHWM") - before))
+        results.put(found)
     dist.barrier()
     dist.destroy_process_group()
 
 
-def spawned(function: Any, args: argparse.Namespace, what: Any) -> Any:
-    """What rank 0 puts into the queue."""
+def spawned(measure: Any, args: argparse.Namespace, what: Any) -> Any:
+    """What `measure(rank, args, what)` finds on rank 0 of fresh processes."""
     results = multiprocessing.get_context("spawn").SimpleQueue()
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(function, (args, what, f"file://{folder}/store", results), nprocs=args.ranks)
+        mp.spawn(on_rank, (measure, args, what, f"file://{folder}/store", results), nprocs=args.ranks)
     return results.get()
 
 
-def check_losses(losses: dict[str, list[float]], tolerance: float) -> None:
+def check_losses(losses: Series, tolerance: float) -> None:
     alone = [name for name in (ALONE, "fzero") if name in losses]
     for names in (alone, [name for name in losses if name not in alone]):
         reference = losses[names[0]]
@@ -154,7 +157,7 @@ def check_losses(losses: dict[str, list[float]], tolerance: float) -> None:
     print(f"losses agree within {tolerance:.0e} (relative, {len(next(iter(losses.values())))} steps)")
 
 
-def ratio(times: dict[str, list[float]], name: str, other: str) -> float:
+def ratio(times: Series, name: str, other: str) -> float:
     return statistics.median(a / b for a, b in zip(times[name], times[other], strict=True))
 
 
@@ -173,7 +176,7 @@ def main() -> None:
     names = [name for name in chosen if is_here(name)]
     said = {key: value for key, value in vars(args).items() if key not in ("only", "no_memory")}
     print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
-    times, losses = spawned(time_steps, args, names)
+    times, losses = spawned(timed, args, names)
     check_losses(losses, 1e-4 if args.dtype == "float32" else 2e-2)
     print(f"{'':<23}{'median':>10}{'of alone':>10}{'of FSDP2':>10}{'at rest':>10}{'at peak':>10}{'resident':>10}")
     for name in chosen:
@@ -183,7 +186,7 @@ def main() -> None:
         line = f"{name:<23}{statistics.median(times[name]) * 1e3:>10.1f}"
         line += f"{ratio(times, name, ALONE):>10.3f}{ratio(times, name, 'FSDP2'):>10.3f}"
         if not args.no_memory:
-            sizes = spawned(measure_memory, args, name)
+            sizes = spawned(memory, args, name)
             line += "".join(f"{'' if size is None else f'{size / MB:.0f}':>10}" for size in sizes)
         print(line, flush=True)
     if "DeepSpeed ZeRO-3" in names and "fzero ZeRO-3" in names:
