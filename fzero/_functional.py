@@ -47,7 +47,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
-    known = set(names.values())
+    known = dict.fromkeys(names.values())  # in order, so that every rank says the same
     structures: dict[Any, dict[str, dict[str, str]]] = {}
     threads = threading.local()  # swapping a module's params is not safe across threads
 
@@ -158,7 +158,7 @@ class _Places:
                 owner[name] = leaf
 
 
-def _check_names(params: Params, names: set[str]) -> None:
+def _check_names(params: Params, names: Mapping[str, None]) -> None:
     missing = [name for name in names if name not in params]
     extra = [name for name in params if name not in names]
     if missing or extra:
