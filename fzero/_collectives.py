@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from fzero import _distributed
+from fzero._distributed import done as done
 from fzero._divergence import announce, explained
 
 
@@ -111,7 +112,7 @@ class Axis:
         if self.size == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
-            return _done
+            return done
         explained = self._announced("all_gather", tag, shard, self.group)
         with explained():
             wait = _distributed.start_all_gather(full, shard, self.group, self._number("all_gather", tag))
@@ -133,8 +134,8 @@ class Axis:
         """
         full = full.contiguous()
         if self.ranks == 1:
-            return full, _done
-        out, wait = full, _done
+            return full, done
+        out, wait = full, done
         if self.size > 1:
             out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]))
             explained = self._announced("reduce_scatter", tag, full, self.group)
@@ -214,10 +215,6 @@ class Axis:
                         f"{_first_difference(said_by_all[0], said_by_all[other])}, rank {other} has "
                         f"{_first_difference(said_by_all[other], said_by_all[0])}. {advice}"
                     )
-
-
-def _done() -> None:
-    pass
 
 
 def _explaining(wait: Callable[[], None], explained: Callable[[], Any]) -> Callable[[], None]:

@@ -28,21 +28,23 @@ def _inductor(graph: Any, inputs: Any) -> Any:
 
 
 def compiled(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """`fn`, compiled where it runs on plain tensors; under a functorch level, where it would be no graph, as it is."""
+    """`fn`, compiled where it runs on plain tensors; under a functorch level, where it would be no graph, as it is.
+
+    The compiler is not even imported before the first call.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (fn if _private.level() else _code_of(fn))(*args, **kwargs)
+
+    return call
+
+
+def _code_of(fn: Callable[..., Any]) -> Callable[..., Any]:
     function = getattr(fn, "__func__", fn)  # a bound method is another object at every look
     try:
         code = _compiled.get(function)
     except TypeError:  # cannot be referred to weakly
-        return _switch(fn, torch.compile(fn, backend=_inductor))
+        return torch.compile(fn, backend=_inductor)
     if code is None:
         code = _compiled[function] = torch.compile(function, backend=_inductor)
-    if function is not fn:
-        code = functools.partial(code, fn.__self__)  # type: ignore[attr-defined]
-    return _switch(fn, code)
-
-
-def _switch(fn: Callable[..., Any], code: Callable[..., Any]) -> Callable[..., Any]:
-    def call(*args: Any, **kwargs: Any) -> Any:
-        return (fn if _private.level() else code)(*args, **kwargs)
-
-    return call
+    return code if function is fn else functools.partial(code, fn.__self__)  # type: ignore[attr-defined]

@@ -82,7 +82,7 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number
             own.copy_(shard)  # while the others' come
         return wait
     work = _all_gather(full, shard, group, async_op=backend != "threaded")
-    return work.wait if work is not None else _nothing
+    return work.wait if work is not None else done
 
 
 def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
@@ -101,7 +101,7 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
     # the sum is in rank order, and its first term that comes from elsewhere is received where the sum is to be
     first = 1 if rank == 0 else 0
     received = [parts[rank] if r == rank else torch.empty_like(out) if r != first else out for r in range(size)]
-    arrived = _nothing
+    arrived = done
     if backend == "gloo":
         arrived = _start_exchange(parts, received, group, number)
     else:
@@ -120,7 +120,7 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
     return add
 
 
-def _nothing() -> None:
+def done() -> None:
     pass
 
 

@@ -58,7 +58,9 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
             tensors = [*pristine.parameters(), *pristine.buffers()]
             threads.twin = copy.deepcopy(pristine, {id(tensor): tensor for tensor in tensors})
             threads.patched, threads.paths = set(), set()
-            threads.places = _Places(threads.twin, threads.twin)
+            module = threads.twin
+            threads.places = _Places(module, module)
+            threads.fast = _Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)))
             threads.buffers = list(threads.twin.named_buffers())
         return threads.twin
 
@@ -73,9 +75,6 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         # torch's recurrent layers keep a list of their weights, which is written anew with every swap
         recurrent = any(isinstance(module, nn.RNNBase) for module in own.modules())
 
-        def run(leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-            return places.call(leaves, args, kwargs)
-
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = _units.get().get(path)
@@ -83,7 +82,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                return call_unit(run, (leaves, args, kwargs), {}, recurrent, seed, fast.call)
+                return call_unit(places.call, (leaves, args, kwargs), {}, recurrent, seed, fast.call)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
@@ -111,8 +110,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         versions = [(name, buffer, buffer._version) for name, buffer in threads.buffers]
         try:
             if ROOT in units:  # the whole module is one unit
-                fast = _Places(module, compiled(lambda *a, **k: module(*a, **k)))
-                out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {}, compilable=fast.call)
+                out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {}, compilable=threads.fast.call)
             else:
                 full = {name: params[leaf] for name, leaf in aliases.items() if not isinstance(params[leaf], Handle)}
                 out = threads.places.call(full, args, kwargs)

@@ -179,7 +179,5 @@ class Layout:
     def pack(self, key: str, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""
         group = self.groups[key]
-        full = torch.zeros(group.numel, dtype=dtype, device=leaf[group.slots[0].leaf].device)
-        for slot in group.slots:
-            full[slot.offset : slot.offset + slot.numel].copy_(leaf[slot.leaf].detach().reshape(-1))
-        return full
+        leaves = [leaf[slot.leaf].detach() for slot in group.slots]
+        return group.join_into(torch.empty(group.numel, dtype=dtype, device=leaves[0].device), leaves)

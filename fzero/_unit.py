@@ -18,6 +18,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._capture import containers, guard, is_kept, is_strict, refuse_caches, refuse_captures
+from fzero._collectives import done
 from fzero._compile import compiled, without_donation
 from fzero._handle import Handle
 from fzero._layout import Layout
@@ -185,7 +186,7 @@ class UnitOp(Op):
         else:  # the pullback starts with what is gathered last
             for room in self._rooms.values():
                 room.user = weakref.ref(self)
-            self._refilling = dict.fromkeys(self._rooms, _nothing)
+            self._refilling = dict.fromkeys(self._rooms, done)
         return out
 
     def back(
@@ -302,7 +303,7 @@ class UnitOp(Op):
     def lose(self, room: Room) -> None:
         """Another call takes the room: what was gathered for this one is gone."""
         for key in [key for key, own in self._rooms.items() if own is room]:
-            self._refilling.pop(key, _nothing)()
+            self._refilling.pop(key, done)()
 
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""
@@ -313,10 +314,6 @@ class UnitOp(Op):
     def _refill(self) -> None:
         for key, room in self._rooms.items():
             (self._refilling.pop(key, None) or self.traversal.schedule.refill(key, room, self))()
-
-
-def _nothing() -> None:
-    pass
 
 
 def used_up(what: str) -> str:
@@ -431,11 +428,9 @@ class _inside:
     __slots__ = ("guard", "token")
 
     def __enter__(self) -> None:
-        self.token, self.guard = _current.set(None), guard() if is_strict() else None
-        if self.guard is not None:
-            self.guard.__enter__()
+        self.token, self.guard = _current.set(None), guard()
+        self.guard.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
-        if self.guard is not None:
-            self.guard.__exit__(*exc)
+        self.guard.__exit__(*exc)
         _current.reset(self.token)

@@ -65,8 +65,6 @@ class Use:
         return self.axis.gather(shard.to(self.compute), self.tag)
 
     def collect(self, full: torch.Tensor) -> torch.Tensor:
-        if self.axis.ranks == 1:
-            return full.to(self.reduce).to(self.grad)
         return self.axis.reduce_scatter(full.to(self.reduce), self.tag).to(self.grad)
 
     def apply(self, primal: torch.Tensor) -> torch.Tensor:
