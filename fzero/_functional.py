@@ -15,7 +15,8 @@ from torch import nn
 from fzero._compile import compiled
 from fzero._handle import Handle
 from fzero._placement import ROOT, Row
-from fzero._unit import call_unit, origins_of, plain_call
+from fzero._traversal import origins_of
+from fzero._unit import call_unit, plain_call
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running

@@ -10,7 +10,7 @@ import torch
 from fzero import _tree
 
 if TYPE_CHECKING:
-    from fzero._unit import Traversal
+    from fzero._traversal import Traversal
 
 
 class HandleError(AttributeError, TypeError):

@@ -7,11 +7,10 @@ with it (`remat`) only the shards and the inputs are kept. Both are one `Node` o
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,117 +20,10 @@ from fzero._capture import containers, guard, is_kept, is_strict, refuse_caches,
 from fzero._collectives import done
 from fzero._compile import compiled, without_donation
 from fzero._handle import Handle
-from fzero._layout import Layout
 from fzero._node import Op, Tensors, active, apply, gradients, refuse_foreign_leaves
-from fzero._random import Seeds, seeded
-from fzero._schedule import Room, Schedule
-from fzero._use import Use
-
-_current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
-
-
-class Traversal:
-    """One run of the step's function: what its units share. Lives as long as that run's graph, never longer."""
-
-    def __init__(
-        self,
-        layout: Layout,
-        uses: Mapping[str, Use],
-        sharded: bool,
-        remat: bool,
-        compiles: bool,
-        seed: tuple[int, ...],
-        device: str,
-    ) -> None:
-        self.layout, self.uses, self.remat, self.compiles, self.device = layout, uses, remat, compiles, device
-        self.acts = sharded or remat or compiles  # whether there is anything to do where a unit is used
-        self.retain_graph = False
-        self.schedule = Schedule(uses)
-        self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
-        self.next_seed = Seeds(*seed).next
-
-    def is_split(self, key: str) -> bool:
-        """Whether nothing is to be done at the use of a small group: its leaves are then differentiated themselves.
-
-        That costs less than a node; a large one's grads had better be moved into its flat buffer one by one.
-        """
-        group = self.layout.groups[key]
-        small = group.numel < 1 << 16
-        return small and self.uses[key].trivial and not (group.unit and self.acts)
-
-    def leaves(self, primals: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[Any]:
-        """The leaves of the tree that the function receives, in leaf order: full tensors, or handles.
-
-        Args:
-            primals: the stored buffers, or of a group that is split its leaves.
-        """
-        out: list[Any] = [None] * len(self.layout.rows)
-        for key, primal in primals.items():
-            group = self.layout.groups[key]
-            if isinstance(primal, torch.Tensor) and group.unit and self.acts:
-                for slot in group.slots:
-                    out[slot.leaf] = Handle(self, key, slot.leaf, primal)
-            else:
-                views = (
-                    primal
-                    if not isinstance(primal, torch.Tensor)
-                    else apply(_Leaves(self, key), active((primal,)), primal)
-                )
-                for slot, view in zip(group.slots, views, strict=True):
-                    out[slot.leaf] = view
-                    if group.unit:
-                        self.origins[id(view)] = slot.leaf
-        return out
-
-    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None], alone: bool) -> torch.Tensor:
-        """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
-
-        Args:
-            alone: whether no other cotangent will be added to it before the pullback's end.
-        """
-        full = self.schedule.buffer(key, self.layout.groups[key].numel)
-        self.layout.groups[key].join_into(full, cotangents)
-        if isinstance(cotangents, list):
-            cotangents.clear()
-        return self.schedule.reduce(key, full, alone)
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Units that are called inside draw their seeds from here."""
-        token = _current.set(self)
-        try:
-            with seeded(self.next_seed()):
-                yield
-        finally:
-            _current.reset(token)
-            self.origins = {}
-
-
-def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
-    """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
-    traversal = next((x.traversal for x in values if type(x) is Handle), None) or _current.get()
-    if traversal is None:
-        return None, (0,) * len(values)
-    full = traversal.origins.get
-    return traversal.layout, tuple(-1 - x.index if type(x) is Handle else full(id(x), -1) + 1 for x in values)
-
-
-class _Leaves(Op):
-    """A group that is full where the function sees it: its shard -> its leaves."""
-
-    def __init__(self, traversal: Traversal, key: str) -> None:
-        group, use = traversal.layout.groups[key], traversal.uses[key]
-        super().__init__(lambda primal: tuple(group.views(use.apply(primal)).values()), None, traversal.device)
-        self.traversal, self.key = traversal, key
-
-    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
-        full, _ = self.traversal.uses[self.key].value(tensors[0])
-        return tuple(self.traversal.layout.groups[self.key].cut(full).values())
-
-    def back(
-        self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor]:
-        return {0: self.traversal.collect(self.key, cotangents, alone=True)}
+from fzero._random import seeded
+from fzero._schedule import Room
+from fzero._traversal import Traversal, current
 
 
 class _Pull:
@@ -350,7 +242,7 @@ def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
     Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions), it runs as a node, as
     it does when it is sharded: `node(seed)`.
     """
-    traversal = _current.get()
+    traversal = current.get()
     if traversal is None:
         return fn()
     seed = traversal.next_seed()
@@ -383,7 +275,7 @@ def call_unit(
     places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
     if not handles and seed is None:
         return plain_call(lambda: fn(*args, **kwargs), lambda seed: call_unit(fn, args, kwargs, trusted, seed))
-    traversal = handles[0].traversal if handles else _current.get()
+    traversal = handles[0].traversal if handles else current.get()
     assert traversal is not None
     primals = {handle.key: handle.primal for handle in handles}
     keys = list(primals)
@@ -428,9 +320,9 @@ class _inside:
     __slots__ = ("guard", "token")
 
     def __enter__(self) -> None:
-        self.token, self.guard = _current.set(None), guard()
+        self.token, self.guard = current.set(None), guard()
         self.guard.__enter__()
 
     def __exit__(self, *exc: Any) -> None:
         self.guard.__exit__(*exc)
-        _current.reset(self.token)
+        current.reset(self.token)

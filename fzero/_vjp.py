@@ -15,7 +15,8 @@ from fzero._handle import Handle
 from fzero._placement import find
 from fzero._sharded import Sharded
 from fzero._state import TrainState
-from fzero._unit import Traversal, used_up
+from fzero._traversal import Traversal
+from fzero._unit import used_up
 from fzero._use import Use
 
 if TYPE_CHECKING:
