@@ -15,7 +15,7 @@ from fzero import _private, _tree
 class LiveBytes(TorchDispatchMode):
     """Inside, counts the bytes of every storage that an operation of this thread made and that still exists.
 
-    Storages that were resized to nothing count nothing. A look after every operation makes it slow: for tests.
+    Storages that were resized to nothing count nothing. Every operation is looked at, which makes it slow: for tests.
 
     Attributes:
         peak: the largest sum seen, bytes.
@@ -29,47 +29,59 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, on_change: Callable[[int], None] | None = None) -> None:
         super().__init__()
-        self._storages: dict[int, weakref.ref[Any]] = {}
+        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._resizable: set[int] = set()  # what was made empty may be resized, which no operation tells
+        self._total = 0
         self.peak, self._on_change = 0, on_change
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
-        given = {
-            leaf.untyped_storage()._cdata
-            for leaf in _tree.flatten((args, kwargs or {}))[0]
-            if isinstance(leaf, torch.Tensor) and not _private.is_wrapped(leaf)
-        }
-        for leaf in _tree.flatten(out)[0]:
-            plain = isinstance(leaf, torch.Tensor) and not _private.is_wrapped(leaf)  # a wrapper has no storage
-            if plain and leaf.untyped_storage()._cdata not in given:
-                self._add(leaf)
-        now = self.now()
+        given = {tensor.untyped_storage()._cdata for tensor in _plain_tensors((args, kwargs or {}))}
+        for tensor in _plain_tensors(out):
+            if tensor.untyped_storage()._cdata not in given:
+                self._add(tensor, "empty" in func.__name__)
+        for key in (*given, *self._resizable):
+            self._refresh(key)
         if self._on_change is not None:
-            self._on_change(now)
-        self.peak = max(self.peak, now)
+            self._on_change(self._total)
+        self.peak = max(self.peak, self._total)
         return out
 
-    def _add(self, tensor: torch.Tensor) -> None:
-        if tensor.device.type == "meta":
-            return
+    def _add(self, tensor: torch.Tensor, resizable: bool) -> None:
         storage = tensor.untyped_storage()
-        known = self._storages.get(storage._cdata)
-        if known is None or known() is None:
-            self._storages[storage._cdata] = weakref.ref(storage)
+        key = storage._cdata
+        if tensor.device.type == "meta" or key in self._storages:
+            return
+        self._storages[key] = (weakref.ref(storage, lambda _: self._forget(key)), storage.nbytes())
+        self._total += storage.nbytes()
+        if resizable:
+            self._resizable.add(key)
+
+    def _forget(self, key: int) -> None:
+        self._total -= self._storages.pop(key)[1]
+        self._resizable.discard(key)
+
+    def _refresh(self, key: int) -> None:
+        if key in self._storages:
+            reference, before = self._storages[key]
+            storage = reference()
+            now = storage.nbytes() if storage is not None else 0
+            self._storages[key] = (reference, now)
+            self._total += now - before
 
     def now(self) -> int:
         """Bytes that are alive now."""
-        total = 0
-        for key, reference in list(self._storages.items()):
-            storage = reference()
-            if storage is None:
-                del self._storages[key]
-            else:
-                total += storage.nbytes()
-        return total
+        for key in list(self._storages):
+            self._refresh(key)
+        return self._total
 
     def reset_peak(self) -> None:
         self.peak = self.now()
+
+
+def _plain_tensors(tree: Any) -> list[torch.Tensor]:
+    """Those that have a storage: a wrapper of functorch has none."""
+    return [x for x in _tree.flatten(tree)[0] if isinstance(x, torch.Tensor) and not _private.is_wrapped(x)]
 
 
 def assert_peak_bytes(fn: Callable[[], Any], limit: int) -> Any:
