@@ -68,9 +68,10 @@ def main() -> None:
             panel.set_xticks(chosen)
             panel.xaxis.set_major_formatter(ScalarFormatter())
             panel.xaxis.set_minor_formatter(NullFormatter())
-            panel.set_ylim(bottom=0)
             panel.grid(alpha=0.3)
         panels[1][column].set_xlabel(label)
+    for panel in panels[:, 0]:  # of the whole row, once all of it is drawn
+        panel.set_ylim(bottom=0)
     panels[0][0].set_ylabel("step time, of the step\nwithout communication")
     panels[1][0].set_ylabel("live bytes at peak, of the step\nwithout communication")
     panels[0][0].legend()

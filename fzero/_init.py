@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fzero import _tree
+from fzero import _formats, _tree
+from fzero._formats import is_plain
 from fzero._layout import Layout
 from fzero._placement import check_leaf
-from fzero._sharded import Sharded, is_sharded
+from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._state import ScaleState, TrainState
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
     buffers: dict[str, torch.Tensor] = {}
     held: dict[str, torch.Tensor] = {}
     said: list[str] = []
+    holds = step.stage in (1, 2)
     for key, group in layout.groups.items():
         policy = group.row.policy
         assert policy.param and policy.compute
@@ -66,24 +68,29 @@ def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
             }
         elif axis.ranks > 1:
             said += [f"{specs[index][0]} with checksum {_checksum(leaf)}" for index, leaf in made.items()]
-        full = layout.pack(key, made, policy.param)
+        form = policy.param_format
+        full = layout.pack(key, made, policy.param if is_plain(form) else torch.float32)
         del made
         size = layout.shard_numel(key)
         own = full.narrow(0, axis.rank * size, size)
-        holds = step.stage in (1, 2)
-        if holds:
-            held[key] = full if policy.compute == policy.param else full.to(policy.compute)
-        if not holds or policy.compute != policy.param:
-            buffers[key] = full if size == group.numel else own.clone()
+        if not (holds and policy.computes_as_stored):
+            if is_plain(form):
+                parts: tuple[torch.Tensor, ...] = (full if size == group.numel else own.clone(),)
+            else:
+                parts = _formats.encode(form, own)
+            buffers.update(zip(part_names(form, key), parts, strict=True))
+        if holds and is_plain(form):
+            held[key] = full if policy.computes_as_stored else full.to(policy.compute)
+        elif holds:
+            held[key] = _formats.decode(form, _formats.encode(form, full), policy.compute)
         del full, own
     axis.check_same(
         "\n".join(said),
         "The params",
         "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
     )
-    tree = Sharded(layout, axis, structure, buffers, held)
-    template = tree.only(layout.trainable)
-    moments = to_moment_dtype(step.optimizer.init(template))
+    tree = Sharded(layout, axis, structure, buffers, held, kind="params")
+    moments = init_moments(step, tree)
     scale = step.scaler.initial() if step.scaler else ScaleState()
     return TrainState(tree, None, moments, 0, scale, seed, step.signature)
 
@@ -105,13 +112,29 @@ def _checksum(leaf: torch.Tensor) -> int:
     return zlib.crc32(data)  # type: ignore[arg-type]
 
 
-def to_moment_dtype(moments: Any) -> Any:
-    """The optimizer's trees in the table's moment dtypes."""
+def init_moments(step: Step, params: Sharded) -> Any:
+    """The optimizer's state for the trainable leaves, in the table's formats."""
+    template = params.only(params.layout.trainable)
+    if not step.optimizer.by_leaf:  # who does not know of formats is given values
+        template = template.with_buffers(template.locals())
+    return to_moment_dtype(step.optimizer.init(template), step.optimizer.by_leaf)
+
+
+def to_moment_dtype(moments: Any, by_leaf: bool) -> Any:
+    """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
 
     def one(node: Any) -> Any:
-        if not is_sharded(node):
+        if not is_sharded(node) or node.kind in ("signed", "nonnegative"):
             return node
         groups = node.layout.groups
+        for key in node.keys:
+            row = groups[key].row
+            if isinstance(row.policy.moment, str):
+                raise ValueError(
+                    f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its optimizer "
+                    f"({row.optimizer}) cannot carry: nothing says which of its moments may be negative. fz.adamw, "
+                    "fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or give moment= a dtype."
+                )
         return node.with_buffers({key: b.to(groups[key].row.policy.moment) for key, b in node.locals().items()})
 
     return _tree.map(one, moments, is_leaf=is_sharded)

@@ -146,13 +146,17 @@ def resolve(
     rows = []
     for path, shape, own in leaves:
         cast = autocast if autocast is not None and len(shape) >= 2 and own != torch.float64 else None
+        try:
+            resolved = policy.of(path).resolve(own, cast)
+        except ValueError as error:
+            raise ValueError(f"params[{path!r}]: {error}") from None
         rows.append(
             Row(
                 path=path,
                 shape=tuple(shape),
                 dtype=own,
                 unit=unit_of(path, units),
-                policy=policy.of(path).resolve(own, cast),
+                policy=resolved,
                 optimizer=FROZEN if any(matches(pattern, path) for pattern in frozen) else label(path),
                 stage=sharding.stage if sharding else 0,
                 axis=sharding.axis if sharding else None,

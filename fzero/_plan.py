@@ -8,10 +8,12 @@ from typing import Any
 import torch
 
 from fzero import _tree
-from fzero._init import leaf_specs
+from fzero._collectives import Axis
+from fzero._formats import nbytes, zeros
+from fzero._init import init_moments, leaf_specs
 from fzero._layout import Layout
 from fzero._placement import Row
-from fzero._sharded import Sharded, is_sharded
+from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._step import Step
 
 
@@ -67,9 +69,9 @@ def _cells(row: Row) -> tuple[str, ...]:
         row.path,
         "×".join(map(str, row.shape)) or "scalar",
         row.unit or "(root)",
-        f"{_short(policy.param)}{cut if row.stage == 3 else full}",
+        f"{policy.param_format}{cut if row.stage == 3 else full}",
         "none" if frozen else f"{_short(policy.grad)}{cut}",
-        "none" if frozen else f"{_short(policy.moment)}{cut}",
+        "none" if frozen else f"{policy.moment if isinstance(policy.moment, str) else _short(policy.moment)}{cut}",
         _short(policy.compute),
         "–" if frozen else _short(policy.reduce),
         ("one use" if row.unit else "the step") if row.stage == 3 else "always",
@@ -120,9 +122,9 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         share = group.numel * (size - 1) // size
         if stage in (1, 2):
             totals["params"] += group.numel * policy.compute.itemsize
-            totals["params"] += shard * policy.param.itemsize if policy.compute != policy.param else 0
+            totals["params"] += 0 if policy.computes_as_stored else nbytes(policy.param_format, shard)
         else:
-            totals["params"] += shard * policy.param.itemsize
+            totals["params"] += nbytes(policy.param_format, shard)
         if stage == 3:
             gathered[group.unit] = gathered.get(group.unit, 0) + group.numel * policy.compute.itemsize
         gathers = 0 if stage == 0 else 1 if stage < 3 else 2 if group.unit else 1
@@ -148,21 +150,14 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
 
 def _moment_bytes(step: Step, layout: Layout, structure: Any) -> int:
     """Asks the optimizer for its state over buffers without memory."""
-    from fzero._collectives import Axis
-
-    buffers = {
-        key: torch.empty(layout.shard_numel(key), dtype=layout.groups[key].row.policy.param, device="meta")
-        for key in layout.trainable
-    }
-    moments = step.optimizer.init(Sharded(layout, Axis(), structure, buffers))
-    total = 0
-    for node in _tree.flatten(moments, is_leaf=is_sharded)[0]:
-        if is_sharded(node):
-            for key, buffer in node.locals().items():
-                moment = layout.groups[key].row.policy.moment
-                assert moment
-                total += buffer.numel() * moment.itemsize
-    return total
+    buffers: dict[str, torch.Tensor] = {}
+    for key in layout.trainable:
+        form = layout.groups[key].row.policy.param_format
+        parts = zeros(form, layout.shard_numel(key), "meta")
+        buffers.update(zip(part_names(form, key), parts, strict=True))
+    moments = init_moments(step, Sharded(layout, Axis(), structure, buffers, kind="params"))
+    trees = [node for node in _tree.flatten(moments, is_leaf=is_sharded)[0] if is_sharded(node)]
+    return sum(buffer.numel() * buffer.itemsize for tree in trees for buffer in tree.buffers.values())
 
 
 def _header(step: Step) -> tuple[str, ...]:

@@ -20,6 +20,12 @@ def level() -> int:
     return int(_functorch.maybe_current_level() or 0)
 
 
+def is_fake(tensor: Any) -> bool:
+    """Whether a tensor of FakeTensorMode: a shape and no values."""
+    module = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded where nobody made one
+    return module is not None and isinstance(tensor, module.FakeTensor)
+
+
 def single_level() -> int:
     """The level, where exactly one functorch level is active, a vjp under no_grad, and no forward-mode AD; else 0.
 

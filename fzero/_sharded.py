@@ -10,7 +10,9 @@ import torch
 
 from fzero import _private, _tree
 from fzero._collectives import Axis
+from fzero._formats import Format, Plain, Stored, is_plain
 from fzero._layout import Layout, Slot
+from fzero._rounding import Draw
 
 ROW = 1024  # elements
 
@@ -22,9 +24,12 @@ class Sharded:
     empty), `fz.gather(tree)` the natural tree of full tensors.
 
     Attributes:
-        buffers: the local slices. Where `held` has the same values, only those are stored.
+        buffers: the local slices. Where `held` has the same values, only those are stored. A format of several parts
+            (a remainder, scales) has them under `key#part`.
         held: full buffers in compute dtype (params under ZeRO-1 and 2).
         scale: what these values are multiplied by (the loss scale, for grads).
+        kind: "params", "signed" or "nonnegative" moments, which are stored in their policy's formats; otherwise "values".
+        draw: what an update of these params rounds with.
     """
 
     def __init__(
@@ -35,8 +40,11 @@ class Sharded:
         buffers: Mapping[str, torch.Tensor],
         held: Mapping[str, torch.Tensor] | None = None,
         scale: float = 1.0,
+        kind: str = "values",
+        draw: Draw | None = None,
     ) -> None:
         self.layout, self.axis, self.structure, self.scale = layout, axis, structure, scale
+        self.kind, self.draw = kind, draw
         self._buffers, self._held = dict(buffers), dict(held or {})
         self._dead: str | None = None
 
@@ -64,13 +72,28 @@ class Sharded:
         self._alive()
         return tuple(key for key in self.layout.groups if key in self._buffers or key in self._held)
 
-    def local(self, key: str) -> torch.Tensor:
-        """This rank's slice of a group's buffer."""
+    def format(self, key: str) -> Format:
+        """How a group is stored."""
+        policy = self.layout.groups[key].row.policy
+        if self.kind == "params":
+            return policy.param_format
+        if self.kind == "values":
+            return Plain((self._buffers if key in self._buffers else self._held)[key].dtype)
+        return policy.moment_format(self.kind == "signed")
+
+    def stored(self, key: str) -> Stored:
+        """This rank's slice of a group as it is stored."""
         self._alive()
+        form = self.format(key)
         if key in self._buffers:
-            return self._buffers[key]
+            return Stored(form, tuple(self._buffers[name] for name in part_names(form, key)))
         size = self.layout.shard_numel(key)
-        return self._held[key].narrow(0, self.axis.rank * size, size)
+        return Stored(form, (self._held[key].narrow(0, self.axis.rank * size, size),))
+
+    def local(self, key: str) -> torch.Tensor:
+        """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
+        stored = self.stored(key)
+        return stored.to(stored.dtype)
 
     def locals(self) -> dict[str, torch.Tensor]:
         return {key: self.local(key) for key in self.keys}
@@ -98,8 +121,28 @@ class Sharded:
         return self.with_buffers({key: fn(self.local(key), *[tree.local(key) for tree in rest]) for key in self.keys})
 
     def only(self, keys: Iterable[str]) -> Sharded:
-        """A view of some of the groups, as local slices."""
-        return self.with_buffers({key: self.local(key) for key in keys})
+        """A view of those of the groups that this tree has, as local slices, stored as they are."""
+        self._alive()
+        here = [key for key in keys if key in self._buffers or key in self._held]
+        pairs = [pair for key in here for pair in self._named_parts(key)]
+        return Sharded(self.layout, self.axis, self.structure, dict(pairs), None, self.scale, self.kind, self.draw)
+
+    def _named_parts(self, key: str) -> list[tuple[str, torch.Tensor]]:
+        stored = self.stored(key)
+        return list(zip(part_names(stored.format, key), stored.parts, strict=True))
+
+    def drawing(self, draw: Draw) -> Sharded:
+        """The same, rounding with these random bits."""
+        return Sharded(self.layout, self.axis, self.structure, self.buffers, self.held, self.scale, self.kind, draw)
+
+    def over(self, buffers: Mapping[str, torch.Tensor]) -> Sharded:
+        """The same leaves in the same formats, over other buffers."""
+        return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale, self.kind, self.draw)
+
+    def scaled(self, factor: float) -> Sharded:
+        """The values times a factor, which is noted and not computed."""
+        scale = self.scale / factor if factor else float("inf")
+        return Sharded(self.layout, self.axis, self.structure, self.buffers, self.held, scale, self.kind, self.draw)
 
     def __repr__(self) -> str:
         if self._dead:
@@ -114,14 +157,20 @@ class Sharded:
 
 def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], Any]:
     metadata = _Static(
-        tree.layout, tree.axis, tuple(tree.buffers), tuple(tree.held), _tree.Unseen((tree.structure, tree.scale))
+        tree.layout,
+        tree.axis,
+        tuple(tree.buffers),
+        tuple(tree.held),
+        _tree.Unseen((tree.structure, tree.scale, tree.kind, tree.draw)),
     )
     return (*tree.buffers.values(), *tree.held.values()), metadata
 
 
 def _unflatten(metadata: _Static, children: tuple[Any, ...]) -> Sharded:
-    structure, scale = metadata.rest.value
+    structure, scale, kind, draw = metadata.rest.value
     count = len(metadata.buffers)
+    if kind != "values":
+        _check_codes(metadata, kind, children)
     return Sharded(
         metadata.layout,
         metadata.axis,
@@ -129,7 +178,31 @@ def _unflatten(metadata: _Static, children: tuple[Any, ...]) -> Sharded:
         dict(zip(metadata.buffers, children[:count], strict=True)),
         dict(zip(metadata.held, children[count:], strict=True)),
         scale,
+        kind,
+        draw,
     )
+
+
+def _check_codes(metadata: _Static, kind: str, children: tuple[Any, ...]) -> None:
+    """Refuses what a tree_map computed from codes as if they were values."""
+    for name, child in zip(metadata.buffers, children, strict=False):
+        group = metadata.layout.groups[name.partition("#")[0]]
+        policy = group.row.policy
+        form = policy.param_format if kind == "params" else policy.moment_format(kind == "signed")
+        if is_plain(form) or not isinstance(child, torch.Tensor):
+            continue
+        part = next(part for part, own in zip(form.parts, part_names(form, group.key), strict=True) if own == name)
+        if child.dtype != part.dtype:
+            raise TypeError(
+                f"leaf {group.slots[0].path!r} and its group are stored as {form}: got a buffer of {child.dtype}, "
+                f"expected {part.dtype}. The buffers of such a tree are codes, not values: compute on "
+                "tree.map(fn), which decodes, or on fz.gather(tree)."
+            )
+
+
+def part_names(form: Format, key: str) -> list[str]:
+    """The names of the buffers of a group."""
+    return [f"{key}#{part.name}" if part.name else key for part in form.parts]
 
 
 class _Static:

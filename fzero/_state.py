@@ -96,7 +96,7 @@ def _fresh(tree: Any) -> Any:
     """New shells around the same buffers: killing one state then never touches another's."""
     return _tree.map(
         lambda node: (
-            Sharded(node.layout, node.axis, node.structure, node.buffers, node.held, node.scale)
+            Sharded(node.layout, node.axis, node.structure, node.buffers, node.held, node.scale, node.kind, node.draw)
             if is_sharded(node)
             else node
         ),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,9 +12,11 @@ import torch
 from fzero import _private, _tree
 from fzero._init import to_moment_dtype
 from fzero._layout import Layout
+from fzero._onepass import write
+from fzero._rounding import Draw
 from fzero._sharded import Sharded, global_norm, is_sharded
 from fzero._state import ScaleState, TrainState
-from fzero.optim._base import call_update, math_dtype
+from fzero.optim._base import call_update, values
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -38,95 +41,133 @@ def sum_of(total: dict[str, torch.Tensor] | None, grads: dict[str, torch.Tensor]
 
 def apply_update(step: Step, state: TrainState, grads: Sharded, grad_norm: Any) -> tuple[TrainState, dict[str, Any]]:
     """The next state and the metrics; the old state is dead afterwards where the step donates."""
-    scaler = step.scaler or NoLossScale()
-    grads = _decoded(grads)
     if state.grads is not None:
-        grads = grads.map(torch.add, _decoded(state.grads))
-    norm = global_norm(grads)
-    extra: dict[str, Any] = {"grad_norm": norm}
-    finite = bool(torch.isfinite(norm))
-    if grad_norm is not None:
-        joint = torch.as_tensor(grad_norm, dtype=torch.float64)
-        finite = finite and bool(torch.isfinite(joint))
-        extra["joint_norm"] = joint
-    metrics: dict[str, Any] = {"grad_norm": norm}
-    known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
-    metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
-    metrics["skipped"] = torch.tensor(not finite)
-    scale = scaler.adjust(state.loss_scale, finite)
-    if step.scaler:
-        metrics["loss_scale"] = torch.tensor(state.loss_scale.scale, dtype=torch.float64)
-    if finite:
-        with torch.no_grad():
-            params, moments = _applied(step, state, grads, extra)
-        new = state.replace(params=params, moments=moments, grads=None, step=state.step + 1, loss_scale=scale)
-        del params, moments
-    else:
-        new = state.replace(grads=None, loss_scale=scale)
-    if step.donates:
-        state.kill(
-            f"This state was donated to the step that applied update {state.step + 1}; its buffers now belong to the "
-            "state that step returned. Use that one, or leave fz.donate out to keep old states."
-        )
-    return new, metrics
+        grads = values(grads).map(torch.add, values(state.grads))
+    judged = Judged(step, state, global_norm(grads), grad_norm)
+    if judged.finite:
+        update = Update(step, state)
+        update.apply(state.layout.trainable, grads, judged.extra)
+        return judged.next_state(update)
+    return judged.next_state(None)
 
 
-def _decoded(grads: Sharded) -> Sharded:
-    """Grads without their scale, in a dtype to compute in: a small fp16 gradient must not vanish when unscaled."""
+class Judged:
+    """What an update's norm decides: whether it is applied, the metrics, the next loss scale."""
 
-    def one(g: torch.Tensor) -> torch.Tensor:
-        g = g.to(math_dtype(g.dtype))
-        return g / grads.scale if grads.scale != 1.0 else g
+    def __init__(self, step: Step, state: TrainState, norm: torch.Tensor, joint: Any = None) -> None:
+        self.step, self.state = step, state
+        self.extra: dict[str, Any] = {"grad_norm": norm}
+        self.finite = is_finite(norm)
+        if joint is not None:
+            joint = torch.as_tensor(joint, dtype=torch.float64)
+            self.finite = self.finite and is_finite(joint)
+            self.extra["joint_norm"] = joint
+        known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
+        self.metrics: dict[str, Any] = {"grad_norm": norm}
+        self.metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
+        self.metrics["skipped"] = torch.tensor(not self.finite)
+        if step.scaler:
+            self.metrics["loss_scale"] = torch.tensor(state.loss_scale.scale, dtype=torch.float64)
 
-    return grads.with_buffers({key: one(g) for key, g in grads.locals().items()}, 1.0)
-
-
-def _applied(step: Step, state: TrainState, grads: Sharded, extra: dict[str, Any]) -> tuple[Sharded, Any]:
-    """New params and moments. The old ones are overwritten only where donated and held by nobody else."""
-    old, layout = state.params, state.layout
-    keep = _Writable(step.donates, layout)
-    buffers = {key: keep(old.buffers, key) if key in layout.trainable else old.buffers[key] for key in old.buffers}
-    held = {key: keep(old.held, key) if key in layout.trainable else old.held[key] for key in old.held}
-    params = Sharded(layout, old.axis, old.structure, buffers, held)
-    own = params.only(layout.trainable)
-    if step.optimizer.fused is not None:
-        moments = _tree.map(
-            lambda node: (
-                node.with_buffers({key: keep(node.buffers, key) for key in node.keys}) if is_sharded(node) else node
-            ),
-            state.moments,
-            is_leaf=is_sharded,
-        )
-        fused = step.optimizer.fused
-        if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(fused).parameters.values()):
-            moments = fused(own, grads, moments, **extra)  # type: ignore[call-arg]
+    def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, Any]]:
+        """The state after this update, or after one that was skipped (None)."""
+        step, state = self.step, self.state
+        scale = (step.scaler or NoLossScale()).adjust(state.loss_scale, self.finite)
+        if update is None:
+            new = state.replace(grads=None, loss_scale=scale)
         else:
-            moments = fused(own, grads, moments)
-    else:
-        moments = _plain_update(step, state, own, grads, extra)
-    keep.warn()
-    gathers = [
-        old.axis.start_gather(held[key], own.local(key).to(held[key].dtype), f"update of {key}")
-        for key in held
-        if key in layout.trainable
-    ]
-    for wait in gathers:
-        wait()
-    return params, moments
+            params, moments = update.finish()
+            new = state.replace(params=params, moments=moments, grads=None, step=state.step + 1, loss_scale=scale)
+        if step.donates:
+            state.kill(
+                f"This state was donated to the step that applied update {state.step + 1}; its buffers now belong to the "
+                "state that step returned. Use that one, or leave fz.donate out to keep old states."
+            )
+        return new, self.metrics
 
 
-def _plain_update(step: Step, state: TrainState, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> Any:
+def is_finite(norm: torch.Tensor) -> bool:
+    """Whether an update may be applied. A fake tensor, which has no value, stands for a finite one."""
+    return _private.is_fake(norm) or bool(torch.isfinite(norm))
+
+
+class Update:
+    """One update on its way: the next state's buffers, which are written group by group.
+
+    The old ones are overwritten only where they were donated and nobody else held them when this was made.
+    """
+
+    def __init__(self, step: Step, state: TrainState) -> None:
+        self.step, self.old, self.layout = step, state.params, state.layout
+        trainable = self.layout.trainable
+        keep = _Writable(step.donates, self.layout)
+
+        def kept(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+            return {
+                name: keep(buffers, name) if name.partition("#")[0] in trainable else buffers[name] for name in buffers
+            }
+
+        old = self.old
+        self.params = Sharded(self.layout, old.axis, old.structure, kept(old.buffers), kept(old.held), kind=old.kind)
+        draw = Draw(state.seed, state.step, step.compiles)
+        self._own = self.params.only(trainable).drawing(draw)
+        self.moments = state.moments
+        self._in_place = step.optimizer.fused is not None
+        if self._in_place:
+            self.moments = _tree.map(
+                lambda node: node.over(kept(node.buffers)) if is_sharded(node) else node,
+                state.moments,
+                is_leaf=is_sharded,
+            )
+        keep.warn()
+        self._after: Any = self.moments
+        self._waits: list[Callable[[], None]] = []
+
+    @torch.no_grad()
+    def apply(self, keys: Sequence[str], grads: Sharded, extra: Mapping[str, Any]) -> None:
+        """Updates some groups, and starts to gather what every rank holds of them."""
+        own, extra = self._own.only(keys), dict(extra)
+        fused = self.step.optimizer.fused
+        if fused is None:
+            self._after = _plain_update(self.step, self.moments, own, grads, extra)
+        else:
+            moments = _tree.map(
+                lambda node: node.only(keys) if is_sharded(node) else node, self.moments, is_leaf=is_sharded
+            )
+            if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(fused).parameters.values()):
+                self._after = fused(own, grads, moments, **extra)  # type: ignore[call-arg]
+            else:
+                self._after = fused(own, grads, moments)
+        held = self.params.held
+        self._waits += [
+            self.old.axis.start_gather(held[key], own.stored(key).to(held[key].dtype), f"update of {key}")
+            for key in keys
+            if key in held
+        ]
+
+    def finish(self) -> tuple[Sharded, Any]:
+        """The new params and moments, once all groups are updated."""
+        for wait in self._waits:
+            wait()
+        if not self._in_place:
+            return self.params, self._after
+        # counters come from the last call, buffers from all of them
+        moments = _tree.map(
+            lambda after, whole: whole if is_sharded(whole) else after, self._after, self.moments, is_leaf=is_sharded
+        )
+        return self.params, moments
+
+
+def _plain_update(step: Step, moments: Any, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> Any:
     """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
-
-    def decode(node: Any) -> Any:
-        return node.map(lambda m: m.to(math_dtype(m.dtype))) if is_sharded(node) else node
-
-    decoded = _tree.map(decode, state.moments, is_leaf=is_sharded)
-    params = own.map(lambda p: p.to(math_dtype(p.dtype)))
-    updates, moments = call_update(step.optimizer, grads, decoded, params, extra)
+    decoded = _tree.map(values, moments, is_leaf=is_sharded)
+    params = values(own)
+    updates, new = call_update(step.optimizer, values(grads), decoded, params, extra)
     for key in own.keys:
-        own.local(key).copy_(params.local(key) + updates.local(key))
-    return to_moment_dtype(moments)
+        stored, value = own.stored(key), params.local(key) + updates.local(key)
+        assert own.draw
+        write(stored, value, own.draw.blocks(own.layout, key, own.axis.rank, value.device))
+    return to_moment_dtype(new, step.optimizer.by_leaf)
 
 
 class _Writable:
@@ -139,7 +180,7 @@ class _Writable:
         if self.donated:
             if _private.entry_holders(buffers, key) == 0 and _private.storage_holders(buffers[key]) == 1:
                 return buffers[key]
-            self.copied.append(self.layout.groups[key].slots[0].path)
+            self.copied.append(self.layout.groups[key.partition("#")[0]].slots[0].path)
         return buffers[key].clone()
 
     def warn(self) -> None:
@@ -149,5 +190,5 @@ class _Writable:
                 f"{self.copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors and "
                 "pullbacks of the state before the update.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=6,
             )

@@ -14,6 +14,7 @@ import torch
 
 from fzero import _private
 from fzero._collectives import Axis
+from fzero._formats import Stored
 from fzero._node import first_order
 
 
@@ -23,34 +24,33 @@ class Use:
 
     Attributes:
         shard: this rank's shard as it is stored.
-        local: the shard, where the differentiated tensor only stands for it (grads of another dtype).
+        stands: whether the differentiated tensor only stands for the shard (grads of another dtype, encoded params).
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
     """
 
     tag: str
     axis: Axis
-    shard: torch.Tensor
+    shard: Stored
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
-    local: torch.Tensor | None = None
+    stands: bool = False
     held: torch.Tensor | None = None
 
     def value(self, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The full buffer in compute dtype, and whether it is a new one (that may be freed)."""
         if self.held is not None:
             return self.held, False
-        shard = self.local if self.local is not None else primal
+        shard = self.shard.to(self.compute) if self.stands else primal.to(self.compute)
         if self.axis.size == 1:
-            full = shard.to(self.compute)
-            return full, full is not shard
-        return self.spread(shard), True
+            return shard, shard is not primal and all(shard is not part for part in self.shard.parts)
+        return self.axis.gather(shard, self.tag), True
 
     @property
     def trivial(self) -> bool:
         """Whether the stored buffer is used as it is, and its cotangent is its grad."""
         stored = self.shard.dtype
-        alone = self.held is None and self.local is None and self.axis.ranks == 1
+        alone = self.held is None and not self.stands and self.axis.ranks == 1
         return alone and self.compute == self.grad == stored
 
     @property

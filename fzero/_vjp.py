@@ -40,26 +40,27 @@ def traversal_of(
         group = params.layout.groups[key]
         policy = group.row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
-        local = params.local(key)
+        shard = params.stored(key)
         held = params.held.get(key)
         grad = policy.reduce if unreduced else policy.grad
-        stands = local
-        if not group.row.frozen and (unreduced or grad != policy.param):
+        stands = not shard.plain or (not group.row.frozen and (unreduced or grad != policy.param))
+        primal = shard.parts[0]
+        if stands:
             # cotangents take the primal's dtype and shape: a primal without memory stands for the stored one
-            numel = group.numel if unreduced else local.numel()
-            stands = torch.zeros((), dtype=grad, device=local.device).expand(numel)
-        (fixed if group.row.frozen else primals)[key] = stands
+            numel = group.numel if unreduced else shard.numel()
+            primal = torch.zeros((), dtype=grad, device=shard.device).expand(numel)
+        (fixed if group.row.frozen else primals)[key] = primal
         uses[key] = Use(
             tag=key,
             axis=axis,
-            shard=local,
+            shard=shard,
             compute=policy.compute,
             reduce=policy.reduce,
             grad=grad,
-            local=None if stands is local else local,
+            stands=stands,
             held=held,
         )
-    device = next(iter(params.locals().values())).device.type
+    device = next(iter(uses.values())).shard.device.type
     traversal = Traversal(params.layout, uses, stage == 3, step.remats, step.compiles, seed, device)
     traversal.schedule.expect(params.axis.orders, step.fn)
     return traversal, primals, fixed

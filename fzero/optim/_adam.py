@@ -66,7 +66,7 @@ def _adam(
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def init(params: Any) -> AdamState:
-        return AdamState(_tree.Count(0), zeros_like(params), zeros_like(params))
+        return AdamState(_tree.Count(0), zeros_like(params), zeros_like(params, nonnegative=True))
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         count = state.count.value + 1
@@ -95,7 +95,35 @@ def _adam(
                 lr=now, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
 
-        elementwise(one, params, grads, state.mu, state.nu)
+        decay = 1 - now * weight_decay if decoupled else weight_decay
+        hyper = (b1, 1 - b1, b2, 1 - b2, decay, now / (1 - b1**count), (1 - b2**count) ** -0.5, eps)
+        formula = _decoupled if decoupled else _coupled if weight_decay else _undecayed
+        elementwise(formula, hyper, params, grads, state.mu, state.nu, kernel=one)
         return AdamState(_tree.Count(count), state.mu, state.nu)
 
-    return GradientTransformation(init, update, fused, lambda _: name, lambda s: {"lr": rate(lr, s.count.value)})
+    return GradientTransformation(
+        init, update, fused, lambda _: name, lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True
+    )
+
+
+def _moments(h: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any]:
+    return h[1] * m + h[2] * g, h[3] * v + h[4] * g * g
+
+
+def _stepped(o: Any, h: Any, p: Any, m: Any, v: Any) -> Any:
+    return p - h[6] * m / (o.sqrt(v) * h[7] + h[8])
+
+
+def _decoupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
+    m, v = _moments(h, g * h[0], m, v)
+    return _stepped(o, h, p * h[5], m, v), m, v
+
+
+def _coupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
+    m, v = _moments(h, g * h[0] + h[5] * p, m, v)
+    return _stepped(o, h, p, m, v), m, v
+
+
+def _undecayed(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
+    m, v = _moments(h, g * h[0], m, v)
+    return _stepped(o, h, p, m, v), m, v

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero import _tree
+from fzero import _formats, _tree
+from fzero._formats import Plain, Stored, TorchOps
+from fzero._onepass import CHUNK, ON_CUDA, Formula, run, write
 from fzero._policy import matches
-from fzero._sharded import Sharded, is_sharded
+from fzero._rounding import Draw
+from fzero._sharded import Sharded, is_sharded, part_names
 
 Schedule = Callable[[int], float]
-CHUNK = 1 << 20  # elements converted at a time, where a buffer is not in the dtype that is computed in
 
 
 class GradientTransformation(NamedTuple):
@@ -26,6 +28,9 @@ class GradientTransformation(NamedTuple):
             (the step passes buffers that nobody else holds).
         label: `label(path) -> str`, which optimizer a leaf gets: a column of the table.
         metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate.
+        by_leaf: whether it treats every element by itself, but for a norm that it is given, and takes a step's trees as
+            they are stored: then it may be applied group by group, and its moments be in any format.
+        needs_norm: whether it wants `grad_norm`, the norm over all leaves.
     """
 
     init: Callable[[Any], Any]
@@ -33,6 +38,8 @@ class GradientTransformation(NamedTuple):
     fused: Callable[[Any, Any, Any], Any] | None = None
     label: Callable[[str], str] | None = None
     metrics: Callable[[Any], dict[str, float]] | None = None
+    by_leaf: bool = False
+    needs_norm: bool = False
 
 
 def rate(lr: float | Schedule, count: int) -> float:
@@ -40,8 +47,23 @@ def rate(lr: float | Schedule, count: int) -> float:
     return float(lr(count)) if callable(lr) else lr
 
 
-def zeros_like(params: Any) -> Any:
-    return _tree.map(torch.zeros_like, params)
+def zeros_like(params: Any, nonnegative: bool = False) -> Any:
+    """Moments that are zero, stored in the formats of their leaves' policies.
+
+    Args:
+        params: what an optimizer's `init` is given.
+        nonnegative: whether they never are negative (second moments), which decides how 8 bits hold them.
+    """
+    if not is_sharded(params):
+        return _tree.map(torch.zeros_like, params)
+    buffers: dict[str, torch.Tensor] = {}
+    for key in params.keys:
+        form = params.layout.groups[key].row.policy.moment_format(not nonnegative)
+        stored = params.stored(key)
+        parts = _formats.zeros(form, stored.numel(), stored.device)
+        buffers.update(zip(part_names(form, key), parts, strict=True))
+    kind = "nonnegative" if nonnegative else "signed"
+    return Sharded(params.layout, params.axis, params.structure, buffers, kind=kind)
 
 
 def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -49,33 +71,109 @@ def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
-def elementwise(kernel: Callable[..., None], params: Any, grads: Any, *moments: Any) -> None:
-    """Runs `kernel(p, g, *m)`, which writes p and m in place, over every buffer, in float32 or float64.
+def values(tree: Any) -> Any:
+    """A tree of values to compute with: a step's own decoded, without its scale, in float32 or float64."""
+    if not is_sharded(tree):
+        return tree
 
-    A buffer whose states are all in that dtype is passed whole; others are converted chunk by chunk, so that the
-    temporaries stay small.
+    def one(x: torch.Tensor) -> torch.Tensor:
+        x = x.to(math_dtype(x.dtype))
+        return x / tree.scale if tree.scale != 1.0 else x
+
+    return tree.with_buffers({key: one(x) for key, x in tree.locals().items()}, 1.0)
+
+
+def elementwise(
+    formula: Formula,
+    hyper: Sequence[float],
+    params: Any,
+    grads: Any,
+    *moments: Any,
+    kernel: Callable[..., None] | None = None,
+) -> None:
+    """Writes an optimizer's update of every buffer, in one pass, in float32 or float64.
+
+    Args:
+        formula: `formula(o, h, p, g, *moments) -> (p, *moments)` over the operations of `fzero/_formats.py`; h[0]
+            multiplies the gradient.
+        hyper: the numbers h from h[1] on.
+        params, grads, moments: trees of a step, or of tensors.
+        kernel: `kernel(p, g, *moments)`, the same in place, where all moments are in the dtype that is computed in.
     """
-    columns = [_tensors(tree) for tree in (params, grads, *moments)]
-    for tensors in zip(*columns, strict=True):
-        dtype = math_dtype(*(t.dtype for t in tensors))
-        if all(t.dtype == dtype for t in tensors):
-            kernel(*tensors)
-            continue
-        flat = [t.view(-1) for t in tensors]
-        for start in range(0, flat[0].numel(), CHUNK):
-            stored = [t[start : start + CHUNK] for t in flat]
-            decoded = [t.to(dtype) for t in stored]
-            kernel(*decoded)
-            for place, (target, value) in enumerate(zip(stored, decoded, strict=True)):
-                if place != 1 and target.dtype != dtype:
-                    target.copy_(value)
+    for unit in _units(params, grads, moments):
+        dtype = math_dtype(unit.params.dtype, unit.grads.dtype, *(m.dtype for m in unit.moments))
+        simple = all(m.plain and m.dtype == dtype for m in unit.moments)
+        if kernel is not None and simple:
+            _in_chunks(kernel, unit, dtype)
+        elif unit.keys is None:
+            own = [unit.params.parts[0], *[m.parts[0] for m in unit.moments]]
+            h = [torch.tensor(x, dtype=dtype) for x in (unit.factor, *hyper)]
+            new = formula(TorchOps, h, own[0].to(dtype), unit.grads.to(dtype), *[m.to(dtype) for m in own[1:]])
+            for target, value in zip(own, new, strict=True):
+                target.copy_(value)
+        else:
+            keys, compiles = unit.keys()
+            run(formula, (unit.factor, *hyper), unit.params, unit.grads, unit.moments, keys, dtype, compiles)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    out: list[torch.Tensor] = []
-    for node in _tree.flatten(tree, is_leaf=is_sharded)[0]:
-        out += list(node.locals().values()) if is_sharded(node) else [node]
-    return out
+class _Unit(NamedTuple):
+    """One buffer's part in an update. `keys()` are its blocks' random numbers, None for a tensor of no step."""
+
+    params: Stored
+    grads: torch.Tensor
+    moments: list[Stored]
+    factor: float
+    keys: Callable[[], tuple[torch.Tensor, bool]] | None
+
+
+def _units(params: Any, grads: Any, moments: Sequence[Any]) -> Iterator[_Unit]:
+    if not is_sharded(params):
+        columns = [_tree.leaves(tree) for tree in (params, grads, *moments)]
+        for p, g, *rest in zip(*columns, strict=True):
+            yield _Unit(_as_stored(p), g, [_as_stored(m) for m in rest], 1.0, None)
+        return
+    for key in params.keys:
+        own = [params.stored(key), *[tree.stored(key) for tree in moments]]
+        draw = params.draw or Draw(0, 0)
+        rounds = any(not stored.plain or getattr(stored.format, "stochastic", False) for stored in own)
+
+        def keys(
+            key: str = key, draw: Draw = draw, rounds: bool = rounds, device: Any = own[0].device
+        ) -> tuple[torch.Tensor, bool]:
+            layout, rank = params.layout, params.axis.rank
+            if rounds:
+                return draw.blocks(layout, key, rank, device), draw.compiles
+            return torch.empty(0, dtype=torch.int32, device=device), draw.compiles
+
+        yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, keys)
+
+
+def _as_stored(tensor: torch.Tensor) -> Stored:
+    return Stored(Plain(tensor.dtype), (tensor,))
+
+
+def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> None:
+    """The kernel on whole buffers where they are as it wants them, otherwise on what stays in the cache."""
+    p, g, moments = unit.params, unit.grads, [m.parts[0] for m in unit.moments]
+    if p.plain and p.dtype == g.dtype == dtype and unit.factor == 1.0:
+        kernel(p.parts[0], g, *moments)
+        return
+    if unit.keys is None:
+        p, g, moments = _as_stored(p.parts[0].view(-1)), g.reshape(-1), [m.view(-1) for m in moments]
+    keys = unit.keys()[0] if unit.keys is not None else torch.empty(0)
+    chunk = CHUNK if g.device.type == "cpu" else ON_CUDA
+    for start in range(0, g.numel(), chunk):
+        stop = min(start + chunk, g.numel())
+        stored = p.cut(start, stop)
+        # what is written in place here must not be the stored tensor, unless it is that
+        value = stored.to(dtype)
+        kernel(value, _times(g[start:stop].to(dtype), unit.factor), *[m[start:stop] for m in moments])
+        if value is not stored.parts[0]:
+            write(stored, value, keys[start // 64 : stop // 64])
+
+
+def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
+    return x * factor if factor != 1.0 else x
 
 
 def call_update(member: GradientTransformation, updates: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> Any:
@@ -110,6 +208,8 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     def prefix(updates: Any, states: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
         new = []
         for member, state in zip(members[:-1], states, strict=False):
+            if not member.by_leaf:
+                updates, params = values(updates), values(params)
             updates, state = call_update(member, updates, state, params, extra)
             extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
             new.append(state)
@@ -117,7 +217,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
 
     def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         updates, new = prefix(updates, states, params, extra)
-        updates, state = call_update(last, updates, states[-1], params, extra)
+        updates, state = call_update(last, values(updates), states[-1], params, extra)
         return updates, (*new, state)
 
     def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
@@ -135,7 +235,15 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
             out.update(member.metrics(state) if member.metrics else {})
         return out
 
-    return GradientTransformation(init, update, fused if last.fused else None, label, metrics)
+    return GradientTransformation(
+        init,
+        update,
+        fused if last.fused else None,
+        label,
+        metrics,
+        all(member.by_leaf for member in members),
+        any(member.needs_norm for member in members),
+    )
 
 
 def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTransformation:
@@ -208,7 +316,8 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         return out
 
     every = all(member.fused for member in table.values())
-    return GradientTransformation(init, update, fused if every else None, label, metrics)
+    by_leaf, needs_norm = all(m.by_leaf for m in table.values()), any(m.needs_norm for m in table.values())
+    return GradientTransformation(init, update, fused if every else None, label, metrics, by_leaf, needs_norm)
 
 
 def _need_sharded(tree: Any) -> None:

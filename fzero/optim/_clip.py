@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from fzero import _tree
-from fzero._sharded import global_norm
-from fzero.optim._base import GradientTransformation
+from fzero._sharded import global_norm, is_sharded
+from fzero.optim._base import GradientTransformation, values
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
@@ -30,9 +30,11 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     ) -> tuple[Any, Any]:
         norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
         factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)
+        if is_sharded(grads):
+            return grads.scaled(float(factor)), state
         return _tree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
-    return GradientTransformation(lambda params: (), update)
+    return GradientTransformation(lambda params: (), update, by_leaf=True, needs_norm=True)
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:
@@ -47,6 +49,6 @@ def clip_by_value(max_value: float) -> GradientTransformation:
         raise ValueError(f"clip_by_value: got {max_value}, expected a positive number.")
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return _tree.map(lambda g: g.clamp(-max_value, max_value), grads), state
+        return _tree.map(lambda g: g.clamp(-max_value, max_value), values(grads)), state
 
-    return GradientTransformation(lambda params: (), update)
+    return GradientTransformation(lambda params: (), update, by_leaf=True)

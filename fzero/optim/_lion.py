@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from fzero import _tree
 from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
 
@@ -46,12 +44,15 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     def fused(params: Any, grads: Any, state: LionState) -> LionState:
         now = rate(lr, state.count.value)
 
-        def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor) -> None:
-            direction = (m * b1).add_(g, alpha=1 - b1).sign_()
-            p.mul_(1 - now * weight_decay).add_(direction, alpha=-now)
-            m.mul_(b2).add_(g, alpha=1 - b2)
-
-        elementwise(one, params, grads, state.mu)
+        hyper = (b1, 1 - b1, b2, 1 - b2, 1 - now * weight_decay, now)
+        elementwise(_formula, hyper, params, grads, state.mu)
         return LionState(_tree.Count(state.count.value + 1), state.mu)
 
-    return GradientTransformation(init, update, fused, lambda _: "lion", lambda s: {"lr": rate(lr, s.count.value)})
+    return GradientTransformation(
+        init, update, fused, lambda _: "lion", lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True
+    )
+
+
+def _formula(o: Any, h: Any, p: Any, g: Any, m: Any) -> tuple[Any, Any]:
+    g = g * h[0]
+    return p * h[5] - h[6] * o.sign(h[1] * m + h[2] * g), h[3] * m + h[4] * g

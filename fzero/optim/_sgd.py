@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-import torch
-
 from fzero import _tree
 from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
 
@@ -46,14 +44,18 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
     def fused(params: Any, grads: Any, state: SgdState) -> SgdState:
         now = rate(lr, state.count.value)
 
-        def one(p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
-            if weight_decay:
-                g = g + weight_decay * p
-            if buffer:
-                buffer[0].mul_(momentum or 0.0).add_(g)
-            p.add_(buffer[0] if buffer else g, alpha=-now)
-
-        elementwise(one, params, grads, *([state.momentum] if momentum else []))
+        moments = [state.momentum] if momentum else []
+        elementwise(_formula, (weight_decay, momentum or 0.0, now), params, grads, *moments)
         return SgdState(_tree.Count(state.count.value + 1), state.momentum)
 
-    return GradientTransformation(init, update, fused, lambda _: "sgd", lambda s: {"lr": rate(lr, s.count.value)})
+    return GradientTransformation(
+        init, update, fused, lambda _: "sgd", lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True
+    )
+
+
+def _formula(o: Any, h: Any, p: Any, g: Any, *buffer: Any) -> tuple[Any, ...]:
+    g = g * h[0] + h[1] * p
+    if not buffer:
+        return (p - h[3] * g,)
+    moved = h[2] * buffer[0] + g
+    return p - h[3] * moved, moved

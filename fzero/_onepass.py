@@ -1,0 +1,115 @@
+"""The elementwise part of an update in one pass over memory: decode, the optimizer's formula, encode, round.
+
+A formula `formula(o, h, p, g, *moments) -> (p, *moments)` is written over the operations of `fzero/_formats.py`, with
+its numbers in `h`, of which h[0] multiplies the gradient. It runs as a generated kernel on CPU, under torch.compile on
+CUDA, and otherwise eagerly, chunk by chunk, with the same bits as the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero import _kernel
+from fzero._formats import GROUP, Companded, Format, Plain, Stored, TorchOps, encoded, load, store
+from fzero._rounding import counters, hashed
+
+Formula = Callable[..., Sequence[Any]]
+CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
+LARGE = 1 << 22  # elements from which a kernel is worth its compilation
+ON_CUDA = 1 << 24
+
+
+class _Drawn:
+    """Random bits of [groups, 32] elements: fields of the words of a counter's hash."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.words, self.used = keys, 0, 32
+        self.word = keys
+
+    def __call__(self, count: int) -> torch.Tensor:
+        if self.used + count > 32:
+            lanes = torch.arange(64, dtype=torch.int32, device=self.keys.device)
+            word = hashed(counters(self.keys.view(-1, 1), lanes, self.words), TorchOps.shift)
+            self.word = word.view(-1, GROUP)
+            self.words, self.used = self.words + 1, 0
+        out = TorchOps.shift(self.word, self.used) & ((1 << count) - 1)
+        self.used += count
+        return out
+
+
+def _block(
+    formula: Formula,
+    formats: Sequence[Format],
+    parts: Sequence[Sequence[torch.Tensor]],
+    grads: torch.Tensor,
+    keys: torch.Tensor,
+    hyper: torch.Tensor,
+) -> None:
+    """One chunk, in torch's operations; writes the parts."""
+    dtype = hyper.dtype
+    rows = [form.decode(TorchOps, load(form, own)).to(dtype) for form, own in zip(formats, parts, strict=True)]
+    new = formula(TorchOps, hyper.unbind(), rows[0], grads.view(-1, GROUP).to(dtype), *rows[1:])
+    noise = _Drawn(keys)
+    order = sorted(range(len(formats)), key=lambda i: isinstance(formats[i], Companded))
+    for i in order:
+        store(formats[i], parts[i], encoded(formats[i], _single(formats[i], new[i]), noise))
+
+
+def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
+    """Encodes flat values into the stored parts."""
+    rows = _single(stored.format, x).view(-1, GROUP) if x.numel() % GROUP == 0 else x
+    store(stored.format, stored.parts, encoded(stored.format, rows, _Drawn(keys)))
+
+
+def _single(form: Format, x: torch.Tensor) -> torch.Tensor:
+    """In float32, which encoding starts from; as it is for a plain format that rounds to nearest."""
+    return x if isinstance(form, Plain) and not form.stochastic else x.to(torch.float32)
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    return torch.compile(_block, dynamic=True)
+
+
+def run(
+    formula: Formula,
+    hyper: Sequence[float],
+    params: Stored,
+    grads: torch.Tensor,
+    moments: Sequence[Stored],
+    keys: torch.Tensor,
+    dtype: torch.dtype,
+    compiles: bool,
+) -> None:
+    """Updates params and moments in place.
+
+    Args:
+        hyper: the formula's numbers.
+        grads: flat, in the dtype that they are kept in.
+        keys: of `Draw.blocks`.
+        dtype: float32, or float64 where any state is.
+        compiles: whether a kernel is wanted for a small buffer too.
+    """
+    formats = tuple(stored.format for stored in (params, *moments))
+    numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
+    buffers = [params, *moments]
+    cpu = grads.device.type == "cpu"
+    if cpu and dtype == torch.float32 and (compiles or grads.numel() >= LARGE) and _is_real(grads):
+        made = _kernel.kernel(formula, formats, grads.dtype, len(hyper))
+        if made is not None:
+            made([part for stored in buffers for part in stored.parts], grads, keys, numbers)
+            return
+    on_cuda = grads.device.type == "cuda" and (compiles or grads.numel() >= LARGE)
+    block, chunk = (_compiled(), grads.numel()) if on_cuda else (_block, CHUNK if cpu else ON_CUDA)
+    for start in range(0, grads.numel(), chunk):
+        stop = min(start + chunk, grads.numel())
+        parts = [stored.cut(start, stop).parts for stored in buffers]
+        block(formula, formats, parts, grads[start:stop], keys[start // 64 : stop // 64], numbers)
+
+
+def _is_real(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor

@@ -1,0 +1,349 @@
+"""Low-precision schemes: formats, stochastic rounding, and training in every scheme on every sharding."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero import _formats, _kernel, _onepass
+from fzero._formats import Companded, Corrected, Exact, Plain, Stored
+from fzero._rounding import Draw
+from fzero.testing import assert_trees_equal, run_ranks
+
+BF16, F32 = torch.bfloat16, torch.float32
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+SCHEMES = {
+    "exact": fz.Policy.exact(),
+    "exact, fp32 moments": fz.Policy.exact(F32),
+    "compact24": fz.Policy.compact24(),
+    "compact16": fz.Policy.compact16(),
+    "compact16, 4-bit": fz.Policy.compact16("4-bit"),
+    "compact16, bf16 moments": fz.Policy.compact16(BF16),
+    "bf16": fz.Policy.bf16_states(),
+}
+OPTIMIZERS: dict[str, Any] = {
+    "adamw": lambda: fz.adamw(1e-2, weight_decay=0.1),
+    "adam": lambda: fz.adam(1e-2, weight_decay=0.1),
+    "lion": lambda: fz.lion(1e-3, weight_decay=0.1),
+    "sgd": lambda: fz.sgd(1e-2, momentum=0.9),
+    "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.1), fz.adamw(1e-2)),
+}
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def any_bits(numel: int, seed: int = 0) -> torch.Tensor:
+    """float32 of random bit patterns: of all magnitudes, infinities and NaN among them."""
+    bits = torch.randint(-(2**31), 2**31 - 1, (numel,), generator=generator(seed), dtype=torch.int32)
+    bits[:8] = torch.tensor([0, -(2**31), 0x7F800000, -0x800000, 0x7F7FFFFF, 0x7FC00001, 1, 0x3F808000])
+    return bits.view(F32)
+
+
+# ---- formats
+
+
+def test_the_exact_split_is_float32_bit_for_bit() -> None:
+    x = any_bits(1 << 20)
+    high, low = _formats.encode(Exact(), x)
+    assert (high.dtype, low.dtype) == (BF16, torch.int16)
+    back = _formats.decode(Exact(), (high, low), F32)
+    number = ~x.isnan()
+    assert torch.equal(back[number].view(torch.int32), x[number].view(torch.int32)) and back[~number].isnan().all()
+    ties = (x.view(torch.int32) & 0xFFFF) == 0x8000
+    finite = x.abs() < 3.3e38
+    assert torch.equal(high[finite & ~ties], x.to(BF16)[finite & ~ties]), "the first half is the bfloat16 weight"
+
+
+def test_a_corrected_bfloat16_has_24_bits() -> None:
+    x = any_bits(1 << 20)
+    back = _formats.decode(Corrected(), _formats.encode(Corrected(), x), F32)
+    usual = (x.abs() > 1e-30) & (x.abs() < 3e38)
+    gap = ((back - x).abs() / x.abs())[usual]
+    assert gap.max() <= 1.6e-5, gap.max()
+    assert torch.equal(back[x.isinf()], x[x.isinf()]) and back[x.isnan()].isnan().all()
+    assert back[x.isfinite()].isfinite().all()
+
+
+@pytest.mark.parametrize("form", [Exact(), Corrected(), Plain(BF16, True)])
+def test_decoding_and_encoding_changes_nothing(form: Any) -> None:
+    """So a state that is stored, loaded, converted or left alone stays; also where rounding is stochastic."""
+    x = torch.randn(1 << 16, generator=generator()) * 10.0 ** torch.randn(1 << 16, generator=generator(1))
+    values = _formats.decode(form, _formats.encode(form, x), F32)
+    assert_trees_equal(_formats.decode(form, _formats.encode(form, values), F32), values)
+    again = Stored(form, tuple(part.clone() for part in _formats.encode(form, x)))
+    _onepass.write(again, values, torch.arange(1 << 10, dtype=torch.int32))
+    assert_trees_equal(again.to(F32), values)
+
+
+@given(seed=st.integers(0, 100), exponent=st.integers(-30, 8))
+def test_companded_moments_are_near(seed: int, exponent: int) -> None:
+    """Within a code of the group's scale, at every magnitude that gradients have; and finer near zero."""
+    x = torch.randn(32 * 16, generator=generator(seed)) * 10.0**exponent
+    signed = _formats.decode(Companded(True), _formats.encode(Companded(True), x), F32)
+    largest = x.view(-1, 32).abs().amax(1, keepdim=True).expand(-1, 32).reshape(-1)
+    assert ((signed - x).abs() <= 0.012 * largest).all()
+    small = x.abs() < 0.1 * largest
+    assert ((signed - x).abs()[small] <= 0.004 * largest[small]).all()
+    if exponent < -15:
+        return  # squares of less are nothing in float32
+    v = x.square()
+    root = _formats.decode(Companded(False), _formats.encode(Companded(False), v), F32).sqrt()
+    assert ((root - x.abs()).abs() <= 0.006 * largest).all() and (root[x != 0] > 0).all()
+
+
+def test_stochastic_rounding_has_no_bias_and_the_right_variance() -> None:
+    count = 1 << 20
+    x = torch.full((count,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to the next bfloat16
+    stored = Stored(Plain(BF16, True), (torch.empty(count, dtype=BF16),))
+    _onepass.write(stored, x, Draw(0, 0).blocks(one_leaf(count), "(root)/0", 0, "cpu"))
+    up = (stored.parts[0].float() - 1.0) * 2**7
+    assert set(up.unique().tolist()) == {0.0, 1.0}
+    assert abs(up.mean().item() - 0.125) < 5 * (0.125 * 0.875 / count) ** 0.5
+    lanes = up.view(-1, 64).mean(0)
+    assert (lanes - 0.125).abs().max() < 6 * (0.125 * 0.875 / (count / 64)) ** 0.5, "every lane alike"
+
+
+def test_stochastic_rounding_at_the_edges() -> None:
+    x = any_bits(1 << 16)
+    out = torch.empty(1 << 16, dtype=BF16)
+    _onepass.write(Stored(Plain(BF16, True), (out,)), x, torch.arange(1 << 10, dtype=torch.int32))
+    assert torch.equal(out[x.isinf()].float(), x[x.isinf()]) and out[x.isnan()].isnan().all()
+    assert out[x.isfinite()].isfinite().all(), "what is finite stays so"
+    normal = x.isfinite() & (x.abs() > 1e-37)
+    assert ((out.float() - x).abs()[normal] <= x.abs()[normal] * 2.0**-7).all()
+
+
+def one_leaf(numel: int) -> Any:
+    return fz.plan(fz.train_step(lambda p: p, fz.sgd(0.1)), {"w": torch.empty(numel, device="meta")}).layout
+
+
+def test_random_bits_depend_on_leaf_offset_step_and_seed_only() -> None:
+    """Whatever shares the buffer and however it is cut."""
+    params = {"a": torch.empty(70, device="meta"), "b": torch.empty(1000, device="meta")}
+    step = fz.shard_zero3(fz.train_step(lambda p: p, fz.sgd(0.1)))
+    alone = fz.plan(step, {"b": params["b"]}).layout
+    want = Draw(3, 5).blocks(alone, "(root)/0", 0, "cpu")
+    for ranks in (1, 2, 3, 4):
+        layout = fz.plan(step, params, world_size=ranks).layout
+        blocks = torch.cat([Draw(3, 5).blocks(layout, "(root)/0", rank, "cpu") for rank in range(ranks)])
+        assert torch.equal(blocks[2 : 2 + want.numel()], want)
+    others = [Draw(3, 6).blocks(alone, "(root)/0", 0, "cpu"), Draw(4, 5).blocks(alone, "(root)/0", 0, "cpu")]
+    assert all((other != want).all() for other in others) and len(set(want.tolist())) == want.numel()
+
+
+# ---- kernels
+
+
+@pytest.mark.skipif(_kernel.compiler() is None, reason="no C++ compiler")
+@pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
+def test_kernels_have_the_bits_of_the_eager_path(optimizer: str) -> None:
+    """Also over the end of a buffer that is no multiple of what a kernel takes at a time."""
+    numel = 64 * 37
+    x = torch.randn(numel, generator=generator()) * 10.0 ** torch.randn(numel, generator=generator(1))
+    x[:2] = torch.tensor([3.3e38, 0.0])
+    forms = [
+        *itertools.product(
+            [Plain(F32), Plain(BF16), Plain(BF16, True), Exact()],
+            [Plain(F32), Plain(BF16), Plain(BF16, True), Companded(True), Companded(True, 4)],
+        ),
+        (Corrected(), Companded(True)),
+    ]
+    for param, moment in forms:
+        policy = fz.Policy(
+            param=param.parts[0].dtype,
+            moment=str(moment) if isinstance(moment, Companded) else moment.dtype,
+            rounding="compensated" if len(param.parts) > 1 else "stochastic" if str(param)[-1] == "c" else "nearest",
+            remainder=torch.int8 if isinstance(param, Corrected) else torch.int16,
+        )
+        results = []
+        for compiles in (False, True):
+            step = fz.train_step(lambda p: p, OPTIMIZERS[optimizer](), policy)
+            step = fz.compile(step) if compiles else step
+            state = step.init({"w": x})
+            for count in range(3):
+                g = torch.randn(numel, generator=generator(9 + count)) * 1e-2
+                grads = state.params.with_buffers({key: g for key in state.params.keys})
+                state, _ = step.update(state, grads)
+            results.append((state.params.buffers, [t.buffers for t in trees_of(state.moments)]))
+        assert_trees_equal(*results)
+
+
+def trees_of(moments: Any) -> list[fz.Sharded]:
+    found = [getattr(moments, name, None) for name in ("mu", "nu", "momentum")]
+    return [tree for tree in found if tree is not None]
+
+
+# ---- training
+
+
+def problem() -> tuple[Any, Any, Any]:
+    loss, params = scenarios.tiny_lm(dtype=F32, width=9)
+    return loss, params, scenarios.token_batches(1)[0]
+
+
+def same_on_all_ranks(policy: fz.Policy, stage: int, optimizer: str, world: int, updates: int = 3) -> Any:
+    """Gathered params and moments; every rank has the same batch, so that a mean over ranks changes no bit."""
+    loss, params, batch = problem()
+
+    def rank_main(rank: int) -> Any:
+        step = SHARDS[stage](fz.train_step(loss, OPTIMIZERS[optimizer](), policy))
+        state = step.init(params, seed=7)
+        for _ in range(updates):
+            state, _ = step(state, *batch)
+        moments = state.moments[-1] if isinstance(state.moments[0], tuple) else state.moments
+        return fz.gather(state.params), [fz.gather(tree) for tree in trees_of(moments)]
+
+    results = run_ranks(rank_main, world)
+    for other in results[1:]:
+        assert_trees_equal(other, results[0])
+    return results[0]
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_same_bits_for_every_sharding(scheme: str) -> None:
+    want = same_on_all_ranks(SCHEMES[scheme], 0, "clipped", 1)
+    for stage, world in ((3, 1), (1, 2), (2, 2), (3, 2), (3, 4)):
+        assert_trees_equal(same_on_all_ranks(SCHEMES[scheme], stage, "clipped", world), want)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_exact_params_are_float32_masters_bit_for_bit(optimizer: str, stage: int) -> None:
+    for compute in (BF16, F32):
+        exact = dataclasses.replace(fz.Policy.exact(F32), compute=compute)
+        masters = fz.Policy(param=F32, grad=BF16, moment=F32, compute=compute)
+        world = 2 if stage else 1
+        ours = same_on_all_ranks(exact, stage, optimizer, world, updates=4)
+        assert_trees_equal(ours, same_on_all_ranks(masters, stage, optimizer, world, updates=4))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd"])
+def test_every_scheme_trains(scheme: str, optimizer: str) -> None:
+    """The loss falls as it does in float32, donated and not, with the same bits."""
+    loss, params, batch = problem()
+    finals = {}
+    for policy in (SCHEMES[scheme], fz.Policy(compute=BF16)):
+        for donated in (False, True):
+            step = fz.train_step(loss, OPTIMIZERS[optimizer](), policy)
+            step = fz.donate(step) if donated else step
+            state = step.init(params)
+            for _ in range(25):
+                state, metrics = step(state, *batch)
+            finals[policy, donated] = (metrics["loss"], fz.gather(state.params))
+    for policy in (SCHEMES[scheme], fz.Policy(compute=BF16)):
+        assert_trees_equal(finals[policy, True], finals[policy, False])
+    ours, plain = (finals[policy, True][0].item() for policy in (SCHEMES[scheme], fz.Policy(compute=BF16)))
+    assert abs(ours - plain) < 0.15 * plain
+
+
+@pytest.mark.parametrize("scheme", [*SCHEMES, "fp32"])
+def test_second_moments_decay(scheme: str) -> None:
+    """5,000 updates with zero gradients at b2 = 0.999, against 0.999**5000; bfloat16 to nearest never moves."""
+    policy = SCHEMES.get(scheme, fz.Policy())
+    step = fz.donate(fz.train_step(lambda p: p, fz.adamw(0.0, b2=0.999), policy))
+    numel = 64 * 64
+    state = step.init({"w": torch.ones(numel)})
+    g = torch.randn(numel, generator=generator()).abs() + 0.1
+
+    def grads(value: torch.Tensor) -> Any:
+        return state.params.with_buffers({key: value for key in state.params.keys})
+
+    state, _ = step.update(state, grads(g))
+    before = fz.gather(state.moments.nu)["w"].float()
+    zero = torch.zeros(numel)
+    for _ in range(5000):
+        state, _ = step.update(state, grads(zero))
+    ratio = (fz.gather(state.moments.nu)["w"].double() / before.double()).mean().item()
+    if scheme == "bf16":
+        assert ratio == 1.0
+    else:
+        assert ratio == pytest.approx(0.999**5000, rel=0.1 if scheme not in ("fp32", "exact, fp32 moments") else 1e-3)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_plan_counts_what_is_stored(scheme: str, stage: int) -> None:
+    loss, params, _ = problem()
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(loss, fz.adamw(1e-2), SCHEMES[scheme]))
+        state = step.init(params)
+        plan = fz.plan(step, params, world_size=2 if stage else 1)
+        leaves = torch.utils._pytree.tree_leaves((state.params, state.moments))  # type: ignore[attr-defined]
+        storages = {leaf.untyped_storage().data_ptr(): leaf.untyped_storage().nbytes() for leaf in leaves}
+        assert sum(storages.values()) == plan.params + plan.moments, str(plan)
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
+def test_bytes_per_parameter() -> None:
+    params = {"w": torch.empty(1 << 20, device="meta")}
+    want = {
+        "exact": 6.125,
+        "exact, fp32 moments": 12,
+        "compact24": 5.125,
+        "compact16": 4.125,
+        "compact16, 4-bit": 3.625,
+        "compact16, bf16 moments": 6,
+        "bf16": 6,
+    }
+    for scheme, size in want.items():
+        plan = fz.plan(fz.train_step(lambda p: p, fz.adamw(1e-3), SCHEMES[scheme]), params)
+        assert (plan.params + plan.moments) / (1 << 20) == size
+
+
+# ---- trees of codes
+
+
+def test_codes_are_not_computed_with_as_if_they_were_values() -> None:
+    step = fz.train_step(lambda p: p, fz.adamw(1e-2), fz.Policy.exact())
+    state = step.init({"w": torch.ones(100)})
+    copied = torch.utils._pytree.tree_map(torch.clone, state)  # type: ignore[attr-defined]
+    assert_trees_equal(fz.gather(copied.params), fz.gather(state.params))
+    with pytest.raises(
+        TypeError, match=r"leaf 'w' .* bf16 \+ int16: got a buffer of torch.float32, expected torch.int16"
+    ):
+        torch.utils._pytree.tree_map(lambda x: x * 0.5, state)  # type: ignore[attr-defined]
+    halved = state.params.map(lambda x: x * 0.5)
+    assert_trees_equal(fz.gather(halved), {"w": torch.full((100,), 0.5)})
+    assert state.params["w"].dtype == F32
+
+
+# ---- bad input
+
+
+def test_a_policy_that_cannot_be_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"param=torch.float16, rounding='stochastic'.*say param=torch.bfloat16|Say param"
+    ):
+        fz.Policy(param=torch.float16, rounding="stochastic")
+    with pytest.raises(ValueError, match="expected torch.int16"):
+        fz.Policy(param=BF16, rounding="compensated", remainder=F32)
+    with pytest.raises(ValueError, match="'8-bit', '4-bit'|8-bit, 4-bit"):
+        fz.Policy(moment="3-bit")
+    step = fz.train_step(lambda p: p, fz.adamw(1e-2), fz.Policy(rounding="stochastic"))
+    with pytest.raises(ValueError, match=r"params\['w'\]: .*torch.float32.*param=torch.bfloat16"):
+        step.init({"w": torch.ones(3)})
+
+
+def test_an_optimizer_that_cannot_carry_8_bit_moments_is_named() -> None:
+    def init(params: Any) -> Any:
+        return torch.utils._pytree.tree_map(torch.zeros_like, params)  # type: ignore[attr-defined]
+
+    mine = fz.GradientTransformation(init, lambda updates, state, params=None: (updates, state), label=lambda _: "mine")
+    step = fz.train_step(lambda p: p, mine, fz.Policy.compact16())
+    with pytest.raises(ValueError, match=r"params\['w'\]: .*'8-bit'.*\(mine\) cannot carry.*fz.adamw"):
+        step.init({"w": torch.ones(3)})
+    kept = fz.train_step(lambda p: p, mine, fz.Policy.compact16(BF16)).init({"w": torch.ones(3)})
+    assert kept.moments.local("(root)/0").dtype == BF16
