@@ -13,6 +13,7 @@ import concurrent.futures
 import ctypes
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import struct
@@ -412,7 +413,7 @@ def _machine() -> str:
 
 @functools.cache
 def kernel(formula: Callable[..., Sequence[Any]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int) -> Any:
-    """`run(parts, grads, keys, hyper)` on flat CPU buffers of a multiple of 64 elements; None where it cannot be made."""
+    """`run(parts, grads, keys, hyper)` on flat CPU buffers of multiples of 64 elements; None where it cannot be made."""
     dtypes = [grad, *[part.dtype for form in formats for part in form.parts]]
     if compiler() is None or any(dtype not in _TYPES for dtype in dtypes):
         return None
@@ -451,4 +452,4 @@ def _split(numel: int, threads: int) -> list[tuple[int, int]]:
     blocks = numel // N
     threads = max(1, min(threads, blocks // 64))
     bounds = [blocks * i // threads * N for i in range(threads + 1)]
-    return [(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False) if b > a]
+    return [(a, b - a) for a, b in itertools.pairwise(bounds) if b > a]

@@ -28,7 +28,7 @@ class Sharded:
             (a remainder, scales) has them under `key#part`.
         held: full buffers in compute dtype (params under ZeRO-1 and 2).
         scale: what these values are multiplied by (the loss scale, for grads).
-        kind: "params", "signed" or "nonnegative" moments, which are stored in their policy's formats; otherwise "values".
+        kind: "params", or "signed" or "nonnegative" (moments), stored in their policy's formats; otherwise "values".
         draw: what an update of these params rounds with.
     """
 

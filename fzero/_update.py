@@ -80,8 +80,8 @@ class Judged:
             new = state.replace(params=params, moments=moments, grads=None, step=state.step + 1, loss_scale=scale)
         if step.donates:
             state.kill(
-                f"This state was donated to the step that applied update {state.step + 1}; its buffers now belong to the "
-                "state that step returned. Use that one, or leave fz.donate out to keep old states."
+                f"This state was donated to the step that applied update {state.step + 1}; its buffers now belong to "
+                "the state that step returned. Use that one, or leave fz.donate out to keep old states."
             )
         return new, self.metrics
 

@@ -328,9 +328,9 @@ def test_a_policy_that_cannot_be_is_refused() -> None:
         ValueError, match=r"param=torch.float16, rounding='stochastic'.*say param=torch.bfloat16|Say param"
     ):
         fz.Policy(param=torch.float16, rounding="stochastic")
-    with pytest.raises(ValueError, match="expected torch.int16"):
+    with pytest.raises(ValueError, match=r"expected torch\.int16"):
         fz.Policy(param=BF16, rounding="compensated", remainder=F32)
-    with pytest.raises(ValueError, match="'8-bit', '4-bit'|8-bit, 4-bit"):
+    with pytest.raises(ValueError, match=r"8-bit, 4-bit"):
         fz.Policy(moment="3-bit")
     step = fz.train_step(lambda p: p, fz.adamw(1e-2), fz.Policy(rounding="stochastic"))
     with pytest.raises(ValueError, match=r"params\['w'\]: .*torch.float32.*param=torch.bfloat16"):
