@@ -81,8 +81,11 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)  # while the others' come
         return wait
-    work = _all_gather(full, shard, group, async_op=backend != "threaded")
-    return work.wait if work is not None else done
+    if backend == "threaded":
+        _all_gather(full, shard, group)
+        dist.barrier(group=group)  # who leaves a collective last still holds its tensors, which donation would see
+        return done
+    return _all_gather(full, shard, group, async_op=True).wait
 
 
 def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
@@ -107,6 +110,7 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
     else:
         received[rank] = torch.empty_like(out)
         dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
+        dist.barrier(group=group)
 
     def add() -> None:
         arrived()

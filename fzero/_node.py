@@ -30,6 +30,8 @@ class Op:
     the one that was called, and a recomputation must see what the first run saw.
     """
 
+    early = False  # whether it is pulled back as soon as its cotangents are there
+
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
         self.fn, self.seed, self.device = fn, seed, device
         self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
@@ -172,6 +174,8 @@ class Node(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.op = inputs[0]
+        if ctx.op.early:
+            _private.pull_back_early(ctx)
         ctx.save_for_backward(*inputs[2:])
         ctx.save_for_forward(*inputs[2:])
         ctx.real = [i for i, out in enumerate(output) if out.is_floating_point() or out.is_complex()]

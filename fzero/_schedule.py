@@ -193,6 +193,10 @@ class Schedule:
         if previous is not None:
             previous.gather_ahead()
 
+    def uses_of(self, key: str) -> int:
+        """How many calls of units used a group."""
+        return self._uses_of[key]
+
     def is_called_once(self, key: str) -> bool:
         return self._uses_of[key] == 1
 
@@ -205,16 +209,22 @@ class Schedule:
             return spare
         return torch.empty(numel, dtype=use.reduce, device=use.shard.device)
 
-    def reduce(self, key: str, full: torch.Tensor, alone: bool) -> torch.Tensor:
+    def reduce(
+        self, key: str, full: torch.Tensor, alone: bool, then: Callable[[torch.Tensor], None] | None = None
+    ) -> torch.Tensor:
         """This rank's share of a reduced cotangent; deferred, it is there only at the end of the pullback.
 
         Args:
             full: of `buffer`; it is not the caller's any more.
             alone: whether autograd will not add it to another before that end.
+            then: takes it once it is there.
         """
         use = self.uses[key]
         if use.axis.ranks == 1:
-            return full.to(use.grad)
+            out = full.to(use.grad)
+            if then is not None:
+                then(out)
+            return out
         mean, wait = use.axis.start_reduce_scatter(full, use.tag)
         out = mean if mean.dtype == use.grad else mean.new_empty(mean.shape, dtype=use.grad)
 
@@ -223,6 +233,8 @@ class Schedule:
             if out is not mean:
                 out.copy_(mean)
             self._spare = full if self._pulls else None
+            if then is not None:
+                then(out)
 
         self._reducing = finish
         if not (self._defers and alone):
@@ -246,6 +258,9 @@ class Schedule:
         finally:
             self._pulls, self._defers, self._keeps_rooms = False, False, False
         self._end_of_pullback()
+
+    def finish_reduction(self) -> None:
+        self._end_of_reduction()
 
     def _end_of_reduction(self) -> None:
         """Waits for the reduction in flight: one at a time."""

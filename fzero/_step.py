@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fzero import _tree
+from fzero import _private, _tree
 from fzero._collectives import Axis
+from fzero._fusion import Fusion, fused_call
 from fzero._init import init_state
 from fzero._microbatch import Microbatches, leading_sizes
 from fzero._placement import Row, Rule, Sharding, add_rule, find, resolve
@@ -38,6 +39,7 @@ class Step:
     microbatches: Microbatches | None = None
     scaler: Any = None
     donates: bool = False
+    fusion: Fusion | None = None
 
     # ---- what transforms use
 
@@ -180,29 +182,14 @@ class Step:
         """
         self._check_state(state)
         self._check_optimizer(state)
+        if self.fusion is not None and _private.level() == 0:
+            return fused_call(self, state, inputs, cotangent, rng)
         micro = self.microbatches or Microbatches()
         unreduced = self.stage == 1 and micro.count > 1
         total: dict[str, torch.Tensor] | None = None
         losses: list[torch.Tensor] = []
-        auxes = []
-        parts = micro.split(inputs)
-        pieces: list[Any] | None = None
-        for i, part in enumerate(parts):
-            run = Run(self, state, part, (), self._seed(state, rng, i), unreduced)
-            outputs, run.outputs = run.outputs, None
-            if cotangent is None:
-                losses.append(_scalar_loss(outputs))
-                ct = torch.ones_like(outputs) / micro.count
-            else:
-                if pieces is None:
-                    if micro.count > 1:
-                        run.check_structure(cotangent)
-                    pieces = micro.split_cotangent(cotangent, [leading_sizes(outputs)] * micro.count)
-                ct = pieces[i]
-                if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
-                    losses.append(outputs)
-            auxes.append(run.aux)
-            del outputs
+        auxes: list[Any] = []
+        for run, ct in self.runs(state, inputs, cotangent, rng, losses, auxes, unreduced):
             grads, _ = run.pull(ct)
             del run
             total = sum_of(total, grads)
@@ -221,6 +208,45 @@ class Step:
         if self.has_aux:
             metrics["aux"] = micro.merge(auxes)
         return new, metrics
+
+    def runs(
+        self,
+        state: TrainState,
+        inputs: Sequence[Any],
+        cotangent: Any,
+        rng: int,
+        losses: list[torch.Tensor],
+        auxes: list[Any],
+        unreduced: bool,
+        fused: bool = False,
+    ) -> Iterator[tuple[Run, Any]]:
+        """One forward a microbatch, with the cotangent to pull back; notes losses and aux.
+
+        Args:
+            unreduced: cotangents stay full and unreduced; in a fused step not the last one's.
+            fused: the last one's pullback will update the params.
+        """
+        micro = self.microbatches or Microbatches()
+        pieces: list[Any] | None = None
+        for i, part in enumerate(micro.split(inputs)):
+            last = fused and i == micro.count - 1
+            run = Run(self, state, part, (), self._seed(state, rng, i), unreduced and not last, fused=last)
+            outputs, run.outputs = run.outputs, None
+            if cotangent is None:
+                losses.append(_scalar_loss(outputs))
+                ct = torch.ones_like(outputs) / micro.count
+            else:
+                if pieces is None:
+                    if micro.count > 1:
+                        run.check_structure(cotangent)
+                    pieces = micro.split_cotangent(cotangent, [leading_sizes(outputs)] * micro.count)
+                ct = pieces[i]
+                if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
+                    losses.append(outputs)
+            auxes.append(run.aux)
+            del outputs
+            yield run, ct
+            del run
 
     def update(self, state: TrainState, grads: Sharded, grad_norm: Any = None) -> tuple[TrainState, dict[str, Any]]:
         """The optimizer's update with these grads, and with those that the state keeps, which are cleared.

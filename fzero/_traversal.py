@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ class Traversal:
         self.layout, self.uses, self.remat, self.compiles, self.device = layout, uses, remat, compiles, device
         self.acts = sharded or remat or compiles  # whether there is anything to do where a unit is used
         self.retain_graph = False
+        self.nested = False  # whether a unit was called under a derivative of the function's own
+        self.delivery: Delivery | None = None
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
@@ -72,8 +75,10 @@ class Traversal:
                         self.origins[id(view)] = slot.leaf
         return out
 
-    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None], alone: bool) -> torch.Tensor:
+    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None], alone: bool) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
+
+        Where the cotangents are delivered elsewhere, a zero without memory, or None before a group's last use.
 
         Args:
             alone: whether no other cotangent will be added to it before the pullback's end.
@@ -82,6 +87,8 @@ class Traversal:
         self.layout.groups[key].join_into(full, cotangents)
         if isinstance(cotangents, list):
             cotangents.clear()
+        if self.delivery is not None:
+            return self.delivery.reduce(key, full)
         return self.schedule.reduce(key, full, alone)
 
     @contextlib.contextmanager
@@ -96,6 +103,57 @@ class Traversal:
             self.origins = {}
 
 
+class Delivery:
+    """Where one pullback's reduced cotangents go, group by group, instead of into its result.
+
+    Args:
+        receive: `receive(key, shard)`, called once for every group that is differentiated.
+        unreduced: full cotangents that are to be added before the reduction.
+    """
+
+    def __init__(
+        self,
+        traversal: Traversal,
+        receive: Callable[[str, torch.Tensor], Any],
+        unreduced: Mapping[str, torch.Tensor] | None = None,
+    ) -> None:
+        self.traversal, self.receive, self.unreduced = traversal, receive, dict(unreduced or {})
+        self._pulled: collections.Counter[str] = collections.Counter()
+        self._sums: dict[str, torch.Tensor] = {}
+        self._done: set[str] = set()
+
+    def reduce(self, key: str, full: torch.Tensor) -> torch.Tensor | None:
+        schedule = self.traversal.schedule
+        if key in self.unreduced:
+            full.add_(self.unreduced.pop(key))
+        self._pulled[key] += 1
+        last = self._pulled[key] >= schedule.uses_of(key)
+        schedule.reduce(key, full, True, lambda shard: self._arrived(key, shard, last))
+        use = self.traversal.uses[key]
+        return torch.zeros((), dtype=use.grad, device=full.device).expand(use.shard.numel()) if last else None
+
+    def _arrived(self, key: str, shard: torch.Tensor, last: bool) -> None:
+        if key in self._sums:
+            shard = self._sums.pop(key).add_(shard)
+        if last:
+            self._done.add(key)
+            self.receive(key, shard)
+        else:
+            self._sums[key] = shard
+
+    def finish(self) -> None:
+        """Delivers what was not used, or not every time that it was called."""
+        for key in self.traversal.layout.trainable:
+            if key not in self._done:
+                use = self.traversal.uses[key]
+                if key in self.unreduced:
+                    self.reduce(key, torch.zeros_like(self.unreduced[key]))
+                    self.traversal.schedule.finish_reduction()
+                if key not in self._done:
+                    empty = torch.zeros(use.shard.numel(), dtype=use.grad, device=use.shard.device)
+                    self.receive(key, self._sums.pop(key, empty))
+
+
 def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
     """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
     traversal = next((x.traversal for x in values if type(x) is Handle), None) or current.get()
@@ -106,7 +164,12 @@ def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
 
 
 class _Leaves(Op):
-    """A group that is full where the function sees it: its shard -> its leaves."""
+    """A group that is full where the function sees it: its shard -> its leaves.
+
+    Made before the function runs, it would be pulled back last of all, with every unit's cotangents waiting.
+    """
+
+    early = True
 
     def __init__(self, traversal: Traversal, key: str) -> None:
         group, use = traversal.layout.groups[key], traversal.uses[key]
@@ -120,4 +183,5 @@ class _Leaves(Op):
     def back(
         self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        return {0: self.traversal.collect(self.key, cotangents, alone=True)}
+        shard = self.traversal.collect(self.key, cotangents, alone=True)
+        return {0: shard} if shard is not None else {}

@@ -115,7 +115,9 @@ class UnitOp(Op):
         for key, leaves in zip(reversed(pull.keys), reversed(pull.leaves), strict=True):
             grads = found[len(found) - len(leaves) :]
             del found[len(found) - len(leaves) :]
-            out[self.keys.index(key)] = self.traversal.collect(key, grads, self.traversal.schedule.is_called_once(key))
+            shard = self.traversal.collect(key, grads, self.traversal.schedule.is_called_once(key))
+            if shard is not None:
+                out[self.keys.index(key)] = shard
         if not keep:
             self._rooms = {}
         return out
@@ -301,7 +303,9 @@ def call_unit(
 
     tensors = (*primals.values(), *[flat[i] for i in places])
     # a derivative of a derivative recomputes anyway: keep no graph for it
-    recompute = traversal.remat or _private.level() > 1
+    nested = _private.level() > 1
+    traversal.nested = traversal.nested or nested
+    recompute = traversal.remat or nested
     op = UnitOp(traversal, keys, body, recompute, traversal.next_seed() if seed is None else seed, trusted)
     op.arguments = mine
     wanted = active(tensors)

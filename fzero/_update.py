@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,7 +15,7 @@ from fzero._onepass import write
 from fzero._rounding import Draw
 from fzero._sharded import Sharded, global_norm, is_sharded
 from fzero._state import ScaleState, TrainState
-from fzero.optim._base import call_update, values
+from fzero.optim._base import call_fused, call_update, values
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -68,6 +67,11 @@ class Judged:
         self.metrics["skipped"] = torch.tensor(not self.finite)
         if step.scaler:
             self.metrics["loss_scale"] = torch.tensor(state.loss_scale.scale, dtype=torch.float64)
+
+    def applied(self) -> None:
+        """The update was applied before its norm was known."""
+        self.finite = True
+        self.metrics["skipped"] = torch.tensor(False)
 
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, Any]]:
         """The state after this update, or after one that was skipped (None)."""
@@ -127,17 +131,13 @@ class Update:
     def apply(self, keys: Sequence[str], grads: Sharded, extra: Mapping[str, Any]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
         own, extra = self._own.only(keys), dict(extra)
-        fused = self.step.optimizer.fused
-        if fused is None:
+        if self.step.optimizer.fused is None:
             self._after = _plain_update(self.step, self.moments, own, grads, extra)
         else:
             moments = _tree.map(
                 lambda node: node.only(keys) if is_sharded(node) else node, self.moments, is_leaf=is_sharded
             )
-            if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in inspect.signature(fused).parameters.values()):
-                self._after = fused(own, grads, moments, **extra)  # type: ignore[call-arg]
-            else:
-                self._after = fused(own, grads, moments)
+            self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
         held = self.params.held
         self._waits += [
             self.old.axis.start_gather(held[key], own.stored(key).to(held[key].dtype), f"update of {key}")

@@ -15,7 +15,7 @@ from fzero._handle import Handle
 from fzero._placement import find
 from fzero._sharded import Sharded
 from fzero._state import TrainState
-from fzero._traversal import Traversal
+from fzero._traversal import Delivery, Traversal
 from fzero._unit import used_up
 from fzero._use import Use
 
@@ -24,12 +24,13 @@ if TYPE_CHECKING:
 
 
 def traversal_of(
-    step: Step, state: TrainState, seed: tuple[int, ...], unreduced: bool = False
+    step: Step, state: TrainState, seed: tuple[int, ...], unreduced: bool = False, fused: bool = False
 ) -> tuple[Traversal, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
 
     Args:
         unreduced: leave cotangents full and unreduced (ZeRO-1 while it accumulates).
+        fused: params may be overwritten once their cotangents are there.
     """
     params = state.params
     stage = step.stage
@@ -43,7 +44,7 @@ def traversal_of(
         shard = params.stored(key)
         held = params.held.get(key)
         grad = policy.reduce if unreduced else policy.grad
-        stands = not shard.plain or (not group.row.frozen and (unreduced or grad != policy.param))
+        stands = fused or not shard.plain or (not group.row.frozen and (unreduced or grad != policy.param))
         primal = shard.parts[0]
         if stands:
             # cotangents take the primal's dtype and shape: a primal without memory stands for the stored one
@@ -101,18 +102,20 @@ class Run:
         seed: tuple[int, ...],
         unreduced: bool = False,
         alone: bool = True,
+        fused: bool = False,
     ) -> None:
         self.state, self.scale = state, state.loss_scale.scale
         flat, self.input_spec = _tree.flatten(tuple(inputs))
         self.count = len(flat)
         self.wanted = _wanted(inputs, argnums)
-        traversal, primals, fixed = traversal_of(step, state, seed, unreduced)
+        traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
+        self.unreduced: dict[str, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
         traversal.schedule.keeps = alone
         differentiated = [flat[place] for place in self.wanted]
         self.outer = _private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         # whoever differentiates the pullback too does so with respect to the buffers
-        self.split = [] if self.outer else [key for key in primals if traversal.is_split(key)]
+        self.split = [] if self.outer or fused else [key for key in primals if traversal.is_split(key)]
         given: dict[str, Any] = dict(primals)
         for key in self.split:
             given[key] = tuple(traversal.layout.groups[key].cut(primals[key]).values())
@@ -161,9 +164,17 @@ class Run:
         return contextlib.nullcontext() if self.outer else torch.no_grad()
 
     def pull(
-        self, cotangent: Any, retain_graph: bool = False, create_graph: bool = False
+        self,
+        cotangent: Any,
+        retain_graph: bool = False,
+        create_graph: bool = False,
+        receive: Callable[[str, torch.Tensor], Any] | None = None,
     ) -> tuple[dict[str, torch.Tensor], list[Any]]:
-        """(scaled cotangents of the primals, cotangents of the flat inputs)."""
+        """(scaled cotangents of the primals, cotangents of the flat inputs).
+
+        Args:
+            receive: takes the reduced cotangent of each group as soon as it is there, in the result's place.
+        """
         _ = self.state.params  # a donated state says so
         if self._pull is None:
             raise RuntimeError(used_up("this forward"))
@@ -173,6 +184,8 @@ class Run:
         again = retain_graph or self.outer
         assert self.traversal is not None
         self.traversal.retain_graph = again
+        traversal, early = self.traversal, receive is not None and not (self.outer or self.traversal.nested)
+        traversal.delivery = Delivery(traversal, receive, self.unreduced) if receive is not None and early else None
         # whoever differentiates the result reads it as it comes
         defers = not (self.outer or create_graph or torch.is_anomaly_enabled())
         with torch.enable_grad() if create_graph else self._mode(), self.traversal.schedule.pullback(defers):
@@ -185,6 +198,11 @@ class Run:
                     group.joined_differentiably(leaves) if create_graph else self.traversal.collect(key, leaves, False)
                 )
                 del leaves
+        if traversal.delivery is not None:
+            traversal.delivery.finish()
+            traversal.delivery, grads = None, {}
+        elif receive is not None:
+            self._deliver(grads, receive)
         if not again and not create_graph:
             self._pull = None
             self.traversal = None  # a used pullback holds nothing, so a donated state's buffers are free
@@ -193,9 +211,19 @@ class Run:
             out[place] = value / self.scale if self.scale != 1.0 else value
         return grads, out
 
+    def _deliver(self, grads: dict[str, torch.Tensor], receive: Callable[[str, torch.Tensor], Any]) -> None:
+        """Where a unit is differentiated twice, grads come all at once."""
+        assert self.traversal is not None
+        for key in list(grads):
+            shard = grads.pop(key)
+            if key in self.unreduced:
+                use = self.traversal.uses[key]
+                shard = shard + use.axis.reduce_scatter(self.unreduced[key], use.tag).to(use.grad)
+            receive(key, shard)
+
     def drop(self) -> None:
         """Forgets the graph."""
-        self._pull = None
+        self._pull = self.traversal = None
 
     def check_structure(self, cotangent: Any) -> None:
         spec = _tree.flatten(cotangent)[1]

@@ -120,6 +120,36 @@ def test_saved_tensor_hooks_where_functorch_switched_them_off() -> None:
     assert seen(hooked)[0]
 
 
+def test_a_backward_that_runs_as_soon_as_it_can() -> None:
+    """Of two that are ready autograd takes the one that was made last, but for one that was moved ahead."""
+    said: list[str] = []
+
+    class Note(torch.autograd.Function):
+        @staticmethod
+        def forward(x: torch.Tensor, name: str) -> torch.Tensor:  # type: ignore[override]
+            return x.clone()
+
+        @staticmethod
+        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+            ctx.name = inputs[1]
+            if ctx.name == "early":
+                _private.pull_back_early(ctx)
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
+            said.append(ctx.name)
+            return g, None
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        first, early = Note.apply(x, "first"), Note.apply(x, "early")
+        return (Note.apply(first, "last") * early).sum()
+
+    x = torch.ones(2, requires_grad=True)
+    run(x).backward()
+    torch.func.grad(run)(torch.ones(2))
+    assert said == ["early", "last", "first"] * 2
+
+
 def test_holders() -> None:
     x = torch.ones(4)
     assert _private.storage_holders(x) == 1

@@ -30,7 +30,8 @@ class GradientTransformation(NamedTuple):
         metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate.
         by_leaf: whether it treats every element by itself, but for a norm that it is given, and takes a step's trees as
             they are stored: then it may be applied group by group, and its moments be in any format.
-        needs_norm: whether it wants `grad_norm`, the norm over all leaves.
+        needs: "norm" where it wants `grad_norm`, the norm over all leaves; "parts" where it wants that of some of them,
+            which a member of `partition` does.
     """
 
     init: Callable[[Any], Any]
@@ -39,7 +40,7 @@ class GradientTransformation(NamedTuple):
     label: Callable[[str], str] | None = None
     metrics: Callable[[Any], dict[str, float]] | None = None
     by_leaf: bool = False
-    needs_norm: bool = False
+    needs: str = ""
 
 
 def rate(lr: float | Schedule, count: int) -> float:
@@ -184,6 +185,15 @@ def call_update(member: GradientTransformation, updates: Any, state: Any, params
     return member.update(updates, state, params, **{name: value for name, value in extra.items() if name in known})
 
 
+def call_fused(member: GradientTransformation, params: Any, grads: Any, state: Any, extra: Mapping[str, Any]) -> Any:
+    """`member.fused`, with keywords where it takes them."""
+    assert member.fused is not None
+    takes = inspect.signature(member.fused).parameters.values()
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes):
+        return member.fused(params, grads, state, **extra)  # type: ignore[call-arg]
+    return member.fused(params, grads, state)
+
+
 def chain(*members: GradientTransformation) -> GradientTransformation:
     """Applies transformations one after the other (optax.chain); the last one is usually the optimizer.
 
@@ -221,9 +231,8 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         return updates, (*new, state)
 
     def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
-        assert last.fused is not None
         grads, new = prefix(grads, states, params, extra)
-        return (*new, last.fused(params, grads, states[-1]))
+        return (*new, call_fused(last, params, grads, states[-1], extra))
 
     def label(path: str) -> str:
         names = [member.label(path) for member in members if member.label is not None]
@@ -242,7 +251,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         label,
         metrics,
         all(member.by_leaf for member in members),
-        any(member.needs_norm for member in members),
+        max(member.needs for member in members),  # "parts" over "norm" over ""
     )
 
 
@@ -291,17 +300,18 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
         _need_sharded(updates)
         buffers, new = {}, {}
+        extra.pop("grad_norm", None)  # a member's norm is that of its part; a joint norm holds throughout
         for pattern, member in table.items():
             own = None if params is None else part(params, pattern)
             out, new[pattern] = call_update(member, part(updates, pattern), states[pattern], own, extra)
             buffers.update(out.locals())
         return updates.with_buffers(buffers), new
 
-    def fused(params: Any, grads: Any, states: Any) -> Any:
+    def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
+        extra.pop("grad_norm", None)
         new = {}
         for pattern, member in table.items():
-            assert member.fused is not None
-            new[pattern] = member.fused(part(params, pattern), part(grads, pattern), states[pattern])
+            new[pattern] = call_fused(member, part(params, pattern), part(grads, pattern), states[pattern], extra)
         return new
 
     def metrics(states: Any) -> dict[str, float]:
@@ -316,8 +326,10 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         return out
 
     every = all(member.fused for member in table.values())
-    by_leaf, needs_norm = all(m.by_leaf for m in table.values()), any(m.needs_norm for m in table.values())
-    return GradientTransformation(init, update, fused if every else None, label, metrics, by_leaf, needs_norm)
+    by_leaf, needs = all(m.by_leaf for m in table.values()), any(m.needs for m in table.values())
+    return GradientTransformation(
+        init, update, fused if every else None, label, metrics, by_leaf, "parts" if needs else ""
+    )
 
 
 def _need_sharded(tree: Any) -> None:

@@ -34,7 +34,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
             return grads.scaled(float(factor)), state
         return _tree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
-    return GradientTransformation(lambda params: (), update, by_leaf=True, needs_norm=True)
+    return GradientTransformation(lambda params: (), update, by_leaf=True, needs="norm")
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:

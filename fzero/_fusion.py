@@ -1,0 +1,154 @@
+"""The update inside the pullback: each group is updated as soon as its reduced grads are there, and they are gone.
+
+What an update needs of all gradients (their norm, for clipping and for skipping what is not finite) is known by pulling
+twice, or by holding the reduced shards until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fzero import _formats
+from fzero._formats import Companded, Stored
+from fzero._microbatch import Microbatches
+from fzero._sharded import Sharded, norm_of, squares_of
+from fzero._state import TrainState
+from fzero._update import Judged, Update, is_finite, sum_of
+from fzero._vjp import Run
+from fzero.optim._base import values
+
+if TYPE_CHECKING:
+    from fzero._step import Step
+
+NORMS = ("auto", "twice", "held", "8-bit")
+_HELD = Companded(signed=True)
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """How a fused update comes to know the norm of all gradients."""
+
+    norm: str = "auto"
+
+    def way(self, step: Step) -> str:
+        """ "once" where nothing needs the norm."""
+        if self.norm != "auto":
+            return self.norm
+        return "twice" if step.optimizer.needs or step.scaler is not None else "once"
+
+
+class _Grads:
+    """What the last microbatch's pullback delivers, group by group, with what earlier ones left."""
+
+    def __init__(self, step: Step, state: TrainState, earlier: Mapping[str, torch.Tensor]) -> None:
+        self.step, self.state, self.earlier = step, state, earlier
+        self.squares: dict[int, torch.Tensor] = {}
+
+    def of(self, key: str, shard: torch.Tensor) -> Sharded:
+        """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
+        if key in self.earlier:
+            shard = self.earlier[key] + shard
+        grads = self.step._grads(self.state, {key: shard})
+        kept = self.state.grads
+        if kept is None:
+            return grads
+        return values(grads).map(torch.add, values(kept.only([key])))
+
+    def measured(self, key: str, shard: torch.Tensor) -> Sharded:
+        """The same, its squares noted for the norm."""
+        grads = self.of(key, shard)
+        self.squares.update(squares_of(grads))
+        return grads
+
+    def norm(self) -> torch.Tensor:
+        return norm_of(self.squares, self.state.params.axis)
+
+
+def fused_call(step: Step, state: TrainState, inputs: Any, cotangent: Any, rng: int) -> tuple[TrainState, Any]:
+    """`step(state, *inputs)` of a step whose update is fused into its pullback."""
+    assert step.fusion is not None
+    way = step.fusion.way(step)
+    update = Update(step, state)  # before a run holds the buffers that it may overwrite
+    micro = step.microbatches or Microbatches()
+    losses: list[torch.Tensor] = []
+    auxes: list[Any] = []
+    late = step.stage == 1 and micro.count > 1  # earlier microbatches are summed unreduced
+    earlier: dict[str, torch.Tensor] | None = None
+    runs = step.runs(state, inputs, cotangent, rng, losses, auxes, late, fused=True)
+    for _ in range(micro.count - 1):
+        run, ct = next(runs)
+        grads, _cotangents = run.pull(ct)
+        del run
+        earlier = sum_of(earlier, grads)
+        del grads
+    run, ct = next(runs)
+    loss = state.params.axis.mean(torch.stack(losses).mean(), "the loss") if losses else None
+    if late:
+        run.unreduced = earlier or {}
+        earlier = None
+    judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}), way, loss)
+    new, metrics = judged.next_state(update if judged.finite else None)
+    if loss is not None:
+        metrics["loss"] = loss
+    if step.has_aux:
+        metrics["aux"] = micro.merge(auxes)
+    return new, metrics
+
+
+def _pulled(
+    step: Step, state: TrainState, update: Update, run: Run, ct: Any, grads: _Grads, way: str, loss: Any
+) -> Judged:
+    """Pulls back and updates; what was decided."""
+    if way == "once":
+        if loss is not None and not is_finite(loss):
+            run.drop()
+            return Judged(step, state, loss.double())
+
+        def at_once(key: str, shard: torch.Tensor) -> None:
+            update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})
+
+        run.pull(ct, receive=at_once)
+        judged = Judged(step, state, grads.norm())
+        judged.applied()
+        return judged
+    if way == "twice":
+        run.pull(ct, retain_graph=True, receive=grads.measured)
+        judged = Judged(step, state, grads.norm())
+        if judged.finite:
+            run.pull(ct, receive=lambda key, shard: update.apply([key], grads.of(key, shard), judged.extra))
+        run.drop()
+        return judged
+    held: dict[str, Callable[[], Sharded]] = {}
+
+    def hold(key: str, shard: torch.Tensor) -> None:
+        held[key] = _holding(grads.measured(key, shard), key, way == "8-bit")
+
+    run.pull(ct, receive=hold)
+    judged = Judged(step, state, grads.norm())
+    for key in list(held):
+        own = held.pop(key)
+        if judged.finite:
+            update.apply([key], own(), judged.extra)
+    return judged
+
+
+def _holding(grads: Sharded, key: str, in_8_bits: bool) -> Callable[[], Sharded]:
+    """Keeps a group's grads as they are, or in 8 bits; calling the result brings them back."""
+    buffer = grads.local(key)
+    if not in_8_bits or buffer.dtype == torch.float64:
+        return lambda: grads
+    stored, scale = Stored(_HELD, _formats.encode(_HELD, buffer)), grads.scale
+    empty, dtype = grads.with_buffers({}), buffer.dtype
+    return lambda: empty.with_buffers({key: stored.to(dtype)}, scale)
+
+
+def _finite_only(grads: Sharded, squares: Mapping[int, torch.Tensor]) -> Sharded:
+    """Without elements that are not finite, which would stay in the params for ever."""
+    leaves = [slot.leaf for key in grads.keys for slot in grads.layout.groups[key].slots]
+    if all(is_finite(squares[leaf]) for leaf in leaves):
+        return grads
+    return grads.with_buffers({key: x.nan_to_num(0.0, 0.0, 0.0) for key, x in grads.locals().items()})

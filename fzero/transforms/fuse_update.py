@@ -1,0 +1,48 @@
+"""The update inside the pullback (LOMO, Lv et al. 2023, 2306.09782), with clipping, accumulation and loss scaling."""
+
+from __future__ import annotations
+
+from fzero._fusion import NORMS, Fusion
+from fzero._step import Step
+
+
+def fuse_update(step: Step, norm: str = "auto") -> Step:
+    """Updates each unit inside the pullback, as soon as its reduced gradients exist: they never all live at once.
+
+    The numbers are those of the step without it. What differs is how the norm of all gradients becomes known, where
+    clipping, a loss scale or another member of the optimizer needs it:
+
+    | norm | gradients that live | time | numbers |
+    |---|---|---|---|
+    | "auto", nothing needs it | one unit's | as without | the same; of gradients that are not finite those elements are left out |
+    | "auto", otherwise "twice" | one unit's | one more pullback | the same |
+    | "held" | the reduced shards, in their dtype | as without | the same |
+    | "8-bit" | the reduced shards, in 1.06 bytes | as without | the norm exactly, elements to 1.2 % of their group of 32's largest |
+
+    `step.vjp` of such a step returns ordinary grads, and `step.update` takes them. With `accumulate` the reduced shards
+    of the microbatches are kept, and the last one updates.
+
+    Args:
+        step: any step whose optimizer treats every element by itself: fz.adamw, adam, lion, sgd, alone or in fz.chain
+            (with fz.clip_by_global_norm, fz.clip_by_value) and fz.partition.
+        norm: see above.
+
+    Raises:
+        ValueError: an optimizer that wants whole trees; a word that is not in the table.
+
+    Example:
+        >>> step = fz.fuse_update(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+        >>> state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> fz.gather(state.params)["w"]
+        tensor([0.9000, 0.9000])
+    """
+    if norm not in NORMS:
+        raise ValueError(f"fuse_update(norm=...): got {norm!r}, expected one of {', '.join(map(repr, NORMS))}.")
+    if step.optimizer.fused is None or not step.optimizer.by_leaf or step.optimizer.needs == "parts":
+        raise ValueError(
+            "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "
+            "fused form). Use fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition; clip before "
+            "a partition, fz.chain(fz.clip_by_global_norm(c), fz.partition(...)), and not within it. Or leave "
+            "fuse_update out."
+        )
+    return step.with_header("fusion", Fusion(norm), f"fuse_update(norm={norm!r})")
