@@ -169,6 +169,8 @@ CONTENDERS: dict[str, Callable[[Setup], Run]] = {
     "fzero ZeRO-1": fzero_step(fz.shard_zero1),
     "fzero ZeRO-2": fzero_step(fz.shard_zero2),
     "fzero ZeRO-3": fzero_step(fz.shard_zero3),
+    "fzero ZeRO-2, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero2(step))),
+    "fzero ZeRO-3, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero3(step))),
     "fzero ZeRO-3, compiled": fzero_step(lambda step: fz.compile(fz.shard_zero3(step))),
 }
 

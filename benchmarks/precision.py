@@ -3,18 +3,19 @@
     python benchmarks/precision.py                   # hours on two cores; goes on where it was stopped
     python benchmarks/precision.py --seeds 1 --only compact16 nearest
 
-A byte language model of 3.3 million params (4 blocks of width 256) is trained for 1,000 updates with AdamW, on the source
-of Python's standard library from nothing (lr 1e-3, cosine), and from there on torch's source at a small learning rate
-(lr 1e-5, constant). All schemes compute and keep gradients in bfloat16, as the masters do. Losses are in nats a byte, of
-files that are trained on nowhere.
+A byte language model of 3.3 million params (4 blocks of width 256) is trained for 1,000 updates with AdamW, on the
+source of Python's standard library from nothing (lr 1e-3, cosine), and from there on torch's source at a small learning
+rate (lr 1e-5, constant). All schemes compute and keep gradients in bfloat16, as the masters do. Losses are in nats a
+byte, of files that are trained on nowhere.
 
-Prints, for each task, the mean over seeds of (scheme - masters), with its standard error, and draws it. Results are kept
-in `--out`, a JSON file, so that a run goes on where it was stopped.
+Prints, for each task, the mean over seeds of (scheme - masters), with its standard error, and draws it. Results are
+kept in `--out`, a JSON file, so that a run goes on where it was stopped.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import multiprocessing
 import os
@@ -176,18 +177,11 @@ def main() -> None:
     with multiprocessing.get_context("spawn").Pool(args.workers, start_worker) as pool:
         if first in jobs:
             jobs.remove(first)
-            keep(results, *pool.apply(work, (first, args)), args)
-        for done in pool.imap_unordered(_Work(args), jobs):
-            keep(results, *done, args)
+            job, loss = pool.apply(work, (first, args))
+            keep(results, job, loss, args)
+        for job, loss in pool.imap_unordered(functools.partial(work, args=args), jobs):
+            keep(results, job, loss, args)
     draw(table(results, args), args.figure)
-
-
-class _Work:
-    def __init__(self, args: argparse.Namespace) -> None:
-        self.args = args
-
-    def __call__(self, job: tuple[str, int, str]) -> Any:
-        return work(job, self.args)
 
 
 def keep(results: dict[str, float], job: tuple[str, int, str], loss: float, args: argparse.Namespace) -> None:

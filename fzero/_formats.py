@@ -274,7 +274,7 @@ def encoded(format: Format, x: Any, noise: Bits | None) -> list[torch.Tensor]:
     return [format.codes(TorchOps, scaled, format.inverse(TorchOps, scale), noise), scale]
 
 
-CHUNK = 1 << 16  # elements decoded at a time, so that temporaries stay small
+CHUNK = 1 << 14  # elements decoded at a time, so that temporaries stay small
 
 
 def decode(format: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:

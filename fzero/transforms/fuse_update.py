@@ -14,10 +14,14 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
 
     | norm | gradients that live | time | numbers |
     |---|---|---|---|
-    | "auto", nothing needs it | one unit's | as without | the same; of gradients that are not finite those elements are left out |
-    | "auto", otherwise "twice" | one unit's | one more pullback | the same |
+    | "auto", if nothing needs it | one unit's | as without | the same (not finite: see below) |
+    | "auto" otherwise, "twice" | one unit's | one more pullback | the same |
     | "held" | the reduced shards, in their dtype | as without | the same |
-    | "8-bit" | the reduced shards, in 1.06 bytes | as without | the norm exactly, elements to 1.2 % of their group of 32's largest |
+    | "8-bit" | the reduced shards, in 1.06 bytes | as without | the norm exactly, elements nearly |
+
+    In 8 bits an element is off by at most 1.2 % of the largest of its 32 neighbours. Where nothing needs the norm, a
+    loss that is not finite skips the update, and of a gradient that is not finite only those elements are left out; in
+    the other ways the update is skipped, as without.
 
     `step.vjp` of such a step returns ordinary grads, and `step.update` takes them. With `accumulate` the reduced shards
     of the microbatches are kept, and the last one updates.

