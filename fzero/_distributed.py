@@ -154,6 +154,8 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
 
 def gather_strings(said: str, group: Any) -> list[str]:
     """What every rank of the group says, in rank order."""
+    if dist.get_backend(group) == "fake":  # one rank that stands for all
+        return [said] * size_of(group)
     device = _device_of(group)
     data = torch.frombuffer(bytearray(said.encode() or b" "), dtype=torch.uint8)
     size = size_of(group)

@@ -7,11 +7,13 @@ are kept in the mean.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from fzero import _private
 
 GROUP = 32  # elements that share a scale
 
@@ -277,14 +279,22 @@ def encoded(format: Format, x: Any, noise: Bits | None) -> list[torch.Tensor]:
 CHUNK = 1 << 14  # elements decoded at a time, so that temporaries stay small
 
 
+def chunks(flat: torch.Tensor, size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) over a flat tensor; of a fake one, which only takes memory, the first stands for all."""
+    numel = flat.numel()
+    for start in range(0, min(numel, size) if _private.is_fake(flat) else numel, size):
+        yield start, min(start + size, numel)
+
+
 def decode(format: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Values in a dtype; of a plain format in that dtype the stored tensor itself."""
     if isinstance(format, Plain):
         return parts[0].to(dtype)
+    if isinstance(format, Corrected) and dtype == torch.bfloat16:
+        return parts[0]
     numel = parts[0].numel() * format.parts[0].every
     out = torch.empty(numel, dtype=dtype, device=parts[0].device)
-    for start in range(0, numel, CHUNK):
-        stop = min(start + CHUNK, numel)
+    for start, stop in chunks(out, CHUNK):
         cut = [t[start // p.every : stop // p.every] for p, t in zip(format.parts, parts, strict=True)]
         out[start:stop].view(-1, GROUP).copy_(format.decode(TorchOps, load(format, cut)))
     return out
@@ -295,8 +305,7 @@ def encode(format: Format, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     if isinstance(format, Plain):
         return (x.to(format.dtype),)
     out = zeros(format, x.numel(), x.device)
-    for start in range(0, x.numel(), CHUNK):
-        stop = min(start + CHUNK, x.numel())
+    for start, stop in chunks(x, CHUNK):
         cut = [t[start // p.every : stop // p.every] for p, t in zip(format.parts, out, strict=True)]
         store(format, cut, encoded(format, x[start:stop].to(torch.float32).view(-1, GROUP), None))
     return out

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from fzero import _kernel
-from fzero._formats import GROUP, Companded, Format, Plain, Stored, TorchOps, encoded, load, store
+from fzero import _kernel, _private
+from fzero._formats import GROUP, Companded, Format, Plain, Stored, TorchOps, chunks, encoded, load, store
 from fzero._rounding import counters, hashed
 
 Formula = Callable[..., Sequence[Any]]
@@ -98,18 +98,13 @@ def run(
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
     buffers = [params, *moments]
     cpu = grads.device.type == "cpu"
-    if cpu and dtype == torch.float32 and (compiles or grads.numel() >= LARGE) and _is_real(grads):
+    if cpu and dtype == torch.float32 and (compiles or grads.numel() >= LARGE) and not _private.is_fake(grads):
         made = _kernel.kernel(formula, formats, grads.dtype, len(hyper))
         if made is not None:
             made([part for stored in buffers for part in stored.parts], grads, keys, numbers)
             return
     on_cuda = grads.device.type == "cuda" and (compiles or grads.numel() >= LARGE)
     block, chunk = (_compiled(), grads.numel()) if on_cuda else (_block, CHUNK if cpu else ON_CUDA)
-    for start in range(0, grads.numel(), chunk):
-        stop = min(start + chunk, grads.numel())
+    for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
         block(formula, formats, parts, grads[start:stop], keys[start // 64 : stop // 64], numbers)
-
-
-def _is_real(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor

@@ -57,12 +57,13 @@ class Schedule:
     Attributes:
         keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
         ran_before: whether the function has run to its end before.
+        lean: whether memory counts more than that it stays warm: nothing is kept for a next unit.
     """
 
     def __init__(self, uses: Mapping[str, Use]) -> None:
         self.uses = uses
         self._pulls, self._defers = False, False
-        self.keeps, self.ran_before = True, False
+        self.keeps, self.ran_before, self.lean = True, False, False
         self._calls: list[weakref.ref[UnitOp]] = []
         self._called: list[Keys] = []
         self._uses_of: collections.Counter[str] = collections.Counter()
@@ -156,11 +157,24 @@ class Schedule:
         room.busy, room.user = True, weakref.ref(op)
         return self._fill(key, room)
 
-    def release(self, room: Room) -> None:
-        """What is in the room is not needed any more."""
+    def release(self, room: Room, op: UnitOp) -> None:
+        """What a call had in the room is not needed any more; its memory is kept for the next call, if that fits in."""
         room.busy = False
-        if not self._keeps_rooms:
-            self.empty_rooms()
+        if self.lean or not (self._keeps_rooms and room.full.numel() in self._sizes_after(op)):
+            room.empty()
+            self._rooms = [other for other in self._rooms if other is not room]
+
+    def _sizes_after(self, op: UnitOp) -> set[int]:
+        """Elements of the full buffers of the call that will probably follow this one."""
+        keys: Keys = ()
+        if self._pulls:
+            previous = self._calls[op.number - 1]() if op.number > 0 else None
+            keys = tuple(previous.keys) if previous is not None else ()
+        elif self._on_track and len(self._called) < len(self._expected):
+            keys = self._expected[len(self._called)]
+        elif not self._expected:  # a first run: units are mostly alike
+            keys = tuple(op.keys)
+        return {self.uses[key].shard.numel() * self.uses[key].axis.size for key in keys}
 
     def empty_rooms(self) -> None:
         """Gives back the memory of the rooms that nobody is in."""
@@ -203,10 +217,10 @@ class Schedule:
     def buffer(self, key: str, numel: int) -> torch.Tensor:
         """A buffer for the full cotangent of a group: the last one's where it fits, so that memory stays warm."""
         self._end_of_reduction()
-        use, spare = self.uses[key], self._spare
+        use, spare, self._spare = self.uses[key], self._spare, None
         if spare is not None and (spare.numel(), spare.dtype) == (numel, use.reduce):
-            self._spare = None
             return spare
+        del spare
         return torch.empty(numel, dtype=use.reduce, device=use.shard.device)
 
     def reduce(
@@ -232,7 +246,7 @@ class Schedule:
             wait()
             if out is not mean:
                 out.copy_(mean)
-            self._spare = full if self._pulls else None
+            self._spare = full if self._pulls and not self.lean else None
             if then is not None:
                 then(out)
 
@@ -260,6 +274,7 @@ class Schedule:
         self._end_of_pullback()
 
     def finish_reduction(self) -> None:
+        """Waits for the reduction in flight, whose buffer is then gone."""
         self._end_of_reduction()
 
     def _end_of_reduction(self) -> None:

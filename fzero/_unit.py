@@ -89,6 +89,8 @@ class UnitOp(Op):
             with torch.no_grad():
                 self._forward(tuple(t.detach() for t in tensors), wanted, self._gather_previous)
             keep = False
+            if self.traversal.schedule.lean:
+                self.traversal.schedule.finish_reduction()
         elif self._used:
             raise RuntimeError(used_up(f"unit {self.unit!r}"))
         elif self._pull is None:
@@ -151,8 +153,8 @@ class UnitOp(Op):
         grad_mode = torch.enable_grad() if wanted else contextlib.nullcontext()
         with self.surroundings(), _private.saved_tensor_hooks(), grad_mode:
             out = self.body(leaves, inputs)
-        storages = {room.full.untyped_storage().data_ptr() for room in self._rooms.values()}
-        views = [o.untyped_storage().data_ptr() in storages for o in out]
+        storages = {room.full.untyped_storage()._cdata for room in self._rooms.values()}
+        views = [o.untyped_storage()._cdata in storages for o in out]
         slack = bool(wanted) or any(views)  # the unit's own graph, or an output that is a view, is one more holder
         returned = {id(o) for o in out}
         ours = self.arguments | {id(leaves), *map(id, differentiated)}
@@ -178,7 +180,7 @@ class UnitOp(Op):
 
     def _free(self) -> None:
         for room in self._rooms.values():
-            self.traversal.schedule.release(room)
+            self.traversal.schedule.release(room, self)
         if self._pull is None:
             self._rooms = {}
 

@@ -111,7 +111,7 @@ class Run:
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
         self.unreduced: dict[str, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
-        traversal.schedule.keeps = alone
+        traversal.schedule.keeps, traversal.schedule.lean = alone, fused and step.remats
         differentiated = [flat[place] for place in self.wanted]
         self.outer = _private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         # whoever differentiates the pullback too does so with respect to the buffers

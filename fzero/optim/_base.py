@@ -163,8 +163,7 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
         p, g, moments = _as_stored(p.parts[0].view(-1)), g.reshape(-1), [m.view(-1) for m in moments]
     keys = unit.keys()[0] if unit.keys is not None else torch.empty(0)
     chunk = CHUNK if g.device.type == "cpu" else ON_CUDA
-    for start in range(0, g.numel(), chunk):
-        stop = min(start + chunk, g.numel())
+    for start, stop in _formats.chunks(g, chunk):
         stored = p.cut(start, stop)
         # what is written in place here must not be the stored tensor, unless it is that
         value = stored.to(dtype)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from fzero import _tree
+from fzero import _private, _tree
 from fzero._sharded import global_norm, is_sharded
 from fzero.optim._base import GradientTransformation, values
 
@@ -31,7 +31,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
         factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)
         if is_sharded(grads):
-            return grads.scaled(float(factor)), state
+            return grads.scaled(1.0 if _private.is_fake(factor) else float(factor)), state
         return _tree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
     return GradientTransformation(lambda params: (), update, by_leaf=True, needs="norm")
