@@ -97,7 +97,7 @@ def live_bytes(sizes: dict[str, int], name: str) -> tuple[int, int, int]:
     step = transform(fz.donate(fz.remat(fz.shard_zero3(step))))
     live = fz.testing.LiveBytes()
     with live:
-        state = step.init(params)
+        state = step.init(params, sync=True)
         del params, module
         data = torch.zeros(1, sizes["context"], dtype=torch.int64)
         for _ in range(2):  # the second knows the order of the units
@@ -155,12 +155,13 @@ def check(ranks: int) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="count and measure a small model")
-    parser.add_argument("--ranks", type=int, default=4, help="default 4")
+    parser.add_argument("--ranks", type=int, help="default 4, to check 2")
     parser.add_argument("--only", nargs="*", choices=schemes(), default=list(schemes()))
     args = parser.parse_args()
     if args.check:
-        check(args.ranks)
+        check(args.ranks or 2)
         return
+    args.ranks = args.ranks or 4
     sizes = {"width": 4096, "layers": 32, "heads": 32, "vocabulary": 50257, "context": 512}
     print(f"{'GiB a rank, of ' + str(args.ranks) + ' ranks':<30}{'at rest':>10}{'at peak':>10}{'bytes/param':>13}")
     for name in args.only:

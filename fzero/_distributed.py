@@ -85,7 +85,13 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number
         _all_gather(full, shard, group)
         dist.barrier(group=group)  # who leaves a collective last still holds its tensors, which donation would see
         return done
-    return _all_gather(full, shard, group, async_op=True).wait
+    work = _all_gather(full, shard, group, async_op=True)
+
+    def wait() -> None:
+        _ = shard  # the input lives until then
+        work.wait()
+
+    return wait
 
 
 def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
