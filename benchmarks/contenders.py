@@ -7,6 +7,8 @@ float32 masters and moments and compute in bfloat16.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import importlib.util
 import os
 import sys
@@ -65,14 +67,14 @@ def _mean(loss: torch.Tensor) -> torch.Tensor:
     return total / dist.get_world_size()
 
 
-def fzero_step(transform: Callable[[fz.Step], fz.Step]) -> Callable[[Setup], Run]:
-    """A donated fzero step."""
+def fzero_step(transform: Callable[[fz.Step], fz.Step], policy: fz.Policy | None = None) -> Callable[[Setup], Run]:
+    """A donated fzero step; a policy says itself what is computed in."""
 
     def make(setup: Setup) -> Run:
         apply, params = fz.functional(setup.module())
-        step = fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(LR, weight_decay=DECAY))
+        step = fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(LR, weight_decay=DECAY), policy)
         step = fz.donate(transform(step))
-        if setup.mixed:
+        if setup.mixed and policy is None:
             step = fz.autocast(step, setup.dtype)
         if setup.remat:
             step = fz.remat(step)
@@ -117,6 +119,10 @@ def _ddp(module: Transformer, setup: Setup) -> nn.Module:
         return nn.parallel.DistributedDataParallel(module)
 
 
+def _pure_bf16(module: Transformer, setup: Setup) -> nn.Module:
+    return _fsdp2(module.to(torch.bfloat16), dataclasses.replace(setup, dtype=torch.float32))
+
+
 def _fsdp2(module: Transformer, setup: Setup) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -128,8 +134,8 @@ def _fsdp2(module: Transformer, setup: Setup) -> nn.Module:
     return module
 
 
-def _deepspeed(setup: Setup) -> Run:
-    """ZeRO-3, nothing persistent, no clipping."""
+def _deepspeed(setup: Setup, low_precision: bool = False) -> Run:
+    """ZeRO-3, nothing persistent, no clipping; in low precision masters, grads and moments are in bfloat16."""
     os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     with warnings.catch_warnings():
@@ -146,7 +152,11 @@ def _deepspeed(setup: Setup) -> Run:
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
-        "bf16": {"enabled": setup.dtype == torch.bfloat16},
+        "bf16": {
+            "enabled": setup.dtype == torch.bfloat16,
+            "bf16_master_weights_and_grads": low_precision,
+            "bf16_optimizer_states": low_precision,
+        },
     }
     engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
 
@@ -172,6 +182,28 @@ CONTENDERS: dict[str, Callable[[Setup], Run]] = {
     "fzero ZeRO-2, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero2(step))),
     "fzero ZeRO-3, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero3(step))),
     "fzero ZeRO-3, compiled": fzero_step(lambda step: fz.compile(fz.shard_zero3(step))),
+}
+
+
+def _full(setup: Setup) -> Run:
+    return CONTENDERS["FSDP2"](dataclasses.replace(setup, dtype=torch.float32))
+
+
+_BF16, _FP32 = torch.bfloat16, torch.float32
+# every storage scheme under ZeRO-3, computing in bfloat16
+SCHEMES: dict[str, Callable[[Setup], Run]] = {
+    "FSDP2, fp32": _full,
+    "FSDP2, fp32 masters": CONTENDERS["FSDP2"],
+    "FSDP2, bf16": _torch_step(_pure_bf16, autocast=False),
+    "DeepSpeed, fp32 masters": _deepspeed,
+    "DeepSpeed, bf16 states": functools.partial(_deepspeed, low_precision=True),
+    "fp32 masters": fzero_step(fz.shard_zero3, fz.Policy(param=_FP32, grad=_BF16, moment=_FP32, compute=_BF16)),
+    "exact, fp32 moments": fzero_step(fz.shard_zero3, fz.Policy.exact(_FP32)),
+    "exact": fzero_step(fz.shard_zero3, fz.Policy.exact()),
+    "compact24": fzero_step(fz.shard_zero3, fz.Policy.compact24()),
+    "compact16": fzero_step(fz.shard_zero3, fz.Policy.compact16()),
+    "compact16, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero3(step)), fz.Policy.compact16()),
+    "bf16, nearest": fzero_step(fz.shard_zero3, fz.Policy.bf16_states()),
 }
 
 

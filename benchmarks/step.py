@@ -43,7 +43,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contenders import ALONE, CONTENDERS, Setup, is_here, start
+from contenders import ALONE, CONTENDERS, SCHEMES, Setup, is_here, start
 
 import fzero as fz
 
@@ -78,7 +78,7 @@ def synchronize(device: str) -> None:
 def timed(rank: int, args: argparse.Namespace, names: Sequence[str]) -> tuple[Series, Series]:
     """Seconds of the steps of every contender, interleaved, and the losses of all."""
     with quiet():
-        runs = {name: CONTENDERS[name](setup_of(args)) for name in names}
+        runs = {name: (CONTENDERS | SCHEMES)[name](setup_of(args)) for name in names}
     times: Series = {name: [] for name in names}
     losses: Series = {name: [] for name in names}
     data = batches(args, rank)
@@ -111,7 +111,7 @@ def memory(rank: int, args: argparse.Namespace, name: str) -> tuple[int, int, in
     live = fz.testing.LiveBytes()
     with contextlib.nullcontext() if cuda else live:
         with quiet():
-            run = CONTENDERS[name](setup_of(args))
+            run = (CONTENDERS | SCHEMES)[name](setup_of(args))
         data = batches(args, rank)
         for _ in range(2):  # the second shows what the first still had to allocate
             run(*next(data))

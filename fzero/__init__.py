@@ -3,6 +3,7 @@
 from fzero import optim as optim
 from fzero import testing as testing
 from fzero import transforms as transforms
+from fzero._convert import convert as convert
 from fzero._derivatives import hvp as hvp
 from fzero._derivatives import per_example_grads as per_example_grads
 from fzero._derivatives import tape as tape

@@ -164,7 +164,26 @@ class Companded:
         return o.to_int(o.where(y > 0.0, o.most(code, 1.0), code))
 
 
-Format = Plain | Exact | Corrected | Companded
+@dataclass(frozen=True)
+class Blocks:
+    """Values in 8 bits, evenly between plus and minus their group's largest: what params may travel in."""
+
+    parts = (Part("", torch.int8), Part("scale", torch.int16, GROUP))
+
+    def __str__(self) -> str:
+        return "8-bit blocks"
+
+    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
+        return o.to_float(stored[0]) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127))
+
+    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+        scale = o.shift(o.least(o.bits(x.abs().amax(-1, keepdim=True)), _LARGEST) + 0x7FFF, 15)
+        stored = o.floats(scale << 15)
+        inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
+        return [o.to_int(o.clamp(_rounded(o, x * inverse, None), -127.0, 127.0)), scale]
+
+
+Format = Plain | Exact | Corrected | Companded | Blocks
 
 
 def _rounded(o: Any, x: Any, noise: Bits | None) -> Any:

@@ -83,6 +83,8 @@ def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
             held[key] = full if policy.computes_as_stored else full.to(policy.compute)
         elif holds:
             held[key] = _formats.decode(form, _formats.encode(form, full), policy.compute)
+        if holds and policy.gather is not None:
+            held[key] = as_gathered(form, full, policy.compute)
         del full, own
     axis.check_same(
         "\n".join(said),
@@ -112,6 +114,13 @@ def _checksum(leaf: torch.Tensor) -> int:
         return 0
     data = leaf.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
     return zlib.crc32(data)  # type: ignore[arg-type]
+
+
+def as_gathered(form: _formats.Format, full: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
+    """A full buffer as it is computed with where params travel in 8 bits."""
+    blocks = _formats.Blocks()
+    value = _formats.decode(form, _formats.encode(form, full), torch.float32)
+    return _formats.decode(blocks, _formats.encode(blocks, value), compute)
 
 
 def init_moments(step: Step, params: Sharded) -> Any:

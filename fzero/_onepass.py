@@ -19,7 +19,7 @@ from fzero._rounding import counters, hashed
 
 Formula = Callable[..., Sequence[Any]]
 CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
-LARGE = 1 << 22  # elements from which a kernel is worth its compilation
+LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
 
 

@@ -9,7 +9,7 @@ import torch
 
 from fzero import _tree
 from fzero._collectives import Axis
-from fzero._formats import nbytes, zeros
+from fzero._formats import Blocks, nbytes, zeros
 from fzero._init import init_moments, leaf_specs
 from fzero._layout import Layout
 from fzero._placement import Row
@@ -72,7 +72,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         f"{policy.param_format}{cut if row.stage == 3 else full}",
         "none" if frozen else f"{_short(policy.grad)}{cut}",
         "none" if frozen else f"{policy.moment if isinstance(policy.moment, str) else _short(policy.moment)}{cut}",
-        _short(policy.compute),
+        _short(policy.compute) + (" by 8-bit" if policy.gather else ""),
         "–" if frozen else _short(policy.reduce),
         ("one use" if row.unit else "the step") if row.stage == 3 else "always",
         row.optimizer + (", remat" if row.remat and row.unit else ""),
@@ -133,7 +133,8 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         else:
             totals["grads"] += shard * policy.grad.itemsize
             totals["sent"] += share * policy.reduce.itemsize
-        totals["sent"] += gathers * share * policy.compute.itemsize
+        travels = nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize
+        totals["sent"] += gathers * travels
     return Plan(
         rows=rows,
         header=_header(step),

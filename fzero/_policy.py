@@ -34,6 +34,8 @@ class Policy:
             the fraction, so that small updates are kept in the mean; "compensated", with what it leaves kept
             in `remainder`. Unless it is "nearest", bfloat16 moments are rounded stochastically.
         remainder: torch.int16, with which a compensated param is a float32 one bit for bit, or torch.int8 (24 bits).
+        gather: "8-bit" lets params travel, and be computed with, as 8-bit integers with a scale for every 32 (1.06
+            bytes); their gradients are those of the rounded values. None gathers the compute dtype.
 
     `moment` may also be "8-bit", both moments companded in groups of 32 with a shared scale (2.1 bytes for the two of
     Adam), or "4-bit", the same with the first moment in 4 bits.
@@ -51,6 +53,7 @@ class Policy:
     reduce: torch.dtype | None = None
     rounding: str = "nearest"
     remainder: torch.dtype = torch.int16
+    gather: str | None = None
 
     def __post_init__(self) -> None:
         for column in _COLUMNS:
@@ -70,6 +73,8 @@ class Policy:
                 f"Policy(param={self.param}, rounding={self.rounding!r}): {self.rounding} rounding is to "
                 "torch.bfloat16. Say param=torch.bfloat16, or rounding='nearest'."
             )
+        if self.gather not in (None, "8-bit"):
+            raise ValueError(f"Policy(gather=...): got {self.gather!r}, expected None or '8-bit'.")
         if self.remainder not in (torch.int16, torch.int8):
             raise ValueError(
                 f"Policy(remainder=...): got {self.remainder!r}, expected torch.int16 (float32 bit for bit) or "
@@ -137,7 +142,7 @@ class Policy:
     @property
     def computes_as_stored(self) -> bool:
         """Whether a full buffer in compute dtype has the stored values."""
-        return isinstance(self.param_format, Plain) and self.compute == self.param
+        return isinstance(self.param_format, Plain) and self.compute == self.param and self.gather is None
 
     @staticmethod
     def by_path(policies: Mapping[str, Policy]) -> ByPath:

@@ -288,7 +288,8 @@ class Step:
             theirs, ours = _describe(state.signature), _describe(self.signature)
             raise ValueError(
                 f"step: got a state of another step, made with {theirs}; expected one made with {ours}. Use the state "
-                "that this step's init returned (fz.with_fn gives another function over the same state)."
+                "that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives another "
+                "function over the same state.)"
             )
         size = self.axis().size if self.sharding else 1
         if layout.shards != size:

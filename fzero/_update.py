@@ -15,6 +15,7 @@ from fzero._onepass import write
 from fzero._rounding import Draw
 from fzero._sharded import Sharded, global_norm, is_sharded
 from fzero._state import ScaleState, TrainState
+from fzero._use import start_gather
 from fzero.optim._base import call_fused, call_update, values
 
 if TYPE_CHECKING:
@@ -140,10 +141,13 @@ class Update:
             self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
         held = self.params.held
         self._waits += [
-            self.old.axis.start_gather(held[key], own.stored(key).to(held[key].dtype), f"update of {key}")
+            start_gather(self.old.axis, held[key], own.stored(key), self._in_8_bits(key), f"update of {key}")
             for key in keys
             if key in held
         ]
+
+    def _in_8_bits(self, key: str) -> bool:
+        return self.layout.groups[key].row.policy.gather is not None
 
     def finish(self) -> tuple[Sharded, Any]:
         """The new params and moments, once all groups are updated."""

@@ -14,8 +14,10 @@ import torch
 
 from fzero import _private
 from fzero._collectives import Axis
-from fzero._formats import Stored
+from fzero._formats import Blocks, Stored, decode, encode
 from fzero._node import first_order
+
+_BLOCKS = Blocks()
 
 
 @dataclass(eq=False, slots=True)
@@ -24,6 +26,7 @@ class Use:
 
     Attributes:
         shard: this rank's shard as it is stored.
+        gather8: whether params travel in 8 bits.
         stands: whether the differentiated tensor only stands for the shard (grads of another dtype, encoded params).
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
     """
@@ -35,12 +38,17 @@ class Use:
     reduce: torch.dtype
     grad: torch.dtype
     stands: bool = False
+    gather8: bool = False
     held: torch.Tensor | None = None
 
     def value(self, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """The full buffer in compute dtype, and whether it is a new one (that may be freed)."""
         if self.held is not None:
             return self.held, False
+        if self.gather8:
+            full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.shard.device)
+            self.start_into(full)()
+            return full, True
         shard = self.shard.to(self.compute) if self.stands else primal.to(self.compute)
         if self.axis.size == 1:
             return shard, shard is not primal and all(shard is not part for part in self.shard.parts)
@@ -50,7 +58,7 @@ class Use:
     def trivial(self) -> bool:
         """Whether the stored buffer is used as it is, and its cotangent is its grad."""
         stored = self.shard.dtype
-        alone = self.held is None and not self.stands and self.axis.ranks == 1
+        alone = self.held is None and not self.stands and not self.gather8 and self.axis.ranks == 1
         return alone and self.compute == self.grad == stored
 
     @property
@@ -59,7 +67,7 @@ class Use:
 
     def start_into(self, full: torch.Tensor) -> Callable[[], None]:
         """Begins to gather the stored shard into `full`."""
-        return self.axis.start_gather(full, self.shard.to(self.compute), self.tag)
+        return start_gather(self.axis, full, self.shard, self.gather8, self.tag)
 
     def spread(self, shard: torch.Tensor) -> torch.Tensor:
         return self.axis.gather(shard.to(self.compute), self.tag)
@@ -72,6 +80,28 @@ class Use:
         if self.trivial:
             return primal
         return _value(self, primal)
+
+
+def start_gather(axis: Axis, full: torch.Tensor, shard: Stored, in_8_bits: bool, tag: str) -> Callable[[], None]:
+    """Begins to fill a full buffer with all ranks' shards, which may travel in 8 bits."""
+    if not in_8_bits:
+        return axis.start_gather(full, shard.to(full.dtype), tag)
+    codes, scales = encode(_BLOCKS, shard.to(shard.dtype))
+    sent = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)])
+    received = sent.new_empty(sent.numel() * axis.size)
+    wait = axis.start_gather(received, sent, tag)
+
+    def finish() -> None:
+        wait()
+        with _private.preserve_version([full]), torch.no_grad():
+            decode_all()
+
+    def decode_all() -> None:
+        cut = codes.numel()
+        for target, wire in zip(full.chunk(axis.size), received.chunk(axis.size), strict=True):
+            target.copy_(decode(_BLOCKS, (wire[:cut].view(torch.int8), wire[cut:].view(torch.int16)), full.dtype))
+
+    return finish
 
 
 def _linear(name: str, forward: Any, transposed: Any) -> Any:

@@ -59,6 +59,7 @@ def traversal_of(
             reduce=policy.reduce,
             grad=grad,
             stands=stands,
+            gather8=policy.gather is not None,
             held=held,
         )
     device = next(iter(uses.values())).shard.device.type

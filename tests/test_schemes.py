@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from typing import Any
 
+import optree
 import pytest
 import scenarios
 import torch
@@ -16,7 +17,7 @@ import fzero as fz
 from fzero import _formats, _kernel, _onepass
 from fzero._formats import Companded, Corrected, Exact, Plain, Stored
 from fzero._rounding import Draw
-from fzero.testing import assert_trees_equal, run_ranks
+from fzero.testing import assert_trees_equal, recorded_collectives, run_ranks
 
 BF16, F32 = torch.bfloat16, torch.float32
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
@@ -309,7 +310,7 @@ def test_bytes_per_parameter() -> None:
 def test_codes_are_not_computed_with_as_if_they_were_values() -> None:
     step = fz.train_step(lambda p: p, fz.adamw(1e-2), fz.Policy.exact())
     state = step.init({"w": torch.ones(100)})
-    copied = torch.utils._pytree.tree_map(torch.clone, state)  # type: ignore[attr-defined]
+    copied: Any = optree.tree_map(torch.clone, state)  # type: ignore[arg-type]
     assert_trees_equal(fz.gather(copied.params), fz.gather(state.params))
     with pytest.raises(
         TypeError, match=r"leaf 'w' .* bf16 \+ int16: got a buffer of torch.float32, expected torch.int16"
@@ -347,3 +348,89 @@ def test_an_optimizer_that_cannot_carry_8_bit_moments_is_named() -> None:
         step.init({"w": torch.ones(3)})
     kept = fz.train_step(lambda p: p, mine, fz.Policy.compact16(BF16)).init({"w": torch.ones(3)})
     assert kept.moments.local("(root)/0").dtype == BF16
+
+
+# ---- gathers in 8 bits
+
+
+def test_params_that_travel_in_8_bits() -> None:
+    """Half the bytes of bfloat16; every sharding computes with the same rounded values, near the others."""
+    loss, params, batch = problem()
+    policies = {name: fz.Policy(compute=BF16, grad=BF16, gather=name) for name in (None, "8-bit")}
+    plain = same_on_all_ranks(policies[None], 0, "adamw", 1)[0]
+    want = same_on_all_ranks(policies["8-bit"], 0, "adamw", 1)
+    for stage, world in ((3, 1), (1, 2), (2, 2), (3, 2), (3, 4)):
+        assert_trees_equal(same_on_all_ranks(policies["8-bit"], stage, "adamw", world), want)
+    for path, leaf in want[0].items():
+        assert (leaf - plain[path]).abs().max() < 0.07
+
+    def rank_main(rank: int) -> dict[str | None, int]:
+        sent = {}
+        for name, policy in policies.items():
+            step = fz.shard_zero3(fz.train_step(loss, fz.adamw(1e-2), policy))
+            state = step.init(params)
+            with recorded_collectives() as record:
+                step.forward(state, *batch)
+            sent[name] = sum(size for operation, _, size in record if operation == "all_gather")
+        return sent
+
+    sent = run_ranks(rank_main, 2)[0]
+    assert sent["8-bit"] == sent[None] * (1 + 1 / 16) / 2
+
+
+# ---- conversion
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("scheme", ["exact", "exact, fp32 moments", "compact24", "compact16", "bf16"])
+def test_conversion_where_nothing_is_lost(scheme: str, stage: int) -> None:
+    """To another sharding and other units, and to float32: the same values, and the first also trains on alike."""
+    loss, params, batch = problem()
+    world = 2 if stage else 1
+
+    def rank_main(rank: int) -> None:
+        step = SHARDS[stage](fz.train_step(loss, fz.adamw(1e-2), SCHEMES[scheme]))
+        state, _ = step(step.init(params, seed=5), *batch)
+        others = [
+            (SHARDS[{0: 0, 1: 3, 3: 1}[stage]], SCHEMES[scheme], None),
+            (SHARDS[stage], SCHEMES[scheme], ["blocks.0", "blocks.*.up", "embed"]),
+            (SHARDS[stage], dataclasses.replace(fz.Policy(), compute=BF16, grad=BF16), None),
+        ]
+        for shard, policy, units in others:
+            other = shard(fz.train_step(loss, fz.adamw(1e-2), policy, units=units))
+            converted = fz.convert(state, other)
+            assert_trees_equal(
+                upcast((fz.gather(converted.params), *[fz.gather(tree) for tree in trees_of(converted.moments)])),
+                upcast((fz.gather(state.params), *[fz.gather(tree) for tree in trees_of(state.moments)])),
+            )
+            after = [fz.gather(s(t, *batch)[0].params) for s, t in ((other, converted), (step, state))]
+            if policy == SCHEMES[scheme]:
+                assert_trees_equal(*after)
+
+    run_ranks(rank_main, world)
+
+
+def upcast(tree: Any) -> Any:
+    return optree.tree_map(lambda x: x.float(), tree)
+
+
+def test_conversion_that_would_lose_something_says_what() -> None:
+    loss, params, batch = problem()
+    plain = fz.train_step(loss, fz.adamw(1e-2))
+    state, _ = plain(plain.init(params), *batch)
+    small = fz.train_step(loss, fz.adamw(1e-2), fz.Policy.compact16())
+    with pytest.raises(ValueError, match=r"params of leaf 'blocks.0.down.bias' are stored as fp32, .* rounded to bf16"):
+        fz.convert(state, small)
+    half = fz.train_step(loss, fz.adamw(1e-2), fz.Policy.exact(BF16))
+    with pytest.raises(ValueError, match=r"moments of leaf .* are stored as fp32, .* bf16 stochastic.*lossy=True"):
+        fz.convert(state, half)
+    converted = fz.convert(state, small, lossy=True)
+    rounded = {path: leaf.to(BF16) for path, leaf in fz.gather(state.params).items()}
+    assert_trees_equal(fz.gather(converted.params), rounded)
+    with pytest.raises(ValueError, match=r"fz\.convert\(state, step\)"):
+        small(state, *batch)
+    with pytest.raises(ValueError, match="moments of another optimizer"):
+        fz.convert(state, fz.train_step(loss, fz.lion(1e-2)))
+    with pytest.raises(ValueError, match="keeps grads"):
+        grads, _ = plain.vjp(state, *batch)[1](torch.ones(()))
+        fz.convert(plain.add_grads(state, grads), small)

@@ -103,8 +103,9 @@ def elementwise(
     """
     for unit in _units(params, grads, moments):
         dtype = math_dtype(unit.params.dtype, unit.grads.dtype, *(m.dtype for m in unit.moments))
-        simple = all(m.plain and m.dtype == dtype for m in unit.moments)
-        if kernel is not None and simple:
+        # torch's own kernel, and what must have its bits: params that are float32 in two halves
+        simple = unit.grads.dtype == dtype and all(m.plain and m.dtype == dtype for m in unit.moments)
+        if kernel is not None and simple and unit.factor == 1.0:
             _in_chunks(kernel, unit, dtype)
         elif unit.keys is None:
             own = [unit.params.parts[0], *[m.parts[0] for m in unit.moments]]
@@ -156,7 +157,7 @@ def _as_stored(tensor: torch.Tensor) -> Stored:
 def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> None:
     """The kernel on whole buffers where they are as it wants them, otherwise on what stays in the cache."""
     p, g, moments = unit.params, unit.grads, [m.parts[0] for m in unit.moments]
-    if p.plain and p.dtype == g.dtype == dtype and unit.factor == 1.0:
+    if p.plain and p.dtype == dtype:
         kernel(p.parts[0], g, *moments)
         return
     if unit.keys is None:
@@ -167,13 +168,9 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
         stored = p.cut(start, stop)
         # what is written in place here must not be the stored tensor, unless it is that
         value = stored.to(dtype)
-        kernel(value, _times(g[start:stop].to(dtype), unit.factor), *[m[start:stop] for m in moments])
+        kernel(value, g[start:stop], *[m[start:stop] for m in moments])
         if value is not stored.parts[0]:
             write(stored, value, keys[start // 64 : stop // 64])
-
-
-def _times(x: torch.Tensor, factor: float) -> torch.Tensor:
-    return x * factor if factor != 1.0 else x
 
 
 def call_update(member: GradientTransformation, updates: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> Any:

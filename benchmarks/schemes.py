@@ -1,0 +1,46 @@
+"""Bytes a parameter and step time of every storage scheme under ZeRO-3, beside FSDP2's and DeepSpeed's, in one run.
+
+    OMP_NUM_THREADS=1 python benchmarks/schemes.py
+
+The model, the ranks and the way of measuring are those of `benchmarks/step.py`; all compute in bfloat16, but for
+FSDP2's first line. One line per contender:
+
+    median         milliseconds of a step on rank 0, median
+    of masters     that over the step of "fp32 masters" (fzero), the median of the ratios of neighbouring steps
+    at rest, peak  bytes of live tensors over params, of all ranks: between steps, at most within one
+    loss           after the last step, nats a byte: all see the same batches
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+
+from contenders import SCHEMES, Setup, is_here
+from step import memory, ratio, spawned, timed
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128, "warmup": 2, "steps": 13}
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    args = parser.parse_args()
+    args.dtype, args.device, args.remat = "bfloat16", "cpu", False
+    names = [name for name in SCHEMES if is_here(name)]
+    times, losses = spawned(timed, args, names)
+    params = sum(p.numel() for p in Setup(args.width, args.blocks, args.heads).module().parameters())
+    print(f"{params:,} params, {args.ranks} ranks")
+    print(f"{'':<26}{'median':>10}{'of masters':>12}{'at rest':>10}{'at peak':>10}{'loss':>10}")
+    for name in SCHEMES:
+        if name not in names:
+            print(f"{name:<26}{'not run':>10}")
+            continue
+        rest, peak, _ = spawned(memory, args, name)
+        line = f"{name:<26}{statistics.median(times[name]) * 1e3:>10.1f}{ratio(times, name, 'fp32 masters'):>12.3f}"
+        line += f"{rest * args.ranks / params:>10.2f}{peak * args.ranks / params:>10.2f}{losses[name][-1]:>10.4f}"
+        print(line, flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,79 @@
+"""Time of an update in every scheme, over that of a plain copy of the bytes that it reads: one pass over memory or not.
+
+    OMP_NUM_THREADS=1 python benchmarks/update.py
+    OMP_NUM_THREADS=2 python benchmarks/update.py
+
+One buffer of 2^25 params, so that every buffer is of 100 MB or near it, gradients in bfloat16 (float32 in the first
+line), AdamW, donated. A copy of the same bytes reads and writes each once: params, moments and gradients.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+import fzero as fz
+from fzero import _kernel
+
+BF16, F32 = torch.bfloat16, torch.float32
+NUMEL = 1 << 25
+SCHEMES = {
+    "fp32 (torch's fused AdamW)": fz.Policy(param=F32, grad=F32, moment=F32),
+    "exact, fp32 moments": fz.Policy.exact(F32),
+    "bf16, nearest": fz.Policy.bf16_states(),
+    "compact16, bf16 moments": fz.Policy.compact16(BF16),
+    "exact": fz.Policy.exact(),
+    "compact24": fz.Policy.compact24(),
+    "compact16": fz.Policy.compact16(),
+    "compact16, 4-bit": fz.Policy.compact16("4-bit"),
+}
+
+
+def seconds(fn: Callable[[], object], rounds: int = 7) -> list[float]:
+    out = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        fn()
+        out.append(time.perf_counter() - begin)
+    return out
+
+
+def main() -> None:
+    how = "compiled" if _kernel.compiler() else "no C++ compiler: eager, in chunks"
+    print(f"{torch.get_num_threads()} threads; {how}")
+    print(f"{'':<28}{'update ms':>10}{'copy ms':>10}{'ratio':>8}{'ns/param':>10}")
+    for name, policy in SCHEMES.items():
+        step = fz.donate(fz.train_step(lambda p: p, fz.adamw(1e-3), policy))
+        state = step.init({"w": torch.zeros(NUMEL)})
+        assert policy.grad
+        grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).to(policy.grad) * 1e-3
+        trees = [state.params, state.moments.mu, state.moments.nu]
+        sources = [part for tree in trees for part in tree.buffers.values()] + [grad]
+        source = [part.clone() for part in sources]
+        target = [torch.empty_like(part) for part in source]
+        del trees, sources
+        optimizer = step.optimizer
+        assert optimizer.fused
+
+        def update() -> None:
+            own = state.params.only(state.layout.trainable)
+            grads = own.with_buffers({key: grad for key in own.keys})
+            optimizer.fused(own, grads, state.moments)  # type: ignore[misc]
+
+        def copy() -> None:
+            for a, b in zip(target, source, strict=True):
+                a.copy_(b)
+
+        update()
+        copy()
+        updates, copies = seconds(update), seconds(copy)
+        ours, theirs = statistics.median(updates), statistics.median(copies)
+        ratio = statistics.median(a / b for a, b in zip(updates, copies, strict=True))
+        print(f"{name:<28}{ours * 1e3:>10.1f}{theirs * 1e3:>10.1f}{ratio:>8.2f}{ours / NUMEL * 1e9:>10.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
