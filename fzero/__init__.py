@@ -12,6 +12,7 @@ from fzero._handle import HandleError as HandleError
 from fzero._layout import Layout as Layout
 from fzero._plan import Plan as Plan
 from fzero._plan import plan as plan
+from fzero._plot import plot_plan as plot_plan
 from fzero._policy import Policy as Policy
 from fzero._sharded import Sharded as Sharded
 from fzero._sharded import gather as gather

@@ -9,7 +9,7 @@ import torch
 
 from fzero import _tree
 from fzero._collectives import Axis
-from fzero._formats import Blocks, nbytes, zeros
+from fzero._formats import Blocks, Companded, Plain, nbytes, zeros
 from fzero._init import init_moments, leaf_specs
 from fzero._layout import Layout
 from fzero._placement import Row
@@ -23,7 +23,7 @@ class Plan:
 
     Attributes:
         rows: one per leaf.
-        params, grads, moments: state between updates (grads: while they live).
+        params, grads, moments: state between updates (grads: as many as live at once, reduced).
         gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (ZeRO-3).
         sent: per step without accumulation, by the params' gathers and the gradients' reduction.
     """
@@ -141,12 +141,25 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         world_size=world_size,
         layout=layout,
         params=totals["params"],
-        grads=totals["grads"],
+        grads=_living_grads(step, layout) if step.fusion else totals["grads"],
         moments=_moment_bytes(step, layout, structure),
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
         root=gathered.get("", 0),
         sent=totals["sent"],
     )
+
+
+def _living_grads(step: Step, layout: Layout) -> int:
+    """Of a fused update: the largest unit's, or all of them until their norm is known."""
+    assert step.fusion is not None
+    way, units = step.fusion.way(step), dict[str, int]()
+    for key in layout.trainable:
+        grad = layout.groups[key].row.policy.grad
+        assert grad
+        held = Companded(signed=True) if way == "8-bit" else Plain(grad)
+        unit = layout.groups[key].unit
+        units[unit] = units.get(unit, 0) + nbytes(held, layout.shard_numel(key))
+    return sum(units.values()) if way in ("held", "8-bit") else max(units.values(), default=0)
 
 
 def _moment_bytes(step: Step, layout: Layout, structure: Any) -> int:
@@ -167,6 +180,10 @@ def _header(step: Step) -> tuple[str, ...]:
         lines.append(f"accumulate: {step.microbatches.count} microbatches, in_dims={step.microbatches.in_dims}")
     if step.scaler:
         lines.append(f"loss scale: {step.scaler}")
+    if step.fusion:
+        way = step.fusion.way(step)
+        ways = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
+        lines.append(f"fuse_update: each unit is updated {ways.get(way, f'once the norm is known, grads held ({way})')}")
     if step.donates:
         lines.append("donate: the state passed in is overwritten")
     return tuple(lines)

@@ -81,6 +81,12 @@ class Policy:
                 "torch.int8 (24 bits)."
             )
 
+    def __str__(self) -> str:
+        """What it says, without what is left to the leaf."""
+        plain = Policy.__dataclass_fields__
+        said = {name: getattr(self, name) for name in plain if getattr(self, name) != plain[name].default}
+        return f"Policy({', '.join(f'{name}={value}' for name, value in said.items())})"
+
     @staticmethod
     def bf16_states() -> Policy:
         """Params, grads and moments in bfloat16, rounded to nearest: 6 bytes per parameter, and 2 for its grad.

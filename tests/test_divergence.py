@@ -84,7 +84,7 @@ def swapped_twins(rank: int) -> str:
     ("program", "said"),
     [
         (call_different_units, ["all_gather of unit 'blocks.0'", "all_gather of unit 'blocks.1'"]),
-        (pullback_and_forward, ["reduce_scatter of unit '(root)'", "all_gather of unit '(root)'"]),
+        (pullback_and_forward, ["all_gather of unit '(root)'"]),
         (swapped_pullbacks, ["of 'loss'", "run 1", "run 2"]),
     ],
 )
@@ -102,8 +102,10 @@ def test_swapped_twins_never_take_each_others_weights(checked: bool) -> None:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-@pytest.mark.parametrize(("stage", "unit"), [(1, "(root)"), (3, "(root)")])
-def test_a_pullback_called_on_one_rank_only(stage: int, unit: str, checked: bool) -> None:
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_pullback_called_on_one_rank_only(stage: int, checked: bool) -> None:
+    """Found at the first reduction where it is looked for, otherwise at the first wait of a full timeout."""
+    unit = "blocks.2" if stage == 3 and not checked else "(root)"
     fn = functools.partial(lonely_pullback, stage=stage)
     message, _ = run_ranks(fn, 2, backend="processes", timeout=5, checked=checked)
     assert f"unit '{unit}'" in message
