@@ -183,7 +183,9 @@ def _header(step: Step) -> tuple[str, ...]:
     if step.fusion:
         way = step.fusion.way(step)
         ways = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
-        lines.append(f"fuse_update: each unit is updated {ways.get(way, f'once the norm is known, grads held ({way})')}")
+        lines.append(
+            f"fuse_update: each unit is updated {ways.get(way, f'once the norm is known, grads held ({way})')}"
+        )
     if step.donates:
         lines.append("donate: the state passed in is overwritten")
     return tuple(lines)

@@ -59,6 +59,7 @@ def transforms(stages: Sequence[int] = (0, 1, 2, 3), count: int = 2) -> st.Searc
         ("accumulate", lambda step: fz.accumulate(step, count)),
         ("loss_scale", lambda step: fz.loss_scale(step, 64.0)),
         ("autocast", fz.autocast),
+        ("fuse_update", fz.fuse_update),
     ]
 
     @st.composite
