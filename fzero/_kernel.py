@@ -15,6 +15,7 @@ import functools
 import hashlib
 import itertools
 import os
+import platform
 import shutil
 import subprocess
 import tempfile
@@ -231,13 +232,17 @@ def _built(source: str) -> Any:
     path = compiler()
     if path is None:
         return None
-    flags = ["-O3", "-march=native", "-mprefer-vector-width=512", "-fopenmp-simd", "-ffp-contract=off"]
-    flags += ["-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC"]
+    flags = ["-O3", "-march=native", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    flags += ["-shared", "-fPIC"]
+    if platform.machine() == "x86_64":
+        flags.append("-mprefer-vector-width=512")
     key = hashlib.sha256("\n".join([source, path, *flags, _machine()]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"fzero-kernels-{os.getuid()}"
     library = folder / f"{key}.so"
     try:
         folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.stat().st_uid != os.getuid():  # somebody else's, whose code is not to be run
+            return None
         if not library.exists():
             with tempfile.TemporaryDirectory(dir=folder) as scratch:  # many ranks build at once: renaming is atomic
                 text, made = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"

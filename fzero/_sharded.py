@@ -293,8 +293,9 @@ def _norm_by_rows(piece: torch.Tensor) -> torch.Tensor:
     """The norm in float64 of norms of rows in float32: within 1e-8 of float64 throughout, seven times as quick."""
     whole = piece.numel() // ROW * ROW
     rows, rest = piece.view(-1)[:whole].view(-1, ROW), piece.view(-1)[whole:].float()
-    parts = [torch.linalg.vector_norm(part.float(), dim=1) for part in rows.split(64)]  # in cache, also where converted
-    norms = torch.cat([*parts, torch.linalg.vector_norm(rest).view(1)])
+    parts = [rows] if piece.dtype == torch.float32 else rows.split(64)  # what is converted stays in cache
+    by_row = [torch.linalg.vector_norm(part.float(), dim=1) for part in parts]
+    norms = torch.cat([*by_row, torch.linalg.vector_norm(rest).view(1)])
     norm = torch.linalg.vector_norm(norms, dtype=torch.float64)
     in_range = 1e-12 < norm < 1e12  # squares of much less vanish in float32, of much more are infinite
     return norm if in_range else torch.linalg.vector_norm(piece, dtype=torch.float64)
