@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from fzero import _tree
 from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
 
@@ -45,7 +47,15 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
         now = rate(lr, state.count.value)
 
         moments = [state.momentum] if momentum else []
-        elementwise(_formula, (weight_decay, momentum or 0.0, now), params, grads, *moments)
+
+        def one(p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:  # to the bits of torch.optim.SGD
+            if weight_decay:
+                g = g + weight_decay * p
+            if buffer:
+                buffer[0].mul_(momentum or 0.0).add_(g)
+            p.add_(buffer[0] if buffer else g, alpha=-now)
+
+        elementwise(_formula, (weight_decay, momentum or 0.0, now), params, grads, *moments, kernel=one)
         return SgdState(_tree.Count(state.count.value + 1), state.momentum)
 
     return GradientTransformation(
