@@ -164,15 +164,22 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--only", nargs="*", default=list(SCHEMES), choices=SCHEMES, help="besides the masters")
     parser.add_argument("--out", type=Path, default=Path("out/precision.json"))
+    parser.add_argument("--table", action="store_true", help="print and draw what there is already")
     parser.add_argument("--figure", type=Path, default=Path("out/precision.png"))
     args = parser.parse_args()
     args.out.parent.mkdir(parents=True, exist_ok=True)
+    args.figure.parent.mkdir(parents=True, exist_ok=True)
     args.base = args.out.with_name(f"{args.out.stem}-base-{args.steps}-{args.batch}.pt")
     results: dict[str, float] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    if args.table:
+        draw(table(results, args), args.figure)
+        return
     chosen = [name for name in SCHEMES if name in (MASTERS, *args.only)]
     jobs = [(task, seed, scheme) for seed in range(args.seeds) for task in TASKS for scheme in chosen]
     jobs = [job for job in jobs if "/".join(map(str, job)) not in results]
     first = ("pretraining", 0, MASTERS)  # what fine-tuning starts from
+    if first not in jobs and not args.base.exists():
+        jobs.append(first)
     jobs.sort(key=lambda job: job != first)
     with multiprocessing.get_context("spawn").Pool(args.workers, start_worker) as pool:
         if first in jobs:
