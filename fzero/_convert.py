@@ -8,7 +8,7 @@ import torch
 
 from fzero import _formats, _tree
 from fzero._formats import Corrected, Exact, Format, Plain
-from fzero._init import as_gathered, init_moments
+from fzero._init import as_held, init_moments
 from fzero._layout import ALIGN, Layout
 from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._state import TrainState
@@ -54,10 +54,7 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
         parts = source.parts(layout, key, form)
         own = _own(parts, axis.rank, axis.size)
         if step.stage in (1, 2):
-            assert policy.compute
-            held[key] = _formats.decode(form, parts, policy.compute)
-            if policy.gather is not None:
-                held[key] = as_gathered(form, _formats.decode(form, parts, torch.float32), policy.compute)
+            held[key] = as_held(policy, parts)
             if policy.computes_as_stored:
                 continue
         buffers.update(zip(part_names(form, key), own, strict=True))

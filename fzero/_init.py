@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +12,7 @@ from fzero import _formats, _private, _tree
 from fzero._formats import is_plain
 from fzero._layout import Layout
 from fzero._placement import check_leaf
+from fzero._policy import Policy
 from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._state import ScaleState, TrainState
 
@@ -79,12 +80,8 @@ def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
             else:
                 parts = _formats.encode(form, own)
             buffers.update(zip(part_names(form, key), parts, strict=True))
-        if holds and is_plain(form):
-            held[key] = full if policy.computes_as_stored else full.to(policy.compute)
-        elif holds:
-            held[key] = _formats.decode(form, _formats.encode(form, full), policy.compute)
-        if holds and policy.gather is not None:
-            held[key] = as_gathered(form, full, policy.compute)
+        if holds:
+            held[key] = as_held(policy, _formats.encode(form, full))
         del full, own
     axis.check_same(
         "\n".join(said),
@@ -116,11 +113,13 @@ def _checksum(leaf: torch.Tensor) -> int:
     return zlib.crc32(data)  # type: ignore[arg-type]
 
 
-def as_gathered(form: _formats.Format, full: torch.Tensor, compute: torch.dtype) -> torch.Tensor:
-    """A full buffer as it is computed with where params travel in 8 bits."""
-    blocks = _formats.Blocks()
-    value = _formats.decode(form, _formats.encode(form, full), torch.float32)
-    return _formats.decode(blocks, _formats.encode(blocks, value), compute)
+def as_held(policy: Policy, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The full buffer that every rank computes with in ZeRO-1 and 2, from the full parts."""
+    assert policy.compute
+    form, blocks = policy.param_format, _formats.Blocks()
+    if policy.gather is None:
+        return _formats.decode(form, parts, policy.compute)
+    return _formats.decode(blocks, _formats.encode(blocks, _formats.decode(form, parts, torch.float32)), policy.compute)
 
 
 def init_moments(step: Step, params: Sharded) -> Any:

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fzero._formats import GROUP, Companded, Format, Part
-from fzero._rounding import counters, hashed
+from fzero._rounding import Fields, counters, hashed
 from fzero._trace import KernelOps, Loop, Value
 
 N = 128  # elements of a loop
@@ -128,21 +128,17 @@ class Source:
 
 
 class _Words:
-    """Random bits of a loop, by fields of the hash's words; every new word is an array of its own."""
+    """The random words of a loop's elements; each is an array, made where it is first read."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.words, self.used = source, 0, 32
+        self.source = source
         self.loop: Loop | None = None
 
-    def __call__(self, count: int) -> Value:
+    def read(self, number: int) -> Value:
+        if f"word{number}" not in self.source.arrays:
+            self._emit(number)
         assert self.loop is not None
-        if self.used + count > 32:
-            self.words, self.used = self.words + 1, 0
-            self._emit(self.words - 1)
-        word = self.loop.let(f"word{self.words - 1}[i]", "i")
-        out = KernelOps.shift(word, self.used) & ((1 << count) - 1)
-        self.used += count
-        return out
+        return self.loop.let(f"word{number}[i]", "i")
 
     def _emit(self, number: int) -> None:
         loop = Loop("w")
@@ -165,8 +161,9 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
         for form, own in zip(formats, names, strict=True)
     ]
     grads = source.load(Part("", grad), "grad")
-    noise = _Words(source)
-    loop = noise.loop = Loop("t")
+    words = _Words(source)
+    noise = Fields(words.read, KernelOps.shift)
+    loop = words.loop = Loop("t")
     kinds = [["f" if p.dtype.is_floating_point else "i" for p in form.parts] for form in formats]
     values = [
         form.decode(KernelOps, [loop.let(f"{a}[i]", k) for a, k in zip(own, kind, strict=True)])
@@ -209,7 +206,7 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
             f"      for (int k = 0; k < N / {GROUP}; k++) for (int i = 0; i < {GROUP}; i++)"
             f" {wide}[k * {GROUP} + i] = {inverses}[k];"
         )
-        loop = noise.loop = Loop("c")
+        loop = words.loop = Loop("c")
         inverse = loop.let(f"{wide}[i]", "f")
         codes = source.array(f"codes{i}", "int32_t")
         loop.keep(codes, form.codes(KernelOps, loop.let(f"{kept}[i]", "f"), inverse, noise))

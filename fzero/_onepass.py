@@ -15,7 +15,7 @@ import torch
 
 from fzero import _kernel, _private
 from fzero._formats import GROUP, Companded, Format, Plain, Stored, TorchOps, chunks, encoded, load, store
-from fzero._rounding import counters, hashed
+from fzero._rounding import Fields, counters, hashed
 
 Formula = Callable[..., Sequence[Any]]
 CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
@@ -23,22 +23,17 @@ LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
 
 
-class _Drawn:
-    """Random bits of [groups, 32] elements: fields of the words of a counter's hash."""
+def _drawn(keys: torch.Tensor) -> Fields:
+    """Random bits of [groups, 32] elements."""
+    words: dict[int, torch.Tensor] = {}
 
-    def __init__(self, keys: torch.Tensor) -> None:
-        self.keys, self.words, self.used = keys, 0, 32
-        self.word = keys
+    def read(number: int) -> torch.Tensor:
+        if number not in words:
+            lanes = torch.arange(64, dtype=torch.int32, device=keys.device)
+            words[number] = hashed(counters(keys.view(-1, 1), lanes, number), TorchOps.shift).view(-1, GROUP)
+        return words[number]
 
-    def __call__(self, count: int) -> torch.Tensor:
-        if self.used + count > 32:
-            lanes = torch.arange(64, dtype=torch.int32, device=self.keys.device)
-            word = hashed(counters(self.keys.view(-1, 1), lanes, self.words), TorchOps.shift)
-            self.word = word.view(-1, GROUP)
-            self.words, self.used = self.words + 1, 0
-        out = TorchOps.shift(self.word, self.used) & ((1 << count) - 1)
-        self.used += count
-        return out
+    return Fields(read, TorchOps.shift)
 
 
 def _block(
@@ -53,7 +48,7 @@ def _block(
     dtype = hyper.dtype
     rows = [form.decode(TorchOps, load(form, own)).to(dtype) for form, own in zip(formats, parts, strict=True)]
     new = formula(TorchOps, hyper.unbind(), rows[0], grads.view(-1, GROUP).to(dtype), *rows[1:])
-    noise = _Drawn(keys)
+    noise = _drawn(keys)
     order = sorted(range(len(formats)), key=lambda i: isinstance(formats[i], Companded))
     for i in order:
         store(formats[i], parts[i], encoded(formats[i], _single(formats[i], new[i]), noise))
@@ -62,7 +57,7 @@ def _block(
 def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
     """Encodes flat values into the stored parts."""
     rows = _single(stored.format, x).view(-1, GROUP) if x.numel() % GROUP == 0 else x
-    store(stored.format, stored.parts, encoded(stored.format, rows, _Drawn(keys)))
+    store(stored.format, stored.parts, encoded(stored.format, rows, _drawn(keys)))
 
 
 def _single(form: Format, x: torch.Tensor) -> torch.Tensor:

@@ -114,7 +114,7 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
     rows = step.rows(specs)
     size = world_size if step.sharding else 1
     layout = Layout.build(rows, size)
-    stage, totals = step.stage, dict.fromkeys(("params", "grads", "sent"), 0)
+    stage, totals = step.stage, dict.fromkeys(("params", "sent"), 0)
     gathered: dict[str, int] = {}
     for key, group in layout.groups.items():
         policy, shard = group.row.policy, layout.shard_numel(key)
@@ -131,7 +131,6 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         if group.row.frozen:
             gathers = gathers if stage == 3 else 0
         else:
-            totals["grads"] += shard * policy.grad.itemsize
             totals["sent"] += share * policy.reduce.itemsize
         travels = nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize
         totals["sent"] += gathers * travels
@@ -141,7 +140,7 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         world_size=world_size,
         layout=layout,
         params=totals["params"],
-        grads=_living_grads(step, layout) if step.fusion else totals["grads"],
+        grads=_living_grads(step, layout),
         moments=_moment_bytes(step, layout, structure),
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
         root=gathered.get("", 0),
@@ -150,9 +149,8 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
 
 
 def _living_grads(step: Step, layout: Layout) -> int:
-    """Of a fused update: the largest unit's, or all of them until their norm is known."""
-    assert step.fusion is not None
-    way, units = step.fusion.way(step), dict[str, int]()
+    """All of them; of a fused update the largest unit's, where they are not held until their norm is known."""
+    way, units = step.fusion.way(step) if step.fusion else "held", dict[str, int]()
     for key in layout.trainable:
         grad = layout.groups[key].row.policy.grad
         assert grad

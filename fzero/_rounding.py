@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from fzero._formats import TorchOps
 from fzero._layout import ALIGN, Layout
 
 _GOLDEN, _STREAM = 0x9E3779B9 - (1 << 32), 0x632BE5AB
@@ -40,7 +41,7 @@ class Draw:
                 count = -(-(stop - start) // ALIGN)
                 numbers = torch.arange(first, first + count, dtype=torch.int32, device=device)
                 out[start // ALIGN : start // ALIGN + count] = numbers.mul_(_GOLDEN).add_(self.of_leaf(slot.path))
-        return hashed(out, _logical)
+        return hashed(out, TorchOps.shift)
 
 
 def hashed(x: Any, shift: Callable[[Any, int], Any]) -> Any:
@@ -58,5 +59,22 @@ def counters(block: Any, lane: Any, stream: int) -> Any:
     return block + lane * _GOLDEN + offset
 
 
-def _logical(x: torch.Tensor, count: int) -> torch.Tensor:
-    return (x >> count) & ((1 << (32 - count)) - 1)
+class Fields:
+    """Random integers as fields of a counter's words: every backend must take them alike.
+
+    Args:
+        read: `read(number)`, a word of 32 random bits for every element.
+        shift: the logical shift to the right.
+    """
+
+    def __init__(self, read: Callable[[int], Any], shift: Callable[[Any, int], Any]) -> None:
+        self._read, self._shift = read, shift
+        self._number, self._used = -1, 32
+
+    def __call__(self, count: int) -> Any:
+        """Integers in [0, 2**count)."""
+        if self._used + count > 32:
+            self._number, self._used = self._number + 1, 0
+        out = self._shift(self._read(self._number), self._used) & ((1 << count) - 1)
+        self._used += count
+        return out

@@ -211,12 +211,9 @@ class Schedule:
         """How many calls of units used a group."""
         return self._uses_of[key]
 
-    def is_called_once(self, key: str) -> bool:
-        return self._uses_of[key] == 1
-
     def buffer(self, key: str, numel: int) -> torch.Tensor:
         """A buffer for the full cotangent of a group: the last one's where it fits, so that memory stays warm."""
-        self._end_of_reduction()
+        self.finish_reduction()
         use, spare, self._spare = self.uses[key], self._spare, None
         if spare is not None and (spare.numel(), spare.dtype) == (numel, use.reduce):
             return spare
@@ -252,7 +249,7 @@ class Schedule:
 
         self._reducing = finish
         if not (self._defers and alone):
-            self._end_of_reduction()
+            self.finish_reduction()
         return out
 
     @contextlib.contextmanager
@@ -274,11 +271,7 @@ class Schedule:
         self._end_of_pullback()
 
     def finish_reduction(self) -> None:
-        """Waits for the reduction in flight, whose buffer is then gone."""
-        self._end_of_reduction()
-
-    def _end_of_reduction(self) -> None:
-        """Waits for the reduction in flight: one at a time."""
+        """Waits for the reduction in flight, of which there is one at a time, and whose buffer is then free."""
         if self._reducing is not None:
             reducing, self._reducing = self._reducing, None
             reducing()
@@ -292,7 +285,7 @@ class Schedule:
 
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""
-        self._end_of_reduction()
+        self.finish_reduction()
         self._spare = None
         for reference in self._calls:
             op = reference()

@@ -115,6 +115,11 @@ class Sharded:
         """The same leaves, local slices only, with other values."""
         return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale)
 
+    def replaced(self, **changes: Any) -> Sharded:
+        """A new tree with some of the constructor's arguments changed; buffers are shared."""
+        names = ("layout", "axis", "structure", "buffers", "held", "scale", "kind", "draw")
+        return Sharded(**{name: getattr(self, name) for name in names} | changes)
+
     def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
         """`fn` over the local slices of trees of the same groups."""
         return self.with_buffers({key: fn(self.local(key), *[tree.local(key) for tree in rest]) for key in self.keys})
@@ -124,7 +129,7 @@ class Sharded:
         self._alive()
         here = [key for key in keys if key in self._buffers or key in self._held]
         pairs = [pair for key in here for pair in self._named_parts(key)]
-        return Sharded(self.layout, self.axis, self.structure, dict(pairs), None, self.scale, self.kind, self.draw)
+        return self.replaced(buffers=dict(pairs), held=None)
 
     def _named_parts(self, key: str) -> list[tuple[str, torch.Tensor]]:
         stored = self.stored(key)
@@ -132,16 +137,15 @@ class Sharded:
 
     def drawing(self, draw: Draw) -> Sharded:
         """The same, rounding with these random bits."""
-        return Sharded(self.layout, self.axis, self.structure, self.buffers, self.held, self.scale, self.kind, draw)
+        return self.replaced(draw=draw)
 
     def over(self, buffers: Mapping[str, torch.Tensor]) -> Sharded:
         """The same leaves in the same formats, over other buffers."""
-        return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale, self.kind, self.draw)
+        return self.replaced(buffers=buffers, held=None)
 
     def scaled(self, factor: float) -> Sharded:
         """The values times a factor, which is noted and not computed."""
-        scale = self.scale / factor if factor else float("inf")
-        return Sharded(self.layout, self.axis, self.structure, self.buffers, self.held, scale, self.kind, self.draw)
+        return self.replaced(scale=self.scale / factor if factor else float("inf"))
 
     def __repr__(self) -> str:
         if self._dead:

@@ -95,11 +95,7 @@ _FIELDS = ("params", "grads", "moments", "step", "loss_scale", "seed", "signatur
 def _fresh(tree: Any) -> Any:
     """New shells around the same buffers: killing one state then never touches another's."""
     return _tree.map(
-        lambda node: (
-            Sharded(node.layout, node.axis, node.structure, node.buffers, node.held, node.scale, node.kind, node.draw)
-            if is_sharded(node)
-            else node
-        ),
+        lambda node: node.replaced() if is_sharded(node) else node,
         tree,
         is_leaf=is_sharded,
     )

@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from typing import Any
+
+
+def _operator(symbol: str, wrapping: str = "", swapped: bool = False, kind: str = "") -> Callable[[Value, Any], Value]:
+    """A binary operator; `wrapping` names its form for integers, which wraps around as torch's do."""
+
+    def method(self: Value, other: Any) -> Value:
+        a, b = self.name, literal(other, self.kind)
+        a, b = (b, a) if swapped else (a, b)
+        integral = wrapping and self.kind == "i"
+        return self.loop.let(f"{wrapping}({a}, {b})" if integral else f"{a} {symbol} {b}", kind or self.kind)
+
+    return method
 
 
 class Value:
@@ -14,56 +27,12 @@ class Value:
     def __init__(self, loop: Loop, name: str, kind: str) -> None:
         self.loop, self.name, self.kind = loop, name, kind
 
-    def _binary(self, operator: str, other: Any, swapped: bool = False, kind: str | None = None) -> Value:
-        other = literal(other, self.kind)
-        a, b = (other, self.name) if swapped else (self.name, other)
-        wrapping = {"+": "add", "-": "sub", "*": "mul", "<<": "left"}
-        integral = self.kind == "i" and kind is None and operator in wrapping  # wraps around, as torch's do
-        return self.loop.let(
-            f"{wrapping[operator]}({a}, {b})" if integral else f"{a} {operator} {b}", kind or self.kind
-        )
-
-    def __add__(self, other: Any) -> Value:
-        return self._binary("+", other)
-
-    def __sub__(self, other: Any) -> Value:
-        return self._binary("-", other)
-
-    def __mul__(self, other: Any) -> Value:
-        return self._binary("*", other)
-
-    def __truediv__(self, other: Any) -> Value:
-        return self._binary("/", other)
-
-    def __and__(self, other: Any) -> Value:
-        return self._binary("&", other)
-
-    def __or__(self, other: Any) -> Value:
-        return self._binary("|", other)
-
-    def __xor__(self, other: Any) -> Value:
-        return self._binary("^", other)
-
-    def __lshift__(self, other: int) -> Value:
-        return self._binary("<<", other)
-
-    def __radd__(self, other: Any) -> Value:
-        return self._binary("+", other, swapped=True)
-
-    def __rsub__(self, other: Any) -> Value:
-        return self._binary("-", other, swapped=True)
-
-    def __rmul__(self, other: Any) -> Value:
-        return self._binary("*", other, swapped=True)
-
-    def __rtruediv__(self, other: Any) -> Value:
-        return self._binary("/", other, swapped=True)
-
-    def __gt__(self, other: Any) -> Value:
-        return self._binary(">", other, kind="b")
-
-    def __ge__(self, other: Any) -> Value:
-        return self._binary(">=", other, kind="b")
+    __add__, __radd__ = _operator("+", "add"), _operator("+", "add", swapped=True)
+    __sub__, __rsub__ = _operator("-", "sub"), _operator("-", "sub", swapped=True)
+    __mul__, __rmul__ = _operator("*", "mul"), _operator("*", "mul", swapped=True)
+    __truediv__, __rtruediv__ = _operator("/"), _operator("/", swapped=True)
+    __and__, __or__, __xor__, __lshift__ = _operator("&"), _operator("|"), _operator("^"), _operator("<<", "left")
+    __gt__, __ge__ = _operator(">", kind="b"), _operator(">=", kind="b")
 
 
 def literal(value: Any, kind: str) -> str:

@@ -117,7 +117,7 @@ class UnitOp(Op):
         for key, leaves in zip(reversed(pull.keys), reversed(pull.leaves), strict=True):
             grads = found[len(found) - len(leaves) :]
             del found[len(found) - len(leaves) :]
-            shard = self.traversal.collect(key, grads, self.traversal.schedule.is_called_once(key))
+            shard = self.traversal.collect(key, grads, self.traversal.schedule.uses_of(key) == 1)
             if shard is not None:
                 out[self.keys.index(key)] = shard
         if not keep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -175,17 +176,22 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
 
 def call_update(member: GradientTransformation, updates: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> Any:
     """`member.update` with those keywords that it takes; optax-shaped members of the user take none."""
-    known = inspect.signature(member.update).parameters
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()):
-        return member.update(updates, state, params, **extra)
-    return member.update(updates, state, params, **{name: value for name, value in extra.items() if name in known})
+    known, takes_all = _keywords(member.update)
+    taken = extra if takes_all else {name: value for name, value in extra.items() if name in known}
+    return member.update(updates, state, params, **taken)
+
+
+@functools.lru_cache(maxsize=256)
+def _keywords(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+    """The names of a function's parameters, and whether it takes any keyword; a fused update asks for every group."""
+    known = inspect.signature(fn).parameters
+    return tuple(known), any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())
 
 
 def call_fused(member: GradientTransformation, params: Any, grads: Any, state: Any, extra: Mapping[str, Any]) -> Any:
     """`member.fused`, with keywords where it takes them."""
     assert member.fused is not None
-    takes = inspect.signature(member.fused).parameters.values()
-    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in takes):
+    if _keywords(member.fused)[1]:
         return member.fused(params, grads, state, **extra)  # type: ignore[call-arg]
     return member.fused(params, grads, state)
 
