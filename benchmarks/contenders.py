@@ -29,6 +29,9 @@ import fzero as fz
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LR, DECAY = 1e-3, 0.01
+_BF16, _FP32 = torch.bfloat16, torch.float32
+# float32 masters and moments, computing and keeping gradients in bfloat16: what the low-precision schemes are held to
+MASTERS = fz.Policy(param=_FP32, grad=_BF16, moment=_FP32, compute=_BF16)
 
 
 @dataclass(frozen=True)
@@ -189,7 +192,6 @@ def _full(setup: Setup) -> Run:
     return CONTENDERS["FSDP2"](dataclasses.replace(setup, dtype=torch.float32))
 
 
-_BF16, _FP32 = torch.bfloat16, torch.float32
 # every storage scheme under ZeRO-3, computing in bfloat16
 SCHEMES: dict[str, Callable[[Setup], Run]] = {
     "FSDP2, fp32": _full,
@@ -197,7 +199,7 @@ SCHEMES: dict[str, Callable[[Setup], Run]] = {
     "FSDP2, bf16": _torch_step(_pure_bf16, autocast=False),
     "DeepSpeed, fp32 masters": _deepspeed,
     "DeepSpeed, bf16 states": functools.partial(_deepspeed, low_precision=True),
-    "fp32 masters": fzero_step(fz.shard_zero3, fz.Policy(param=_FP32, grad=_BF16, moment=_FP32, compute=_BF16)),
+    "fp32 masters": fzero_step(fz.shard_zero3, MASTERS),
     "exact, fp32 moments": fzero_step(fz.shard_zero3, fz.Policy.exact(_FP32)),
     "exact": fzero_step(fz.shard_zero3, fz.Policy.exact()),
     "compact24": fzero_step(fz.shard_zero3, fz.Policy.compact24()),

@@ -15,6 +15,7 @@ kept in `--out`, a JSON file, so that a run goes on where it was stopped.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import functools
 import json
 import multiprocessing
@@ -28,33 +29,32 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+sys.path.insert(0, str(Path(__file__).parent))
+import contenders
 from transformer import Transformer
 
 import fzero as fz
 
-BF16, F32 = torch.bfloat16, torch.float32
 MASTERS = "fp32 masters"
 SCHEMES = {
-    MASTERS: fz.Policy(param=F32, grad=BF16, moment=F32, compute=BF16),
-    "exact, fp32 moments": fz.Policy.exact(F32),
+    MASTERS: contenders.MASTERS,
+    "exact, fp32 moments": fz.Policy.exact(torch.float32),
     "exact": fz.Policy.exact(),
     "compact24": fz.Policy.compact24(),
     "compact16": fz.Policy.compact16(),
     "compact16, 4-bit": fz.Policy.compact16("4-bit"),
     "nearest": fz.Policy.bf16_states(),
-}
-BYTES = {
-    MASTERS: 12.0,
-    "exact, fp32 moments": 12.0,
-    "exact": 6.1,
-    "compact24": 5.1,
-    "compact16": 4.1,
-    "compact16, 4-bit": 3.6,
-    "nearest": 6.0,
+    "8-bit gathers": dataclasses.replace(contenders.MASTERS, gather="8-bit"),
 }
 TASKS = ("pretraining", "fine-tuning")
 CONTEXT = 64
+
+
+def bytes_of(scheme: str) -> float:
+    """Bytes per param of params and moments."""
+    leaf = torch.empty(1 << 20, device="meta")
+    plan = fz.plan(fz.train_step(lambda p: p, fz.adamw(1e-3), SCHEMES[scheme]), {"w": leaf})
+    return (plan.params + plan.moments) / leaf.numel()
 
 
 def corpus(task: str) -> tuple[torch.Tensor, torch.Tensor]:
@@ -131,7 +131,7 @@ def table(results: dict[str, float], args: argparse.Namespace) -> dict[str, dict
             found.setdefault(task, {})[scheme] = (statistics.fmean(gaps), error)
             losses = [a for a, _ in both if a is not None]
             print(
-                f"  {scheme:<20} {BYTES[scheme]:>5} bytes  loss {statistics.fmean(losses):.4f}  "
+                f"  {scheme:<20} {bytes_of(scheme):>5.1f} bytes  loss {statistics.fmean(losses):.4f}  "
                 f"gap {statistics.fmean(gaps):+.4f} ± {error:.4f}  ({len(gaps)} seeds)"
             )
     return found
@@ -149,7 +149,7 @@ def draw(found: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
         means, errors = [gaps[n][0] for n in names], [gaps[n][1] for n in names]
         panel.errorbar(means, range(len(names)), xerr=errors, fmt="o", capsize=3)
         panel.axvline(0.0, color="grey", linewidth=0.8)
-        panel.set_yticks(range(len(names)), [f"{name} ({BYTES[name]:g} B)" for name in names])
+        panel.set_yticks(range(len(names)), [f"{name} ({bytes_of(name):.1f} B)" for name in names])
         panel.invert_yaxis()
         panel.set_xlabel("held-out loss over fp32 masters, nats a byte")
         panel.set_title(task)

@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +27,8 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
-from step import on_rank
+from contenders import MASTERS
+from step import spawned
 
 import fzero as fz
 
@@ -69,9 +69,8 @@ CLIPPED = fz.clip_by_global_norm(1.0)
 
 def schemes() -> dict[str, tuple[fz.Policy, Transform, bool]]:
     """Policy, transform, whether it clips by the global norm."""
-    masters = fz.Policy(param=torch.float32, grad=torch.bfloat16, moment=torch.float32, compute=torch.bfloat16)
     return {
-        "fp32 masters": (masters, lambda step: step, True),
+        "fp32 masters": (MASTERS, lambda step: step, True),
         "exact, fp32 moments, fused": (fz.Policy.exact(torch.float32), fz.fuse_update, False),
         "exact, fused and clipped": (fz.Policy.exact(), fz.fuse_update, True),
         "compact24, fused and clipped": (fz.Policy.compact24(), fz.fuse_update, True),
@@ -135,18 +134,12 @@ def measured(rank: int, args: argparse.Namespace, what: tuple[dict[str, int], st
 
 def check(ranks: int) -> None:
     """Counted on fake tensors beside measured on real ones."""
-    from torch.multiprocessing import get_context, spawn
-
     sizes = {"width": 256, "layers": 6, "heads": 4, "vocabulary": 1000, "context": 64}
     args = argparse.Namespace(ranks=ranks, device="cpu")
     print(f"{'':<30}{'counted MB':>22}{'measured MB':>22}   (at rest, at peak)")
     for name in schemes():
         ours = counted(sizes, name, ranks)[1:]
-        results = get_context("spawn").SimpleQueue()
-        with tempfile.TemporaryDirectory() as folder:
-            job = (measured, args, (sizes, name), f"file://{folder}/store", results)
-            spawn(on_rank, job, nprocs=ranks)
-        real = results.get()[1:]
+        real = spawned(measured, args, (sizes, name))[1:]
         gap = max(abs(a - b) / b for a, b in zip(ours, real, strict=True))
         said = [", ".join(f"{n / 2**20:.2f}" for n in pair) for pair in (ours, real)]
         print(f"{name:<30}{said[0]:>22}{said[1]:>22}   {gap:.1%}", flush=True)

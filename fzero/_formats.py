@@ -17,10 +17,11 @@ from fzero import _private
 
 GROUP = 32  # elements that share a scale
 
-Bits = Callable[[int], Any]  # n -> random integers in [0, 2**n), one per element
+Bits = Callable[..., Any]  # (n, place=0) -> random integers in [0, 2**n), times 2**place, one per element
 
-_SIGN, _MAGNITUDE, _EXPONENT, _HIGH = -(1 << 31), 0x7FFFFFFF, 0x7F800000, -65536
+_MAGNITUDE, _EXPONENT, _HIGH = 0x7FFFFFFF, 0x7F800000, -65536
 _LARGEST = 0x7F7F0000  # the largest finite bfloat16, as float32 bits
+_MOST = 0x437F0000  # 255.0
 _SMALLEST = 2.0**-126  # the smallest float32 whose inverse is finite
 
 
@@ -56,10 +57,9 @@ class Plain:
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
         if not self.stochastic or noise is None:
             return [x]
-        bits = o.bits(x)
-        magnitude = bits & _MAGNITUDE
-        rounded = o.least((magnitude + noise(16)) & _HIGH, _LARGEST)
-        return [o.floats(o.where(magnitude >= _EXPONENT, magnitude, rounded) | (bits & _SIGN))]
+        bits = o.bits(x * 1.0)  # arithmetic sets the upper half of a NaN, which is kept below
+        carry = o.where((bits & _MAGNITUDE) >= _LARGEST, 0, noise(16))
+        return [o.floats((bits + carry) & _HIGH)]
 
 
 @dataclass(frozen=True)
@@ -93,16 +93,14 @@ class Corrected:
         return stored[0] + o.to_float(stored[1]) * (self._exponent(o, stored[0]) * (1 / (127 * 256)))
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
-        bits = o.bits(x)
+        bits = o.bits(x * 1.0)  # arithmetic sets the upper half of a NaN, which is kept below
         magnitude = bits & _MAGNITUDE
-        odd = o.shift(magnitude, 16) & 1
-        nearest = o.least((magnitude + odd + 0x7FFF) & _HIGH, _LARGEST)
-        infinite = magnitude >= _EXPONENT
-        high = o.floats(o.where(infinite, magnitude, nearest) | (bits & _SIGN))
-        exponent = self._exponent(o, high)
-        left = o.where(exponent > 0.0, (x - high) / exponent, 0.0) * (127 * 256.0)
-        code = o.clamp(_rounded(o, left, noise), -127.0, 127.0)
-        return [high, o.to_int(o.where(infinite, 0.0, code))]
+        half = o.where(magnitude >= _LARGEST, 0, (o.shift(bits, 16) & 1) + 0x7FFF)
+        high = o.floats((bits + half) & _HIGH)
+        exponent = o.most(o.bits(high) & _EXPONENT, 1 << 23)
+        left = (x - high) * o.floats(_EXPONENT - exponent) * (127 * 128.0)  # of half the last place, in 127ths
+        code = o.clamp(_rounded(o, left, noise), -127, 127)
+        return [high, o.where(magnitude >= _EXPONENT, 0, code)]
 
     def _exponent(self, o: Any, high: Any) -> Any:
         return o.floats(o.least(o.bits(high) & _EXPONENT, _LARGEST & _EXPONENT))
@@ -112,9 +110,10 @@ class Corrected:
 class Companded:
     """Moments in 8 or 4 bits: groups of 32 share a scale, their largest magnitude; codes are finer near zero.
 
-    Signed values go through softsign, 2y / (1 + |y|); second moments through the square root, in 8 bits, rounded so
-    that their mean is right, and what is not zero stays so. The scale keeps 8 bits of exponent and 8 of mantissa, as
-    float16 has no room for small gradients; it is rounded up, so that no value is cut off.
+    Signed values go through softsign, 2y / (1 + |y|), where y is the value over the scale; second moments through the
+    square root, in 8 bits, rounded so that their mean is right, and what is not zero stays so. The scale keeps 8 bits
+    of exponent and 8 of mantissa, as float16 has no room for small gradients; it is rounded up, so that no value is
+    cut off.
     """
 
     signed: bool
@@ -126,17 +125,17 @@ class Companded:
         return (codes if self.width == 8 else Part("", torch.uint8, 2), Part("scale", torch.int16, GROUP))
 
     @property
-    def most(self) -> float:
-        return (127.0 if self.width == 8 else 7.0) if self.signed else 255.0
+    def most(self) -> int:
+        return (127 if self.width == 8 else 7) if self.signed else 255
 
     def __str__(self) -> str:
         return f"{self.width}-bit"
 
     def decode(self, o: Any, stored: Sequence[Any]) -> Any:
-        code, scale = o.to_float(stored[0]) * (1 / self.most), o.floats((stored[1] & 0xFFFF) << 15)
+        code, scale = o.to_float(stored[0]), o.floats((stored[1] & 0xFFFF) << 15)
         if self.signed:
-            return code / (2.0 - o.abs(code)) * scale
-        root = code * scale
+            return code / (2.0 * self.most - o.abs(code)) * scale
+        root = code * (scale * (1 / self.most))
         return root * root
 
     def scaled(self, o: Any, x: Any) -> Any:
@@ -147,21 +146,18 @@ class Companded:
         """The stored scale of a group."""
         return o.shift(o.least(o.bits(largest), _LARGEST) + 0x7FFF, 15)
 
-    def inverse(self, o: Any, scale: Any) -> Any:
-        stored = o.floats(scale << 15)
-        return o.where(stored >= _SMALLEST, 1.0 / stored, 0.0)
-
-    def codes(self, o: Any, scaled: Any, inverse: Any, noise: Bits | None) -> Any:
-        y = scaled * inverse
+    def codes(self, o: Any, scaled: Any, scale: Any, noise: Bits | None) -> Any:
+        """The codes of values, of which none is larger than the scale that is stored for its group."""
+        stored = o.most(o.floats(scale << 15), _SMALLEST)
         if self.signed:
-            y = y * (2 * self.most) / (1.0 + o.abs(y))
-            return o.to_int(o.clamp(_rounded(o, y, noise), -self.most, self.most))
-        y = o.least(y * self.most, self.most)
-        code = o.floor(y)
-        part = _fraction(o, noise) if noise is not None else 0.5
-        up = (y * y - code * code) > (code * 2.0 + 1.0) * part  # the mean of squares is kept, not that of roots
-        code = o.where(up, code + 1.0, code)
-        return o.to_int(o.where(y > 0.0, o.most(code, 1.0), code))
+            return _rounded(o, scaled / (stored + o.abs(scaled)) * (2.0 * self.most), noise)
+        y = o.floats(o.least(o.bits(scaled * (self.most / stored)), _MOST))  # also of an infinite value
+        code = o.to_int(y)
+        low = o.to_float(code)
+        between = o.where(code > 0, low + low + 1.0, 0.0)  # the next square over this one; nothing is rounded to zero
+        part = _fraction(o, noise, 1) - 1.0
+        up = (y - low) * (y + low) > between * part  # the mean of squares is kept, not that of roots
+        return o.where(up, code + 1, code)
 
 
 @dataclass(frozen=True)
@@ -180,20 +176,27 @@ class Blocks:
         scale = o.shift(o.least(o.bits(x.abs().amax(-1, keepdim=True)), _LARGEST) + 0x7FFF, 15)
         stored = o.floats(scale << 15)
         inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
-        return [o.to_int(o.clamp(_rounded(o, x * inverse, None), -127.0, 127.0)), scale]
+        return [o.clamp(_rounded(o, x * inverse, None), -127, 127), scale]
 
 
 Format = Plain | Exact | Corrected | Companded | Blocks
 
 
 def _rounded(o: Any, x: Any, noise: Bits | None) -> Any:
-    """To an integer, up with the probability of the fraction; the 8-bit noise is centred, so integers stay."""
-    return o.floor(x + (_fraction(o, noise) if noise is not None else 0.5))
+    """To an int32, up with the probability of the fraction; the 8-bit noise is centred, so integers stay.
+
+    Args:
+        x: more than -128, so that cutting off what follows the point rounds down.
+    """
+    return o.to_int(x + _fraction(o, noise, 128)) - 128
 
 
-def _fraction(o: Any, noise: Bits) -> Any:
-    """A random number in (0, 1), of 8 bits."""
-    return o.to_float(noise(8)) * (1 / 256) + 0.5 / 256
+def _fraction(o: Any, noise: Bits | None, over: int) -> Any:
+    """`over`, 1 or 128, and a random number in (0, 1) of 8 bits, which are put in their place in the mantissa."""
+    if noise is None:
+        return over + 0.5
+    place, base = (15, 0x3F800000) if over == 1 else (8, 0x43000000)
+    return o.floats(noise(8, place) | (base + (1 << place - 1)))
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -292,7 +295,7 @@ def encoded(format: Format, x: Any, noise: Bits | None) -> list[torch.Tensor]:
         return format.encode(TorchOps, x, noise)
     scaled = format.scaled(TorchOps, x)
     scale = format.scale(TorchOps, scaled.abs().amax(-1, keepdim=True))
-    return [format.codes(TorchOps, scaled, format.inverse(TorchOps, scale), noise), scale]
+    return [format.codes(TorchOps, scaled, scale, noise), scale]
 
 
 CHUNK = 1 << 14  # elements decoded at a time, so that temporaries stay small

@@ -25,11 +25,11 @@ from typing import Any
 
 import torch
 
-from fzero._formats import GROUP, Companded, Format, Part
+from fzero._formats import GROUP, Companded, Format, Part, Plain
 from fzero._rounding import Fields, counters, hashed
 from fzero._trace import KernelOps, Loop, Value
 
-N = 128  # elements of a loop
+N = 64  # elements of a loop
 _TYPES = {
     torch.float32: "float",
     torch.bfloat16: "uint16_t",
@@ -43,6 +43,7 @@ _HEAD = f"""#include <stdint.h>
 #include <string.h>
 #define N {N}
 #define SIMD _Pragma("omp simd")
+#define GROUPS _Pragma("GCC unroll 1") for (int k = 0; k < N / {GROUP}; k++)
 static inline float floats(int32_t x) {{ float y; memcpy(&y, &x, 4); return y; }}
 static inline int32_t bits(float x) {{ int32_t y; memcpy(&y, &x, 4); return y; }}
 static inline int32_t shift(int32_t x, int n) {{ return (int32_t)((uint32_t)x >> n); }}
@@ -50,6 +51,7 @@ static inline int32_t extended(int32_t x, int n) {{ return (int32_t)((uint32_t)x
 static inline float least_f(float x, float y) {{ return x > y ? y : x; }}
 static inline float most_f(float x, float y) {{ return x < y ? y : x; }}
 static inline int32_t least_i(int32_t x, int32_t y) {{ return x > y ? y : x; }}
+static inline int32_t most_i(int32_t x, int32_t y) {{ return x < y ? y : x; }}
 static inline float sign(float x) {{ return (float)((x > 0) - (x < 0)); }}
 static inline int32_t add(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x + (uint32_t)y); }}
 static inline int32_t sub(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x - (uint32_t)y); }}
@@ -68,6 +70,7 @@ class Source:
 
     def __init__(self) -> None:
         self.arguments: list[str] = []
+        self.shared: list[str] = []
         self.arrays: dict[str, str] = {}
         self.text: list[str] = []
 
@@ -75,45 +78,55 @@ class Source:
         self.arrays[name] = kind
         return name
 
-    def add(self, loop: Loop, over: str = "N", pragma: str = "SIMD") -> None:
+    def add(self, loop: Loop, shared: Sequence[str] = ()) -> None:
+        """Emits a loop; `shared` are declarations of what the elements of group k have in common."""
         body = "\n        ".join(loop.lines)
-        self.text.append(f"      {pragma} for (int i = 0; i < {over}; i++) {{\n        {body}\n      }}")
+        if not shared:
+            self.text.append(f"      SIMD for (int i = 0; i < N; i++) {{\n        {body}\n      }}")
+            return
+        self.text.append(
+            f"      GROUPS {{ {' '.join(shared)}\n"
+            f"      SIMD for (int j = 0; j < {GROUP}; j++) {{ const int i = k * {GROUP} + j;\n"
+            f"        {body}\n      }} }}"
+        )
 
     def load(self, part: Part, name: str) -> str:
-        """Emits the loop that brings N elements of a stored part into an array; its name."""
+        """Emits the loop that brings N elements of a stored part into an array; what element i is there.
+
+        What a group shares is declared in `shared`.
+        """
         self.arguments.append(f"{_TYPES[part.dtype]}* __restrict {name}_")
         if part.dtype == torch.float32:
-            return f"(start + {name}_)"
+            return f"{name}_[start + i]"
+        if part.every == GROUP:
+            self.shared.append(f"const int32_t {name} = {name}_[start / {GROUP} + k];")
+            return name
         kind = "float" if part.dtype.is_floating_point else "int32_t"
         array, at = self.array(name, kind), f"{name}_[start / {part.every} + i]"
         if part.every == 2:
             self.text.append(
-                f"      for (int k = 0; k < N / {GROUP}; k++) for (int i = 0; i < {GROUP // 2}; i++) {{\n"
+                f"      GROUPS for (int i = 0; i < {GROUP // 2}; i++) {{\n"
                 f"        int32_t b = {name}_[start / 2 + k * {GROUP // 2} + i];\n"
                 f"        {array}[k * {GROUP} + i] = ((b & 15) ^ 8) - 8;\n"
                 f"        {array}[k * {GROUP} + {GROUP // 2} + i] = ((b >> 4) ^ 8) - 8;\n      }}"
             )
-            return array
+            return f"{array}[i]"
         value = f"floats(left({at}, 16))" if part.dtype == torch.bfloat16 else at
-        if part.every == 1:
-            self.text.append(f"      SIMD for (int i = 0; i < N; i++) {array}[i] = {value};")
-        else:
-            self.text.append(
-                f"      for (int k = 0; k < N / {part.every}; k++) {{ {kind} x = {value.replace('+ i]', '+ k]')};\n"
-                f"        for (int i = 0; i < {part.every}; i++) {array}[k * {part.every} + i] = x; }}"
-            )
-        return array
+        self.text.append(f"      SIMD for (int i = 0; i < N; i++) {array}[i] = {value};")
+        return f"{array}[i]"
 
-    def store(self, part: Part, name: str, array: str) -> None:
-        """Emits the loop that brings an array into a stored part."""
+    def store(self, part: Part, name: str, array: str, rounds: bool) -> None:
+        """Emits the loop that brings an array into a stored part; `rounds` where bfloat16 does not hold it as it is."""
         if part.every == 2:
             self.text.append(
-                f"      for (int k = 0; k < N / {GROUP}; k++) for (int i = 0; i < {GROUP // 2}; i++)\n"
+                f"      GROUPS for (int i = 0; i < {GROUP // 2}; i++)\n"
                 f"        {name}_[start / 2 + k * {GROUP // 2} + i] = (uint8_t)(({array}[k * {GROUP} + i] & 15)"
                 f" | (({array}[k * {GROUP} + {GROUP // 2} + i] & 15) << 4));"
             )
             return
-        value = f"nearest({array}[i])" if part.dtype == torch.bfloat16 else f"({_TYPES[part.dtype]}){array}[i]"
+        value = f"({_TYPES[part.dtype]}){array}[i]"
+        if part.dtype == torch.bfloat16:
+            value = f"nearest({array}[i])" if rounds else f"(uint16_t)shift(bits({array}[i]), 16)"
         self.text.append(f"      SIMD for (int i = 0; i < N / {part.every}; i++)")
         self.text.append(f"        {name}_[start / {part.every} + i] = {value};")
 
@@ -166,12 +179,12 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     loop = words.loop = Loop("t")
     kinds = [["f" if p.dtype.is_floating_point else "i" for p in form.parts] for form in formats]
     values = [
-        form.decode(KernelOps, [loop.let(f"{a}[i]", k) for a, k in zip(own, kind, strict=True)])
+        form.decode(KernelOps, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
         for form, own, kind in zip(formats, arrays, kinds, strict=True)
     ]
     hyper = [Value(loop, f"h[{i}]", "f") for i in range(hypers)]
-    new = formula(KernelOps, hyper, values[0], loop.let(f"{grads}[i]", "f"), *values[1:])
-    stores: list[tuple[Part, str, str]] = []
+    new = formula(KernelOps, hyper, values[0], loop.let(grads, "f"), *values[1:])
+    stores: list[tuple[Part, str, str, bool]] = []
     grouped: list[tuple[int, Companded, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
         if isinstance(form, Companded):
@@ -185,35 +198,26 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
                 continue
             target = source.array(f"out_{name}", "float" if out.kind == "f" else "int32_t")
             loop.keep(target, out)
-            stores.append((part, name, target))
-    source.add(loop)
+            stores.append((part, name, target, isinstance(form, Plain) and not form.stochastic))
+    source.add(loop, shared=source.shared)
     for i, form, kept in grouped:
-        largest = source.array(f"largest{i}", "float")
+        scales, codes = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t")
+        loop = Loop("g")
+        loop.keep(scales, form.scale(KernelOps, loop.let("floats(most)", "f")))
         source.text.append(
-            f"      for (int k = 0; k < N / {GROUP}; k++) {{ int32_t most = 0;\n"
+            f"      GROUPS {{ int32_t most = 0;\n"
             f'        _Pragma("omp simd reduction(max:most)")\n'
             f"        for (int i = 0; i < {GROUP}; i++) {{ int32_t b = bits({kept}[k * {GROUP} + i]) & INT32_MAX;"
-            f" most = b > most ? b : most; }}\n        {largest}[k] = floats(most); }}"
-        )
-        loop = Loop("g")
-        scale = form.scale(KernelOps, loop.let(f"{largest}[i]", "f"))
-        scales, inverses = source.array(f"scale{i}", "int32_t"), source.array(f"inverse{i}", "float")
-        loop.keep(scales, scale)
-        loop.keep(inverses, form.inverse(KernelOps, scale))
-        source.add(loop, f"N / {GROUP}")
-        wide = source.array(f"wide{i}", "float")
-        source.text.append(
-            f"      for (int k = 0; k < N / {GROUP}; k++) for (int i = 0; i < {GROUP}; i++)"
-            f" {wide}[k * {GROUP} + i] = {inverses}[k];"
+            f" most = b > most ? b : most; }}\n"
+            f"        const int i = k; {' '.join(loop.lines)} }}"
         )
         loop = words.loop = Loop("c")
-        inverse = loop.let(f"{wide}[i]", "f")
-        codes = source.array(f"codes{i}", "int32_t")
-        loop.keep(codes, form.codes(KernelOps, loop.let(f"{kept}[i]", "f"), inverse, noise))
-        source.add(loop)
-        stores += [(form.parts[0], names[i][0], codes), (form.parts[1], names[i][1], scales)]
-    for part, name, array in stores:
-        source.store(part, name, array)
+        scale = loop.let("scale", "i")
+        loop.keep(codes, form.codes(KernelOps, loop.let(f"{kept}[i]", "f"), scale, noise))
+        source.add(loop, shared=[f"const int32_t scale = {scales}[k];"])
+        stores += [(form.parts[0], names[i][0], codes, False), (form.parts[1], names[i][1], scales, False)]
+    for part, name, array, rounds in stores:
+        source.store(part, name, array, rounds)
     return str(source)
 
 

@@ -71,10 +71,12 @@ class Fields:
         self._read, self._shift = read, shift
         self._number, self._used = -1, 32
 
-    def __call__(self, count: int) -> Any:
-        """Integers in [0, 2**count)."""
+    def __call__(self, count: int, place: int = 0) -> Any:
+        """Integers in [0, 2**count), times 2**place."""
         if self._used + count > 32:
             self._number, self._used = self._number + 1, 0
-        out = self._shift(self._read(self._number), self._used) & ((1 << count) - 1)
+        word, down = self._read(self._number), self._used - place
         self._used += count
-        return out
+        if down < 0:
+            return (word << -down) & ((1 << count) - 1 << place)
+        return (self._shift(word, down) if down else word) & ((1 << count) - 1 << place)

@@ -96,7 +96,8 @@ def _adam(
             )  # fmt: skip
 
         decay = 1 - now * weight_decay if decoupled else weight_decay
-        hyper = (b1, 1 - b1, b2, 1 - b2, decay, now / (1 - b1**count), (1 - b2**count) ** -0.5, eps)
+        root = (1 - b2**count) ** 0.5
+        hyper = (b1, 1 - b1, b2, 1 - b2, decay, now * root / (1 - b1**count), eps * root)
         formula = _decoupled if decoupled else _coupled if weight_decay else _undecayed
         elementwise(formula, hyper, params, grads, state.mu, state.nu, kernel=one)
         return AdamState(_tree.Count(count), state.mu, state.nu)
@@ -111,7 +112,7 @@ def _moments(h: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any]:
 
 
 def _stepped(o: Any, h: Any, p: Any, m: Any, v: Any) -> Any:
-    return p - h[6] * m / (o.sqrt(v) * h[7] + h[8])
+    return p - h[6] * m / (o.sqrt(v) + h[7])
 
 
 def _decoupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
