@@ -126,10 +126,19 @@ def _pure_bf16(module: Transformer, setup: Setup) -> nn.Module:
     return _fsdp2(module.to(torch.bfloat16), dataclasses.replace(setup, dtype=torch.float32))
 
 
-def _fsdp2(module: Transformer, setup: Setup) -> nn.Module:
+def _two_axes(setup: Setup) -> dist.DeviceMesh:
+    """Pairs of ranks hold the same shards."""
+    return dist.init_device_mesh(setup.device, (2, dist.get_world_size() // 2), mesh_dim_names=("replicas", "dp"))
+
+
+def _hsdp(module: Transformer, setup: Setup) -> nn.Module:
+    return _fsdp2(module, setup, _two_axes(setup))
+
+
+def _fsdp2(module: Transformer, setup: Setup, mesh: dist.DeviceMesh | None = None) -> nn.Module:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-    mesh = dist.init_device_mesh(setup.device, (dist.get_world_size(),))
+    mesh = mesh or dist.init_device_mesh(setup.device, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(setup.dtype, torch.float32) if setup.mixed else MixedPrecisionPolicy()
     for block in module.blocks:
         fully_shard(block, mesh=mesh, mp_policy=policy)
@@ -185,6 +194,10 @@ CONTENDERS: dict[str, Callable[[Setup], Run]] = {
     "fzero ZeRO-2, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero2(step))),
     "fzero ZeRO-3, fused": fzero_step(lambda step: fz.fuse_update(fz.shard_zero3(step))),
     "fzero ZeRO-3, compiled": fzero_step(lambda step: fz.compile(fz.shard_zero3(step))),
+    "FSDP2, two axes": _torch_step(_hsdp, autocast=False),
+    "fzero ZeRO-3, two axes": lambda setup: fzero_step(
+        lambda step: fz.shard_zero3(step, _two_axes(setup), replicate="replicas")
+    )(setup),
 }
 
 
@@ -209,8 +222,10 @@ SCHEMES: dict[str, Callable[[Setup], Run]] = {
 }
 
 
-def is_here(name: str) -> bool:
-    """Whether a contender's package is installed."""
+def is_here(name: str, ranks: int) -> bool:
+    """Whether a contender's package is installed, and it has ranks enough."""
+    if "two axes" in name:
+        return ranks >= 4 and ranks % 2 == 0
     return "DeepSpeed" not in name or importlib.util.find_spec("deepspeed") is not None
 
 

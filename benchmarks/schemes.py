@@ -27,8 +27,8 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args()
     args.dtype, args.device, args.remat = "bfloat16", "cpu", False
-    names = [name for name in SCHEMES if is_here(name)]
-    times, losses = spawned(timed, args, names)
+    names = [name for name in SCHEMES if is_here(name, args.ranks)]
+    times, losses = spawned(timed, args, names, keeps=True)
     params = sum(p.numel() for p in Setup(args.width, args.blocks, args.heads).module().parameters())
     print(f"{params:,} params, {args.ranks} ranks")
     print(f"{'':<26}{'median':>10}{'of masters':>12}{'at rest':>10}{'at peak':>10}{'loss':>10}")

@@ -22,7 +22,12 @@ One line per contender:
     resident   MB resident at most within a step, less that of the process before the model was made (on CPU)
 
 The losses of all that communicate must agree, and so must those of the two that do not, or the run fails: a faster step
-that computes something else is none. A peer that is not installed prints "not run" (pip install -e '.[bench]').
+that computes something else is none. A peer that is not installed prints "not run" (pip install -e '.[bench]'); so do
+the two that shard over one axis and replicate over another where there are fewer than four ranks.
+
+While steps are timed glibc keeps the memory that it has, for all contenders. As it is set up it returns freed memory to
+the system and takes it back page by page, which costs up to a tenth of a step, more in one process than in the next;
+memory is measured as it is set up.
 """
 
 from __future__ import annotations
@@ -32,6 +37,7 @@ import contextlib
 import io
 import logging
 import multiprocessing
+import os
 import random
 import statistics
 import tempfile
@@ -48,6 +54,7 @@ from contenders import ALONE, CONTENDERS, SCHEMES, Setup, is_here, start
 import fzero as fz
 
 MB = 2**20
+KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}  # glibc's malloc: nothing goes back
 Series = dict[str, list[float]]  # by contender, one of each step
 
 
@@ -138,12 +145,25 @@ def on_rank(rank: int, measure: Any, args: argparse.Namespace, what: Any, store:
     dist.destroy_process_group()
 
 
-def spawned(measure: Any, args: argparse.Namespace, what: Any) -> Any:
-    """What `measure(rank, args, what)` finds on rank 0 of fresh processes."""
+def spawned(measure: Any, args: argparse.Namespace, what: Any, keeps: bool = False) -> Any:
+    """What `measure(rank, args, what)` finds on rank 0 of fresh processes; `keeps`, whose malloc keeps its memory."""
     results = multiprocessing.get_context("spawn").SimpleQueue()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, environment(KEEPS if keeps else {}):
         mp.spawn(on_rank, (measure, args, what, f"file://{folder}/store", results), nprocs=args.ranks)
     return results.get()
+
+
+@contextlib.contextmanager
+def environment(said: dict[str, str]) -> Iterator[None]:
+    """For the processes that are started inside."""
+    before = dict(os.environ)
+    os.environ.update(said)
+    try:
+        yield
+    finally:
+        for name in said:
+            os.environ.pop(name)
+        os.environ.update(before)
 
 
 def check_losses(losses: Series, tolerance: float) -> None:
@@ -173,10 +193,10 @@ def main() -> None:
     parser.add_argument("--no-memory", action="store_true", help="time only")
     args = parser.parse_args()
     chosen = [n for n in CONTENDERS if not args.only or n in (*args.only, ALONE, "FSDP2")]
-    names = [name for name in chosen if is_here(name)]
+    names = [name for name in chosen if is_here(name, args.ranks)]
     said = {key: value for key, value in vars(args).items() if key not in ("only", "no_memory")}
     print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
-    times, losses = spawned(timed, args, names)
+    times, losses = spawned(timed, args, names, keeps=True)
     check_losses(losses, 1e-4 if args.dtype == "float32" else 2e-2)
     print(f"{'':<23}{'median':>10}{'of alone':>10}{'of FSDP2':>10}{'at rest':>10}{'at peak':>10}{'resident':>10}")
     for name in chosen:

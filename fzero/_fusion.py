@@ -90,7 +90,17 @@ def fused_call(step: Step, state: TrainState, inputs: Any, cotangent: Any, rng: 
     if late:
         run.unreduced = earlier or {}
         earlier = None
-    judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}), way, loss)
+    try:
+        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}), way, loss)
+    except BaseException as error:
+        if step.donates and update.applied:
+            error.add_note(
+                f"fz.fuse_update: this stopped update {state.step + 1} halfway. {len(update.applied)} of the "
+                f"{len(state.layout.trainable)} groups of the donated state have been updated, among them that of leaf "
+                f"{state.layout.groups[update.applied[0]].slots[0].path!r}, the others have not. Go on from a "
+                "checkpoint, or leave fz.donate out: the state passed in then stays as it was."
+            )
+        raise
     new, metrics = judged.next_state(update if judged.finite else None)
     if loss is not None:
         metrics["loss"] = loss

@@ -127,10 +127,12 @@ class Update:
         keep.warn()
         self._after: Any = self.moments
         self._waits: list[Callable[[], None]] = []
+        self.applied: list[str] = []  # the groups that have been written
 
     @torch.no_grad()
     def apply(self, keys: Sequence[str], grads: Sharded, extra: Mapping[str, Any]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
+        self.applied += keys
         own, extra = self._own.only(keys), dict(extra)
         if self.step.optimizer.fused is None:
             self._after = _plain_update(self.step, self.moments, own, grads, extra)

@@ -23,6 +23,9 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
     loss that is not finite skips the update, and of a gradient that is not finite only those elements are left out; in
     the other ways the update is skipped, as without.
 
+    A pullback that fails once units have been updated leaves a donated state between two updates; a note on its error
+    says so. Without `fz.donate` the state passed in stays as it was.
+
     `step.vjp` of such a step returns ordinary grads, and `step.update` takes them. With `accumulate` the reduced shards
     of the microbatches are kept, and the last one updates.
 

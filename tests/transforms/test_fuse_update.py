@@ -235,3 +235,39 @@ def test_what_cannot_be_fused_is_refused() -> None:
         fz.fuse_update(fz.train_step(plain, fz.adamw(1e-3)), "thrice")
     with pytest.raises(ValueError, match=r"already has fusion="):
         fz.fuse_update(fz.fuse_update(fz.train_step(plain, fz.adamw(1e-3))), "held")
+
+
+class _Fails(torch.autograd.Function):
+    """The identity, which cannot be pulled back."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        raise RuntimeError("cannot be pulled back")
+
+
+@pytest.mark.parametrize("donates", [False, True])
+def test_a_pullback_that_fails_halfway_says_what_was_updated(donates: bool) -> None:
+    params = {name: {"w": torch.eye(2), "b": torch.zeros(2)} for name in ("head", "tail")}
+
+    def function(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return block(p["tail"], _Fails.apply(block(p["head"], x))).sum()  # type: ignore[arg-type]
+
+    step = fz.fuse_update(fz.train_step(function, fz.sgd(0.1), units=("head", "tail")))
+    step = fz.donate(step) if donates else step
+    state = step.init(params)
+    with pytest.raises(RuntimeError, match="cannot be pulled back") as caught:
+        step(state, torch.ones(1, 2))
+    notes = "".join(getattr(caught.value, "__notes__", []))
+    assert ("update 1 halfway. 1 of the 2 groups" in notes and "'tail.b'" in notes) == donates
+    if not donates:
+        assert_trees_equal(fz.gather(state.params), params)
