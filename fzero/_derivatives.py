@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero import _tree
+from fzero._checks import check_grads, check_state
 from fzero._init import leaf_specs
 from fzero._policy import matches
 from fzero._sharded import Sharded, gather
@@ -21,7 +22,7 @@ class Tape:
     """The step's function under plain autograd; made by `tape`."""
 
     def __init__(self, step: Step, state: TrainState) -> None:
-        step._check_state(state)
+        check_state(step, state)
         self._step, self._state, self._calls = step, state, 0
         _, primals, self._fixed = traversal_of(step, state, (0,))
         self._leaves = {key: primal.detach().requires_grad_() for key, primal in primals.items()}
@@ -81,8 +82,8 @@ def hvp(step: Step, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
         >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
         tensor([18., 18.])
     """
-    step._check_state(state)
-    step._check_grads(state, v)
+    check_state(step, state)
+    check_grads(step, state, v)
     seed = step._seed(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
 
@@ -121,7 +122,7 @@ def per_example_grads(step: Step, state: TrainState, *inputs: Any, only: str | N
         tensor([[1.],
                 [3.]])
     """
-    step._check_state(state)
+    check_state(step, state)
     full = gather(state.params)
     specs, leaves, structure = leaf_specs(full)
     frozen = {row.path for row in state.layout.rows if row.frozen}

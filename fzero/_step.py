@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
+from fzero._checks import check_grads, check_optimizer, check_state, scalar_loss
 from fzero._collectives import Axis
 from fzero._fusion import Fusion, fused_call
 from fzero._init import init_state
@@ -122,7 +123,7 @@ class Step:
         Returns:
             `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
         """
-        self._check_state(state)
+        check_state(self, state)
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         micro = self.microbatches or Microbatches()
         runs = [
@@ -160,7 +161,7 @@ class Step:
 
     def forward(self, state: TrainState, *inputs: Any, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the step has aux."""
-        self._check_state(state)
+        check_state(self, state)
         micro = self.microbatches or Microbatches()
         outputs = []
         with torch.no_grad():
@@ -180,8 +181,8 @@ class Step:
             The next state, and 0-d tensors "loss" (mean over microbatches and ranks), "grad_norm" (of the mean
             gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
         """
-        self._check_state(state)
-        self._check_optimizer(state)
+        check_state(self, state)
+        check_optimizer(self, state)
         if self.fusion is not None and _private.level() == 0:
             return fused_call(self, state, inputs, cotangent, rng)
         micro = self.microbatches or Microbatches()
@@ -233,7 +234,7 @@ class Step:
             run = Run(self, state, part, (), self._seed(state, rng, i), unreduced and not last, fused=last)
             outputs, run.outputs = run.outputs, None
             if cotangent is None:
-                losses.append(_scalar_loss(outputs))
+                losses.append(scalar_loss(outputs))
                 ct = torch.ones_like(outputs) / micro.count
             else:
                 if pieces is None:
@@ -256,15 +257,15 @@ class Step:
             grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
                 "grad_norm" stays these grads' own.
         """
-        self._check_state(state)
-        self._check_grads(state, grads)
-        self._check_optimizer(state)
+        check_state(self, state)
+        check_grads(self, state, grads)
+        check_optimizer(self, state)
         return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
-        self._check_state(state)
-        self._check_grads(state, grads)
+        check_state(self, state)
+        check_grads(self, state, grads)
         kept = state.grads
         if kept is None:
             return state.replace(grads=grads.map(torch.clone))
@@ -279,76 +280,6 @@ class Step:
     def _grads(self, state: TrainState, buffers: dict[str, torch.Tensor]) -> Sharded:
         params = state.params
         return Sharded(params.layout, params.axis, params.structure, buffers, None, state.loss_scale.scale)
-
-    def _check_state(self, state: TrainState) -> None:
-        if not isinstance(state, TrainState):
-            raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
-        layout = state.layout
-        if state.signature != self.signature:
-            theirs, ours = _describe(state.signature), _describe(self.signature)
-            raise ValueError(
-                f"step: got a state of another step, made with {theirs}; expected one made with {ours}. Use the state "
-                "that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives another "
-                "function over the same state.)"
-            )
-        size = self.axis().size if self.sharding else 1
-        if layout.shards != size:
-            raise ValueError(
-                f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
-                f"expected {size}, the size of the sharded axis. Make the state with this "
-                "step's init on this process group."
-            )
-
-    def _check_optimizer(self, state: TrainState) -> None:
-        for group in state.layout.groups.values():
-            row = group.row
-            ours = self.optimizer.label(row.path) if self.optimizer.label else "optimizer"
-            if not row.frozen and row.optimizer != ours:
-                raise ValueError(
-                    f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
-                    f"{ours!r}. Make the state with this step's init, or use the optimizer that it was made with."
-                )
-
-    def _check_grads(self, state: TrainState, grads: Any) -> None:
-        if not isinstance(grads, Sharded):
-            raise TypeError(
-                f"grads: got {type(grads).__name__}, expected the first value that a pullback of this step returned."
-            )
-        if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
-            ours = {row.path: row for row in state.layout.rows}
-            other = next(
-                (row.path for row in grads.layout.rows if ours.get(row.path) != row), grads.layout.rows[0].path
-            )
-            raise ValueError(
-                f"grads: got grads of another step (leaf {other!r} differs), expected those of a pullback of this step "
-                f"over {len(ours)} leaves. Give each component its own grads."
-            )
-        mine, theirs = state.params.axis, grads.axis
-        if mine.identity != theirs.identity:
-            raise ValueError(
-                f"grads: got those of a pullback over another state, of {theirs.who}; expected those of a state that "
-                f"descends from the same init as this one, of {mine.who}. Give each component its own grads. To put "
-                "other params into this state, use state.replace(params=...)."
-            )
-
-
-def _describe(signature: tuple[Any, ...]) -> str:
-    policy, units, rules = signature
-    return f"[{policy}, units={units}, {', '.join(rule.source for rule in rules) or 'no rules'}]"
-
-
-def _scalar_loss(outputs: Any) -> torch.Tensor:
-    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point():
-        return outputs
-    got = (
-        f"a tensor of shape {tuple(outputs.shape)} and dtype {outputs.dtype}"
-        if isinstance(outputs, torch.Tensor)
-        else f"{type(outputs).__name__}"
-    )
-    raise ValueError(
-        f"step(state, *inputs): the function returned {got}, expected a scalar loss (a 0-d floating tensor). "
-        "Reduce it (.mean()), or pass cotangent= for outputs that are not a scalar; has_aux=True for (loss, aux)."
-    )
 
 
 def train_step(

@@ -1,0 +1,84 @@
+"""What is checked of the values that a step receives, before anything is communicated."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fzero._sharded import Sharded
+from fzero._state import TrainState
+
+if TYPE_CHECKING:
+    from fzero._step import Step
+
+
+def check_state(step: Step, state: TrainState) -> None:
+    if not isinstance(state, TrainState):
+        raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
+    layout = state.layout
+    if state.signature != step.signature:
+        theirs, ours = _describe(state.signature), _describe(step.signature)
+        raise ValueError(
+            f"step: got a state of another step, made with {theirs}; expected one made with {ours}. Use the state "
+            "that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives another "
+            "function over the same state.)"
+        )
+    size = step.axis().size if step.sharding else 1
+    if layout.shards != size:
+        raise ValueError(
+            f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
+            f"expected {size}, the size of the sharded axis. Make the state with this "
+            "step's init on this process group."
+        )
+
+
+def check_optimizer(step: Step, state: TrainState) -> None:
+    for group in state.layout.groups.values():
+        row = group.row
+        ours = step.optimizer.label(row.path) if step.optimizer.label else "optimizer"
+        if not row.frozen and row.optimizer != ours:
+            raise ValueError(
+                f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
+                f"{ours!r}. Make the state with this step's init, or use the optimizer that it was made with."
+            )
+
+
+def check_grads(step: Step, state: TrainState, grads: Any) -> None:
+    if not isinstance(grads, Sharded):
+        raise TypeError(
+            f"grads: got {type(grads).__name__}, expected the first value that a pullback of this step returned."
+        )
+    if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
+        ours = {row.path: row for row in state.layout.rows}
+        other = next((row.path for row in grads.layout.rows if ours.get(row.path) != row), grads.layout.rows[0].path)
+        raise ValueError(
+            f"grads: got grads of another step (leaf {other!r} differs), expected those of a pullback of this step "
+            f"over {len(ours)} leaves. Give each component its own grads."
+        )
+    mine, theirs = state.params.axis, grads.axis
+    if mine.identity != theirs.identity:
+        raise ValueError(
+            f"grads: got those of a pullback over another state, of {theirs.who}; expected those of a state that "
+            f"descends from the same init as this one, of {mine.who}. Give each component its own grads. To put "
+            "other params into this state, use state.replace(params=...)."
+        )
+
+
+def _describe(signature: tuple[Any, ...]) -> str:
+    policy, units, rules = signature
+    return f"[{policy}, units={units}, {', '.join(rule.source for rule in rules) or 'no rules'}]"
+
+
+def scalar_loss(outputs: Any) -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point():
+        return outputs
+    got = (
+        f"a tensor of shape {tuple(outputs.shape)} and dtype {outputs.dtype}"
+        if isinstance(outputs, torch.Tensor)
+        else f"{type(outputs).__name__}"
+    )
+    raise ValueError(
+        f"step(state, *inputs): the function returned {got}, expected a scalar loss (a 0-d floating tensor). "
+        "Reduce it (.mean()), or pass cotangent= for outputs that are not a scalar; has_aux=True for (loss, aux)."
+    )
