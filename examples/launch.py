@@ -6,6 +6,7 @@ Ctrl-C asks all ranks to stop after the step that they are in; a second one kill
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import signal
 import sys
@@ -35,13 +36,46 @@ def launch(train: Train, args: argparse.Namespace) -> int:
     return 0
 
 
-def check_ranks(parser: argparse.ArgumentParser, args: argparse.Namespace, *stages: int) -> None:
-    """Refuses numbers of ranks that do not fit the stages or torchrun."""
+def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, *stages: int) -> None:
+    """Refuses numbers of ranks that do not fit the stages or torchrun, and widths that heads do not divide."""
+    if args.seed < 0:
+        parser.error("--seed must not be negative")
+    if args.width % (2 * args.heads):
+        parser.error(f"--width must be a multiple of 2 * heads = {2 * args.heads} (rotary pairs), got {args.width}")
     world = int(os.environ.get("WORLD_SIZE", 0))
     if 0 in stages and args.ranks > 1:
         parser.error(f"stage 0 shards and averages nothing, so it needs --ranks 1; got {args.ranks} ranks")
     if world and args.ranks != world:
         parser.error(f"--ranks {args.ranks}, but torchrun started {world}; leave --ranks out")
+
+
+class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
+    pass
+
+
+def parser_of(description: str | None) -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(description=description, formatter_class=_Formatter)
+
+
+def add_numbers(parser: argparse.ArgumentParser, *numbers: tuple[str, float, str]) -> None:
+    """Options that are positive numbers: (name, default, help), whole where the default is."""
+    for name, default, text in numbers:
+        parser.add_argument(f"--{name}", type=_whole if isinstance(default, int) else _real, default=default, help=text)
+
+
+def _whole(text: str) -> int:
+    return int(_positive(text, int, "a whole number of at least 1"))
+
+
+def _real(text: str) -> float:
+    return _positive(text, float, "a positive number")
+
+
+def _positive(text: str, kind: Callable[[str], float], expected: str) -> float:
+    with contextlib.suppress(ValueError):
+        if kind(text) > 0:
+            return kind(text)
+    raise argparse.ArgumentTypeError(f"got {text}, expected {expected}")
 
 
 def default_ranks() -> int:

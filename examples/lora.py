@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from launch import any_rank, check_ranks, default_ranks, device_of, launch
+from curve import draw_losses
+from launch import add_numbers, any_rank, check_options, default_ranks, device_of, launch, parser_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -169,7 +170,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         save_file(factors, args.out / "adapter.safetensors")
-        draw(losses, curve, unit, args.out / "loss.png")
+        updates, dashed = "update of the factors", ("base alone", curve[0][1])
+        draw_losses(losses, curve, dashed, args.out / "loss.png", "held-out prose", updates, unit)
     say("the base has the bits that it had before, and no grads and no moments")
     say(f"saved adapter.safetensors and loss.png in {args.out}, after {len(losses)} of {args.steps} updates")
     say(f"held-out prose, nats per {unit}: {curve[0][1]:.3f} with the base alone, {curve[-1][1]:.3f} with the factors")
@@ -227,28 +229,13 @@ def language_reference() -> str:
     return "\n\n".join(dict.fromkeys(paragraphs))
 
 
-def draw(losses: list[float], curve: list[tuple[int, float]], unit: str, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(losses) + 1), losses, color="tab:blue", alpha=0.5, lw=1, label="train")
-    axes.plot(*zip(*curve, strict=True), color="tab:orange", marker="o", ms=3, label="held-out prose")
-    axes.axhline(curve[0][1], color="gray", ls="--", label="held-out prose, base alone")
-    axes.set(xlabel="update of the factors", ylabel=f"loss, nats per {unit}")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-
-
 # ---- options
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    whole: list[tuple[str, int, str]] = [
+    parser = parser_of(__doc__)
+    add_numbers(
+        parser,
         ("ranks", default_ranks(), "processes, each with its own share of the batch and of the state"),
         ("width", 192, "features of the residual stream"),
         ("blocks", 4, "transformer blocks"),
@@ -260,28 +247,19 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("lora-rank", 8, "rank of the factors"),
         ("eval-every", 40, "updates between two looks at the held-out prose"),
         ("eval-batches", 6, "held-out batches a rank"),
-    ]
-    for name, default, text in whole:
-        parser.add_argument(f"--{name}", type=int, default=default, help=f"{text} (default: %(default)s)")
-    parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage (default: 3)")
-    parser.add_argument("--remat", action="store_true", help="keep a unit's inputs only, and run it again to pull back")
-    for name, default, text in (
         ("lr", 2e-3, "peak learning rate of the base"),
         ("lora-lr", 5e-3, "peak learning rate of the factors"),
         ("lora-alpha", 16.0, "the factors' product is multiplied by alpha / rank"),
-    ):
-        parser.add_argument(f"--{name}", type=float, default=default, help=f"{text} (default: %(default)s)")
+    )
+    parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage")
+    parser.add_argument("--remat", action="store_true", help="keep a unit's inputs only, and run it again to pull back")
     parser.add_argument("--base", type=Path, help="local Hugging Face folder to adapt, model and tokenizer")
-    parser.add_argument("--seed", type=int, default=0, help="of weights and batches (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=Path("out/lora"), help="folder (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--out", type=Path, default=Path("out/lora"), help="folder for weights and curve")
     args = parser.parse_args(argv)
-    if min(getattr(args, name.replace("-", "_")) for name, _, _ in whole) < 1 or min(args.lr, args.lora_lr) <= 0:
-        parser.error("all sizes, numbers of updates and learning rates must be positive")
-    if args.width % (2 * args.heads):
-        parser.error(f"--width must be a multiple of 2 * heads = {2 * args.heads} (rotary pairs), got {args.width}")
     if args.base and not (args.base / "config.json").is_file():
         parser.error(f"--base {args.base}: no config.json there; expected a folder that save_pretrained has written")
-    check_ranks(parser, args, args.stage)
+    check_options(parser, args, args.stage)
     return args
 
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import any_rank, check_ranks, default_ranks, device_of, launch, memory_mib
+from launch import add_numbers, any_rank, check_options, default_ranks, device_of, launch, memory_mib, parser_of
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
@@ -268,11 +268,9 @@ def draw_reading(images: Tensor, rows: dict[str, list[str]], path: Path) -> None
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        pass
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
-    whole: list[tuple[str, int, str]] = [
+    parser = parser_of(__doc__)
+    add_numbers(
+        parser,
         ("ranks", default_ranks(), "processes, each with its own share of the batch and of the state"),
         ("width", 128, "features of the residual streams"),
         ("vision-blocks", 1, "transformer blocks of the encoder"),
@@ -284,28 +282,17 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("warmup", 30, "updates over which the learning rate rises"),
         ("eval-every", 50, "updates between two looks at held-out lines"),
         ("eval-batches", 16, "held-out batches a rank at the end; one is looked at in between"),
-    ]
-    for name, default, text in whole:
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+        ("lr", 3e-3, "peak learning rate"),
+    )
     for name, default, component in (("vision", 1, "encoder"), ("text", 3, "language model")):
         text = f"ZeRO stage of the {component}; 0 shards nothing"
         parser.add_argument(f"--{name}-stage", type=int, default=default, choices=sorted(SHARD), help=text)
-    parser.add_argument("--lr", type=float, default=3e-3, help="peak learning rate")
     parser.add_argument("--seed", type=int, default=0, help="of weights, lines and images")
     parser.add_argument("--out", type=Path, default=Path("out/read_text"), help="folder for weights and pictures")
     args = parser.parse_args(argv)
-    for name, _, _ in whole:
-        if getattr(args, name.replace("-", "_")) < 1:
-            parser.error(f"--{name} must be at least 1")
     if args.longest < SHORTEST:
         parser.error(f"--longest must be at least {SHORTEST}, as shorter lines are left out; got {args.longest}")
-    if not args.lr > 0:
-        parser.error("--lr must be positive")
-    if args.seed < 0:
-        parser.error("--seed must not be negative")
-    if args.width % (2 * args.heads):
-        parser.error(f"--width must be a multiple of 2 * heads = {2 * args.heads} (rotary pairs), got {args.width}")
-    check_ranks(parser, args, args.vision_stage, args.text_stage)
+    check_options(parser, args, args.vision_stage, args.text_stage)
     return args
 
 

@@ -22,7 +22,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import any_rank, check_ranks, default_ranks, device_of, launch, memory_mib
+from curve import draw_losses
+from launch import add_numbers, any_rank, check_options, default_ranks, device_of, launch, memory_mib, parser_of
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -103,7 +104,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     if rank == 0:
         args.out.mkdir(parents=True, exist_ok=True)
         save_file({name: weight.cpu() for name, weight in weights.items()}, args.out / "weights.safetensors")
-        draw(train_curve, held_out_curve, baseline, args.out / "loss.png")
+        dashed = ("byte frequencies alone", baseline)
+        draw_losses(train_curve, held_out_curve, dashed, args.out / "loss.png", "held-out files")
     if stopped:
         say(f"stopped after {len(train_curve)} of {args.steps} steps; what was trained is kept")
     say(f"saved {args.out / 'weights.safetensors'} and {args.out / 'loss.png'}")
@@ -180,31 +182,13 @@ def state_mib(step: fz.Step, params: Any, ranks: int) -> float:
     return (plan.params + plan.grads + plan.moments) / 2**20
 
 
-def draw(train_curve: list[float], held_out_curve: list[tuple[int, float]], baseline: float, path: Path) -> None:
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(7, 4), layout="constrained")
-    axes.plot(range(1, len(train_curve) + 1), train_curve, color="tab:blue", alpha=0.5, lw=1, label="train")
-    axes.plot(*zip(*held_out_curve, strict=True), color="tab:orange", marker="o", ms=3, label="held-out files")
-    axes.axhline(baseline, color="gray", ls="--", label="byte frequencies alone, held-out files")
-    axes.set(xlabel="update", ylabel="loss, nats per byte")
-    axes.legend(frameon=False)
-    axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=150)
-
-
 # ---- options
 
 
 def options(argv: list[str] | None = None) -> argparse.Namespace:
-    class Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
-        pass
-
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=Formatter)
-    whole: list[tuple[str, int, str]] = [
+    parser = parser_of(__doc__)
+    add_numbers(
+        parser,
         ("ranks", default_ranks(), "processes, each with its own share of the batch and of the state"),
         ("width", 192, "features of the residual stream"),
         ("blocks", 4, "transformer blocks"),
@@ -216,26 +200,15 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("eval-every", 40, "updates between two looks at the held-out files"),
         ("eval-batches", 8, "held-out batches a rank"),
         ("sample-bytes", 300, "length of the completion"),
-    ]
-    for name, default, text in whole:
-        parser.add_argument(f"--{name}", type=int, default=default, help=text)
+        ("lr", 2e-3, "peak learning rate"),
+        ("temperature", 0.6, "of the completion"),
+    )
     parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage; 0 shards nothing")
     parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"], help="what matrices are computed in")
-    parser.add_argument("--lr", type=float, default=2e-3, help="peak learning rate")
-    parser.add_argument("--temperature", type=float, default=0.6, help="of the completion")
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and completion")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for weights and curve")
     args = parser.parse_args(argv)
-    for name, _, _ in whole:
-        if getattr(args, name.replace("-", "_")) < 1:
-            parser.error(f"--{name} must be at least 1")
-    if not (args.lr > 0 and args.temperature > 0):
-        parser.error("--lr and --temperature must be positive")
-    if args.seed < 0:
-        parser.error("--seed must not be negative")
-    if args.width % (2 * args.heads):
-        parser.error(f"--width must be a multiple of 2 * heads = {2 * args.heads} (rotary pairs), got {args.width}")
-    check_ranks(parser, args, args.stage)
+    check_options(parser, args, args.stage)
     return args
 
 

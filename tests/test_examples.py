@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import os
 import re
-import signal
 import statistics
 import subprocess
 import sys
@@ -18,6 +16,7 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from processes import interrupt, start_example
 from safetensors.torch import load_file
 
 import fzero as fz
@@ -113,15 +112,7 @@ def test_the_two_components_of_the_readme_train_as_one() -> None:
 
 
 def start(*options: str, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", str(ROOT / "examples" / "train_lm.py"), *TINY, "--out", str(out)]
-    return subprocess.Popen(
-        [*command, *options],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-    )
+    return start_example("train_lm.py", *TINY, "--out", str(out), *options)
 
 
 def check_weights(out: Path) -> None:
@@ -140,15 +131,7 @@ def test_train_lm_end_to_end(tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
-    process = start("--steps", "1000000", out=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("state per rank"):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
-    assert "stopped after" in stdout
+    interrupt(start("--steps", "1000000", out=tmp_path), once="state per rank")
     check_weights(tmp_path)
 
 

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import signal
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from processes import interrupt, start_example
 from safetensors.torch import load_file
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
@@ -29,15 +27,7 @@ def example(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def start(*options: str, out: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-W", "error", str(EXAMPLES / "read_text.py"), *TINY, "--out", str(out), *options]
-    return subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"},
-        start_new_session=True,
-    )
+    return start_example("read_text.py", *TINY, "--out", str(out), *options)
 
 
 def check_files(example: Any, out: Path) -> None:
@@ -70,15 +60,7 @@ def test_end_to_end(options: str, example: Any, tmp_path: Path) -> None:
 
 
 def test_ctrl_c_keeps_what_was_trained(example: Any, tmp_path: Path) -> None:
-    process = start("--steps", "1000000", out=tmp_path)
-    assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("state per rank"):
-            break
-    os.killpg(process.pid, signal.SIGINT)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
-    assert "stopped after" in stdout
+    interrupt(start("--steps", "1000000", out=tmp_path), once="state per rank")
     check_files(example, tmp_path)
 
 
