@@ -41,7 +41,7 @@ def both(rank: int, args: argparse.Namespace, names: list[str]) -> dict[str, Any
 
 def measured(**sizes: int) -> dict[str, Any]:
     args = argparse.Namespace(**{**BASE, **sizes}, dtype="float32", device="cpu", remat=False, warmup=2, steps=9)
-    return spawned(both, args, NAMES, keeps=True)
+    return spawned(both, args, NAMES)
 
 
 def main() -> None:

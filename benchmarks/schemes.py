@@ -28,7 +28,7 @@ def main() -> None:
     args = parser.parse_args()
     args.dtype, args.device, args.remat = "bfloat16", "cpu", False
     names = [name for name in SCHEMES if is_here(name, args.ranks)]
-    times, losses = spawned(timed, args, names, keeps=True)
+    times, losses = spawned(timed, args, names)
     params = sum(p.numel() for p in Setup(args.width, args.blocks, args.heads).module().parameters())
     print(f"{params:,} params, {args.ranks} ranks")
     print(f"{'':<26}{'median':>10}{'of masters':>12}{'at rest':>10}{'at peak':>10}{'loss':>10}")

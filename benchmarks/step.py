@@ -5,6 +5,7 @@
     OMP_NUM_THREADS=1 python benchmarks/step.py --dtype bfloat16 # float32 masters, bfloat16 compute
     OMP_NUM_THREADS=1 python benchmarks/step.py --remat          # every block rematerialised
     OMP_NUM_THREADS=1 python benchmarks/step.py --ranks 4
+    OMP_NUM_THREADS=1 python benchmarks/step.py --keep-memory
     python benchmarks/step.py --device cuda --ranks 1 --dtype bfloat16 --width 2048 --blocks 20 --heads 16 --batch 8 \\
         --context 1024                                           # a GPU: 1.0 billion params
 
@@ -25,9 +26,8 @@ The losses of all that communicate must agree, and so must those of the two that
 that computes something else is none. A peer that is not installed prints "not run" (pip install -e '.[bench]'); so do
 the two that shard over one axis and replicate over another where there are fewer than four ranks.
 
-While steps are timed glibc keeps the memory that it has, for all contenders. As it is set up it returns freed memory to
-the system and takes it back page by page, which costs up to a tenth of a step, more in one process than in the next;
-memory is measured as it is set up.
+As it is set up glibc returns freed memory to the system and takes it back page by page, which costs contenders up to a
+tenth of a step. With `--keep-memory` it keeps what it has while steps are timed.
 """
 
 from __future__ import annotations
@@ -191,12 +191,13 @@ def main() -> None:
     parser.add_argument("--remat", action="store_true", help="rematerialise every block")
     parser.add_argument("--only", nargs="*", default=[], help=f"some of: {', '.join(CONTENDERS)} (and what they need)")
     parser.add_argument("--no-memory", action="store_true", help="time only")
+    parser.add_argument("--keep-memory", action="store_true", help="malloc keeps its memory while steps are timed")
     args = parser.parse_args()
     chosen = [n for n in CONTENDERS if not args.only or n in (*args.only, ALONE, "FSDP2")]
     names = [name for name in chosen if is_here(name, args.ranks)]
     said = {key: value for key, value in vars(args).items() if key not in ("only", "no_memory")}
     print(" ".join(f"{key}={value}" for key, value in said.items()), flush=True)
-    times, losses = spawned(timed, args, names, keeps=True)
+    times, losses = spawned(timed, args, names, keeps=args.keep_memory)
     check_losses(losses, 1e-4 if args.dtype == "float32" else 2e-2)
     print(f"{'':<23}{'median':>10}{'of alone':>10}{'of FSDP2':>10}{'at rest':>10}{'at peak':>10}{'resident':>10}")
     for name in chosen:

@@ -314,11 +314,23 @@ def decode(format: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) ->
         return parts[0].to(dtype)
     if isinstance(format, Corrected) and dtype == torch.bfloat16:
         return parts[0]
+    if isinstance(format, Exact) and dtype == torch.bfloat16:
+        return _to_even(*parts)
     numel = parts[0].numel() * format.parts[0].every
     out = torch.empty(numel, dtype=dtype, device=parts[0].device)
     for start, stop in chunks(out, CHUNK):
         cut = [t[start // p.every : stop // p.every] for p, t in zip(format.parts, parts, strict=True)]
         out[start:stop].view(-1, GROUP).copy_(format.decode(TorchOps, load(format, cut)))
+    return out
+
+
+def _to_even(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
+    """The values of `Exact` in bfloat16, ties to even as float32 is cast: in their upper halves ties go away from 0."""
+    out = torch.empty_like(high)
+    for start, stop in chunks(out, 1 << 17):
+        bits = high[start:stop].view(torch.int16)
+        odd = torch.eq(remainder[start:stop], -(1 << 15), out=torch.empty_like(bits)).bitwise_and_(bits)
+        torch.sub(bits, odd, out=out[start:stop].view(torch.int16))
     return out
 
 

@@ -66,6 +66,14 @@ def test_the_exact_split_is_float32_bit_for_bit() -> None:
     assert torch.equal(high[finite & ~ties], x.to(BF16)[finite & ~ties]), "the first half is the bfloat16 weight"
 
 
+def test_exact_params_are_cast_as_their_float32_values_are() -> None:
+    bits = any_bits(1 << 20).view(torch.int32)
+    bits[8::5] = (bits[8::5] & -65536) | 0x8000  # ties
+    x = torch.where(bits.view(F32).isnan(), 1.0, bits.view(F32))
+    got = _formats.decode(Exact(), _formats.encode(Exact(), x), BF16)
+    assert torch.equal(got.view(torch.int16), x.to(BF16).view(torch.int16))
+
+
 def test_a_corrected_bfloat16_has_24_bits() -> None:
     x = any_bits(1 << 20)
     back = _formats.decode(Corrected(), _formats.encode(Corrected(), x), F32)
