@@ -1,7 +1,7 @@
 """One-pass CPU kernels: formats and formulas traced into C++, compiled once, and called on flat buffers.
 
 torch.compile does the same on CUDA. On CPU its loops over 8- and 16-bit integers are not vectorised, and it splits the
-update into several passes: measured at 24 ns an element where these take 1.6 (`benchmarks/update.py`).
+update into several passes: measured at 24 ns an element where these take 1.3 (`benchmarks/update.py`).
 
 Every loop runs over N elements that stay in the first cache; values of one loop that another needs lie in small arrays.
 Operations come in the order and precision that torch's eager ones have, so the results are the same to the bit.
