@@ -57,9 +57,7 @@ class Plain:
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
         if not self.stochastic or noise is None:
             return [x]
-        bits = o.bits(x * 1.0)  # arithmetic sets the upper half of a NaN, which is kept below
-        carry = o.where((bits & _MAGNITUDE) >= _LARGEST, 0, noise(16))
-        return [o.floats((bits + carry) & _HIGH)]
+        return [_upper_half(o, x, noise(16))]
 
 
 @dataclass(frozen=True)
@@ -93,14 +91,12 @@ class Corrected:
         return stored[0] + o.to_float(stored[1]) * (self._exponent(o, stored[0]) * (1 / (127 * 256)))
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
-        bits = o.bits(x * 1.0)  # arithmetic sets the upper half of a NaN, which is kept below
-        magnitude = bits & _MAGNITUDE
-        half = o.where(magnitude >= _LARGEST, 0, (o.shift(bits, 16) & 1) + 0x7FFF)
-        high = o.floats((bits + half) & _HIGH)
+        bits = o.bits(x)
+        high = _upper_half(o, x, (o.shift(bits, 16) & 1) + 0x7FFF)
         exponent = o.most(o.bits(high) & _EXPONENT, 1 << 23)
         left = (x - high) * o.floats(_EXPONENT - exponent) * (127 * 128.0)  # of half the last place, in 127ths
         code = o.clamp(_rounded(o, left, noise), -127, 127)
-        return [high, o.where(magnitude >= _EXPONENT, 0, code)]
+        return [high, o.where((bits & _MAGNITUDE) >= _EXPONENT, 0, code)]
 
     def _exponent(self, o: Any, high: Any) -> Any:
         return o.floats(o.least(o.bits(high) & _EXPONENT, _LARGEST & _EXPONENT))
@@ -144,7 +140,7 @@ class Companded:
 
     def scale(self, o: Any, largest: Any) -> Any:
         """The stored scale of a group."""
-        return o.shift(o.least(o.bits(largest), _LARGEST) + 0x7FFF, 15)
+        return _scale(o, largest)
 
     def codes(self, o: Any, scaled: Any, scale: Any, noise: Bits | None) -> Any:
         """The codes of values, of which none is larger than the scale that is stored for its group."""
@@ -173,13 +169,24 @@ class Blocks:
         return o.to_float(stored[0]) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127))
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
-        scale = o.shift(o.least(o.bits(x.abs().amax(-1, keepdim=True)), _LARGEST) + 0x7FFF, 15)
+        scale = _scale(o, x.abs().amax(-1, keepdim=True))
         stored = o.floats(scale << 15)
         inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
         return [o.clamp(_rounded(o, x * inverse, None), -127, 127), scale]
 
 
 Format = Plain | Exact | Corrected | Companded | Blocks
+
+
+def _upper_half(o: Any, x: Any, carry: Any) -> Any:
+    """A bfloat16: x cut off after `carry` of the lower half was added, which makes nothing finite infinite."""
+    bits = o.bits(x * 1.0)  # arithmetic sets the upper half of a NaN, which is kept
+    return o.floats((bits + o.where((bits & _MAGNITUDE) >= _LARGEST, 0, carry)) & _HIGH)
+
+
+def _scale(o: Any, largest: Any) -> Any:
+    """What a group stores of its largest magnitude: 8 bits of exponent and 8 of mantissa, rounded up."""
+    return o.shift(o.least(o.bits(largest), _LARGEST) + 0x7FFF, 15)
 
 
 def _rounded(o: Any, x: Any, noise: Bits | None) -> Any:
@@ -229,7 +236,7 @@ class TorchOps:
         exact = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
         return x.double().sqrt().float() if exact else x.sqrt()
 
-    where, floor, abs, clamp = torch.where, torch.floor, torch.abs, torch.clamp
+    where, abs, clamp = torch.where, torch.abs, torch.clamp
     sign = torch.sign
 
     @staticmethod

@@ -94,10 +94,6 @@ class KernelOps:
         return cls._call("fabsf", "f", x)
 
     @classmethod
-    def floor(cls, x: Value) -> Value:
-        return cls._call("floorf", "f", x)
-
-    @classmethod
     def sign(cls, x: Value) -> Value:
         return cls._call("sign", "f", x)
 

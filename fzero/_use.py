@@ -93,13 +93,10 @@ def start_gather(axis: Axis, full: torch.Tensor, shard: Stored, in_8_bits: bool,
 
     def finish() -> None:
         wait()
-        with _private.preserve_version([full]), torch.no_grad():
-            decode_all()
-
-    def decode_all() -> None:
         cut = codes.numel()
-        for target, wire in zip(full.chunk(axis.size), received.chunk(axis.size), strict=True):
-            target.copy_(decode(_BLOCKS, (wire[:cut].view(torch.int8), wire[cut:].view(torch.int16)), full.dtype))
+        with _private.preserve_version([full]), torch.no_grad():
+            for target, wire in zip(full.chunk(axis.size), received.chunk(axis.size), strict=True):
+                target.copy_(decode(_BLOCKS, (wire[:cut].view(torch.int8), wire[cut:].view(torch.int16)), full.dtype))
 
     return finish
 
