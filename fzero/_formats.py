@@ -7,6 +7,7 @@ are kept in the mean.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ Bits = Callable[..., Any]  # (n, place=0) -> random integers in [0, 2**n), times
 
 _MAGNITUDE, _EXPONENT, _HIGH = 0x7FFFFFFF, 0x7F800000, -65536
 _LARGEST = 0x7F7F0000  # the largest finite bfloat16, as float32 bits
-_MOST = 0x437F0000  # 255.0
+_SIGN = -(1 << 31)
 _SMALLEST = 2.0**-126  # the smallest float32 whose inverse is finite
 
 
@@ -51,13 +52,13 @@ class Plain:
     def __str__(self) -> str:
         return _short(self.dtype) + (" stochastic" if self.stochastic else "")
 
-    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
-        return stored[0]
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+        return stored[0] if times is None else stored[0] * times
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
         if not self.stochastic or noise is None:
             return [x]
-        return [_upper_half(o, x, noise(16))]
+        return [o.upper(_carried(o, x, noise(16)))]
 
 
 @dataclass(frozen=True)
@@ -74,13 +75,12 @@ class Exact:
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
         bits = o.bits(x)
-        low = o.extended(bits, 16)
-        return [o.floats(bits - low), low]
+        return [_upper(o, bits), o.extended(bits, 16)]
 
 
 @dataclass(frozen=True)
 class Corrected:
-    """A bfloat16 and an 8-bit correction in units of half its last place / 127: 24 bits (FlashOptim, 2602.23349)."""
+    """The leading 24 bits of a float32: a bfloat16, and what it leaves, in int8 (FlashOptim's idea, 2602.23349)."""
 
     parts = (Part("", torch.bfloat16), Part("remainder", torch.int8))
 
@@ -88,28 +88,22 @@ class Corrected:
         return "bf16 + int8"
 
     def decode(self, o: Any, stored: Sequence[Any]) -> Any:
-        return stored[0] + o.to_float(stored[1]) * (self._exponent(o, stored[0]) * (1 / (127 * 256)))
+        return o.floats(o.bits(stored[0]) + (stored[1] << 8))
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
-        bits = o.bits(x)
-        high = _upper_half(o, x, (o.shift(bits, 16) & 1) + 0x7FFF)
-        exponent = o.most(o.bits(high) & _EXPONENT, 1 << 23)
-        left = (x - high) * o.floats(_EXPONENT - exponent) * (127 * 128.0)  # of half the last place, in 127ths
-        code = o.clamp(_rounded(o, left, noise), -127, 127)
-        return [high, o.where((bits & _MAGNITUDE) >= _EXPONENT, 0, code)]
-
-    def _exponent(self, o: Any, high: Any) -> Any:
-        return o.floats(o.least(o.bits(high) & _EXPONENT, _LARGEST & _EXPONENT))
+        bits = _carried(o, x, 0x80 if noise is None else noise(8))
+        return [_upper(o, bits), o.extended(bits, 16) >> 8]
 
 
 @dataclass(frozen=True)
 class Companded:
-    """Moments in 8 or 4 bits: groups of 32 share a scale, their largest magnitude; codes are finer near zero.
+    """Moments in 8 or 4 bits: groups of 32 share a scale; codes are finer near zero.
 
-    Signed values go through softsign, 2y / (1 + |y|), where y is the value over the scale; second moments through the
-    square root, in 8 bits, rounded so that their mean is right, and what is not zero stays so. The scale keeps 8 bits
-    of exponent and 8 of mantissa, as float16 has no room for small gradients; it is rounded up, so that no value is
-    cut off.
+    The companding is piecewise linear, as in G.711 (ITU-T 1988): a magnitude over its scale plus a bias is a float, and
+    the code is its leading bits, so that segments double in width and have as many codes each. Magnitudes in 8 bits
+    have 4 segments of 32 codes, second moments, which need no sign, 8 of 32, and magnitudes in 4 bits 2 of 4. The scale
+    is a power of two, 8 bits of exponent (OCP Microscaling 1.0): the group's largest magnitude is less than twice it.
+    What rounds to zero becomes the smallest code in second moments, as they are divided by.
     """
 
     signed: bool
@@ -118,42 +112,60 @@ class Companded:
     @property
     def parts(self) -> tuple[Part, ...]:
         codes = Part("", torch.int8 if self.signed else torch.uint8)
-        return (codes if self.width == 8 else Part("", torch.uint8, 2), Part("scale", torch.int16, GROUP))
+        return (codes if self.width == 8 else Part("", torch.uint8, 2), Part("scale", torch.uint8, GROUP))
 
     @property
     def most(self) -> int:
+        """The largest code of a magnitude."""
         return (127 if self.width == 8 else 7) if self.signed else 255
+
+    @property
+    def place(self) -> int:
+        """Of a code's last bit in a float."""
+        return 18 if self.width == 8 else 21
+
+    @property
+    def bias(self) -> float:
+        """The float whose code is 0; that of the largest code is just less than 2."""
+        return 2.0 ** -(self.most >> 23 - self.place)
+
+    @property
+    def span(self) -> float:
+        """From the value of the smallest to that of the largest code."""
+        return 2.0 - 2.0 ** (self.place - 23) - self.bias
 
     def __str__(self) -> str:
         return f"{self.width}-bit"
 
-    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
-        code, scale = o.to_float(stored[0]), o.floats((stored[1] & 0xFFFF) << 15)
-        if self.signed:
-            return code / (2.0 * self.most - o.abs(code)) * scale
-        root = code * (scale * (1 / self.most))
-        return root * root
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = 1.0) -> Any:
+        scale = o.floats(stored[1] << 23) * (2 / self.span) * times
+        code = stored[0] & self.most if self.signed else stored[0]
+        x = o.fma(o.floats((code << self.place) | _bits(self.bias)), scale, scale * -self.bias)
+        return o.floats(o.bits(x) | (stored[0] & _SIGN)) if self.signed else x
 
-    def scaled(self, o: Any, x: Any) -> Any:
-        """What is divided by its group's scale, the largest of its magnitudes."""
-        return x if self.signed else o.sqrt(x)
+    def magnitude(self, o: Any, x: Any) -> Any:
+        """The bits of the magnitude, which order as it does."""
+        return o.bits(x) & _MAGNITUDE if self.signed else o.bits(x)
 
     def scale(self, o: Any, largest: Any) -> Any:
-        """The stored scale of a group."""
-        return _scale(o, largest)
+        """The stored scale of a group, of the bits of its largest magnitude."""
+        return o.least(o.shift(largest, 23), 254)
 
-    def codes(self, o: Any, scaled: Any, scale: Any, noise: Bits | None) -> Any:
-        """The codes of values, of which none is larger than the scale that is stored for its group."""
-        stored = o.most(o.floats(scale << 15), _SMALLEST)
-        if self.signed:
-            return _rounded(o, scaled / (stored + o.abs(scaled)) * (2.0 * self.most), noise)
-        y = o.floats(o.least(o.bits(scaled * (self.most / stored)), _MOST))  # also of an infinite value
-        code = o.to_int(y)
-        low = o.to_float(code)
-        between = o.where(code > 0, low + low + 1.0, 0.0)  # the next square over this one; nothing is rounded to zero
-        part = _fraction(o, noise, 1) - 1.0
-        up = (y - low) * (y + low) > between * part  # the mean of squares is kept, not that of roots
-        return o.where(up, code + 1, code)
+    def codes(self, o: Any, x: Any, scale: Any, noise: Bits | None) -> Any:
+        """The codes of values, of which none is as large as twice the scale that is stored for its group."""
+        inverse = o.floats((254 - scale) << 23) * (self.span / 2)
+        y = o.bits(o.fma(o.floats(self.magnitude(o, x)), inverse, self.bias))
+        if not self.signed:
+            y = o.most(y, _bits(self.bias) + (1 << self.place))
+        if noise is None:
+            part = 1 << self.place - 1
+        else:
+            part = noise(8, self.place - 8) | 1 << self.place - 9  # centred, so that what has a code keeps it
+        code = o.shift(y + part, self.place)
+        if not self.signed:
+            return code  # whose low 8 bits are stored
+        sign = o.shift(o.bits(x), 24 if self.width == 8 else 28)
+        return ((code ^ sign) & self.most) ^ sign
 
 
 @dataclass(frozen=True)
@@ -172,38 +184,31 @@ class Blocks:
         scale = _scale(o, x.abs().amax(-1, keepdim=True))
         stored = o.floats(scale << 15)
         inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
-        return [o.clamp(_rounded(o, x * inverse, None), -127, 127), scale]
+        return [o.clamp(o.to_int(x * inverse + 128.5) - 128, -127, 127), scale]
 
 
 Format = Plain | Exact | Corrected | Companded | Blocks
 
 
-def _upper_half(o: Any, x: Any, carry: Any) -> Any:
-    """A bfloat16: x cut off after `carry` of the lower half was added, which makes nothing finite infinite."""
-    bits = o.bits(x * 1.0)  # arithmetic sets the upper half of a NaN, which is kept
-    return o.floats((bits + o.where((bits & _MAGNITUDE) >= _LARGEST, 0, carry)) & _HIGH)
+def _bits(x: float) -> int:
+    """Of a power of two, as float32."""
+    return int(math.log2(x)) + 127 << 23
+
+
+def _carried(o: Any, x: Any, carry: Any) -> Any:
+    """The bits of x with `carry` added to the lower half, which makes nothing finite infinite."""
+    bits = o.bits(x)
+    return bits + o.where((bits & _MAGNITUDE) >= _LARGEST, 0, carry)
+
+
+def _upper(o: Any, bits: Any) -> Any:
+    """The bfloat16 beside a lower half that is stored as a signed number."""
+    return o.upper(bits + 0x8000)
 
 
 def _scale(o: Any, largest: Any) -> Any:
     """What a group stores of its largest magnitude: 8 bits of exponent and 8 of mantissa, rounded up."""
     return o.shift(o.least(o.bits(largest), _LARGEST) + 0x7FFF, 15)
-
-
-def _rounded(o: Any, x: Any, noise: Bits | None) -> Any:
-    """To an int32, up with the probability of the fraction; the 8-bit noise is centred, so integers stay.
-
-    Args:
-        x: more than -128, so that cutting off what follows the point rounds down.
-    """
-    return o.to_int(x + _fraction(o, noise, 128)) - 128
-
-
-def _fraction(o: Any, noise: Bits | None, over: int) -> Any:
-    """`over`, 1 or 128, and a random number in (0, 1) of 8 bits, which are put in their place in the mantissa."""
-    if noise is None:
-        return over + 0.5
-    place, base = (15, 0x3F800000) if over == 1 else (8, 0x43000000)
-    return o.floats(noise(8, place) | (base + (1 << place - 1)))
 
 
 def _short(dtype: torch.dtype) -> str:
@@ -222,6 +227,11 @@ class TorchOps:
         return x.view(torch.float32)
 
     @staticmethod
+    def upper(x: torch.Tensor) -> torch.Tensor:
+        """The bfloat16 that is in the upper half of a word, for a part of that dtype."""
+        return (x & _HIGH).view(torch.float32)
+
+    @staticmethod
     def shift(x: torch.Tensor, count: int) -> torch.Tensor:
         return (x >> count) & ((1 << (32 - count)) - 1)
 
@@ -236,7 +246,27 @@ class TorchOps:
         exact = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
         return x.double().sqrt().float() if exact else x.sqrt()
 
-    where, abs, clamp = torch.where, torch.abs, torch.clamp
+    @staticmethod
+    def fma(x: torch.Tensor, y: Any, z: Any) -> torch.Tensor:
+        """x * y + z, rounded once, as a kernel's is: in float64 to odd, then to float32 (Boldo & Melquiond 2008)."""
+        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
+            return x * y + z
+        x, y, z = (torch.as_tensor(t).double() for t in (x, y, z))
+        product = x * y
+        total = product + z
+        rest = total - product
+        error = (product - (total - rest)) + (z - rest)
+        bits = total.view(torch.int64)
+        away = torch.where((error > 0) == (total > 0), 1, -1)
+        inexact = ((error > 0) | (error < 0)) & (bits & 1 == 0)
+        return torch.where(inexact, bits + away, bits).view(torch.float64).float()
+
+    @staticmethod
+    def where(condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
+        out = torch.where(condition, x, y)
+        return out.to(torch.int32) if out.dtype == torch.int64 else out  # of two whole numbers
+
+    clamp = torch.clamp
     sign = torch.sign
 
     @staticmethod
@@ -298,11 +328,11 @@ def store(format: Format, parts: Sequence[torch.Tensor], values: Sequence[torch.
 
 def encoded(format: Format, x: Any, noise: Bits | None) -> list[torch.Tensor]:
     """The values for the parts, of x[groups, 32]."""
+    x = x * 1.0  # arithmetic sets a bit in the upper half of a NaN, which is kept
     if not isinstance(format, Companded):
         return format.encode(TorchOps, x, noise)
-    scaled = format.scaled(TorchOps, x)
-    scale = format.scale(TorchOps, scaled.abs().amax(-1, keepdim=True))
-    return [format.codes(TorchOps, scaled, scale, noise), scale]
+    scale = format.scale(TorchOps, format.magnitude(TorchOps, x).amax(-1, keepdim=True))
+    return [format.codes(TorchOps, x, scale, noise), scale]
 
 
 CHUNK = 1 << 14  # elements decoded at a time, so that temporaries stay small

@@ -1,7 +1,7 @@
 """One-pass CPU kernels: formats and formulas traced into C++, compiled once, and called on flat buffers.
 
 torch.compile does the same on CUDA. On CPU its loops over 8- and 16-bit integers are not vectorised, and it splits the
-update into several passes: measured at 24 ns an element where these take 1.3 (`benchmarks/update.py`).
+update into several passes: measured at 24 ns an element where these take 0.8 (`benchmarks/update.py`).
 
 Every loop runs over N elements that stay in the first cache; values of one loop that another needs lie in small arrays.
 Operations come in the order and precision that torch's eager ones have, so the results are the same to the bit.
@@ -26,7 +26,7 @@ from typing import Any
 import torch
 
 from fzero._formats import GROUP, Companded, Format, Part, Plain
-from fzero._rounding import Fields, counters, hashed
+from fzero._rounding import Fields, hashed, word
 from fzero._trace import KernelOps, Loop, Value
 
 N = 64  # elements of a loop
@@ -48,15 +48,35 @@ static inline float floats(int32_t x) {{ float y; memcpy(&y, &x, 4); return y; }
 static inline int32_t bits(float x) {{ int32_t y; memcpy(&y, &x, 4); return y; }}
 static inline int32_t shift(int32_t x, int n) {{ return (int32_t)((uint32_t)x >> n); }}
 static inline int32_t extended(int32_t x, int n) {{ return (int32_t)((uint32_t)x << (32 - n)) >> (32 - n); }}
-static inline float least_f(float x, float y) {{ return x > y ? y : x; }}
-static inline float most_f(float x, float y) {{ return x < y ? y : x; }}
-static inline int32_t least_i(int32_t x, int32_t y) {{ return x > y ? y : x; }}
-static inline int32_t most_i(int32_t x, int32_t y) {{ return x < y ? y : x; }}
+static inline int32_t least(int32_t x, int32_t y) {{ return x > y ? y : x; }}
+static inline int32_t most(int32_t x, int32_t y) {{ return x < y ? y : x; }}
 static inline float sign(float x) {{ return (float)((x > 0) - (x < 0)); }}
 static inline int32_t add(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x + (uint32_t)y); }}
 static inline int32_t sub(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x - (uint32_t)y); }}
 static inline int32_t mul(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x * (uint32_t)y); }}
 static inline int32_t left(int32_t x, int n) {{ return (int32_t)((uint32_t)x << n); }}
+#ifdef __AVX512F__
+#include <immintrin.h>
+#define WIDE(T, kind, load) static inline void wide(const T* x, int32_t* y, int n) {{ \\
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 16) \\
+    _mm512_store_si512(y + i, _mm512_cvt##kind##_epi32(load(x + i))); }}
+#define HALF(x) _mm_loadu_si128((const __m128i*)(x))
+#define WHOLE(x) _mm256_loadu_si256((const __m256i*)(x))
+WIDE(int8_t, epi8, HALF) WIDE(uint8_t, epu8, HALF) WIDE(int16_t, epi16, WHOLE) WIDE(uint16_t, epu16, WHOLE)
+static inline int32_t largest(const int32_t* x) {{
+  return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_load_si512(x), _mm512_load_si512(x + 16)));
+}}
+#else
+template <typename T> static inline void wide(const T* __restrict x, int32_t* __restrict y, int n) {{
+  SIMD for (int i = 0; i < n; i++) y[i] = x[i];
+}}
+static inline int32_t largest(const int32_t* __restrict x) {{
+  int32_t y = 0;
+  _Pragma("omp simd reduction(max:y)")
+  for (int i = 0; i < {GROUP}; i++) y = most(y, x[i]);
+  return y;
+}}
+#endif
 static inline uint16_t nearest(float x) {{
   uint32_t y = (uint32_t)bits(x);
   uint16_t z = (uint16_t)((y + 0x7fff + ((y >> 16) & 1)) >> 16);
@@ -101,29 +121,30 @@ class Source:
         if part.every == GROUP:
             self.shared.append(f"const int32_t {name} = {name}_[start / {GROUP} + k];")
             return name
-        kind = "float" if part.dtype.is_floating_point else "int32_t"
-        array, at = self.array(name, kind), f"{name}_[start / {part.every} + i]"
+        array = self.array(name, "int32_t")
         if part.every == 2:
+            pairs = self.array(f"{name}pairs", "int32_t")
             self.text.append(
-                f"      GROUPS for (int i = 0; i < {GROUP // 2}; i++) {{\n"
-                f"        int32_t b = {name}_[start / 2 + k * {GROUP // 2} + i];\n"
-                f"        {array}[k * {GROUP} + i] = ((b & 15) ^ 8) - 8;\n"
-                f"        {array}[k * {GROUP} + {GROUP // 2} + i] = ((b >> 4) ^ 8) - 8;\n      }}"
+                f"      wide(&{name}_[start / 2], {pairs}, N / 2);\n"
+                f"      GROUPS SIMD for (int i = 0; i < {GROUP // 2}; i++) {{\n"
+                f"        {array}[k * {GROUP} + i] = extended({pairs}[k * {GROUP // 2} + i], 4);\n"
+                f"        {array}[k * {GROUP} + {GROUP // 2} + i] = extended({pairs}[k * {GROUP // 2} + i] >> 4, 4);\n"
+                f"      }}"
             )
             return f"{array}[i]"
-        value = f"floats(left({at}, 16))" if part.dtype == torch.bfloat16 else at
-        self.text.append(f"      SIMD for (int i = 0; i < N; i++) {array}[i] = {value};")
-        return f"{array}[i]"
+        self.text.append(f"      wide(&{name}_[start], {array}, N);")
+        return f"floats(left({array}[i], 16))" if part.dtype == torch.bfloat16 else f"{array}[i]"
 
     def store(self, part: Part, name: str, array: str, rounds: bool) -> None:
         """Emits the loop that brings an array into a stored part; `rounds` where bfloat16 does not hold it as it is."""
         if part.every == 2:
+            pairs = self.array(f"{name}pairs", "int32_t")
             self.text.append(
-                f"      GROUPS for (int i = 0; i < {GROUP // 2}; i++)\n"
-                f"        {name}_[start / 2 + k * {GROUP // 2} + i] = (uint8_t)(({array}[k * {GROUP} + i] & 15)"
-                f" | (({array}[k * {GROUP} + {GROUP // 2} + i] & 15) << 4));"
+                f"      GROUPS SIMD for (int i = 0; i < {GROUP // 2}; i++)\n"
+                f"        {pairs}[k * {GROUP // 2} + i] = ({array}[k * {GROUP} + i] & 15)"
+                f" | left({array}[k * {GROUP} + {GROUP // 2} + i], 4);"
             )
-            return
+            array = pairs
         value = f"({_TYPES[part.dtype]}){array}[i]"
         if part.dtype == torch.bfloat16:
             value = f"nearest({array}[i])" if rounds else f"(uint16_t)shift(bits({array}[i]), 16)"
@@ -154,14 +175,14 @@ class _Words:
         return self.loop.let(f"word{number}[i]", "i")
 
     def _emit(self, number: int) -> None:
-        loop = Loop("w")
+        block, loop = Loop("b"), Loop("w")
         array = self.source.array(f"word{number}", "int32_t")
-        word = hashed(counters(Value(loop, "key", "i"), Value(loop, "i", "i"), number), KernelOps.shift)
-        loop.lines.append(f"{array}[k * 64 + i] = {word.name};")
-        body = " ".join(loop.lines)
+        key = hashed(block.let("keys_[start / 64 + k]", "i"), KernelOps.shift)
+        bits = word(Value(loop, key.name, "i"), Value(loop, "i", "i"), number, KernelOps.shift)
+        loop.lines.append(f"{array}[k * 64 + i] = {bits.name};")
         self.source.text.append(
-            f"      for (int k = 0; k < N / 64; k++) {{ const int32_t key = keys_[start / 64 + k];\n"
-            f"        SIMD for (int i = 0; i < 64; i++) {{ {body} }} }}"
+            f"      for (int k = 0; k < N / 64; k++) {{ {' '.join(block.lines)}\n"
+            f"        SIMD for (int i = 0; i < 64; i++) {{ {' '.join(loop.lines)} }} }}"
         )
 
 
@@ -178,18 +199,18 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     noise = Fields(words.read, KernelOps.shift)
     loop = words.loop = Loop("t")
     kinds = [["f" if p.dtype.is_floating_point else "i" for p in form.parts] for form in formats]
-    values = [
-        form.decode(KernelOps, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
+    params, *moments = [
+        functools.partial(form.decode, KernelOps, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
         for form, own, kind in zip(formats, arrays, kinds, strict=True)
     ]
     hyper = [Value(loop, f"h[{i}]", "f") for i in range(hypers)]
-    new = formula(KernelOps, hyper, values[0], loop.let(grads, "f"), *values[1:])
+    new = formula(KernelOps, hyper, params(), loop.let(grads, "f"), *moments)
     stores: list[tuple[Part, str, str, bool]] = []
     grouped: list[tuple[int, Companded, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
         if isinstance(form, Companded):
             kept = source.array(f"new{i}", "float")
-            loop.keep(kept, form.scaled(KernelOps, value))
+            loop.keep(kept, value)
             grouped.append((i, form, kept))
             continue
         for part, name, out in zip(form.parts, names[i], form.encode(KernelOps, value, noise), strict=True):
@@ -202,15 +223,12 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     source.add(loop, shared=source.shared)
     for i, form, kept in grouped:
         scales, codes = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t")
+        sizes, loop = source.array(f"size{i}", "int32_t"), Loop("b")
+        loop.keep(sizes, form.magnitude(KernelOps, loop.let(f"{kept}[i]", "f")))
+        source.add(loop)
         loop = Loop("g")
-        loop.keep(scales, form.scale(KernelOps, loop.let("floats(most)", "f")))
-        source.text.append(
-            f"      GROUPS {{ int32_t most = 0;\n"
-            f'        _Pragma("omp simd reduction(max:most)")\n'
-            f"        for (int i = 0; i < {GROUP}; i++) {{ int32_t b = bits({kept}[k * {GROUP} + i]) & INT32_MAX;"
-            f" most = b > most ? b : most; }}\n"
-            f"        const int i = k; {' '.join(loop.lines)} }}"
-        )
+        loop.keep(scales, form.scale(KernelOps, loop.let(f"largest({sizes} + i * {GROUP})", "i")))
+        source.text.append(f"      GROUPS {{ const int i = k; {' '.join(loop.lines)} }}")
         loop = words.loop = Loop("c")
         scale = loop.let("scale", "i")
         loop.keep(codes, form.codes(KernelOps, loop.let(f"{kept}[i]", "f"), scale, noise))
@@ -234,7 +252,7 @@ def _built(source: str) -> Any:
     if path is None:
         return None
     flags = ["-O3", "-march=native", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    flags += ["-shared", "-fPIC"]
+    flags += ["-shared", "-fPIC", "-fschedule-insns", "-fsched-pressure"]
     if platform.machine() == "x86_64":
         flags.append("-mprefer-vector-width=512")
     key = hashlib.sha256("\n".join([source, path, *flags, _machine()]).encode()).hexdigest()[:24]

@@ -15,7 +15,7 @@ import torch
 
 from fzero import _kernel, _private
 from fzero._formats import GROUP, Companded, Format, Plain, Stored, TorchOps, chunks, encoded, load, store
-from fzero._rounding import Fields, counters, hashed
+from fzero._rounding import Fields, hashed, word
 
 Formula = Callable[..., Sequence[Any]]
 CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
@@ -30,7 +30,8 @@ def _drawn(keys: torch.Tensor) -> Fields:
     def read(number: int) -> torch.Tensor:
         if number not in words:
             lanes = torch.arange(64, dtype=torch.int32, device=keys.device)
-            words[number] = hashed(counters(keys.view(-1, 1), lanes, number), TorchOps.shift).view(-1, GROUP)
+            blocks = hashed(keys.view(-1, 1), TorchOps.shift)
+            words[number] = word(blocks, lanes, number, TorchOps.shift).view(-1, GROUP)
         return words[number]
 
     return Fields(read, TorchOps.shift)
@@ -46,12 +47,20 @@ def _block(
 ) -> None:
     """One chunk, in torch's operations; writes the parts."""
     dtype = hyper.dtype
-    rows = [form.decode(TorchOps, load(form, own)).to(dtype) for form, own in zip(formats, parts, strict=True)]
-    new = formula(TorchOps, hyper.unbind(), rows[0], grads.view(-1, GROUP).to(dtype), *rows[1:])
+    params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
+    new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
     noise = _drawn(keys)
     order = sorted(range(len(formats)), key=lambda i: isinstance(formats[i], Companded))
     for i in order:
         store(formats[i], parts[i], encoded(formats[i], _single(formats[i], new[i]), noise))
+
+
+def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """`decode(times=None)` of stored parts, in the dtype that is computed in."""
+    stored = load(form, parts)
+    if isinstance(form, Plain):
+        stored = [x.to(dtype) for x in stored]
+    return lambda *times: form.decode(TorchOps, stored, *times).to(dtype)
 
 
 def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:

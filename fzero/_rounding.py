@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from fzero._formats import TorchOps
 from fzero._layout import ALIGN, Layout
 
 _GOLDEN, _STREAM = 0x9E3779B9 - (1 << 32), 0x632BE5AB
@@ -32,31 +31,41 @@ class Draw:
         return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
 
     def blocks(self, layout: Layout, key: str, rank: int, device: Any) -> torch.Tensor:
-        """int32[shard / 64]: what every block of 64 elements of rank's shard of a group draws from."""
+        """int32[shard / 64]: the counter of every block of 64 elements of rank's shard of a group."""
         out = torch.zeros(layout.shard_numel(key) // ALIGN, dtype=torch.int32, device=device)
         low = rank * layout.shard_numel(key)
         for slot, start, stop in layout.pieces(key, rank):
             if start < stop:
                 first = (low + start - slot.offset) // ALIGN
                 count = -(-(stop - start) // ALIGN)
-                numbers = torch.arange(first, first + count, dtype=torch.int32, device=device)
-                out[start // ALIGN : start // ALIGN + count] = numbers.mul_(_GOLDEN).add_(self.of_leaf(slot.path))
-        return hashed(out, TorchOps.shift)
+                numbers = out[start // ALIGN : start // ALIGN + count]
+                torch.arange(first, first + count, out=numbers)
+                numbers.mul_(_GOLDEN).add_(self.of_leaf(slot.path))
+        return out
+
+
+def word(block: Any, lane: Any, stream: int, shift: Callable[[Any, int], Any]) -> Any:
+    """32 random bits for lane 0 to 63 of a block, an int32; streams are independent.
+
+    Args:
+        block: the block's counter, hashed.
+        shift: `shift(x, n)`, the logical shift to the right.
+    """
+    offset = (stream * _STREAM + (1 << 31)) % (1 << 32) - (1 << 31)  # as a signed number
+    return _mixed(block + lane * _GOLDEN + offset, shift)
 
 
 def hashed(x: Any, shift: Callable[[Any, int], Any]) -> Any:
-    """lowbias32 of int32 numbers; `shift(x, n)` is the logical shift to the right."""
-    x = x ^ shift(x, 16)
-    x = x * 0x7FEB352D
-    x = x ^ shift(x, 15)
-    x = x * (0x846CA68B - (1 << 32))
+    """lowbias32 of int32 counters."""
+    x = _mixed(x ^ shift(x, 16), shift)
     return x ^ shift(x, 16)
 
 
-def counters(block: Any, lane: Any, stream: int) -> Any:
-    """What is hashed for lane 0 to 63 of a block; streams are independent."""
-    offset = (stream * _STREAM + (1 << 31)) % (1 << 32) - (1 << 31)  # as a signed number
-    return block + lane * _GOLDEN + offset
+def _mixed(x: Any, shift: Callable[[Any, int], Any]) -> Any:
+    """The middle of lowbias32: enough for what is random already, but for a counter."""
+    x = x * 0x7FEB352D
+    x = x ^ shift(x, 15)
+    return x * (0x846CA68B - (1 << 32))
 
 
 class Fields:
@@ -69,14 +78,17 @@ class Fields:
 
     def __init__(self, read: Callable[[int], Any], shift: Callable[[Any, int], Any]) -> None:
         self._read, self._shift = read, shift
-        self._number, self._used = -1, 32
+        self._number, self._free = -1, 0
 
     def __call__(self, count: int, place: int = 0) -> Any:
-        """Integers in [0, 2**count), times 2**place."""
-        if self._used + count > 32:
-            self._number, self._used = self._number + 1, 0
-        word, down = self._read(self._number), self._used - place
-        self._used += count
+        """Integers in [0, 2**count), times 2**place. Short ones come from the upper bits, which are the most random."""
+        field = (1 << count) - 1
+        places = range(33 - count) if count > 8 else range(32 - count, -1, -1)
+        if all(self._free >> at & field != field for at in places):
+            self._number, self._free = self._number + 1, (1 << 32) - 1
+        at = next(at for at in places if self._free >> at & field == field)
+        self._free &= ~(field << at)
+        bits, down = self._read(self._number), at - place
         if down < 0:
-            return (word << -down) & ((1 << count) - 1 << place)
-        return (self._shift(word, down) if down else word) & ((1 << count) - 1 << place)
+            return (bits << -down) & (field << place)
+        return (self._shift(bits, down) if down else bits) & (field << place)

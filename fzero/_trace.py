@@ -31,8 +31,9 @@ class Value:
     __sub__, __rsub__ = _operator("-", "sub"), _operator("-", "sub", swapped=True)
     __mul__, __rmul__ = _operator("*", "mul"), _operator("*", "mul", swapped=True)
     __truediv__, __rtruediv__ = _operator("/"), _operator("/", swapped=True)
-    __and__, __or__, __xor__, __lshift__ = _operator("&"), _operator("|"), _operator("^"), _operator("<<", "left")
-    __gt__, __ge__ = _operator(">", kind="b"), _operator(">=", kind="b")
+    __and__, __or__, __xor__ = _operator("&"), _operator("|"), _operator("^")
+    __lshift__, __rshift__ = _operator("<<", "left"), _operator(">>")
+    __ge__ = _operator(">=", kind="b")
 
 
 def literal(value: Any, kind: str) -> str:
@@ -78,6 +79,10 @@ class KernelOps:
         return cls._call("floats", "f", x)
 
     @classmethod
+    def upper(cls, x: Value) -> Value:
+        return cls.floats(x)  # a store takes the upper half
+
+    @classmethod
     def shift(cls, x: Value, count: int) -> Value:
         return cls._call("shift", "i", x, count)
 
@@ -90,34 +95,22 @@ class KernelOps:
         return cls._call("sqrtf", "f", x)
 
     @classmethod
-    def abs(cls, x: Value) -> Value:
-        return cls._call("fabsf", "f", x)
+    def fma(cls, x: Value, y: Any, z: Any) -> Value:
+        return cls._call("__builtin_fmaf", "f", x, y, z)
 
     @classmethod
     def sign(cls, x: Value) -> Value:
         return cls._call("sign", "f", x)
 
     @classmethod
-    def least(cls, x: Value, bound: Any) -> Value:
-        return cls._call(f"least_{x.kind}", x.kind, x, bound)
+    def least(cls, x: Value, bound: int) -> Value:
+        return cls._call("least", "i", x, bound)
 
     @classmethod
-    def most(cls, x: Value, bound: Any) -> Value:
-        return cls._call(f"most_{x.kind}", x.kind, x, bound)
-
-    @classmethod
-    def clamp(cls, x: Value, low: float, high: float) -> Value:
-        return cls.least(cls.most(x, low), high)
+    def most(cls, x: Value, bound: int) -> Value:
+        return cls._call("most", "i", x, bound)
 
     @staticmethod
     def where(condition: Value, a: Any, b: Any) -> Value:
         kind = next(x.kind for x in (a, b) if isinstance(x, Value))
         return condition.loop.let(f"{condition.name} ? {literal(a, kind)} : {literal(b, kind)}", kind)
-
-    @classmethod
-    def to_float(cls, x: Value) -> Value:
-        return cls._call("(float)", "f", x)
-
-    @classmethod
-    def to_int(cls, x: Value) -> Value:
-        return cls._call("(int32_t)", "i", x)

@@ -97,7 +97,7 @@ def _adam(
 
         decay = 1 - now * weight_decay if decoupled else weight_decay
         root = (1 - b2**count) ** 0.5
-        hyper = (b1, 1 - b1, b2, 1 - b2, decay, now * root / (1 - b1**count), eps * root)
+        hyper = (b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), eps * root)
         formula = _decoupled if decoupled else _coupled if weight_decay else _undecayed
         elementwise(formula, hyper, params, grads, state.mu, state.nu, kernel=one)
         return AdamState(_tree.Count(count), state.mu, state.nu)
@@ -107,24 +107,25 @@ def _adam(
     )
 
 
-def _moments(h: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any]:
-    return h[1] * m + h[2] * g, h[3] * v + h[4] * g * g
+def _moments(o: Any, h: Any, g: Any, m: Any, v: Any, times: Any = 1.0) -> tuple[Any, Any]:
+    part = g * (times * h[4])
+    return o.fma(g, times * h[2], m(h[1])), o.fma(part, part, v(h[3]))
 
 
-def _stepped(o: Any, h: Any, p: Any, m: Any, v: Any) -> Any:
-    return p - h[6] * m / (o.sqrt(v) + h[7])
+def _ratio(o: Any, h: Any, m: Any, v: Any) -> Any:
+    return m / (o.sqrt(v) + h[7])
 
 
 def _decoupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(h, g * h[0], m, v)
-    return _stepped(o, h, p * h[5], m, v), m, v
+    m, v = _moments(o, h, g, m, v, h[0])
+    return o.fma(_ratio(o, h, m, v), h[6], p * h[5]), m, v
 
 
 def _coupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(h, g * h[0] + h[5] * p, m, v)
-    return _stepped(o, h, p, m, v), m, v
+    m, v = _moments(o, h, o.fma(p, h[5], g * h[0]), m, v)
+    return o.fma(_ratio(o, h, m, v), h[6], p), m, v
 
 
 def _undecayed(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(h, g * h[0], m, v)
-    return _stepped(o, h, p, m, v), m, v
+    m, v = _moments(o, h, g, m, v, h[0])
+    return o.fma(_ratio(o, h, m, v), h[6], p), m, v

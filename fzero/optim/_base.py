@@ -111,7 +111,8 @@ def elementwise(
         elif unit.keys is None:
             own = [unit.params.parts[0], *[m.parts[0] for m in unit.moments]]
             h = [torch.tensor(x, dtype=dtype) for x in (unit.factor, *hyper)]
-            new = formula(TorchOps, h, own[0].to(dtype), unit.grads.to(dtype), *[m.to(dtype) for m in own[1:]])
+            params, *rest = [x.to(dtype) for x in own]
+            new = formula(TorchOps, h, params, unit.grads.to(dtype), *[m.__mul__ for m in rest])
             for target, value in zip(own, new, strict=True):
                 target.copy_(value)
         else:
