@@ -102,7 +102,7 @@ class Companded:
     The companding is piecewise linear, as in G.711 (ITU-T 1988): a magnitude over its scale plus a bias is a float, and
     the code is its leading bits, so that segments double in width and have as many codes each. Magnitudes in 8 bits
     have 4 segments of 32 codes, second moments, which need no sign, 8 of 32, and magnitudes in 4 bits 2 of 4. The scale
-    is a power of two, 8 bits of exponent (OCP Microscaling 1.0): the group's largest magnitude is less than twice it.
+    is a power of two, 8 bits of exponent (OCP Microscaling 1.0), the least for which the largest code is enough.
     What rounds to zero becomes the smallest code in second moments, as they are divided by.
     """
 
@@ -130,17 +130,17 @@ class Companded:
         return 2.0 ** -(self.most >> 23 - self.place)
 
     @property
-    def span(self) -> float:
-        """From the value of the smallest to that of the largest code."""
-        return 2.0 - 2.0 ** (self.place - 23) - self.bias
+    def carry(self) -> int:
+        """That makes the next exponent of one whose fraction is more than the largest code's, as float32 bits."""
+        return (1 << self.place) + int(self.bias * 2**23)
 
     def __str__(self) -> str:
         return f"{self.width}-bit"
 
     def decode(self, o: Any, stored: Sequence[Any], times: Any = 1.0) -> Any:
-        scale = o.floats(stored[1] << 23) * (2 / self.span) * times
         code = stored[0] & self.most if self.signed else stored[0]
-        x = o.fma(o.floats((code << self.place) | _bits(self.bias)), scale, scale * -self.bias)
+        y = o.floats((code << self.place) | _bits(self.bias))
+        x = o.less_times(y, self.bias, o.floats(stored[1] << 23) * times)
         return o.floats(o.bits(x) | (stored[0] & _SIGN)) if self.signed else x
 
     def magnitude(self, o: Any, x: Any) -> Any:
@@ -149,12 +149,11 @@ class Companded:
 
     def scale(self, o: Any, largest: Any) -> Any:
         """The stored scale of a group, of the bits of its largest magnitude."""
-        return o.least(o.shift(largest, 23), 254)
+        return o.least(o.shift(largest + self.carry, 23), 253)
 
     def codes(self, o: Any, x: Any, scale: Any, noise: Bits | None) -> Any:
-        """The codes of values, of which none is as large as twice the scale that is stored for its group."""
-        inverse = o.floats((254 - scale) << 23) * (self.span / 2)
-        y = o.bits(o.fma(o.floats(self.magnitude(o, x)), inverse, self.bias))
+        """The codes of values, of which none is too large for the scale that is stored for its group."""
+        y = o.bits(o.times_plus(o.floats(self.magnitude(o, x)), o.floats((254 - scale) << 23), self.bias))
         if not self.signed:
             y = o.most(y, _bits(self.bias) + (1 << self.place))
         if noise is None:
@@ -265,6 +264,16 @@ class TorchOps:
     def where(condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
         out = torch.where(condition, x, y)
         return out.to(torch.int32) if out.dtype == torch.int64 else out  # of two whole numbers
+
+    @staticmethod
+    def times_plus(x: torch.Tensor, y: torch.Tensor, z: float) -> torch.Tensor:
+        """x * y + z, where y is a power of two, so that it is rounded once however it is computed."""
+        return x * y + z
+
+    @staticmethod
+    def less_times(x: torch.Tensor, y: float, z: torch.Tensor) -> torch.Tensor:
+        """(x - y) * z, where the difference is exact and y a power of two, so that it is rounded once as well."""
+        return (x - y) * z
 
     clamp = torch.clamp
     sign = torch.sign

@@ -98,6 +98,12 @@ class KernelOps:
     def fma(cls, x: Value, y: Any, z: Any) -> Value:
         return cls._call("__builtin_fmaf", "f", x, y, z)
 
+    times_plus = fma
+
+    @classmethod
+    def less_times(cls, x: Value, y: float, z: Value) -> Value:
+        return cls.fma(x, z, z * -y)
+
     @classmethod
     def sign(cls, x: Value) -> Value:
         return cls._call("sign", "f", x)
