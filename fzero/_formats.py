@@ -246,21 +246,6 @@ class TorchOps:
         return x.double().sqrt().float() if exact else x.sqrt()
 
     @staticmethod
-    def fma(x: torch.Tensor, y: Any, z: Any) -> torch.Tensor:
-        """x * y + z, rounded once, as a kernel's is: in float64 to odd, then to float32 (Boldo & Melquiond 2008)."""
-        if x.device.type != "cpu" or x.dtype != torch.float32 or torch.compiler.is_compiling():
-            return x * y + z
-        x, y, z = (torch.as_tensor(t).double() for t in (x, y, z))
-        product = x * y
-        total = product + z
-        rest = total - product
-        error = (product - (total - rest)) + (z - rest)
-        bits = total.view(torch.int64)
-        away = torch.where((error > 0) == (total > 0), 1, -1)
-        inexact = ((error > 0) | (error < 0)) & (bits & 1 == 0)
-        return torch.where(inexact, bits + away, bits).view(torch.float64).float()
-
-    @staticmethod
     def where(condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
         out = torch.where(condition, x, y)
         return out.to(torch.int32) if out.dtype == torch.int64 else out  # of two whole numbers

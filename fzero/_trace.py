@@ -95,14 +95,12 @@ class KernelOps:
         return cls._call("sqrtf", "f", x)
 
     @classmethod
-    def fma(cls, x: Value, y: Any, z: Any) -> Value:
+    def times_plus(cls, x: Value, y: Value, z: Any) -> Value:
         return cls._call("__builtin_fmaf", "f", x, y, z)
-
-    times_plus = fma
 
     @classmethod
     def less_times(cls, x: Value, y: float, z: Value) -> Value:
-        return cls.fma(x, z, z * -y)
+        return cls.times_plus(x, z, z * -y)
 
     @classmethod
     def sign(cls, x: Value) -> Value:

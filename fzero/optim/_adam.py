@@ -107,25 +107,25 @@ def _adam(
     )
 
 
-def _moments(o: Any, h: Any, g: Any, m: Any, v: Any, times: Any = 1.0) -> tuple[Any, Any]:
+def _moments(g: Any, h: Any, m: Any, v: Any, times: Any = 1.0) -> tuple[Any, Any]:
     part = g * (times * h[4])
-    return o.fma(g, times * h[2], m(h[1])), o.fma(part, part, v(h[3]))
+    return g * (times * h[2]) + m(h[1]), part * part + v(h[3])
 
 
-def _ratio(o: Any, h: Any, m: Any, v: Any) -> Any:
-    return m / (o.sqrt(v) + h[7])
+def _stepped(o: Any, h: Any, p: Any, m: Any, v: Any) -> Any:
+    return p + m / (o.sqrt(v) + h[7]) * h[6]
 
 
 def _decoupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(o, h, g, m, v, h[0])
-    return o.fma(_ratio(o, h, m, v), h[6], p * h[5]), m, v
+    m, v = _moments(g, h, m, v, h[0])
+    return _stepped(o, h, p * h[5], m, v), m, v
 
 
 def _coupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(o, h, o.fma(p, h[5], g * h[0]), m, v)
-    return o.fma(_ratio(o, h, m, v), h[6], p), m, v
+    m, v = _moments(g * h[0] + p * h[5], h, m, v)
+    return _stepped(o, h, p, m, v), m, v
 
 
 def _undecayed(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(o, h, g, m, v, h[0])
-    return o.fma(_ratio(o, h, m, v), h[6], p), m, v
+    m, v = _moments(g, h, m, v, h[0])
+    return _stepped(o, h, p, m, v), m, v

@@ -44,7 +44,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     def fused(params: Any, grads: Any, state: LionState) -> LionState:
         now = rate(lr, state.count.value)
 
-        hyper = (b1, 1 - b1, b2, 1 - b2, 1 - now * weight_decay, -now)
+        hyper = (b1, 1 - b1, b2, 1 - b2, 1 - now * weight_decay, now)
         elementwise(_formula, hyper, params, grads, state.mu)
         return LionState(_tree.Count(state.count.value + 1), state.mu)
 
@@ -55,4 +55,4 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
 
 def _formula(o: Any, h: Any, p: Any, g: Any, m: Any) -> tuple[Any, Any]:
     g = g * h[0]
-    return o.fma(o.sign(o.fma(g, h[2], m(h[1]))), h[6], p * h[5]), o.fma(g, h[4], m(h[3]))
+    return p * h[5] - h[6] * o.sign(m(h[1]) + h[2] * g), m(h[3]) + h[4] * g

@@ -55,7 +55,7 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
                 buffer[0].mul_(momentum or 0.0).add_(g)
             p.add_(buffer[0] if buffer else g, alpha=-now)
 
-        elementwise(_formula, (weight_decay, momentum or 0.0, -now), params, grads, *moments, kernel=one)
+        elementwise(_formula, (weight_decay, momentum or 0.0, now), params, grads, *moments, kernel=one)
         return SgdState(_tree.Count(state.count.value + 1), state.momentum)
 
     return GradientTransformation(
@@ -64,6 +64,8 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
 
 
 def _formula(o: Any, h: Any, p: Any, g: Any, *buffer: Any) -> tuple[Any, ...]:
-    g = o.fma(p, h[1], g * h[0])
-    moved = buffer[0](h[2]) + g if buffer else g
-    return (o.fma(moved, h[3], p), moved)[: 1 + len(buffer)]
+    g = g * h[0] + h[1] * p
+    if not buffer:
+        return (p - h[3] * g,)
+    moved = buffer[0](h[2]) + g
+    return p - h[3] * moved, moved
