@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -32,12 +32,14 @@ SCHEMES = {
 }
 
 
-def seconds(fn: Callable[[], object], rounds: int = 7) -> list[float]:
-    out = []
+def seconds(fns: Sequence[Callable[[], object]], rounds: int = 11) -> list[list[float]]:
+    """Times of functions that take turns."""
+    out: list[list[float]] = [[] for _ in fns]
     for _ in range(rounds):
-        begin = time.perf_counter()
-        fn()
-        out.append(time.perf_counter() - begin)
+        for fn, times in zip(fns, out, strict=True):
+            begin = time.perf_counter()
+            fn()
+            times.append(time.perf_counter() - begin)
     return out
 
 
@@ -69,7 +71,7 @@ def main() -> None:
 
         update()
         copy()
-        updates, copies = seconds(update), seconds(copy)
+        updates, copies = seconds([update, copy])
         ours, theirs = statistics.median(updates), statistics.median(copies)
         ratio = statistics.median(a / b for a, b in zip(updates, copies, strict=True))
         print(f"{name:<28}{ours * 1e3:>10.1f}{theirs * 1e3:>10.1f}{ratio:>8.2f}{ours / NUMEL * 1e9:>10.2f}", flush=True)

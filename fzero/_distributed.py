@@ -118,13 +118,15 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
         dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
         dist.barrier(group=group)
 
+    exact = divisor & (divisor - 1) == 0  # the same as a division, and quicker
+
     def add() -> None:
         arrived()
         for total, *terms in zip(*[part.view(-1).split(CHUNK) for part in (out, *received)], strict=True):
             torch.add(terms[0], terms[1], out=total)
             for term in terms[2:]:
                 total.add_(term)
-            total.div_(divisor)
+            total.mul_(1 / divisor) if exact else total.div_(divisor)
         received.clear()
 
     return add

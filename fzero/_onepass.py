@@ -79,6 +79,11 @@ def _compiled() -> Callable[..., None]:
     return torch.compile(_block, dynamic=True)
 
 
+def is_generated(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether large buffers are updated by generated kernels; on one machine a matter of the dtype alone."""
+    return device.type == "cpu" and dtype == torch.float32 and _kernel.compiler() is not None
+
+
 def run(
     formula: Formula,
     hyper: Sequence[float],
@@ -102,7 +107,8 @@ def run(
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
     buffers = [params, *moments]
     cpu = grads.device.type == "cpu"
-    if cpu and dtype == torch.float32 and (compiles or grads.numel() >= LARGE) and not _private.is_fake(grads):
+    wanted = (compiles or grads.numel() >= LARGE) and not _private.is_fake(grads)
+    if wanted and is_generated(grads.device, dtype):
         made = _kernel.kernel(formula, formats, grads.dtype, len(hyper))
         if made is not None:
             made([part for stored in buffers for part in stored.parts], grads, keys, numbers)

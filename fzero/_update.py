@@ -46,7 +46,8 @@ def apply_update(step: Step, state: TrainState, grads: Sharded, grad_norm: Any) 
     judged = Judged(step, state, global_norm(grads), grad_norm)
     if judged.finite:
         update = Update(step, state)
-        update.apply(state.layout.trainable, grads, judged.extra)
+        for keys in update.turns():
+            update.apply(keys, grads.only(keys), judged.extra)
         return judged.next_state(update)
     return judged.next_state(None)
 
@@ -128,6 +129,12 @@ class Update:
         self._after: Any = self.moments
         self._waits: list[Callable[[], None]] = []
         self.applied: list[str] = []  # the groups that have been written
+
+    def turns(self) -> list[tuple[str, ...]]:
+        """The groups in the parts that they are updated in: one by one where the others' gathers then run meanwhile."""
+        one_by_one = self.params.held and self.step.optimizer.by_leaf and self._in_place
+        trainable = self.layout.trainable
+        return [(key,) for key in trainable] if one_by_one else [trainable]
 
     @torch.no_grad()
     def apply(self, keys: Sequence[str], grads: Sharded, extra: Mapping[str, Any]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from fzero import _formats, _tree
 from fzero._formats import Plain, Stored, TorchOps
-from fzero._onepass import CHUNK, ON_CUDA, Formula, run, write
+from fzero._onepass import CHUNK, ON_CUDA, Formula, is_generated, run, write
 from fzero._policy import matches
 from fzero._rounding import Draw
 from fzero._sharded import Sharded, is_sharded, part_names
@@ -92,6 +92,7 @@ def elementwise(
     grads: Any,
     *moments: Any,
     kernel: Callable[..., None] | None = None,
+    generated: bool = False,
 ) -> None:
     """Writes an optimizer's update of every buffer, in one pass, in float32 or float64.
 
@@ -101,12 +102,14 @@ def elementwise(
         hyper: the numbers h from h[1] on.
         params, grads, moments: trees of a step, or of tensors.
         kernel: `kernel(p, g, *moments)`, the same in place, where all moments are in the dtype that is computed in.
+        generated: whether a kernel that is generated from the formula is preferred to it.
     """
     for unit in _units(params, grads, moments):
         dtype = math_dtype(unit.params.dtype, unit.grads.dtype, *(m.dtype for m in unit.moments))
         # torch's own kernel, and what must have its bits: params that are float32 in two halves
         simple = unit.grads.dtype == dtype and all(m.plain and m.dtype == dtype for m in unit.moments)
-        if kernel is not None and simple and unit.factor == 1.0:
+        ours = generated and unit.keys is not None and is_generated(unit.grads.device, dtype)
+        if kernel is not None and simple and unit.factor == 1.0 and not ours:
             _in_chunks(kernel, unit, dtype)
         elif unit.keys is None:
             own = [unit.params.parts[0], *[m.parts[0] for m in unit.moments]]
