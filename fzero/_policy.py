@@ -37,8 +37,8 @@ class Policy:
         gather: "8-bit" lets params travel, and be computed with, as 8-bit integers with a scale for every 32 (1.06
             bytes); their gradients are those of the rounded values. None gathers the compute dtype.
 
-    `moment` may also be "8-bit", both moments companded in groups of 32 with a shared scale (2.1 bytes for the two of
-    Adam), or "4-bit", the same with the first moment in 4 bits.
+    `moment` may also be "8-bit", both moments companded in groups of 32 with a shared exponent (2.1 bytes for the two
+    of Adam), or "4-bit", the same with the first moment in 4 bits.
 
     Example:
         >>> import torch, fzero as fz

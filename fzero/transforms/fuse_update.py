@@ -17,11 +17,11 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
     | "auto", if nothing needs it | one unit's | as without | the same (not finite: see below) |
     | "auto" otherwise, "twice" | one unit's | one more pullback | the same |
     | "held" | the reduced shards, in their dtype | as without | the same |
-    | "8-bit" | the reduced shards, in 1.06 bytes | as without | the norm exactly, elements nearly |
+    | "8-bit" | the reduced shards, in 1.03 bytes | as without | the norm exactly, elements nearly |
 
-    In 8 bits an element is off by at most 1.2 % of the largest of its 32 neighbours. Where nothing needs the norm, a
-    loss that is not finite skips the update, and of a gradient that is not finite only those elements are left out; in
-    the other ways the update is skipped, as without.
+    In 8 bits an element is off by at most a 64th of itself and 0.2 % of the largest of its 32 neighbours. Where nothing
+    needs the norm, a loss that is not finite skips the update, and of a gradient that is not finite only those elements
+    are left out; in the other ways the update is skipped, as without.
 
     A pullback that fails once units have been updated leaves a donated state between two updates; a note on its error
     says so. Without `fz.donate` the state passed in stays as it was.
