@@ -329,7 +329,7 @@ def encoded(format: Format, x: Any, noise: Bits | None) -> list[torch.Tensor]:
     return [format.codes(TorchOps, x, scale, noise), scale]
 
 
-CHUNK = 1 << 17  # elements at a time, so that temporaries stay small; of fewer the calls take longer than the work
+CHUNK = 1 << 15  # elements at a time: temporaries stay small, and calls take no longer than the work
 
 
 def chunks(flat: torch.Tensor, size: int) -> Iterator[tuple[int, int]]:
@@ -358,7 +358,7 @@ def decode(format: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) ->
 def _to_even(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
     """The values of `Exact` in bfloat16, ties to even as float32 is cast: in their upper halves ties go away from 0."""
     out = torch.empty_like(high)
-    for start, stop in chunks(out, CHUNK):
+    for start, stop in chunks(out, 1 << 17):
         bits = high[start:stop].view(torch.int16)
         odd = torch.eq(remainder[start:stop], -(1 << 15), out=torch.empty_like(bits)).bitwise_and_(bits)
         torch.sub(bits, odd, out=out[start:stop].view(torch.int16))
