@@ -21,7 +21,7 @@ from fzero import _kernel
 BF16, F32 = torch.bfloat16, torch.float32
 NUMEL = 1 << 25
 SCHEMES = {
-    "fp32 (torch's fused AdamW)": fz.Policy(param=F32, grad=F32, moment=F32),
+    "fp32, gradients too": fz.Policy(param=F32, grad=F32, moment=F32),
     "exact, fp32 moments": fz.Policy.exact(F32),
     "bf16, nearest": fz.Policy.bf16_states(),
     "compact16, bf16 moments": fz.Policy.compact16(BF16),

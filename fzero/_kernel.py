@@ -29,7 +29,8 @@ from fzero._formats import GROUP, Companded, Format, Part, Plain
 from fzero._rounding import Fields, hashed, word
 from fzero._trace import KernelOps, Loop, Value
 
-N = 64  # elements of a loop
+N = 64  # elements of a loop; every buffer of a step is a multiple of it
+PASS = 1 << 23  # elements whose counters are made at a time
 _TYPES = {
     torch.float32: "float",
     torch.bfloat16: "uint16_t",
@@ -285,43 +286,42 @@ def _machine() -> str:
 
 @functools.cache
 def kernel(formula: Callable[..., Sequence[Any]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int) -> Any:
-    """`run(parts, grads, keys, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made."""
+    """`run(parts, grads, keys, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made.
+
+    `keys(start, stop)` are the counters of the blocks of a range of elements.
+    """
     dtypes = [grad, *[part.dtype for form in formats for part in form.parts]]
     if compiler() is None or any(dtype not in _TYPES for dtype in dtypes):
         return None
     function = _built(source_of(formula, formats, grad, hypers))
     if function is None:
         return None
-    every = [part.every for form in formats for part in form.parts] + [1, 64]
+    every = [part.every for form in formats for part in form.parts] + [1]
 
-    def part_of(tensors: Sequence[torch.Tensor], hyper: torch.Tensor, start: int, count: int) -> None:
-        places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
-        function(ctypes.c_int64(count), *map(ctypes.c_void_p, places), ctypes.c_void_p(hyper.data_ptr()))
+    def run(parts: Sequence[torch.Tensor], grads: torch.Tensor, keys: Any, hyper: torch.Tensor) -> None:
+        tensors = [*parts, grads]
 
-    def run(parts: Sequence[torch.Tensor], grads: torch.Tensor, keys: torch.Tensor, hyper: torch.Tensor) -> None:
-        tensors, numel = [*parts, grads, keys], grads.numel()
-        whole = numel // N * N
-        ranges = _split(whole, torch.get_num_threads())
+        def part_of(begin: int, end: int) -> None:
+            for start in range(begin, end, PASS):
+                stop = min(start + PASS, end)
+                places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
+                counters = keys(start, stop)
+                places += [counters.data_ptr(), hyper.data_ptr()]
+                function(ctypes.c_int64(stop - start), *map(ctypes.c_void_p, places))
+
+        ranges = _split(grads.numel(), torch.get_num_threads())
         if len(ranges) == 1:
-            part_of(tensors, hyper, 0, whole)
+            part_of(*ranges[0])
         elif ranges:
             with concurrent.futures.ThreadPoolExecutor(len(ranges)) as pool:
-                list(pool.map(lambda cut: part_of(tensors, hyper, *cut), ranges))
-        if numel > whole:  # the rest in a buffer of N
-            rest = [t.new_zeros(N // e) for t, e in zip(tensors, every, strict=True)]
-            tails = [t[whole // e :] for t, e in zip(tensors, every, strict=True)]
-            for small, tail in zip(rest, tails, strict=True):
-                small[: tail.numel()] = tail
-            part_of(rest, hyper, 0, N)
-            for small, tail in zip(rest[:-2], tails[:-2], strict=True):
-                tail.copy_(small[: tail.numel()])
+                list(pool.map(lambda cut: part_of(*cut), ranges))
 
     return run
 
 
 def _split(numel: int, threads: int) -> list[tuple[int, int]]:
-    """(start, count) of about equal parts, multiples of N."""
+    """(start, stop) of about equal parts, multiples of N."""
     blocks = numel // N
     threads = max(1, min(threads, blocks // 64))
     bounds = [blocks * i // threads * N for i in range(threads + 1)]
-    return [(a, b - a) for a, b in itertools.pairwise(bounds) if b > a]
+    return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]

@@ -18,6 +18,7 @@ from fzero._formats import GROUP, Companded, Format, Plain, Stored, TorchOps, ch
 from fzero._rounding import Fields, hashed, word
 
 Formula = Callable[..., Sequence[Any]]
+Keys = Callable[[int, int], torch.Tensor]  # (start, stop) -> the counters of those elements' blocks
 CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
@@ -90,7 +91,7 @@ def run(
     params: Stored,
     grads: torch.Tensor,
     moments: Sequence[Stored],
-    keys: torch.Tensor,
+    keys: Keys,
     dtype: torch.dtype,
     compiles: bool,
 ) -> None:
@@ -99,7 +100,7 @@ def run(
     Args:
         hyper: the formula's numbers.
         grads: flat, in the dtype that they are kept in.
-        keys: of `Draw.blocks`.
+        keys: those of `Draw.blocks`, or empty where nothing is rounded stochastically.
         dtype: float32, or float64 where any state is.
         compiles: whether a kernel is wanted for a small buffer too.
     """
@@ -117,4 +118,4 @@ def run(
     block, chunk = (_compiled(), grads.numel()) if on_cuda else (_block, CHUNK if cpu else ON_CUDA)
     for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
-        block(formula, formats, parts, grads[start:stop], keys[start // 64 : stop // 64], numbers)
+        block(formula, formats, parts, grads[start:stop], keys(start, stop), numbers)

@@ -30,15 +30,23 @@ class Draw:
         said = f"{self.seed} {self.count} {path}".encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
 
-    def blocks(self, layout: Layout, key: str, rank: int, device: Any) -> torch.Tensor:
-        """int32[shard / 64]: the counter of every block of 64 elements of rank's shard of a group."""
-        out = torch.zeros(layout.shard_numel(key) // ALIGN, dtype=torch.int32, device=device)
+    def blocks(
+        self, layout: Layout, key: str, rank: int, device: Any, begin: int = 0, end: int | None = None
+    ) -> torch.Tensor:
+        """int32[(end - begin) / 64]: the counters of the blocks of 64 elements of rank's shard of a group.
+
+        Args:
+            begin, end: the elements of the shard that are wanted, multiples of 64; all by default.
+        """
+        end = layout.shard_numel(key) if end is None else end
+        out = torch.zeros((end - begin) // ALIGN, dtype=torch.int32, device=device)
         low = rank * layout.shard_numel(key)
         for slot, start, stop in layout.pieces(key, rank):
+            start, stop = max(start, begin), min(stop, end)
             if start < stop:
                 first = (low + start - slot.offset) // ALIGN
                 count = -(-(stop - start) // ALIGN)
-                numbers = out[start // ALIGN : start // ALIGN + count]
+                numbers = out[(start - begin) // ALIGN :][:count]
                 torch.arange(first, first + count, out=numbers)
                 numbers.mul_(_GOLDEN).add_(self.of_leaf(slot.path))
         return out

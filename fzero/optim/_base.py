@@ -11,7 +11,7 @@ import torch
 
 from fzero import _formats, _tree
 from fzero._formats import Plain, Stored, TorchOps
-from fzero._onepass import CHUNK, ON_CUDA, Formula, is_generated, run, write
+from fzero._onepass import CHUNK, ON_CUDA, Formula, Keys, is_generated, run, write
 from fzero._policy import matches
 from fzero._rounding import Draw
 from fzero._sharded import Sharded, is_sharded, part_names
@@ -119,18 +119,19 @@ def elementwise(
             for target, value in zip(own, new, strict=True):
                 target.copy_(value)
         else:
-            keys, compiles = unit.keys()
-            run(formula, (unit.factor, *hyper), unit.params, unit.grads, unit.moments, keys, dtype, compiles)
+            own = (unit.params, unit.grads, unit.moments)
+            run(formula, (unit.factor, *hyper), *own, unit.keys, dtype, unit.compiles)
 
 
 class _Unit(NamedTuple):
-    """One buffer's part in an update. `keys()` are its blocks' random numbers, None for a tensor of no step."""
+    """One buffer's part in an update. `keys(start, stop)` count its blocks; None for a tensor of no step."""
 
     params: Stored
     grads: torch.Tensor
     moments: list[Stored]
     factor: float
-    keys: Callable[[], tuple[torch.Tensor, bool]] | None
+    keys: Keys | None
+    compiles: bool = False
 
 
 def _units(params: Any, grads: Any, moments: Sequence[Any]) -> Iterator[_Unit]:
@@ -145,14 +146,13 @@ def _units(params: Any, grads: Any, moments: Sequence[Any]) -> Iterator[_Unit]:
         rounds = any(not stored.plain or getattr(stored.format, "stochastic", False) for stored in own)
 
         def keys(
-            key: str = key, draw: Draw = draw, rounds: bool = rounds, device: Any = own[0].device
-        ) -> tuple[torch.Tensor, bool]:
-            layout, rank = params.layout, params.axis.rank
+            start: int, stop: int, key: str = key, draw: Draw = draw, rounds: bool = rounds, device: Any = own[0].device
+        ) -> torch.Tensor:
             if rounds:
-                return draw.blocks(layout, key, rank, device), draw.compiles
-            return torch.empty(0, dtype=torch.int32, device=device), draw.compiles
+                return draw.blocks(params.layout, key, params.axis.rank, device, start, stop)
+            return torch.empty(0, dtype=torch.int32, device=device)
 
-        yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, keys)
+        yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, keys, draw.compiles)
 
 
 def _as_stored(tensor: torch.Tensor) -> Stored:
@@ -167,7 +167,6 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
         return
     if unit.keys is None:
         p, g, moments = _as_stored(p.parts[0].view(-1)), g.reshape(-1), [m.view(-1) for m in moments]
-    keys = unit.keys()[0] if unit.keys is not None else torch.empty(0)
     chunk = CHUNK if g.device.type == "cpu" else ON_CUDA
     for start, stop in _formats.chunks(g, chunk):
         stored = p.cut(start, stop)
@@ -175,7 +174,7 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
         value = stored.to(dtype)
         kernel(value, g[start:stop], *[m[start:stop] for m in moments])
         if value is not stored.parts[0]:
-            write(stored, value, keys[start // 64 : stop // 64])
+            write(stored, value, unit.keys(start, stop) if unit.keys is not None else torch.empty(0))
 
 
 def call_update(member: GradientTransformation, updates: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> Any:
