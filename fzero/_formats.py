@@ -163,7 +163,7 @@ class Companded:
         code = o.shift(y + part, self.place)
         if not self.signed:
             return code  # whose low 8 bits are stored
-        sign = o.shift(o.bits(x), 24 if self.width == 8 else 28)
+        sign = o.shift(o.bits(x), 32 - self.width)
         return ((code ^ sign) & self.most) ^ sign
 
 

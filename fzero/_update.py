@@ -132,9 +132,8 @@ class Update:
 
     def turns(self) -> list[tuple[str, ...]]:
         """The groups in the parts that they are updated in: one by one where the others' gathers then run meanwhile."""
-        optimizer, trainable = self.step.optimizer, self.layout.trainable
-        one_by_one = optimizer.fused is not None and optimizer.by_leaf and optimizer.needs != "parts"
-        return [(key,) for key in trainable] if one_by_one and self.params.held else [trainable]
+        trainable = self.layout.trainable
+        return [(key,) for key in trainable] if self.step.optimizer.by_group and self.params.held else [trainable]
 
     @torch.no_grad()
     def apply(self, keys: Sequence[str], grads: Sharded, extra: Mapping[str, Any]) -> None:

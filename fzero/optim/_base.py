@@ -43,6 +43,11 @@ class GradientTransformation(NamedTuple):
     by_leaf: bool = False
     needs: str = ""
 
+    @property
+    def by_group(self) -> bool:
+        """Whether groups may be updated in place one by one."""
+        return self.fused is not None and self.by_leaf and self.needs != "parts"
+
 
 def rate(lr: float | Schedule, count: int) -> float:
     """The learning rate of the update after `count` applied ones."""
@@ -114,8 +119,8 @@ def elementwise(
         elif unit.keys is None:
             own = [unit.params.parts[0], *[m.parts[0] for m in unit.moments]]
             h = [torch.tensor(x, dtype=dtype) for x in (unit.factor, *hyper)]
-            params, *rest = [x.to(dtype) for x in own]
-            new = formula(TorchOps, h, params, unit.grads.to(dtype), *[m.__mul__ for m in rest])
+            value, *rest = [x.to(dtype) for x in own]
+            new = formula(TorchOps, h, value, unit.grads.to(dtype), *[m.__mul__ for m in rest])
             for target, value in zip(own, new, strict=True):
                 target.copy_(value)
         else:

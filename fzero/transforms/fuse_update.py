@@ -45,7 +45,7 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
     """
     if norm not in NORMS:
         raise ValueError(f"fuse_update(norm=...): got {norm!r}, expected one of {', '.join(map(repr, NORMS))}.")
-    if step.optimizer.fused is None or not step.optimizer.by_leaf or step.optimizer.needs == "parts":
+    if not step.optimizer.by_group:
         raise ValueError(
             "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "
             "fused form). Use fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition; clip before "
