@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import uuid
 import weakref
 import zlib
@@ -15,6 +14,8 @@ import torch
 from fzero import _distributed
 from fzero._distributed import done as done
 from fzero._divergence import announce, explained
+
+_Explained = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 def group_needed(who: str) -> str:
@@ -88,18 +89,18 @@ class Axis:
 
     # ---- what is said about a collective
 
-    def _said(self, operation: str, tag: str, tensor: torch.Tensor | None = None) -> str:
-        unit, _, number = tag.rpartition("/")
-        what = f"unit {unit!r}" if unit and number.isdigit() else tag
-        shape = f" ({tuple(tensor.shape)}, {tensor.dtype})" if tensor is not None else ""
-        run = f", run {self._run}" if self._run else ""
-        return f"{operation} of {what}{shape} of {self.who} over axis {self.name!r}{run}"
+    def _announced(self, operation: str, tag: str, tensor: torch.Tensor, group: Any) -> _Explained:
+        """Announces a collective; the result makes calls that name it where they fail."""
+        shape, dtype = tensor.shape, tensor.dtype
 
-    def _announced(self, operation: str, tag: str, tensor: torch.Tensor, group: Any) -> Callable[[], Any]:
-        """Announces a collective; the result makes contexts that name it where it fails."""
-        said = self._said(operation, tag, tensor)
+        def said() -> str:
+            unit, _, number = tag.rpartition("/")
+            what = f"unit {unit!r}" if unit and number.isdigit() else tag
+            run = f", run {self._run}" if self._run else ""
+            return f"{operation} of {what} ({tuple(shape)}, {dtype}) of {self.who} over axis {self.name!r}{run}"
+
         announce(operation, tag, tensor.numel() * tensor.element_size(), said, group)
-        return functools.partial(explained, said, group)
+        return lambda call: explained(call, said, group)
 
     def _number(self, operation: str, tag: str) -> int:
         """What the messages of one collective have in common, and no others have."""
@@ -114,9 +115,8 @@ class Axis:
                 full.copy_(shard)
             return done
         explained = self._announced("all_gather", tag, shard, self.group)
-        with explained():
-            wait = _distributed.start_all_gather(full, shard, self.group, self._number("all_gather", tag))
-        return _explaining(wait, explained)
+        number = self._number("all_gather", tag)
+        return explained(explained(_distributed.start_all_gather)(full, shard, self.group, number))
 
     def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
         """`full[numel]` from the shards of all ranks, in rank order."""
@@ -139,19 +139,16 @@ class Axis:
         if self.size > 1:
             out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]))
             explained = self._announced("reduce_scatter", tag, full, self.group)
-            with explained():
-                number = self._number("reduce_scatter", tag)
-                divisor = self.ranks if self.copies == 1 else 1
-                wait = _distributed.start_reduce_scatter(full, out, self.group, number, divisor)
-            wait = _explaining(wait, explained)
+            number, divisor = self._number("reduce_scatter", tag), self.ranks if self.copies == 1 else 1
+            start = explained(_distributed.start_reduce_scatter)
+            wait = explained(start(full, out, self.group, number, divisor))
         elif self.copies > 1:
             out = full.clone()
 
         def finish() -> None:
             wait()
             if self.copies > 1:
-                with self._announced("all_reduce", tag, out, self.replicas)():
-                    _distributed.all_reduce(out, self.replicas)
+                self._announced("all_reduce", tag, out, self.replicas)(_distributed.all_reduce)(out, self.replicas)
                 out.div_(self.ranks)
 
         return out, finish
@@ -178,23 +175,20 @@ class Axis:
         for group, size in groups:
             if size > 1:
                 tensor = tensor.clone()
-                with self._announced("all_reduce", tag, tensor, group)():
-                    _distributed.all_reduce(tensor, group)
+                self._announced("all_reduce", tag, tensor, group)(_distributed.all_reduce)(tensor, group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
         """Rank 0's tensor, written into this one."""
         for group, size in self._both():
             if size > 1:
-                with self._announced("broadcast", tag, tensor, group)():
-                    _distributed.broadcast(tensor, group)
+                self._announced("broadcast", tag, tensor, group)(_distributed.broadcast)(tensor, group)
         return tensor
 
     # ---- agreement
 
     def _by_all(self, said: str, what: str, group: Any) -> list[str]:
-        with self._announced("exchange", what, torch.empty(0), group)():
-            return _distributed.gather_strings(said, group)
+        return self._announced("exchange", what, torch.empty(0), group)(_distributed.gather_strings)(said, group)
 
     def _first(self, said: str, what: str) -> str:
         """What rank 0 says."""
@@ -215,14 +209,6 @@ class Axis:
                         f"{_first_difference(said_by_all[0], said_by_all[other])}, rank {other} has "
                         f"{_first_difference(said_by_all[other], said_by_all[0])}. {advice}"
                     )
-
-
-def _explaining(wait: Callable[[], None], explained: Callable[[], Any]) -> Callable[[], None]:
-    def explaining() -> None:
-        with explained():
-            wait()
-
-    return explaining
 
 
 def _first_difference(text: str, other: str) -> str:

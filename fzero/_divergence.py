@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from fzero import _distributed
@@ -62,14 +62,14 @@ def recorded_collectives() -> Iterator[list[tuple[str, str, int]]]:
         _listeners.reset(token)
 
 
-def announce(operation: str, tag: str, size: int, said: str, group: Any) -> None:
+def announce(operation: str, tag: str, size: int, said: Callable[[], str], group: Any) -> None:
     """Records a collective; in checked mode compares what all ranks of the group say, and raises if they differ."""
     for record in _listeners.get():
         record.append((operation, tag, size))
     watch = _watch.get()
     if watch is None:
         return
-    by_all = watch.agree(said, group)
+    by_all = watch.agree(said(), group)
     if len(set(by_all)) > 1:
         listing = "; ".join(
             f"rank {rank}: {text}" for rank, text in zip(_distributed.members(group), by_all, strict=True)
@@ -155,18 +155,21 @@ class Watch:
             _distributed.store().set(key, json.dumps(["", -1, [], end]))
 
 
-@contextlib.contextmanager
-def explained(said: str, group: Any) -> Iterator[None]:
-    """Names what failed: a timeout of the backend knows neither the unit nor what the other ranks were doing."""
-    try:
-        yield
-    except RuntimeError as error:
-        others = _ask_others(said, group)
-        raise RuntimeError(
-            f"Communication failed on rank {_distributed.global_rank()}, in {said}: another rank has stopped, or has "
-            f"called other units than this one. {others}Run the step inside fz.testing.checked_collectives() to see "
-            f"at once what every rank called. ({error})"
-        ) from error
+def explained(call: Callable[..., Any], said: Callable[[], str], group: Any) -> Callable[..., Any]:
+    """`call`, naming what failed: a timeout of the backend knows neither the unit nor what the others were doing."""
+
+    def explaining(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            others = _ask_others(said(), group)
+            raise RuntimeError(
+                f"Communication failed on rank {_distributed.global_rank()}, in {said()}: another rank has stopped, or "
+                f"has called other units than this one. {others}Run the step inside fz.testing.checked_collectives() "
+                f"to see at once what every rank called. ({error})"
+            ) from error
+
+    return explaining
 
 
 def _ask_others(said: str, group: Any, seconds: float = 0.5) -> str:

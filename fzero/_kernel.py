@@ -64,18 +64,28 @@ static inline int32_t left(int32_t x, int n) {{ return (int32_t)((uint32_t)x << 
 #define HALF(x) _mm_loadu_si128((const __m128i*)(x))
 #define WHOLE(x) _mm256_loadu_si256((const __m256i*)(x))
 WIDE(int8_t, epi8, HALF) WIDE(uint8_t, epu8, HALF) WIDE(int16_t, epi16, WHOLE) WIDE(uint16_t, epu16, WHOLE)
-static inline int32_t largest(const int32_t* x) {{
-  return _mm512_reduce_max_epi32(_mm512_max_epi32(_mm512_load_si512(x), _mm512_load_si512(x + 16)));
+static inline __m512i highest(const int32_t* x) {{
+  return _mm512_max_epi32(_mm512_load_si512(x), _mm512_load_si512(x + 16));
+}}
+static inline void largest(const int32_t* x, int32_t* y) {{ // of four groups at once, whose lanes take turns
+  const __m512i a = highest(x), b = highest(x + 32), c = highest(x + 64), d = highest(x + 96);
+  const __m512i ab = _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_max_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const __m512i all = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  _mm_store_si128((__m128i*)y, _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
 }}
 #else
 template <typename T> static inline void wide(const T* __restrict x, int32_t* __restrict y, int n) {{
   SIMD for (int i = 0; i < n; i++) y[i] = x[i];
 }}
-static inline int32_t largest(const int32_t* __restrict x) {{
-  int32_t y = 0;
-  _Pragma("omp simd reduction(max:y)")
-  for (int i = 0; i < {GROUP}; i++) y = most(y, x[i]);
-  return y;
+static inline void largest(const int32_t* __restrict x, int32_t* __restrict y) {{
+  for (int k = 0; k < 4; k++) {{
+    int32_t z = 0;
+    _Pragma("omp simd reduction(max:z)")
+    for (int i = 0; i < {GROUP}; i++) z = most(z, x[k * {GROUP} + i]);
+    y[k] = z;
+  }}
 }}
 #endif
 static inline uint16_t nearest(float x) {{
@@ -95,8 +105,8 @@ class Source:
         self.arrays: dict[str, str] = {}
         self.text: list[str] = []
 
-    def array(self, name: str, kind: str) -> str:
-        self.arrays[name] = kind
+    def array(self, name: str, kind: str, numel: int = N) -> str:
+        self.arrays[name] = f"{kind} {name}[{numel}]"
         return name
 
     def add(self, loop: Loop, shared: Sequence[str] = ()) -> None:
@@ -153,7 +163,7 @@ class Source:
         self.text.append(f"        {name}_[start / {part.every} + i] = {value};")
 
     def __str__(self) -> str:
-        arrays = "\n".join(f"  alignas(64) {kind} {name}[N];" for name, kind in self.arrays.items())
+        arrays = "\n".join(f"  alignas(64) {array} = {{}};" for array in self.arrays.values())
         arguments = ", ".join(["int64_t count", *self.arguments, "const int32_t* __restrict keys_", "const float* h"])
         body = "\n".join(self.text)
         return (
@@ -222,13 +232,18 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
             loop.keep(target, out)
             stores.append((part, name, target, isinstance(form, Plain) and not form.stochastic))
     source.add(loop, shared=source.shared)
-    for i, form, kept in grouped:
-        scales, codes = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t")
-        sizes, loop = source.array(f"size{i}", "int32_t"), Loop("b")
-        loop.keep(sizes, form.magnitude(KernelOps, loop.let(f"{kept}[i]", "f")))
-        source.add(loop)
-        loop = Loop("g")
-        loop.keep(scales, form.scale(KernelOps, loop.let(f"largest({sizes} + i * {GROUP})", "i")))
+    groups = N // GROUP
+    largest, sizes = -(-len(grouped) * groups // 4) * 4, ""
+    if grouped:  # the largest of all groups' elements, four groups at a time
+        sizes, tops = source.array("sizes", "int32_t", largest * GROUP), source.array("tops", "int32_t", largest)
+        for n, (_, form, kept) in enumerate(grouped):
+            loop = Loop("b")
+            loop.keep(f"({sizes} + {n * N})", form.magnitude(KernelOps, loop.let(f"{kept}[i]", "f")))
+            source.add(loop)
+        source.text += [f"      largest({sizes} + {k * GROUP}, {tops} + {k});" for k in range(0, largest, 4)]
+    for n, (i, form, kept) in enumerate(grouped):
+        scales, codes, loop = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t"), Loop("g")
+        loop.keep(scales, form.scale(KernelOps, loop.let(f"tops[{n * groups} + i]", "i")))
         source.text.append(f"      GROUPS {{ const int i = k; {' '.join(loop.lines)} }}")
         loop = words.loop = Loop("c")
         scale = loop.let("scale", "i")

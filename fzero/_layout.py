@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from fzero._formats import Format
 from fzero._placement import Row
 
 ALIGN = 64  # elements: fused kernels give the same bits for every cut at multiples of it
@@ -146,6 +147,11 @@ class Layout:
     def trainable(self) -> tuple[str, ...]:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
+
+    @cached_property
+    def formats(self) -> dict[tuple[str, str], tuple[Format, tuple[str, ...]]]:
+        """(kind, group key) -> how that is stored and what its buffers are called, as far as asked for."""
+        return {}
 
     @cached_property
     def _sizes(self) -> dict[tuple[str, int], list[int]]:

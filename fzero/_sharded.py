@@ -73,19 +73,25 @@ class Sharded:
 
     def format(self, key: str) -> Format:
         """How a group is stored."""
-        policy = self.layout.groups[key].row.policy
-        if self.kind == "params":
-            return policy.param_format
+        return self._stored_as(key)[0]
+
+    def _stored_as(self, key: str) -> tuple[Format, tuple[str, ...]]:
+        """A group's format, and the names of its buffers."""
         if self.kind == "values":
-            return Plain((self._buffers if key in self._buffers else self._held)[key].dtype)
-        return policy.moment_format(self.kind == "signed")
+            return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
+        known = self.layout.formats.get((self.kind, key))
+        if known is None:
+            policy = self.layout.groups[key].row.policy
+            form = policy.param_format if self.kind == "params" else policy.moment_format(self.kind == "signed")
+            known = self.layout.formats[self.kind, key] = form, part_names(form, key)
+        return known
 
     def stored(self, key: str) -> Stored:
         """This rank's slice of a group as it is stored."""
         self._alive()
-        form = self.format(key)
+        form, names = self._stored_as(key)
         if key in self._buffers:
-            return Stored(form, tuple(self._buffers[name] for name in part_names(form, key)))
+            return Stored(form, tuple([self._buffers[name] for name in names]))
         size = self.layout.shard_numel(key)
         return Stored(form, (self._held[key].narrow(0, self.axis.rank * size, size),))
 
@@ -117,8 +123,17 @@ class Sharded:
 
     def replaced(self, **changes: Any) -> Sharded:
         """A new tree with some of the constructor's arguments changed; buffers are shared."""
-        names = ("layout", "axis", "structure", "buffers", "held", "scale", "kind", "draw")
-        return Sharded(**{name: getattr(self, name) for name in names} | changes)
+        kept = {
+            "layout": self.layout,
+            "axis": self.axis,
+            "structure": self.structure,
+            "buffers": self.buffers,
+            "held": self.held,
+            "scale": self.scale,
+            "kind": self.kind,
+            "draw": self.draw,
+        }
+        return Sharded(**{**kept, **changes})
 
     def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
         """`fn` over the local slices of trees of the same groups."""
@@ -127,13 +142,13 @@ class Sharded:
     def only(self, keys: Iterable[str]) -> Sharded:
         """A view of those of the groups that this tree has, as local slices, stored as they are."""
         self._alive()
-        here = [key for key in keys if key in self._buffers or key in self._held]
-        pairs = [pair for key in here for pair in self._named_parts(key)]
-        return self.replaced(buffers=dict(pairs), held=None)
-
-    def _named_parts(self, key: str) -> list[tuple[str, torch.Tensor]]:
-        stored = self.stored(key)
-        return list(zip(part_names(stored.format, key), stored.parts, strict=True))
+        buffers: dict[str, torch.Tensor] = {}
+        for key in keys:
+            if key in self._buffers:
+                buffers.update({name: self._buffers[name] for name in self._stored_as(key)[1]})
+            elif key in self._held:
+                buffers[key] = self.stored(key).parts[0]
+        return self.replaced(buffers=buffers, held=None)
 
     def drawing(self, draw: Draw) -> Sharded:
         """The same, rounding with these random bits."""
@@ -203,9 +218,9 @@ def _check_codes(metadata: _Static, kind: str, children: tuple[Any, ...]) -> Non
             )
 
 
-def part_names(form: Format, key: str) -> list[str]:
+def part_names(form: Format, key: str) -> tuple[str, ...]:
     """The names of the buffers of a group."""
-    return [f"{key}#{part.name}" if part.name else key for part in form.parts]
+    return tuple(f"{key}#{part.name}" if part.name else key for part in form.parts)
 
 
 class _Static:
