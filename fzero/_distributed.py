@@ -83,7 +83,7 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number
         return wait
     if backend == "threaded":
         _all_gather(full, shard, group)
-        dist.barrier(group=group)  # who leaves a collective last still holds its tensors, which donation would see
+        _settle(group)
         return done
     work = _all_gather(full, shard, group, async_op=True)
 
@@ -116,7 +116,7 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
     else:
         received[rank] = torch.empty_like(out)
         dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
-        dist.barrier(group=group)
+        _settle(group)
 
     exact = divisor & (divisor - 1) == 0  # the same as a division, and quicker
 
@@ -138,6 +138,13 @@ def done() -> None:
 
 def all_reduce(tensor: torch.Tensor, group: Any) -> None:
     dist.all_reduce(tensor, group=group)
+    _settle(group)
+
+
+def _settle(group: Any) -> None:
+    """On threads, whoever leaves a collective last still holds all ranks' tensors, which donation would see."""
+    if dist.get_backend(group) == "threaded":
+        dist.barrier(group=group)
 
 
 def broadcast(tensor: torch.Tensor, group: Any) -> None:

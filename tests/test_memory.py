@@ -64,9 +64,9 @@ def test_at_rest_exactly_the_table(stage: int, policy: str, remat: bool, donated
         return after
 
     for first, last in run_ranks(rank_main, world):
-        # the threaded group may still hold the last scalar that was summed
-        assert 0 <= first - (expected.params + expected.moments) <= 8
-        assert 0 <= last - (expected.params + expected.moments) <= 8
+        # a thread that has not left its last barrier yet holds the scalar that barriers sum on this backend
+        assert 0 <= first - (expected.params + expected.moments) <= 4
+        assert 0 <= last - (expected.params + expected.moments) <= 4
 
 
 def test_without_reference_cycles() -> None:
