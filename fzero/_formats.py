@@ -1,8 +1,8 @@
 """How values are stored: a format turns float32 values into the parts that a buffer consists of, and back.
 
-Formats are written over a small set of operations `o`, so that one text serves torch (`TorchOps`) and the kernels that
-`fzero/_kernel.py` generates. What a lossy format rounds it rounds stochastically, so that small updates and slow decays
-are kept in the mean.
+Formats are written over a small set of operations `o`, so that one text serves torch (`fzero/_ops.py`) and the kernels
+that `fzero/_kernel.py` generates. What a lossy format rounds it rounds stochastically, so that small updates and slow
+decays are kept in the mean.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ from typing import Any
 import torch
 
 from fzero import _private
+from fzero._ops import TorchOps
 
 GROUP = 32  # elements that share a scale
 
 Bits = Callable[..., Any]  # (n, place=0) -> random integers in [0, 2**n), times 2**place, one per element
 
-_MAGNITUDE, _EXPONENT, _HIGH = 0x7FFFFFFF, 0x7F800000, -65536
+_MAGNITUDE = 0x7FFFFFFF
 _LARGEST = 0x7F7F0000  # the largest finite bfloat16, as float32 bits
 _SIGN = -(1 << 31)
 _SMALLEST = 2.0**-126  # the smallest float32 whose inverse is finite
@@ -212,72 +213,6 @@ def _scale(o: Any, largest: Any) -> Any:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
-class TorchOps:
-    """The operations of formats and formulas on float32 (or float64) and int32 tensors of shape [groups, 32]."""
-
-    @staticmethod
-    def bits(x: torch.Tensor) -> torch.Tensor:
-        return x.view(torch.int32)
-
-    @staticmethod
-    def floats(x: torch.Tensor) -> torch.Tensor:
-        return x.view(torch.float32)
-
-    @staticmethod
-    def upper(x: torch.Tensor) -> torch.Tensor:
-        """The bfloat16 that is in the upper half of a word, for a part of that dtype."""
-        return (x & _HIGH).view(torch.float32)
-
-    @staticmethod
-    def shift(x: torch.Tensor, count: int) -> torch.Tensor:
-        return (x >> count) & ((1 << (32 - count)) - 1)
-
-    @staticmethod
-    def extended(x: torch.Tensor, count: int) -> torch.Tensor:
-        """The low bits as a signed number."""
-        return (x << (32 - count)) >> (32 - count)
-
-    @staticmethod
-    def sqrt(x: torch.Tensor) -> torch.Tensor:
-        # torch's float32 square root is not always correctly rounded on CPU, and a kernel's is
-        exact = x.device.type == "cpu" and x.dtype == torch.float32 and not torch.compiler.is_compiling()
-        return x.double().sqrt().float() if exact else x.sqrt()
-
-    @staticmethod
-    def where(condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
-        out = torch.where(condition, x, y)
-        return out.to(torch.int32) if out.dtype == torch.int64 else out  # of two whole numbers
-
-    @staticmethod
-    def times_plus(x: torch.Tensor, y: torch.Tensor, z: float) -> torch.Tensor:
-        """x * y + z, where y is a power of two, so that it is rounded once however it is computed."""
-        return x * y + z
-
-    @staticmethod
-    def less_times(x: torch.Tensor, y: float, z: torch.Tensor) -> torch.Tensor:
-        """(x - y) * z, where the difference is exact and y a power of two, so that it is rounded once as well."""
-        return (x - y) * z
-
-    clamp = torch.clamp
-    sign = torch.sign
-
-    @staticmethod
-    def least(x: torch.Tensor, bound: Any) -> torch.Tensor:
-        return torch.clamp(x, max=bound)
-
-    @staticmethod
-    def most(x: torch.Tensor, bound: Any) -> torch.Tensor:
-        return torch.clamp(x, min=bound)
-
-    @staticmethod
-    def to_float(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.float32)
-
-    @staticmethod
-    def to_int(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.int32)
 
 
 def entries(part: Part, numel: int) -> int:

@@ -1,6 +1,6 @@
 """The elementwise part of an update in one pass over memory: decode, the optimizer's formula, encode, round.
 
-A formula `formula(o, h, p, g, *moments) -> (p, *moments)` is written over the operations of `fzero/_formats.py`, with
+A formula `formula(o, h, p, g, *moments) -> (p, *moments)` is written over the operations of `fzero/_ops.py`, with
 its numbers in `h`, of which h[0] multiplies the gradient. It runs as a generated kernel on CPU, under torch.compile on
 CUDA, and otherwise eagerly, chunk by chunk, with the same bits as the kernel.
 """
@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from fzero import _kernel, _private
-from fzero._formats import GROUP, Companded, Format, Plain, Stored, TorchOps, chunks, encoded, load, store
+from fzero._formats import GROUP, Companded, Format, Plain, Stored, chunks, encoded, load, store
+from fzero._ops import TorchOps
 from fzero._rounding import Fields, hashed, word
 
 Formula = Callable[..., Sequence[Any]]

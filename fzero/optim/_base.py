@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _formats, _tree
-from fzero._formats import Plain, Stored, TorchOps
+from fzero._formats import Plain, Stored
 from fzero._onepass import CHUNK, ON_CUDA, Formula, Keys, is_generated, run, write
+from fzero._ops import TorchOps
 from fzero._policy import matches
 from fzero._rounding import Draw
 from fzero._sharded import Sharded, is_sharded, part_names
@@ -102,7 +103,7 @@ def elementwise(
     """Writes an optimizer's update of every buffer, in one pass, in float32 or float64.
 
     Args:
-        formula: `formula(o, h, p, g, *moments) -> (p, *moments)` over the operations of `fzero/_formats.py`; h[0]
+        formula: `formula(o, h, p, g, *moments) -> (p, *moments)` over the operations of `fzero/_ops.py`; h[0]
             multiplies the gradient.
         hyper: the numbers h from h[1] on.
         params, grads, moments: trees of a step, or of tensors.
