@@ -26,11 +26,10 @@ from typing import Any
 import torch
 
 from fzero._formats import GROUP, Companded, Format, Part, Plain
-from fzero._rounding import Fields, hashed, word
+from fzero._rounding import Counters, Fields, hashed, word
 from fzero._trace import KernelOps, Loop, Value
 
 N = 64  # elements of a loop; every buffer of a step is a multiple of it
-PASS = 1 << 23  # elements whose counters are made at a time
 _TYPES = {
     torch.float32: "float",
     torch.bfloat16: "uint16_t",
@@ -56,6 +55,10 @@ static inline int32_t add(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x 
 static inline int32_t sub(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x - (uint32_t)y); }}
 static inline int32_t mul(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x * (uint32_t)y); }}
 static inline int32_t left(int32_t x, int n) {{ return (int32_t)((uint32_t)x << n); }}
+static inline int32_t counter(const int32_t* runs, int64_t& at, int64_t block) {{
+  while (runs[3 * (at + 1)] <= block) at++;
+  return add(runs[3 * at + 1], mul(runs[3 * at + 2], (int32_t)(block - runs[3 * at])));
+}}
 #ifdef __AVX512F__
 #include <immintrin.h>
 #define WIDE(T, kind, load) static inline void wide(const T* x, int32_t* y, int n) {{ \\
@@ -164,10 +167,11 @@ class Source:
 
     def __str__(self) -> str:
         arrays = "\n".join(f"  alignas(64) {array} = {{}};" for array in self.arrays.values())
-        arguments = ", ".join(["int64_t count", *self.arguments, "const int32_t* __restrict keys_", "const float* h"])
+        counted = ["const int32_t* __restrict runs_", "int64_t first"]
+        arguments = ", ".join(["int64_t count", *self.arguments, *counted, "const float* h"])
         body = "\n".join(self.text)
         return (
-            f'{_HEAD}extern "C" void kernel({arguments}) {{\n{arrays}\n'
+            f'{_HEAD}extern "C" void kernel({arguments}) {{\n{arrays}\n  int64_t run = 0;\n'
             f"  for (int64_t start = 0; start < count; start += N) {{\n{body}\n  }}\n}}\n"
         )
 
@@ -188,7 +192,7 @@ class _Words:
     def _emit(self, number: int) -> None:
         block, loop = Loop("b"), Loop("w")
         array = self.source.array(f"word{number}", "int32_t")
-        key = hashed(block.let("keys_[start / 64 + k]", "i"), KernelOps.shift)
+        key = hashed(block.let("counter(runs_, run, first + start / 64 + k)", "i"), KernelOps.shift)
         bits = word(Value(loop, key.name, "i"), Value(loop, "i", "i"), number, KernelOps.shift)
         loop.lines.append(f"{array}[k * 64 + i] = {bits.name};")
         self.source.text.append(
@@ -301,10 +305,7 @@ def _machine() -> str:
 
 @functools.cache
 def kernel(formula: Callable[..., Sequence[Any]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int) -> Any:
-    """`run(parts, grads, keys, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made.
-
-    `keys(start, stop)` are the counters of the blocks of a range of elements.
-    """
+    """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made."""
     dtypes = [grad, *[part.dtype for form in formats for part in form.parts]]
     if compiler() is None or any(dtype not in _TYPES for dtype in dtypes):
         return None
@@ -313,16 +314,13 @@ def kernel(formula: Callable[..., Sequence[Any]], formats: tuple[Format, ...], g
         return None
     every = [part.every for form in formats for part in form.parts] + [1]
 
-    def run(parts: Sequence[torch.Tensor], grads: torch.Tensor, keys: Any, hyper: torch.Tensor) -> None:
-        tensors = [*parts, grads]
+    def run(parts: Sequence[torch.Tensor], grads: torch.Tensor, counters: Counters, hyper: torch.Tensor) -> None:
+        tensors, runs = [*parts, grads], counters.table
 
-        def part_of(begin: int, end: int) -> None:
-            for start in range(begin, end, PASS):
-                stop = min(start + PASS, end)
-                places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
-                counters = keys(start, stop)
-                places += [counters.data_ptr(), hyper.data_ptr()]
-                function(ctypes.c_int64(stop - start), *map(ctypes.c_void_p, places))
+        def part_of(start: int, stop: int) -> None:
+            places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
+            places = [*map(ctypes.c_void_p, [*places, runs.data_ptr()]), ctypes.c_int64(start // N)]
+            function(ctypes.c_int64(stop - start), *places, ctypes.c_void_p(hyper.data_ptr()))
 
         ranges = _split(grads.numel(), torch.get_num_threads())
         if len(ranges) == 1:
@@ -337,6 +335,6 @@ def kernel(formula: Callable[..., Sequence[Any]], formats: tuple[Format, ...], g
 def _split(numel: int, threads: int) -> list[tuple[int, int]]:
     """(start, stop) of about equal parts, multiples of N."""
     blocks = numel // N
-    threads = max(1, min(threads, blocks // 64))
+    threads = max(1, min(threads, blocks // 1024))
     bounds = [blocks * i // threads * N for i in range(threads + 1)]
     return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]

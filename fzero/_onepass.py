@@ -16,10 +16,9 @@ import torch
 from fzero import _kernel, _private
 from fzero._formats import GROUP, Companded, Format, Plain, Stored, chunks, encoded, load, store
 from fzero._ops import TorchOps
-from fzero._rounding import Fields, hashed, word
+from fzero._rounding import Counters, Fields, hashed, word
 
 Formula = Callable[..., Sequence[Any]]
-Keys = Callable[[int, int], torch.Tensor]  # (start, stop) -> the counters of those elements' blocks
 CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
@@ -92,7 +91,7 @@ def run(
     params: Stored,
     grads: torch.Tensor,
     moments: Sequence[Stored],
-    keys: Keys,
+    counters: Counters,
     dtype: torch.dtype,
     compiles: bool,
 ) -> None:
@@ -101,7 +100,7 @@ def run(
     Args:
         hyper: the formula's numbers.
         grads: flat, in the dtype that they are kept in.
-        keys: those of `Draw.blocks`, or empty where nothing is rounded stochastically.
+        counters: none where nothing is rounded stochastically.
         dtype: float32, or float64 where any state is.
         compiles: whether a kernel is wanted for a small buffer too.
     """
@@ -113,10 +112,10 @@ def run(
     if wanted and is_generated(grads.device, dtype):
         made = _kernel.kernel(formula, formats, grads.dtype, len(hyper))
         if made is not None:
-            made([part for stored in buffers for part in stored.parts], grads, keys, numbers)
+            made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
             return
     on_cuda = grads.device.type == "cuda" and (compiles or grads.numel() >= LARGE)
     block, chunk = (_compiled(), grads.numel()) if on_cuda else (_block, CHUNK if cpu else ON_CUDA)
     for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
-        block(formula, formats, parts, grads[start:stop], keys(start, stop), numbers)
+        block(formula, formats, parts, grads[start:stop], counters.blocks(grads.device, start, stop), numbers)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -30,26 +31,60 @@ class Draw:
         said = f"{self.seed} {self.count} {path}".encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
 
-    def blocks(
-        self, layout: Layout, key: str, rank: int, device: Any, begin: int = 0, end: int | None = None
-    ) -> torch.Tensor:
-        """int32[(end - begin) / 64]: the counters of the blocks of 64 elements of rank's shard of a group.
-
-        Args:
-            begin, end: the elements of the shard that are wanted, multiples of 64; all by default.
-        """
-        end = layout.shard_numel(key) if end is None else end
-        out = torch.zeros((end - begin) // ALIGN, dtype=torch.int32, device=device)
-        low = rank * layout.shard_numel(key)
+    def counters(self, layout: Layout, key: str, rank: int) -> Counters:
+        """Those of rank's shard of a group."""
+        size, low = layout.shard_numel(key), rank * layout.shard_numel(key)
+        runs, end = [], 0
         for slot, start, stop in layout.pieces(key, rank):
-            start, stop = max(start, begin), min(stop, end)
             if start < stop:
-                first = (low + start - slot.offset) // ALIGN
-                count = -(-(stop - start) // ALIGN)
-                numbers = out[(start - begin) // ALIGN :][:count]
-                torch.arange(first, first + count, out=numbers)
-                numbers.mul_(_GOLDEN).add_(self.of_leaf(slot.path))
+                if start > end:
+                    runs.append((end // ALIGN, 0, 0))
+                number = (low + start - slot.offset) // ALIGN
+                runs.append((start // ALIGN, _signed(number * _GOLDEN + self.of_leaf(slot.path)), _GOLDEN))
+                end = _blocks(stop) * ALIGN
+        if end < size:
+            runs.append((end // ALIGN, 0, 0))
+        return Counters(tuple(runs), size // ALIGN)
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The counters of a buffer's blocks of 64 elements, in runs that rise evenly.
+
+    Attributes:
+        runs: (first block, its counter, what every next one adds); what lies between leaves counts nothing.
+        count: blocks.
+    """
+
+    runs: tuple[tuple[int, int, int], ...] = ()
+    count: int = 0
+
+    def blocks(self, device: Any, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """int32[blocks] of the elements from start to stop, multiples of 64; all by default."""
+        begin, end = start // ALIGN, self.count if stop is None else _blocks(stop)
+        out = torch.empty(max(0, min(end, self.count) - begin), dtype=torch.int32, device=device)
+        ends = [run[0] for run in self.runs[1:]] + [self.count]
+        for (first, counter, rise), last in zip(self.runs, ends, strict=False):
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                numbers = out[low - begin : high - begin]
+                torch.arange(low - first, high - first, out=numbers)
+                numbers.mul_(rise).add_(counter)
         return out
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """int32[runs + 1, 3], with an end that no block reaches: what a kernel counts by."""
+        return torch.tensor([*self.runs, (2**31 - 1, 0, 0)], dtype=torch.int32)
+
+
+def _blocks(numel: int) -> int:
+    return -(-numel // ALIGN)
+
+
+def _signed(x: int) -> int:
+    """The lower 32 bits as a signed number."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
 def word(block: Any, lane: Any, stream: int, shift: Callable[[Any, int], Any]) -> Any:
@@ -59,8 +94,7 @@ def word(block: Any, lane: Any, stream: int, shift: Callable[[Any, int], Any]) -
         block: the block's counter, hashed.
         shift: `shift(x, n)`, the logical shift to the right.
     """
-    offset = (stream * _STREAM + (1 << 31)) % (1 << 32) - (1 << 31)  # as a signed number
-    return _mixed(block + lane * _GOLDEN + offset, shift)
+    return _mixed(block + lane * _GOLDEN + _signed(stream * _STREAM), shift)
 
 
 def hashed(x: Any, shift: Callable[[Any, int], Any]) -> Any:

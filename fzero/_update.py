@@ -178,7 +178,7 @@ def _plain_update(step: Step, moments: Any, own: Sharded, grads: Sharded, extra:
     for key in own.keys:
         stored, value = own.stored(key), params.local(key) + updates.local(key)
         assert own.draw
-        write(stored, value, own.draw.blocks(own.layout, key, own.axis.rank, value.device))
+        write(stored, value, own.draw.counters(own.layout, key, own.axis.rank).blocks(value.device))
     return to_moment_dtype(new, step.optimizer.by_leaf)
 
 

@@ -115,7 +115,7 @@ def test_stochastic_rounding_has_no_bias_and_the_right_variance() -> None:
     count = 1 << 20
     x = torch.full((count,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to the next bfloat16
     stored = Stored(Plain(BF16, True), (torch.empty(count, dtype=BF16),))
-    _onepass.write(stored, x, Draw(0, 0).blocks(one_leaf(count), "(root)/0", 0, "cpu"))
+    _onepass.write(stored, x, Draw(0, 0).counters(one_leaf(count), "(root)/0", 0).blocks("cpu"))
     up = (stored.parts[0].float() - 1.0) * 2**7
     assert set(up.unique().tolist()) == {0.0, 1.0}
     assert abs(up.mean().item() - 0.125) < 5 * (0.125 * 0.875 / count) ** 0.5
@@ -142,12 +142,12 @@ def test_random_bits_depend_on_leaf_offset_step_and_seed_only() -> None:
     params = {"a": torch.empty(70, device="meta"), "b": torch.empty(1000, device="meta")}
     step = fz.shard_zero3(fz.train_step(lambda p: p, fz.sgd(0.1)))
     alone = fz.plan(step, {"b": params["b"]}).layout
-    want = Draw(3, 5).blocks(alone, "(root)/0", 0, "cpu")
+    want = Draw(3, 5).counters(alone, "(root)/0", 0).blocks("cpu")
     for ranks in (1, 2, 3, 4):
         layout = fz.plan(step, params, world_size=ranks).layout
-        blocks = torch.cat([Draw(3, 5).blocks(layout, "(root)/0", rank, "cpu") for rank in range(ranks)])
+        blocks = torch.cat([Draw(3, 5).counters(layout, "(root)/0", rank).blocks("cpu") for rank in range(ranks)])
         assert torch.equal(blocks[2 : 2 + want.numel()], want)
-    others = [Draw(3, 6).blocks(alone, "(root)/0", 0, "cpu"), Draw(4, 5).blocks(alone, "(root)/0", 0, "cpu")]
+    others = [draw.counters(alone, "(root)/0", 0).blocks("cpu") for draw in (Draw(3, 6), Draw(4, 5))]
     assert all((other != want).all() for other in others) and len(set(want.tolist())) == want.numel()
 
 
@@ -157,8 +157,8 @@ def test_random_bits_depend_on_leaf_offset_step_and_seed_only() -> None:
 @pytest.mark.skipif(_kernel.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
 def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also over the end of what takes its counters at a time."""
-    monkeypatch.setattr(_kernel, "PASS", 64 * 16)
+    """Also where several threads have uneven parts, of several leaves."""
+    monkeypatch.setattr(_kernel, "_split", lambda numel, threads: [(0, 64 * 11), (64 * 11, numel)])
     numel = 64 * 37
     x = torch.randn(numel, generator=generator()) * 10.0 ** torch.randn(numel, generator=generator(1))
     x[:2] = torch.tensor([3.3e38, 0.0])
@@ -180,7 +180,7 @@ def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: py
         for compiles in (False, True):
             step = fz.train_step(lambda p: p, OPTIMIZERS[optimizer](), policy)
             step = fz.compile(step) if compiles else step
-            state = step.init({"w": x})
+            state = step.init(dict(zip("abc", x[:2304].split([70, 1274, 960]), strict=True)))
             for count in range(3):
                 g = torch.randn(numel, generator=generator(9 + count)) * 1e-2
                 grads = state.params.with_buffers({key: g for key in state.params.keys})

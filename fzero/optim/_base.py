@@ -11,10 +11,10 @@ import torch
 
 from fzero import _formats, _tree
 from fzero._formats import Plain, Stored
-from fzero._onepass import CHUNK, ON_CUDA, Formula, Keys, is_generated, run, write
+from fzero._onepass import CHUNK, ON_CUDA, Formula, is_generated, run, write
 from fzero._ops import TorchOps
 from fzero._policy import matches
-from fzero._rounding import Draw
+from fzero._rounding import Counters, Draw
 from fzero._sharded import Sharded, is_sharded, part_names
 
 Schedule = Callable[[int], float]
@@ -114,10 +114,10 @@ def elementwise(
         dtype = math_dtype(unit.params.dtype, unit.grads.dtype, *(m.dtype for m in unit.moments))
         # torch's own kernel, and what must have its bits: params that are float32 in two halves
         simple = unit.grads.dtype == dtype and all(m.plain and m.dtype == dtype for m in unit.moments)
-        ours = generated and unit.keys is not None and is_generated(unit.grads.device, dtype)
+        ours = generated and unit.counters is not None and is_generated(unit.grads.device, dtype)
         if kernel is not None and simple and unit.factor == 1.0 and not ours:
             _in_chunks(kernel, unit, dtype)
-        elif unit.keys is None:
+        elif unit.counters is None:
             own = [unit.params.parts[0], *[m.parts[0] for m in unit.moments]]
             h = [torch.tensor(x, dtype=dtype) for x in (unit.factor, *hyper)]
             value, *rest = [x.to(dtype) for x in own]
@@ -126,17 +126,17 @@ def elementwise(
                 target.copy_(value)
         else:
             own = (unit.params, unit.grads, unit.moments)
-            run(formula, (unit.factor, *hyper), *own, unit.keys, dtype, unit.compiles)
+            run(formula, (unit.factor, *hyper), *own, unit.counters, dtype, unit.compiles)
 
 
 class _Unit(NamedTuple):
-    """One buffer's part in an update. `keys(start, stop)` count its blocks; None for a tensor of no step."""
+    """One buffer's part in an update; a tensor of no step has no counters."""
 
     params: Stored
     grads: torch.Tensor
     moments: list[Stored]
     factor: float
-    keys: Keys | None
+    counters: Counters | None
     compiles: bool = False
 
 
@@ -150,15 +150,8 @@ def _units(params: Any, grads: Any, moments: Sequence[Any]) -> Iterator[_Unit]:
         own = [params.stored(key), *[tree.stored(key) for tree in moments]]
         draw = params.draw or Draw(0, 0)
         rounds = any(not stored.plain or getattr(stored.format, "stochastic", False) for stored in own)
-
-        def keys(
-            start: int, stop: int, key: str = key, draw: Draw = draw, rounds: bool = rounds, device: Any = own[0].device
-        ) -> torch.Tensor:
-            if rounds:
-                return draw.blocks(params.layout, key, params.axis.rank, device, start, stop)
-            return torch.empty(0, dtype=torch.int32, device=device)
-
-        yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, keys, draw.compiles)
+        counters = draw.counters(params.layout, key, params.axis.rank) if rounds else Counters()
+        yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, counters, draw.compiles)
 
 
 def _as_stored(tensor: torch.Tensor) -> Stored:
@@ -171,7 +164,7 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
     if p.plain and p.dtype == dtype:
         kernel(p.parts[0], g, *moments)
         return
-    if unit.keys is None:
+    if unit.counters is None:
         p, g, moments = _as_stored(p.parts[0].view(-1)), g.reshape(-1), [m.view(-1) for m in moments]
     chunk = CHUNK if g.device.type == "cpu" else ON_CUDA
     for start, stop in _formats.chunks(g, chunk):
@@ -180,7 +173,7 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
         value = stored.to(dtype)
         kernel(value, g[start:stop], *[m[start:stop] for m in moments])
         if value is not stored.parts[0]:
-            write(stored, value, unit.keys(start, stop) if unit.keys is not None else torch.empty(0))
+            write(stored, value, (unit.counters or Counters()).blocks(value.device, start, stop))
 
 
 def call_update(member: GradientTransformation, updates: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> Any:
