@@ -139,10 +139,23 @@ class Companded:
         return f"{self.width}-bit"
 
     def decode(self, o: Any, stored: Sequence[Any], times: Any = 1.0) -> Any:
+        scale = o.floats(stored[1] << 23) * times
+        if self.width == 4:
+            return o.level(stored[0], self) * scale
         code = stored[0] & self.most if self.signed else stored[0]
-        y = o.floats((code << self.place) | _bits(self.bias))
-        x = o.less_times(y, self.bias, o.floats(stored[1] << 23) * times)
+        x = o.less_times(o.floats((code << self.place) | _bits(self.bias)), self.bias, scale)
         return o.floats(o.bits(x) | (stored[0] & _SIGN)) if self.signed else x
+
+    def level(self, o: Any, code: Any) -> Any:
+        """What a signed code stands for, over its scale: exact, so that one product of it has one rounding."""
+        x = o.floats(((code & self.most) << self.place) | _bits(self.bias)) - self.bias
+        return o.floats(o.bits(x) | (code & _SIGN))
+
+    @property
+    def levels(self) -> list[float]:
+        """Those of the codes 0, 1, ... as they are stored."""
+        codes = torch.arange(1 << self.width, dtype=torch.int32)
+        return self.level(TorchOps, TorchOps.extended(codes, self.width)).tolist()
 
     def magnitude(self, o: Any, x: Any) -> Any:
         """The bits of the magnitude, which order as it does."""
@@ -152,9 +165,9 @@ class Companded:
         """The stored scale of a group, of the bits of its largest magnitude."""
         return o.least(o.shift(largest + self.carry, 23), 253)
 
-    def codes(self, o: Any, x: Any, scale: Any, noise: Bits | None) -> Any:
+    def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
         """The codes of values, of which none is too large for the scale that is stored for its group."""
-        y = o.bits(o.times_plus(o.floats(self.magnitude(o, x)), o.floats((254 - scale) << 23), self.bias))
+        y = o.bits(o.times_plus(o.floats(magnitude), o.floats((254 - scale) << 23), self.bias))
         if not self.signed:
             y = o.most(y, _bits(self.bias) + (1 << self.place))
         if noise is None:
@@ -260,8 +273,9 @@ def encoded(format: Format, x: Any, noise: Bits | None) -> list[torch.Tensor]:
     x = x * 1.0  # arithmetic sets a bit in the upper half of a NaN, which is kept
     if not isinstance(format, Companded):
         return format.encode(TorchOps, x, noise)
-    scale = format.scale(TorchOps, format.magnitude(TorchOps, x).amax(-1, keepdim=True))
-    return [format.codes(TorchOps, x, scale, noise), scale]
+    magnitude = format.magnitude(TorchOps, x)
+    scale = format.scale(TorchOps, magnitude.amax(-1, keepdim=True))
+    return [format.codes(TorchOps, x, magnitude, scale, noise), scale]
 
 
 CHUNK = 1 << 15  # elements at a time: temporaries stay small, and calls take no longer than the work

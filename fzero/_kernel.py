@@ -67,6 +67,14 @@ static inline int32_t counter(const int32_t* runs, int64_t& at, int64_t block) {
 #define HALF(x) _mm_loadu_si128((const __m128i*)(x))
 #define WHOLE(x) _mm256_loadu_si256((const __m256i*)(x))
 WIDE(int8_t, epi8, HALF) WIDE(uint8_t, epu8, HALF) WIDE(int16_t, epi16, WHOLE) WIDE(uint16_t, epu16, WHOLE)
+static inline void levels(const uint8_t* x, float* y, const float* table, int n) {{ // two codes of 4 bits a byte
+  const __m512 of = _mm512_loadu_ps(table);
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 16) {{
+    const __m512i codes = _mm512_cvtepu8_epi32(HALF(x + i));
+    _mm512_store_ps(y + 2 * i, _mm512_permutexvar_ps(codes, of));
+    _mm512_store_ps(y + 2 * i + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), of));
+  }}
+}}
 static inline __m512i highest(const int32_t* x) {{
   return _mm512_max_epi32(_mm512_load_si512(x), _mm512_load_si512(x + 16));
 }}
@@ -81,6 +89,14 @@ static inline void largest(const int32_t* x, int32_t* y) {{ // of four groups at
 #else
 template <typename T> static inline void wide(const T* __restrict x, int32_t* __restrict y, int n) {{
   SIMD for (int i = 0; i < n; i++) y[i] = x[i];
+}}
+static inline void levels(const uint8_t* __restrict x, float* __restrict y, const float* table, int n) {{
+  for (int i = 0; i < n; i += 16) {{
+    for (int j = 0; j < 16; j++) {{
+      y[2 * i + j] = table[x[i + j] & 15];
+      y[2 * i + 16 + j] = table[x[i + j] >> 4];
+    }}
+  }}
 }}
 static inline void largest(const int32_t* __restrict x, int32_t* __restrict y) {{
   for (int k = 0; k < 4; k++) {{
@@ -107,6 +123,7 @@ class Source:
         self.shared: list[str] = []
         self.arrays: dict[str, str] = {}
         self.text: list[str] = []
+        self.tables: list[str] = []
 
     def array(self, name: str, kind: str, numel: int = N) -> str:
         self.arrays[name] = f"{kind} {name}[{numel}]"
@@ -124,10 +141,10 @@ class Source:
             f"        {body}\n      }} }}"
         )
 
-    def load(self, part: Part, name: str) -> str:
+    def load(self, part: Part, name: str, form: Format | None = None) -> str:
         """Emits the loop that brings N elements of a stored part into an array; what element i is there.
 
-        What a group shares is declared in `shared`.
+        What a group shares is declared in `shared`. Codes of 4 bits are looked up.
         """
         self.arguments.append(f"{_TYPES[part.dtype]}* __restrict {name}_")
         if part.dtype == torch.float32:
@@ -135,17 +152,14 @@ class Source:
         if part.every == GROUP:
             self.shared.append(f"const int32_t {name} = {name}_[start / {GROUP} + k];")
             return name
-        array = self.array(name, "int32_t")
         if part.every == 2:
-            pairs = self.array(f"{name}pairs", "int32_t")
-            self.text.append(
-                f"      wide(&{name}_[start / 2], {pairs}, N / 2);\n"
-                f"      GROUPS SIMD for (int i = 0; i < {GROUP // 2}; i++) {{\n"
-                f"        {array}[k * {GROUP} + i] = extended({pairs}[k * {GROUP // 2} + i], 4);\n"
-                f"        {array}[k * {GROUP} + {GROUP // 2} + i] = extended({pairs}[k * {GROUP // 2} + i] >> 4, 4);\n"
-                f"      }}"
-            )
+            assert isinstance(form, Companded)
+            array = self.array(name, "float")
+            table = ", ".join(f"{level.hex()}f" for level in form.levels)
+            self.tables.append(f"  static const float {name}levels[16] = {{{table}}};\n")
+            self.text.append(f"      levels(&{name}_[start / 2], {array}, {name}levels, N / 2);")
             return f"{array}[i]"
+        array = self.array(name, "int32_t")
         self.text.append(f"      wide(&{name}_[start], {array}, N);")
         return f"floats(left({array}[i], 16))" if part.dtype == torch.bfloat16 else f"{array}[i]"
 
@@ -171,7 +185,7 @@ class Source:
         arguments = ", ".join(["int64_t count", *self.arguments, *counted, "const float* h"])
         body = "\n".join(self.text)
         return (
-            f'{_HEAD}extern "C" void kernel({arguments}) {{\n{arrays}\n  int64_t run = 0;\n'
+            f'{_HEAD}extern "C" void kernel({arguments}) {{\n{"".join(self.tables)}{arrays}\n  int64_t run = 0;\n'
             f"  for (int64_t start = 0; start < count; start += N) {{\n{body}\n  }}\n}}\n"
         )
 
@@ -206,14 +220,14 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     source = Source()
     names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]
     arrays = [
-        [source.load(part, name) for part, name in zip(form.parts, own, strict=True)]
+        [source.load(part, name, form) for part, name in zip(form.parts, own, strict=True)]
         for form, own in zip(formats, names, strict=True)
     ]
     grads = source.load(Part("", grad), "grad")
     words = _Words(source)
     noise = Fields(words.read, KernelOps.shift)
     loop = words.loop = Loop("t")
-    kinds = [["f" if p.dtype.is_floating_point else "i" for p in form.parts] for form in formats]
+    kinds = [["f" if p.dtype.is_floating_point or p.every == 2 else "i" for p in form.parts] for form in formats]
     params, *moments = [
         functools.partial(form.decode, KernelOps, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
         for form, own, kind in zip(formats, arrays, kinds, strict=True)
@@ -251,7 +265,8 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
         source.text.append(f"      GROUPS {{ const int i = k; {' '.join(loop.lines)} }}")
         loop = words.loop = Loop("c")
         scale = loop.let("scale", "i")
-        loop.keep(codes, form.codes(KernelOps, loop.let(f"{kept}[i]", "f"), scale, noise))
+        value, size = loop.let(f"{kept}[i]", "f"), loop.let(f"{sizes}[{n * N} + i]", "i")
+        loop.keep(codes, form.codes(KernelOps, value, size, scale, noise))
         source.add(loop, shared=[f"const int32_t scale = {scales}[k];"])
         stores += [(form.parts[0], names[i][0], codes, False), (form.parts[1], names[i][1], scales, False)]
     for part, name, array, rounds in stores:
