@@ -160,6 +160,7 @@ def draw(found: dict[str, dict[str, tuple[float, float]]], path: Path) -> None:
         panel.set_yticks(range(len(names)), [f"{name} ({bytes_of(name):.1f} B)" for name in names])
         panel.invert_yaxis()
         panel.set_xscale("symlog", linthresh=1e-3)
+        panel.set_xlim(-3e-3, 1)
         panel.set_xlabel("held-out loss over fp32 masters, nats a byte")
         panel.set_title(task)
         panel.grid(alpha=0.3)
