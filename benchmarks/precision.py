@@ -182,6 +182,12 @@ def main() -> None:
     args.figure.parent.mkdir(parents=True, exist_ok=True)
     args.base = args.out.with_name(f"{args.out.stem}-base-{args.steps}-{args.batch}-{args.lr:g}.pt")
     results: dict[str, float] = json.loads(args.out.read_text()) if args.out.exists() else {}
+    for name in ("steps", "batch", "lr"):
+        said = results.setdefault(f"settings/{name}", getattr(args, name))
+        if said != getattr(args, name):
+            raise SystemExit(
+                f"{args.out} holds results of --{name} {said:g}, got {getattr(args, name):g}: give another --out"
+            )
     if args.table:
         draw(table(results, args), args.figure)
         return

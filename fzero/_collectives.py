@@ -115,8 +115,8 @@ class Axis:
                 full.copy_(shard)
             return done
         explained = self._announced("all_gather", tag, shard, self.group)
-        number = self._number("all_gather", tag)
-        return explained(explained(_distributed.start_all_gather)(full, shard, self.group, number))
+        start = explained(_distributed.start_all_gather)
+        return explained(start(full, shard, self.group, self._number("all_gather", tag)))
 
     def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
         """`full[numel]` from the shards of all ranks, in rank order."""

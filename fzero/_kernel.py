@@ -190,6 +190,9 @@ class Source:
         )
 
 
+_Store = tuple[Part, str, str, bool]  # the arguments of Source.store
+
+
 class _Words:
     """The random words of a loop's elements; each is an array, made where it is first read."""
 
@@ -234,7 +237,7 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     ]
     hyper = [Value(loop, f"h[{i}]", "f") for i in range(hypers)]
     new = formula(KernelOps, hyper, params(), loop.let(grads, "f"), *moments)
-    stores: list[tuple[Part, str, str, bool]] = []
+    stores: list[_Store] = []
     grouped: list[tuple[int, Companded, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
         if isinstance(form, Companded):
@@ -250,18 +253,35 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
             loop.keep(target, out)
             stores.append((part, name, target, isinstance(form, Plain) and not form.stochastic))
     source.add(loop, shared=source.shared)
-    groups = N // GROUP
-    largest, sizes = -(-len(grouped) * groups // 4) * 4, ""
-    if grouped:  # the largest of all groups' elements, four groups at a time
-        sizes, tops = source.array("sizes", "int32_t", largest * GROUP), source.array("tops", "int32_t", largest)
-        for n, (_, form, kept) in enumerate(grouped):
-            loop = Loop("b")
-            loop.keep(f"({sizes} + {n * N})", form.magnitude(KernelOps, loop.let(f"{kept}[i]", "f")))
-            source.add(loop)
-        source.text += [f"      largest({sizes} + {k * GROUP}, {tops} + {k});" for k in range(0, largest, 4)]
+    if grouped:
+        stores += _companded(source, words, noise, grouped, names)
+    for part, name, array, rounds in stores:
+        source.store(part, name, array, rounds)
+    return str(source)
+
+
+def _companded(
+    source: Source,
+    words: _Words,
+    noise: Fields,
+    grouped: Sequence[tuple[int, Companded, str]],
+    names: Sequence[Sequence[str]],
+) -> list[_Store]:
+    """Emits the scales and codes of new values, each an (index, format, array); what is to be stored.
+
+    The largest of each group's elements is found first, for four groups at a time.
+    """
+    groups, stores = N // GROUP, []
+    padded = -(-len(grouped) * groups // 4) * 4
+    sizes, tops = source.array("sizes", "int32_t", padded * GROUP), source.array("tops", "int32_t", padded)
+    for n, (_, form, kept) in enumerate(grouped):
+        loop = Loop("b")
+        loop.keep(f"({sizes} + {n * N})", form.magnitude(KernelOps, loop.let(f"{kept}[i]", "f")))
+        source.add(loop)
+    source.text += [f"      largest({sizes} + {k * GROUP}, {tops} + {k});" for k in range(0, padded, 4)]
     for n, (i, form, kept) in enumerate(grouped):
         scales, codes, loop = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t"), Loop("g")
-        loop.keep(scales, form.scale(KernelOps, loop.let(f"tops[{n * groups} + i]", "i")))
+        loop.keep(scales, form.scale(KernelOps, loop.let(f"{tops}[{n * groups} + i]", "i")))
         source.text.append(f"      GROUPS {{ const int i = k; {' '.join(loop.lines)} }}")
         loop = words.loop = Loop("c")
         scale = loop.let("scale", "i")
@@ -269,9 +289,7 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
         loop.keep(codes, form.codes(KernelOps, value, size, scale, noise))
         source.add(loop, shared=[f"const int32_t scale = {scales}[k];"])
         stores += [(form.parts[0], names[i][0], codes, False), (form.parts[1], names[i][1], scales, False)]
-    for part, name, array, rounds in stores:
-        source.store(part, name, array, rounds)
-    return str(source)
+    return stores
 
 
 @functools.cache

@@ -33,18 +33,16 @@ class Draw:
 
     def counters(self, layout: Layout, key: str, rank: int) -> Counters:
         """Those of rank's shard of a group."""
-        size, low = layout.shard_numel(key), rank * layout.shard_numel(key)
+        low, count = rank * layout.shard_numel(key), layout.shard_numel(key) // ALIGN
         runs, end = [], 0
         for slot, start, stop in layout.pieces(key, rank):
             if start < stop:
-                if start > end:
-                    runs.append((end // ALIGN, 0, 0))
                 number = (low + start - slot.offset) // ALIGN
                 runs.append((start // ALIGN, _signed(number * _GOLDEN + self.of_leaf(slot.path)), _GOLDEN))
-                end = _blocks(stop) * ALIGN
-        if end < size:
-            runs.append((end // ALIGN, 0, 0))
-        return Counters(tuple(runs), size // ALIGN)
+                end = -(-stop // ALIGN)
+        if end < count:
+            runs.append((end, 0, 0))
+        return Counters(tuple(runs), count)
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class Counters:
     """The counters of a buffer's blocks of 64 elements, in runs that rise evenly.
 
     Attributes:
-        runs: (first block, its counter, what every next one adds); what lies between leaves counts nothing.
+        runs: (first block, its counter, what every next one adds); the padding behind the last leaf counts nothing.
         count: blocks.
     """
 
@@ -61,7 +59,7 @@ class Counters:
 
     def blocks(self, device: Any, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """int32[blocks] of the elements from start to stop, multiples of 64; all by default."""
-        begin, end = start // ALIGN, self.count if stop is None else _blocks(stop)
+        begin, end = start // ALIGN, self.count if stop is None else stop // ALIGN
         out = torch.empty(max(0, min(end, self.count) - begin), dtype=torch.int32, device=device)
         ends = [run[0] for run in self.runs[1:]] + [self.count]
         for (first, counter, rise), last in zip(self.runs, ends, strict=False):
@@ -76,10 +74,6 @@ class Counters:
     def table(self) -> torch.Tensor:
         """int32[runs + 1, 3], with an end that no block reaches: what a kernel counts by."""
         return torch.tensor([*self.runs, (2**31 - 1, 0, 0)], dtype=torch.int32)
-
-
-def _blocks(numel: int) -> int:
-    return -(-numel // ALIGN)
 
 
 def _signed(x: int) -> int:

@@ -123,17 +123,8 @@ class Sharded:
 
     def replaced(self, **changes: Any) -> Sharded:
         """A new tree with some of the constructor's arguments changed; buffers are shared."""
-        kept = {
-            "layout": self.layout,
-            "axis": self.axis,
-            "structure": self.structure,
-            "buffers": self.buffers,
-            "held": self.held,
-            "scale": self.scale,
-            "kind": self.kind,
-            "draw": self.draw,
-        }
-        return Sharded(**{**kept, **changes})
+        names = ("layout", "axis", "structure", "buffers", "held", "scale", "kind", "draw")
+        return Sharded(**{name: getattr(self, name) for name in names} | changes)
 
     def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
         """`fn` over the local slices of trees of the same groups."""
@@ -144,10 +135,8 @@ class Sharded:
         self._alive()
         buffers: dict[str, torch.Tensor] = {}
         for key in keys:
-            if key in self._buffers:
-                buffers.update({name: self._buffers[name] for name in self._stored_as(key)[1]})
-            elif key in self._held:
-                buffers[key] = self.stored(key).parts[0]
+            if key in self._buffers or key in self._held:
+                buffers.update(zip(self._stored_as(key)[1], self.stored(key).parts, strict=True))
         return self.replaced(buffers=buffers, held=None)
 
     def drawing(self, draw: Draw) -> Sharded:
