@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/update.py
     OMP_NUM_THREADS=2 python benchmarks/update.py
 
-One buffer of 2^25 params, so that every buffer is of 100 MB or near it, gradients in bfloat16 (float32 in the first
-line), AdamW, donated. A copy of the same bytes reads and writes each once: params, moments and gradients.
+2^27 params, so that buffers are of 134 MB (codes of 8 bits) to 537 MB (float32), gradients in bfloat16 (float32 in the
+first line), AdamW, donated. A copy of the same bytes reads and writes each once: params, moments and gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import fzero as fz
 from fzero import _kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
-NUMEL = 1 << 25
+NUMEL = 1 << 27
 SCHEMES = {
     "fp32, gradients too": fz.Policy(param=F32, grad=F32, moment=F32),
     "exact, fp32 moments": fz.Policy.exact(F32),

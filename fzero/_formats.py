@@ -19,7 +19,7 @@ from fzero._ops import TorchOps
 
 GROUP = 32  # elements that share a scale
 
-Bits = Callable[..., Any]  # (n, place=0) -> random integers in [0, 2**n), times 2**place, one per element
+Bits = Callable[..., Any]  # (n, own=n) -> random integers in [0, 2**n), one per element
 
 _MAGNITUDE = 0x7FFFFFFF
 _LARGEST = 0x7F7F0000  # the largest finite bfloat16, as float32 bits
@@ -170,10 +170,7 @@ class Companded:
         y = o.bits(o.times_plus(o.floats(magnitude), o.floats((254 - scale) << 23), self.bias))
         if not self.signed:
             y = o.most(y, _bits(self.bias) + (1 << self.place))
-        if noise is None:
-            part = 1 << self.place - 1
-        else:
-            part = noise(8, self.place - 8) | 1 << self.place - 9  # centred, so that what has a code keeps it
+        part = 1 << self.place - 1 if noise is None else noise(self.place, 6 if self.width == 8 else 5)
         code = o.shift(y + part, self.place)
         if not self.signed:
             return code  # whose low 8 bits are stored

@@ -1,7 +1,7 @@
 """One-pass CPU kernels: formats and formulas traced into C++, compiled once, and called on flat buffers.
 
 torch.compile does the same on CUDA. On CPU its loops over 8- and 16-bit integers are not vectorised, and it splits the
-update into several passes: measured at 24 ns an element where these take 0.8 (`benchmarks/update.py`).
+update into several passes: measured at 24 ns an element where these take 0.7 (`benchmarks/update.py`).
 
 Every loop runs over N elements that stay in the first cache; values of one loop that another needs lie in small arrays.
 Operations come in the order and precision that torch's eager ones have, so the results are the same to the bit.
@@ -19,7 +19,7 @@ import platform
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,12 @@ _TYPES = {
     torch.int16: "int16_t",
     torch.int32: "int32_t",
 }
+
+
+def _listed(numbers: Iterable[Any]) -> str:
+    return ", ".join(map(str, numbers))
+
+
 _HEAD = f"""#include <stdint.h>
 #include <math.h>
 #include <string.h>
@@ -59,14 +65,29 @@ static inline int32_t counter(const int32_t* runs, int64_t& at, int64_t block) {
   while (runs[3 * (at + 1)] <= block) at++;
   return add(runs[3 * at + 1], mul(runs[3 * at + 2], (int32_t)(block - runs[3 * at])));
 }}
-#ifdef __AVX512F__
+#ifdef __AVX512BW__
 #include <immintrin.h>
+alignas(64) static const uint16_t into_upper[32] = {{{_listed(i // 2 for i in range(32))}}};
+alignas(64) static const uint16_t of_upper[32] = {{{_listed(2 * i + 1 for i in range(32))}}};
 #define WIDE(T, kind, load) static inline void wide(const T* x, int32_t* y, int n) {{ \\
   _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 16) \\
     _mm512_store_si512(y + i, _mm512_cvt##kind##_epi32(load(x + i))); }}
 #define HALF(x) _mm_loadu_si128((const __m128i*)(x))
 #define WHOLE(x) _mm256_loadu_si256((const __m256i*)(x))
-WIDE(int8_t, epi8, HALF) WIDE(uint8_t, epu8, HALF) WIDE(int16_t, epi16, WHOLE) WIDE(uint16_t, epu16, WHOLE)
+WIDE(int8_t, epi8, HALF) WIDE(uint8_t, epu8, HALF) WIDE(int16_t, epi16, WHOLE)
+static inline void wide(const uint16_t* x, float* y, int n) {{ // bfloat16 as the upper halves of words
+  const __m512i low = _mm512_load_si512(into_upper), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 32) {{
+    const __m512i halves = _mm512_loadu_si512(x + i);
+    _mm512_store_si512(y + i, _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, low, halves));
+    _mm512_store_si512(y + i + 16, _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, high, halves));
+  }}
+}}
+static inline void upper(const float* x, uint16_t* y, int n) {{
+  const __m512i of = _mm512_load_si512(of_upper);
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 32)
+    _mm512_storeu_si512(y + i, _mm512_permutex2var_epi16(_mm512_load_si512(x + i), of, _mm512_load_si512(x + i + 16)));
+}}
 static inline void levels(const uint8_t* x, float* y, const float* table, int n) {{ // two codes of 4 bits a byte
   const __m512 of = _mm512_loadu_ps(table);
   _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 16) {{
@@ -89,6 +110,12 @@ static inline void largest(const int32_t* x, int32_t* y) {{ // of four groups at
 #else
 template <typename T> static inline void wide(const T* __restrict x, int32_t* __restrict y, int n) {{
   SIMD for (int i = 0; i < n; i++) y[i] = x[i];
+}}
+static inline void wide(const uint16_t* __restrict x, float* __restrict y, int n) {{
+  SIMD for (int i = 0; i < n; i++) y[i] = floats(left(x[i], 16));
+}}
+static inline void upper(const float* __restrict x, uint16_t* __restrict y, int n) {{
+  SIMD for (int i = 0; i < n; i++) y[i] = (uint16_t)shift(bits(x[i]), 16);
 }}
 static inline void levels(const uint8_t* __restrict x, float* __restrict y, const float* table, int n) {{
   for (int i = 0; i < n; i += 16) {{
@@ -155,13 +182,13 @@ class Source:
         if part.every == 2:
             assert isinstance(form, Companded)
             array = self.array(name, "float")
-            table = ", ".join(f"{level.hex()}f" for level in form.levels)
+            table = _listed(f"{level.hex()}f" for level in form.levels)
             self.tables.append(f"  static const float {name}levels[16] = {{{table}}};\n")
             self.text.append(f"      levels(&{name}_[start / 2], {array}, {name}levels, N / 2);")
             return f"{array}[i]"
-        array = self.array(name, "int32_t")
+        array = self.array(name, "float" if part.dtype == torch.bfloat16 else "int32_t")
         self.text.append(f"      wide(&{name}_[start], {array}, N);")
-        return f"floats(left({array}[i], 16))" if part.dtype == torch.bfloat16 else f"{array}[i]"
+        return f"{array}[i]"
 
     def store(self, part: Part, name: str, array: str, rounds: bool) -> None:
         """Emits the loop that brings an array into a stored part; `rounds` where bfloat16 does not hold it as it is."""
@@ -173,9 +200,10 @@ class Source:
                 f" | left({array}[k * {GROUP} + {GROUP // 2} + i], 4);"
             )
             array = pairs
-        value = f"({_TYPES[part.dtype]}){array}[i]"
-        if part.dtype == torch.bfloat16:
-            value = f"nearest({array}[i])" if rounds else f"(uint16_t)shift(bits({array}[i]), 16)"
+        if part.dtype == torch.bfloat16 and not rounds:
+            self.text.append(f"      upper({array}, &{name}_[start], N);")
+            return
+        value = f"nearest({array}[i])" if rounds else f"({_TYPES[part.dtype]}){array}[i]"
         self.text.append(f"      SIMD for (int i = 0; i < N / {part.every}; i++)")
         self.text.append(f"        {name}_[start / {part.every} + i] = {value};")
 
@@ -305,9 +333,12 @@ def _built(source: str) -> Any:
     if path is None:
         return None
     flags = ["-O3", "-march=native", "-fopenmp-simd", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
-    flags += ["-shared", "-fPIC", "-fschedule-insns", "-fsched-pressure"]
+    flags += ["-shared", "-fPIC", "-fschedule-insns"]
     if platform.machine() == "x86_64":
         flags.append("-mprefer-vector-width=512")
+    # the order of instructions, which is worth a tenth: of the models tried the best for vectors of 512 bits on AMD's
+    # Zen 4 too, which g++ 12 does not know
+    flags.append("-mtune=icelake-server" if "avx512bw" in _machine() else "-fsched-pressure")
     key = hashlib.sha256("\n".join([source, path, *flags, _machine()]).encode()).hexdigest()[:24]
     folder = Path(tempfile.gettempdir()) / f"fzero-kernels-{os.getuid()}"
     library = folder / f"{key}.so"

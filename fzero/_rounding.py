@@ -116,15 +116,31 @@ class Fields:
         self._read, self._shift = read, shift
         self._number, self._free = -1, 0
 
-    def __call__(self, count: int, place: int = 0) -> Any:
-        """Integers in [0, 2**count), times 2**place. Short ones come from the upper bits, which are the most random."""
-        field = (1 << count) - 1
-        places = range(33 - count) if count > 8 else range(32 - count, -1, -1)
-        if all(self._free >> at & field != field for at in places):
-            self._number, self._free = self._number + 1, (1 << 32) - 1
-        at = next(at for at in places if self._free >> at & field == field)
-        self._free &= ~(field << at)
-        bits, down = self._read(self._number), at - place
+    def __call__(self, count: int, own: int | None = None) -> Any:
+        """Integers in [0, 2**count), each as likely.
+
+        Args:
+            own: how many of their upper bits no other field has; all by default. What those below decide is so rare
+                that two fields may share them.
+        """
+        own = count if own is None else own
+        ends = [32, *range(31, own - 1, -1)]  # at either end of its word a field takes one operation
+        if count >= 16:
+            ends.insert(0, count)  # short ones come from the upper bits, which are the most random
+        end = next((end for end in ends if self._is_free(end, own)), None)
+        if end is None:
+            self._number, self._free, end = self._number + 1, _ones(32, 32), ends[0]
+        self._free &= ~_ones(own, end)
+        bits, down = self._read(self._number), end - count
         if down < 0:
-            return (bits << -down) & (field << place)
-        return (self._shift(bits, down) if down else bits) & (field << place)
+            return (bits << -down) & _ones(count, count)
+        bits = self._shift(bits, down) if down else bits
+        return bits if end == 32 else bits & _ones(count, count)
+
+    def _is_free(self, end: int, own: int) -> bool:
+        return self._free & _ones(own, end) == _ones(own, end)
+
+
+def _ones(count: int, end: int) -> int:
+    """So many bits below bit `end`."""
+    return (1 << end) - (1 << end - count)
