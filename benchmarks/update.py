@@ -3,8 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/update.py
     OMP_NUM_THREADS=2 python benchmarks/update.py
 
-2^27 params, so that buffers are of 134 MB (codes of 8 bits) to 537 MB (float32), gradients in bfloat16 (float32 in the
-first line), AdamW, donated. A copy of the same bytes reads and writes each once: params, moments and gradients.
+2^27 params, with 4-bit codes 2^28, so that buffers are of 134 to 537 MB (scales of 4 or 8), gradients in bfloat16
+(float32 in the first line), AdamW, donated. A copy of the same bytes reads and writes each once: params, moments and
+gradients.
 """
 
 from __future__ import annotations
@@ -19,7 +20,6 @@ import fzero as fz
 from fzero import _kernel
 
 BF16, F32 = torch.bfloat16, torch.float32
-NUMEL = 1 << 27
 SCHEMES = {
     "fp32, gradients too": fz.Policy(param=F32, grad=F32, moment=F32),
     "exact, fp32 moments": fz.Policy.exact(F32),
@@ -48,10 +48,11 @@ def main() -> None:
     print(f"{torch.get_num_threads()} threads; {how}")
     print(f"{'':<28}{'update ms':>10}{'copy ms':>10}{'ratio':>8}{'ns/param':>10}")
     for name, policy in SCHEMES.items():
+        numel = 1 << (28 if "4-bit" in name else 27)
         step = fz.donate(fz.train_step(lambda p: p, fz.adamw(1e-3), policy))
-        state = step.init({"w": torch.zeros(NUMEL)})
+        state = step.init({"w": torch.zeros(numel)})
         assert policy.grad
-        grad = torch.randn(NUMEL, generator=torch.Generator().manual_seed(0)).to(policy.grad) * 1e-3
+        grad = torch.randn(numel, generator=torch.Generator().manual_seed(0)).to(policy.grad) * 1e-3
         trees = [state.params, state.moments.mu, state.moments.nu]
         sources = [part for tree in trees for part in tree.buffers.values()] + [grad]
         source = [part.clone() for part in sources]
@@ -74,7 +75,7 @@ def main() -> None:
         updates, copies = seconds([update, copy])
         ours, theirs = statistics.median(updates), statistics.median(copies)
         ratio = statistics.median(a / b for a, b in zip(updates, copies, strict=True))
-        print(f"{name:<28}{ours * 1e3:>10.1f}{theirs * 1e3:>10.1f}{ratio:>8.2f}{ours / NUMEL * 1e9:>10.2f}", flush=True)
+        print(f"{name:<28}{ours * 1e3:>10.1f}{theirs * 1e3:>10.1f}{ratio:>8.2f}{ours / numel * 1e9:>10.2f}", flush=True)
 
 
 if __name__ == "__main__":

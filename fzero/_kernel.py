@@ -30,6 +30,8 @@ from fzero._rounding import Counters, Fields, hashed, word
 from fzero._trace import KernelOps, Loop, Value
 
 N = 64  # elements of a loop; every buffer of a step is a multiple of it
+AHEAD = 12 * N  # elements that are fetched ahead where arithmetic sets the pace: a tenth is gained in scattered pages
+_LINE = 64  # bytes
 _TYPES = {
     torch.float32: "float",
     torch.bfloat16: "uint16_t",
@@ -48,6 +50,7 @@ _HEAD = f"""#include <stdint.h>
 #include <math.h>
 #include <string.h>
 #define N {N}
+#define AHEAD {AHEAD}
 #define SIMD _Pragma("omp simd")
 #define GROUPS _Pragma("GCC unroll 1") for (int k = 0; k < N / {GROUP}; k++)
 static inline float floats(int32_t x) {{ float y; memcpy(&y, &x, 4); return y; }}
@@ -190,6 +193,12 @@ class Source:
         self.text.append(f"      wide(&{name}_[start], {array}, N);")
         return f"{array}[i]"
 
+    def fetch(self, part: Part, name: str) -> None:
+        """Emits that the lines of elements further on come into the cache; those of scales come by themselves."""
+        if part.every != GROUP:
+            for at in range(0, N // part.every, _LINE // part.dtype.itemsize):
+                self.text.append(f"      __builtin_prefetch(&{name}_[(start + AHEAD) / {part.every} + {at}]);")
+
     def store(self, part: Part, name: str, array: str, rounds: bool) -> None:
         """Emits the loop that brings an array into a stored part; `rounds` where bfloat16 does not hold it as it is."""
         if part.every == 2:
@@ -250,6 +259,11 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     """C++ of one update of a buffer: params in formats[0], moments in the others."""
     source = Source()
     names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]
+    if any(isinstance(form, Companded) for form in formats):
+        for form, own in zip(formats, names, strict=True):
+            for part, name in zip(form.parts, own, strict=True):
+                source.fetch(part, name)
+        source.fetch(Part("", grad), "grad")
     arrays = [
         [source.load(part, name, form) for part, name in zip(form.parts, own, strict=True)]
         for form, own in zip(formats, names, strict=True)

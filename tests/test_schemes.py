@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import fzero as fz
 from fzero import _formats, _kernel, _onepass
 from fzero._formats import Companded, Corrected, Exact, Plain, Stored
-from fzero._rounding import Draw
+from fzero._rounding import Draw, Fields
 from fzero.optim._adam import _decoupled
 from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks
 
@@ -149,6 +149,26 @@ def test_random_bits_depend_on_leaf_offset_step_and_seed_only() -> None:
         assert torch.equal(blocks[2 : 2 + want.numel()], want)
     others = [draw.counters(alone, "(root)/0", 0).blocks("cpu") for draw in (Draw(3, 6), Draw(4, 5))]
     assert all((other != want).all() for other in others) and len(set(want.tolist())) == want.numel()
+
+
+FIELDS = {"p": (16, 16), "short": (8, 8), "m": (18, 6), "m4": (21, 5), "v": (18, 6)}
+
+
+@given(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
+def test_random_fields_have_bits_of_their_own(names: list[str], word: int) -> None:
+    """A bit of a word changes the upper bits of one field at most, and every upper bit of a field is such a bit."""
+
+    def drawn(words: dict[int, int]) -> list[int]:
+        fields = Fields(lambda number: words.get(number, word), lambda x, n: x >> n)
+        return [fields(*FIELDS[name]) >> FIELDS[name][0] - FIELDS[name][1] for name in names]
+
+    start = drawn({})
+    changed = [0] * len(names)
+    for number, bit in itertools.product(range(len(names)), range(32)):
+        flips = [a ^ b for a, b in zip(start, drawn({number: word ^ 1 << bit}), strict=True)]
+        assert sum(map(bool, flips)) <= 1
+        changed = [a | b for a, b in zip(changed, flips, strict=True)]
+    assert changed == [(1 << FIELDS[name][1]) - 1 for name in names]
 
 
 # ---- kernels
