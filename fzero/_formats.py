@@ -1,7 +1,7 @@
 """How values are stored: a format turns float32 values into the parts that a buffer consists of, and back.
 
 Formats are written over a small set of operations `o`, so that one text serves torch (`fzero/_ops.py`) and the kernels
-that `fzero/_kernel.py` generates. What a lossy format rounds it rounds stochastically, so that small updates and slow
+that `fzero/_source.py` generates. What a lossy format rounds it rounds stochastically, so that small updates and slow
 decays are kept in the mean.
 """
 
