@@ -74,13 +74,15 @@ def _machine() -> str:
     return next((line for line in lines if line.startswith("flags")), "")
 
 
+def carries(formats: Sequence[Format], grad: torch.dtype) -> bool:
+    """Whether kernels have all these types."""
+    return {grad, *(part.dtype for form in formats for part in form.parts)} <= TYPES.keys()
+
+
 @functools.cache
 def kernel(formula: Callable[..., Sequence[Any]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int) -> Any:
     """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made."""
-    dtypes = [grad, *[part.dtype for form in formats for part in form.parts]]
-    if compiler() is None or any(dtype not in TYPES for dtype in dtypes):
-        return None
-    function = _built(source_of(formula, formats, grad, hypers))
+    function = _built(source_of(formula, formats, grad, hypers)) if carries(formats, grad) else None
     if function is None:
         return None
     every = [part.every for form in formats for part in form.parts] + [1]

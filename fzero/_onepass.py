@@ -108,8 +108,10 @@ def run(
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
     buffers = [params, *moments]
     cpu = grads.device.type == "cpu"
-    wanted = (compiles or grads.numel() >= LARGE) and not _private.is_fake(grads)
-    if wanted and is_generated(grads.device, dtype):
+    wanted = compiles or grads.numel() >= LARGE
+    if wanted and is_generated(grads.device, dtype) and _kernel.carries(formats, grads.dtype):
+        if _private.is_fake(grads):
+            return  # of fake tensors only the memory counts, and a kernel takes none
         made = _kernel.kernel(formula, formats, grads.dtype, len(hyper))
         if made is not None:
             made([part for stored in buffers for part in stored.parts], grads, counters, numbers)

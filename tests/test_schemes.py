@@ -12,6 +12,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
 from fzero import _formats, _kernel, _onepass
@@ -207,6 +208,17 @@ def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: py
                 state, _ = step.update(state, grads)
             results.append((state.params.buffers, [t.buffers for t in trees_of(state.moments)]))
         assert_trees_equal(*results)
+
+
+@pytest.mark.skipif(_kernel.compiler() is None, reason="no C++ compiler")
+def test_what_is_counted_of_an_update_is_what_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On fake tensors: nothing, not the temporaries of a chunk."""
+    monkeypatch.setattr(_onepass, "_block", lambda *_: pytest.fail("a chunk ran"))
+    with FakeTensorMode():
+        step = fz.train_step(lambda p: p, fz.adamw(1e-3), fz.Policy.compact16("4-bit"))
+        state = step.init({"w": torch.zeros(_onepass.LARGE)})
+        grads = state.params.with_buffers({key: torch.zeros(_onepass.LARGE) for key in state.params.keys})
+        step.update(state, grads)
 
 
 def test_the_pass_that_is_compiled_for_a_gpu_computes_the_same() -> None:
