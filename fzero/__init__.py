@@ -21,6 +21,7 @@ from fzero._state import TrainState as TrainState
 from fzero._step import Step as Step
 from fzero._step import train_step as train_step
 from fzero._step import with_fn as with_fn
+from fzero._unit import sum_over as sum_over
 from fzero._unit import unit as unit
 from fzero._vjp import Pullback as Pullback
 from fzero.optim import GradientTransformation as GradientTransformation

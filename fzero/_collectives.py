@@ -39,8 +39,8 @@ class Axis:
         self.copies, self.copy = _distributed.size_of(replicas), _distributed.rank_in(replicas)
         self.component, self.identity = "", ""
         self._runs, self._run = 0, 0
-        # function -> the units that its last run called, in order: what the next run will probably gather next
-        self.orders: weakref.WeakKeyDictionary[Any, tuple[tuple[str, ...], ...]] = weakref.WeakKeyDictionary()
+        # function -> what its last run showed: the units that it called, which the next will probably call too
+        self.records: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
     @staticmethod
     def of(mesh: Any, axis: str, replicate: str | None, who: str) -> Axis:
@@ -127,23 +127,27 @@ class Axis:
         """The full tensor whose slices along dim 0 are the ranks' shards: a new one, also on one rank."""
         return self.gather_into(shard.new_empty((shard.shape[0] * self.size, *shard.shape[1:])), shard, tag)
 
-    def start_reduce_scatter(self, full: torch.Tensor, tag: str = "") -> tuple[torch.Tensor, Callable[[], None]]:
+    def start_reduce_scatter(
+        self, full: torch.Tensor, tag: str = "", dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
         """This rank's slice of the mean over all ranks, summed in rank order, and what waits until it is there.
 
-        `full` belongs to the collective until then; over one rank it is the result.
+        Args:
+            full: belongs to the collective until then; over one rank it is the result where it has the sum's dtype.
+            dtype: that of the sum; `full` travels as it is.
         """
-        full = full.contiguous()
+        full, dtype = full.contiguous(), dtype or full.dtype
         if self.ranks == 1:
-            return full, done
+            return full.to(dtype), done
         out, wait = full, done
         if self.size > 1:
-            out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]))
+            out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]), dtype=dtype)
             explained = self._announced("reduce_scatter", tag, full, self.group)
             number, divisor = self._number("reduce_scatter", tag), self.ranks if self.copies == 1 else 1
             start = explained(_distributed.start_reduce_scatter)
             wait = explained(start(full, out, self.group, number, divisor))
         elif self.copies > 1:
-            out = full.clone()
+            out = full.to(dtype, copy=True)
 
         def finish() -> None:
             wait()
@@ -153,9 +157,9 @@ class Axis:
 
         return out, finish
 
-    def reduce_scatter(self, full: torch.Tensor, tag: str = "") -> torch.Tensor:
-        """This rank's slice of the mean over all ranks, summed in rank order; consumes nothing."""
-        out, wait = self.start_reduce_scatter(full, tag)
+    def reduce_scatter(self, full: torch.Tensor, tag: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's slice of the mean over all ranks, summed in rank order in `dtype`; consumes nothing."""
+        out, wait = self.start_reduce_scatter(full, tag, dtype)
         wait()
         return out
 

@@ -12,6 +12,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero._hazards import in_flight
+
 
 def initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
@@ -72,6 +74,15 @@ CHUNK = 1 << 16  # elements that stay in a core's cache while they are added up
 
 def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> Wait:
     """Fills `full` with the shards of all ranks, in rank order. The shard may lie in its place already."""
+    return in_flight(full, shard, lambda full, shard: _gather(full, shard, group, number), _by_number(group))
+
+
+def _by_number(group: Any) -> bool:
+    """Whether messages find each other by their numbers, in whatever order they leave."""
+    return dist.get_backend(group) == "gloo"
+
+
+def _gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> Wait:
     backend = dist.get_backend(group)
     if backend == "gloo":
         parts = list(full.chunk(size_of(group)))
@@ -95,9 +106,17 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number
 
 
 def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
-    """Fills `out` with this rank's slice of the sum over `divisor`, added up in rank order where that is left to us."""
+    """Fills `out` with this rank's slice of the sum over `divisor`, added up in rank order where that is left to us.
+
+    `full` travels in its own dtype and is summed in that of `out`: what a backend sums itself, it sums as it travels.
+    """
+    return in_flight(out, full, lambda out, full: _scatter(full, out, group, number, divisor), _by_number(group))
+
+
+def _scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
     backend, size, rank = dist.get_backend(group), size_of(group), rank_in(group)
-    if backend not in ("gloo", "threaded"):
+    alike = full.dtype == out.dtype
+    if backend not in ("gloo", "threaded") and alike:
         work = _reduce_scatter(out, full, group, async_op=True)
 
         def divide() -> None:
@@ -108,22 +127,29 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, numb
         return divide
     parts = list(full.chunk(size))
     # the sum is in rank order, and its first term that comes from elsewhere is received where the sum is to be
-    first = 1 if rank == 0 else 0
-    received = [parts[rank] if r == rank else torch.empty_like(out) if r != first else out for r in range(size)]
+    first = (1 if rank == 0 else 0) if alike else -1
+    received = [parts[rank] if r == rank else torch.empty_like(parts[r]) if r != first else out for r in range(size)]
     arrived = done
     if backend == "gloo":
         arrived = _start_exchange(parts, received, group, number)
-    else:
-        received[rank] = torch.empty_like(out)
+    elif backend == "threaded":
+        received[rank] = torch.empty_like(parts[rank])
         dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
         _settle(group)
+    else:
+        everyone = torch.empty_like(full)
+        received = list(everyone.chunk(size))
+        arrived = dist.all_to_all_single(everyone, full, group=group, async_op=True).wait  # type: ignore[union-attr]
 
     exact = divisor & (divisor - 1) == 0  # the same as a division, and quicker
 
     def add() -> None:
         arrived()
         for total, *terms in zip(*[part.view(-1).split(CHUNK) for part in (out, *received)], strict=True):
-            torch.add(terms[0], terms[1], out=total)
+            if alike:
+                torch.add(terms[0], terms[1], out=total)
+            else:
+                total.copy_(terms[0]).add_(terms[1])
             for term in terms[2:]:
                 total.add_(term)
             total.mul_(1 / divisor) if exact else total.div_(divisor)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import copy
 import functools
 import threading
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -73,9 +74,6 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         threads.patched.add(id(own))
         run_forward = own.forward
         places, fast = _Places(own, run_forward), _Places(own, compiled(run_forward))
-        # torch's recurrent layers keep a list of their weights, which is written anew with every swap
-        recurrent = any(isinstance(module, nn.RNNBase) for module in own.modules())
-
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = _units.get().get(path)
@@ -83,7 +81,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                return call_unit(places.call, (leaves, args, kwargs), {}, recurrent, seed, fast.call)
+                return call_unit(places.call, (leaves, args, kwargs), {}, seed, fast.call, own, places.installed)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
@@ -111,7 +109,9 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         versions = [(name, buffer, buffer._version) for name, buffer in threads.buffers]
         try:
             if ROOT in units:  # the whole module is one unit
-                out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {}, compilable=threads.fast.call)
+                own, fast = threads.places, threads.fast
+                whole = (units[ROOT], args, kwargs)
+                out = call_unit(own.call, whole, {}, None, fast.call, module, own.installed)
             else:
                 full = {name: params[leaf] for name, leaf in aliases.items() if not isinstance(params[leaf], Handle)}
                 out = threads.places.call(full, args, kwargs)
@@ -146,12 +146,18 @@ class _Places:
 
     def call(self, leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
         """Runs with these leaves for the module's params; every name of a tied one is among them."""
+        with self.installed(leaves):
+            return self.run(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def installed(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
+        """Inside, these leaves are the module's params."""
         places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
         old = [owner[name] for owner, name in places]
         try:
             for (owner, name), leaf in zip(places, leaves.values(), strict=True):
                 owner[name] = leaf
-            return self.run(*args, **kwargs)
+            yield
         finally:
             for (owner, name), leaf in zip(reversed(places), reversed(old), strict=True):
                 owner[name] = leaf

@@ -17,7 +17,7 @@ from fzero._formats import Companded, Stored
 from fzero._microbatch import Microbatches
 from fzero._sharded import Sharded, norm_of, squares_of
 from fzero._state import TrainState
-from fzero._update import Judged, Update, is_finite, sum_of
+from fzero._update import Judged, Update, as_grads, is_finite, sum_of
 from fzero._vjp import Run
 from fzero.optim._base import values
 
@@ -52,7 +52,7 @@ class _Grads:
         """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
         if key in self.earlier:
             shard = self.earlier[key] + shard
-        grads = self.step._grads(self.state, {key: shard})
+        grads = self.step._grads(self.state, as_grads(self.state.layout, {key: shard}))
         kept = self.state.grads
         if kept is None:
             return grads
@@ -71,8 +71,15 @@ class _Grads:
 def fused_call(step: Step, state: TrainState, inputs: Any, cotangent: Any, rng: int) -> tuple[TrainState, Any]:
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
     assert step.fusion is not None
+    with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
+        return _fused_call(step, state, inputs, cotangent, rng, update)
+
+
+def _fused_call(
+    step: Step, state: TrainState, inputs: Any, cotangent: Any, rng: int, update: Update
+) -> tuple[TrainState, Any]:
+    assert step.fusion is not None
     way = step.fusion.way(step)
-    update = Update(step, state)  # before a run holds the buffers that it may overwrite
     micro = step.microbatches or Microbatches()
     losses: list[torch.Tensor] = []
     auxes: list[Any] = []

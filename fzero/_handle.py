@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from fzero import _tree
+from fzero import _private, _tree
 
 if TYPE_CHECKING:
     from fzero._traversal import Traversal
@@ -17,13 +16,23 @@ class HandleError(AttributeError, TypeError):
     """A leaf of a unit was used where it is not gathered. An AttributeError too, so that `hasattr` answers False."""
 
 
-class Handle:
-    """A leaf of a unit, outside that unit: its shape, dtype and device can be read, its values cannot."""
+class Handle(torch.Tensor):
+    """A leaf of a unit, outside that unit: a tensor without values, whose shape, dtype and device can be read.
 
-    __slots__ = ("index", "key", "primal", "traversal")
+    What reaches torch's operators all the same, below Python or under a derivative, is refused there.
+    """
 
-    def __init__(self, traversal: Traversal, key: str, index: int, primal: torch.Tensor) -> None:
+    traversal: Traversal
+    key: Any
+    index: int
+    primal: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, traversal: Traversal, key: Any, index: int, primal: torch.Tensor) -> Handle:
+        row, use = traversal.layout.rows[index], traversal.uses[key]
+        self = torch.Tensor._make_wrapper_subclass(cls, row.shape, dtype=use.compute, device=use.shard.device)
         self.traversal, self.key, self.index, self.primal = traversal, key, index, primal
+        return self
 
     @property
     def path(self) -> str:
@@ -33,59 +42,49 @@ class Handle:
     def unit(self) -> str:
         return self.traversal.layout.rows[self.index].unit
 
-    @property
-    def shape(self) -> torch.Size:
-        return torch.Size(self.traversal.layout.rows[self.index].shape)
-
-    @property
-    def ndim(self) -> int:
-        return len(self.shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.traversal.uses[self.key].compute
-
-    @property
-    def device(self) -> torch.device:
-        return self.primal.device
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def size(self, dim: int | None = None) -> Any:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.ndim
-
     def _refuse(self, what: str) -> HandleError:
         return HandleError(
             f"{what}: leaf {self.path!r} belongs to unit {self.unit!r} and is gathered only inside that unit's call. "
-            "Pass it to a function wrapped in fz.unit (or let fz.functional call the module), say other units= in "
-            "train_step, or differentiate with fz.hvp instead of torch.func over the params."
+            "Pass it to a function wrapped in fz.unit (or let fz.functional call the module), or say other units= in "
+            "train_step. A sum over leaves is fz.sum_over(params, fn), which takes them unit by unit; derivatives over "
+            "the params are fz.hvp and fz.per_example_grads, not torch.func over handles."
         )
 
-    def __getattr__(self, name: str) -> Any:
-        raise self._refuse(f"got .{name}")
-
-    def __repr__(self) -> str:
-        return f"Handle({self.path!r} of unit {self.unit!r}, {tuple(self.shape)}, {self.dtype})"
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.path!r} of unit {self.unit!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        handle = next(leaf for leaf in _tree.flatten((args, kwargs or {}))[0] if isinstance(leaf, Handle))
-        raise handle._refuse(f"got torch function {getattr(func, '__name__', func)!r}")
+        if func in _READABLE:
+            handle = args[0]
+            if func is _REQUIRES_GRAD:
+                return _private.is_differentiated(handle.primal)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        raise _first_handle((args, kwargs))._refuse(f"got torch function {_name_of(func)!r}")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise _first_handle((args, kwargs))._refuse(f"got operator {func}")
 
 
-def _refusing(name: str) -> Callable[..., Any]:
-    def method(self: Handle, *_: Any) -> Any:
-        raise self._refuse(f"got {name}")
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_READABLE = {
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize "
+        "nbytes requires_grad".split()
+    ),
+    *(getattr(torch.Tensor, name) for name in "size dim numel element_size is_floating_point is_complex".split()),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
 
-    return method
+
+def _first_handle(tree: Any) -> Handle:
+    return next(leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Handle))
 
 
-for _name in (
-    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv floordiv mod matmul rmatmul pow rpow neg abs getitem "
-    "setitem len iter contains bool float int index lt le gt ge array"
-).split():
-    setattr(Handle, f"__{_name}__", _refusing(f"__{_name}__"))
+def _name_of(func: Any) -> str:
+    """What a user calls it: a property's getter by the property's name."""
+    name = getattr(func, "__name__", str(func))
+    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name

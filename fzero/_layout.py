@@ -47,6 +47,10 @@ class Group:
     slots: tuple[Slot, ...]
     row: Row  # the first leaf's; its policy and optimizer hold for all
 
+    def leaf_at(self, offset: int) -> str:
+        """The path of the leaf at an offset of the full buffer."""
+        return next((slot.path for slot in reversed(self.slots) if slot.offset <= offset), self.slots[0].path)
+
     @cached_property
     def split_sizes(self) -> tuple[int, ...]:
         """Sizes that cut the buffer into leaf, gap, leaf, gap, ... and the rest."""

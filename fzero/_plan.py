@@ -131,7 +131,7 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         if group.row.frozen:
             gathers = gathers if stage == 3 else 0
         else:
-            totals["sent"] += share * policy.reduce.itemsize
+            totals["sent"] += share * policy.wire.itemsize
         travels = nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize
         totals["sent"] += gathers * travels
     return Plan(

@@ -28,8 +28,9 @@ class Policy:
         moment: dtype of the optimizer's moments.
         compute: dtype that the params are gathered and used in; `None` takes `autocast`'s dtype
             where that transform applies, otherwise the stored one.
-        reduce: dtype that gradients travel and are summed in; `None` takes the wider of
-            `grad` and `compute`.
+        reduce: dtype that gradients are summed in, over uses, microbatches, ranks and `add_grads`; `None` takes
+            float32, or float64 where `grad` or `compute` is. They travel between ranks in the wider of `grad` and
+            `compute` where that is narrower.
         rounding: how an update is rounded to a stored bfloat16: "nearest"; "stochastic", up with the probability of
             the fraction, so that small updates are kept in the mean; "compensated", with what it leaves kept
             in `remainder`. Unless it is "nearest", bfloat16 moments are rounded stochastically.
@@ -146,6 +147,13 @@ class Policy:
         return Plain(self.moment, self.rounding != "nearest" and self.moment == torch.bfloat16)
 
     @property
+    def wire(self) -> torch.dtype:
+        """The dtype in which a full gradient travels to be summed: never wider than that of the sum."""
+        assert self.grad and self.compute and self.reduce
+        own = torch.promote_types(self.grad, self.compute)
+        return own if own.itemsize < self.reduce.itemsize else self.reduce
+
+    @property
     def computes_as_stored(self) -> bool:
         """Whether a full buffer in compute dtype has the stored values."""
         return isinstance(self.param_format, Plain) and self.compute == self.param and self.gather is None
@@ -177,7 +185,7 @@ class Policy:
             )
         grad = self.grad or own
         compute = self.compute or autocast or param
-        reduce = self.reduce or torch.promote_types(grad, compute)
+        reduce = self.reduce or torch.promote_types(torch.float32, torch.promote_types(grad, compute))
         return dataclasses.replace(
             self, param=param, grad=grad, moment=self.moment or own, compute=compute, reduce=reduce
         )

@@ -94,6 +94,18 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     return _functorch.is_functorch_wrapped_tensor(tensor)
 
 
+def version(tensor: torch.Tensor) -> int:
+    """How often a tensor's memory was written to; 0 for a tensor of inference mode, which does not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """The plain tensor below every functorch level."""
+    while is_wrapped(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor
+
+
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether any reverse-mode level needs this tensor.
 
@@ -107,6 +119,11 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         if not is_wrapped(tensor):
             return False
         tensor = _functorch.get_unwrapped(tensor)
+
+
+def will_run(node: Any) -> bool:
+    """Inside a backward: whether the running pass will come to this node of the graph."""
+    return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
 
 
 def keeps_graph() -> bool:

@@ -6,15 +6,14 @@ rank; the pullback goes back through this run's own calls. Owned by one run; not
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from fzero import _private
+from fzero import _hazards, _private
 from fzero._use import Use
 
 if TYPE_CHECKING:
@@ -23,32 +22,43 @@ if TYPE_CHECKING:
 Keys = tuple[str, ...]
 
 
-class Room:
-    """Memory for a gathered buffer, which like units take turns in: fresh memory costs more than what is gathered.
+class Facts(NamedTuple):
+    """What an earlier run showed of one call of a unit, beside the leaves that it is given.
 
     Attributes:
-        full: the buffer; its storage is empty while nobody needs it.
-        user: the call whose params it holds, or will.
-        busy: whether that call still needs them.
+        mutated: positions among its tensors of those that it changes in place.
+        more: indices of leaves that it reads although it is not given them.
+        constant: places among the tensors that it puts out of those that nothing differentiates.
     """
 
-    __slots__ = ("busy", "full", "user")
+    mutated: frozenset[int] = frozenset()
+    more: tuple[int, ...] = ()
+    constant: frozenset[int] = frozenset()
 
-    def __init__(self, full: torch.Tensor) -> None:
-        self.full, self.busy = full, True
-        self.user: weakref.ref[UnitOp] | None = None
 
-    @property
-    def is_empty(self) -> bool:
-        return self.full.untyped_storage().nbytes() == 0
+class Record:
+    """What the last run of a function called, in order, and what is known of those calls."""
 
-    def empty(self) -> None:
-        self.full.untyped_storage().resize_(0)
+    def __init__(self) -> None:
+        self.order: tuple[Keys, ...] | None = None
+        self.facts: dict[int, Facts] = {}
+        self.as_nodes: set[int] = set()  # plain calls that functorch refuses, by number
 
-    def fill(self) -> None:
-        """Takes memory again."""
-        if self.is_empty:
-            self.full.untyped_storage().resize_(self.full.numel() * self.full.element_size())
+
+def finish_all(waits: Sequence[Callable[[], None]]) -> None:
+    """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
+    errors: list[BaseException] = []
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]
+
+
+def _gone() -> None:
+    """Stands for a reference to a call that nothing runs any more."""
 
 
 class Schedule:
@@ -57,45 +67,57 @@ class Schedule:
     Attributes:
         keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
         ran_before: whether the function has run to its end before.
-        lean: whether memory counts more than that it stays warm: nothing is kept for a next unit.
+        lean: whether memory counts more than that it stays warm: the full cotangent's is not kept for the next unit.
     """
 
     def __init__(self, uses: Mapping[str, Use]) -> None:
         self.uses = uses
-        self._pulls, self._defers = False, False
+        self._pulls, self._plain = False, 0
         self.keeps, self.ran_before, self.lean = True, False, False
-        self._calls: list[weakref.ref[UnitOp]] = []
+        self._calls: list[Callable[[], UnitOp | None]] = []
         self._called: list[Keys] = []
-        self._uses_of: collections.Counter[str] = collections.Counter()
         self._expected: tuple[Keys, ...] = ()
         self._on_track = True  # called so far what was expected
-        self._remember: Callable[[tuple[Keys, ...]], None] = lambda order: None
-        self._rooms: list[Room] = []  # those that have memory
-        self._keeps_rooms = False  # between calls: where more of them are expected
-        self._ahead: dict[str, tuple[Room, Callable[[], None]]] = {}
-        self._kept: dict[str, Room] = {}
+        self.record = Record()
+        self._ahead: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
         self._reducing: Callable[[], None] | None = None
         self._spare: torch.Tensor | None = None
 
     # ---- forward
 
-    def expect(self, orders: MutableMapping[Any, tuple[Keys, ...]], fn: Any) -> None:
+    def expect(self, records: MutableMapping[Any, Record], fn: Any) -> None:
         """Looks up what the last run of `fn` called, and will note there what this one calls."""
-        try:
-            self._expected = orders.get(fn, ())
-        except TypeError:  # a callable that cannot be referred to weakly is not looked ahead of
-            return
-        self._remember = lambda order: orders.__setitem__(fn, order)
-        self.ran_before = fn in orders
+        with contextlib.suppress(TypeError):  # a callable that cannot be referred to weakly is not looked ahead of
+            self.record = records.setdefault(fn, self.record)
+        self.ran_before = self.record.order is not None
+        self._expected = self.record.order or ()
 
-    def called(self, op: UnitOp) -> int:
+    def called(self, keys: Keys) -> int:
         """Notes a call; its number."""
-        self._calls.append(weakref.ref(op))
-        count, keys = len(self._called), tuple(op.keys)
+        count = len(self._called)
         self._on_track = self._on_track and count < len(self._expected) and self._expected[count] == keys
         self._called.append(keys)
-        self._uses_of.update(op.keys)
-        return len(self._calls) - 1
+        self._calls.append(_gone)
+        return count
+
+    def runs(self, op: UnitOp) -> None:
+        """Notes what runs a call."""
+        self._calls[op.number] = weakref.ref(op)
+
+    @property
+    def on_track(self) -> bool:
+        """Whether this run has called so far what the last one called."""
+        return self.ran_before and self._on_track
+
+    def facts(self, number: int) -> Facts | None:
+        """What is known of the latest call; None if nothing is."""
+        return self.record.facts.get(number, Facts()) if self.on_track else None
+
+    def plain(self) -> int:
+        """Notes a unit that is called plainly; its number."""
+        self._plain += 1
+        return self._plain
 
     def is_last(self) -> bool:
         """Whether the call that runs is probably the last of the forward, and may keep its buffers."""
@@ -112,91 +134,56 @@ class Schedule:
             if self.uses[key].gathers and key not in self._ahead and key not in self._kept:
                 self._ahead[key] = self._gather(key)
 
-    def keep(self, key: str, room: Room) -> None:
+    def keep(self, key: str, full: torch.Tensor) -> None:
         """Holds on to a gathered buffer for its next use."""
-        self._kept[key] = room
+        self._kept[key] = full
 
-    def take(self, key: str, primal: torch.Tensor) -> tuple[torch.Tensor, Room | None]:
-        """A unit's full buffer, and the room that it is in: gathered ahead, or now."""
+    def take(self, key: str, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A unit's full buffer, gathered ahead or now, and whether it is the unit's own, which it may empty."""
         use = self.uses[key]
         if not use.gathers:
-            return use.value(primal)[0], None
+            return use.value(primal)[0], False
         if key in self._kept:
-            room = self._kept.pop(key)
-        else:
-            room, wait = self._ahead.pop(key, None) or self._gather(key)
-            wait()
-        return room.full, room
+            return self._kept.pop(key), True
+        full, wait = self._ahead.pop(key, None) or self._gather(key)
+        wait()
+        return full, True
 
-    def _gather(self, key: str) -> tuple[Room, Callable[[], None]]:
-        """Starts to gather a group into a room that is free, or a new one."""
+    def _gather(self, key: str) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Starts to gather a group into a new buffer."""
         use = self.uses[key]
-        numel = use.shard.numel() * use.axis.size
-        for room in self._rooms:
-            if not room.busy and (room.full.numel(), room.full.dtype) == (numel, use.compute):
-                room.busy, room.user = True, None
-                break
-        else:
-            room = Room(torch.empty(numel, dtype=use.compute, device=use.shard.device))
-            self._rooms.append(room)
-        return room, self._fill(key, room)
+        full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.shard.device)
+        return full, self._fill(key, full)
 
-    def _fill(self, key: str, room: Room) -> Callable[[], None]:
-        # calls that used this room before saved views of it, and will have it filled again before they are pulled back
-        with _private.preserve_version([room.full]), torch.no_grad():
-            return self.uses[key].start_into(room.full)
+    def _fill(self, key: str, full: torch.Tensor) -> Callable[[], None]:
+        # a call's own graph saved views of its buffer, and is pulled back with the same values in it
+        with _private.preserve_version([full]), torch.no_grad():
+            return self.uses[key].start_into(full)
 
-    def refill(self, key: str, room: Room, op: UnitOp) -> Callable[[], None]:
-        """Starts to gather a group into the room that a call's own graph refers to; whoever is in it loses it."""
-        user = room.user() if room.user is not None else None
-        if user is not None and user is not op:
-            user.lose(room)
-        if room.is_empty:
-            room.fill()
-            self._rooms.append(room)
-        room.busy, room.user = True, weakref.ref(op)
-        return self._fill(key, room)
+    def refill(self, key: str, full: torch.Tensor) -> Callable[[], None]:
+        """Starts to gather a group again into the buffer that a call's own graph refers to."""
+        storage = full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(full.numel() * full.element_size())
+        return self._fill(key, full)
 
-    def release(self, room: Room, op: UnitOp) -> None:
-        """What a call had in the room is not needed any more; its memory is kept for the next call, if that fits in."""
-        room.busy = False
-        if self.lean or not (self._keeps_rooms and room.full.numel() in self._sizes_after(op)):
-            room.empty()
-            self._rooms = [other for other in self._rooms if other is not room]
-
-    def _sizes_after(self, op: UnitOp) -> set[int]:
-        """Elements of the full buffers of the call that will probably follow this one."""
-        keys: Keys = ()
-        if self._pulls:
-            previous = self._calls[op.number - 1]() if op.number > 0 else None
-            keys = tuple(previous.keys) if previous is not None else ()
-        elif self._on_track and len(self._called) < len(self._expected):
-            keys = self._expected[len(self._called)]
-        elif not self._expected:  # a first run: units are mostly alike
-            keys = tuple(op.keys)
-        return {self.uses[key].shard.numel() * self.uses[key].axis.size for key in keys}
-
-    def empty_rooms(self) -> None:
-        """Gives back the memory of the rooms that nobody is in."""
-        for room in self._rooms:
-            if not room.busy:
-                room.empty()
-        self._rooms = [room for room in self._rooms if room.busy]
+    @staticmethod
+    def empty(full: torch.Tensor) -> None:
+        """Gives back the memory of a call's buffer, which its graph still refers to."""
+        if not _hazards.poison(full):
+            full.untyped_storage().resize_(0)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around the function's run. What is in flight at its end is waited for, or it would meet later messages."""
-        self._keeps_rooms = True
         try:
             yield
         except BaseException:
             with contextlib.suppress(RuntimeError):
                 self._end_of_gathers()
             raise
-        finally:
-            self._keeps_rooms = False
         self._end_of_gathers()
-        self._remember(tuple(self._called))
+        self.record.order = tuple(self._called)
         self._expected = ()
 
     # ---- pullback
@@ -207,68 +194,37 @@ class Schedule:
         if previous is not None:
             previous.gather_ahead()
 
-    def uses_of(self, key: str) -> int:
-        """How many calls of units used a group."""
-        return self._uses_of[key]
-
     def buffer(self, key: str, numel: int) -> torch.Tensor:
         """A buffer for the full cotangent of a group: the last one's where it fits, so that memory stays warm."""
         self.finish_reduction()
         use, spare, self._spare = self.uses[key], self._spare, None
-        if spare is not None and (spare.numel(), spare.dtype) == (numel, use.reduce):
+        if spare is not None and (spare.numel(), spare.dtype) == (numel, use.wire):
             return spare
         del spare
-        return torch.empty(numel, dtype=use.reduce, device=use.shard.device)
+        return torch.empty(numel, dtype=use.wire, device=use.shard.device)
 
-    def reduce(
-        self, key: str, full: torch.Tensor, alone: bool, then: Callable[[torch.Tensor], None] | None = None
-    ) -> torch.Tensor:
-        """This rank's share of a reduced cotangent; deferred, it is there only at the end of the pullback.
+    def reduce(self, key: str, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+        """Starts to reduce a full cotangent; this rank's share of it is given to `then`, once it is there.
 
         Args:
             full: of `buffer`; it is not the caller's any more.
-            alone: whether autograd will not add it to another before that end.
-            then: takes it once it is there.
+            then: called by the next `finish_reduction` at the latest: nobody else knows the share before.
         """
+        self.finish_reduction()
         use = self.uses[key]
         if use.axis.ranks == 1:
-            out = full.to(use.grad)
-            if then is not None:
-                then(out)
-            return out
-        mean, wait = use.axis.start_reduce_scatter(full, use.tag)
-        out = mean if mean.dtype == use.grad else mean.new_empty(mean.shape, dtype=use.grad)
+            then(full)
+            return
+        mean, wait = use.axis.start_reduce_scatter(full, use.tag, use.reduce)
 
         def finish() -> None:
             wait()
-            if out is not mean:
-                out.copy_(mean)
-            self._spare = full if self._pulls and not self.lean else None
-            if then is not None:
-                then(out)
+            if self._pulls and not self.lean:
+                _hazards.poison(full)
+                self._spare = full
+            then(mean)
 
         self._reducing = finish
-        if not (self._defers and alone):
-            self.finish_reduction()
-        return out
-
-    @contextlib.contextmanager
-    def pullback(self, defers: bool) -> Iterator[None]:
-        """Around a whole pullback; outside of one nothing is gathered ahead of a pullback, as its end would be unknown.
-
-        Args:
-            defers: whether reductions may end after their unit's pullback has returned.
-        """
-        self._pulls, self._defers, self._keeps_rooms = True, defers, True
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                self._end_of_pullback()
-            raise
-        finally:
-            self._pulls, self._defers, self._keeps_rooms = False, False, False
-        self._end_of_pullback()
 
     def finish_reduction(self) -> None:
         """Waits for the reduction in flight, of which there is one at a time, and whose buffer is then free."""
@@ -276,22 +232,27 @@ class Schedule:
             reducing, self._reducing = self._reducing, None
             reducing()
 
+    @contextlib.contextmanager
+    def pullback(self) -> Iterator[None]:
+        """Around a whole pullback; outside of one nothing is gathered ahead of a pullback, as its end would be unknown."""
+        self._pulls = True
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._end_of_pullback()
+            raise
+        finally:
+            self._pulls = False
+        self._end_of_pullback()
+
     def _end_of_gathers(self) -> None:
         ahead, self._ahead = self._ahead, {}
-        for room, wait in ahead.values():
-            wait()
-            room.busy = False
-        self.empty_rooms()
+        finish_all([wait for _, wait in ahead.values()])
 
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""
-        self.finish_reduction()
+        calls = [op for reference in self._calls if (op := reference()) is not None]
+        finish_all([self.finish_reduction, *[op.forget_ahead for op in calls], self._end_of_gathers])
         self._spare = None
-        for reference in self._calls:
-            op = reference()
-            if op is not None:
-                op.forget_ahead()
-        for room in self._kept.values():
-            room.busy = False
         self._kept.clear()
-        self._end_of_gathers()

@@ -19,7 +19,7 @@ from fzero._placement import Row, Rule, Sharding, add_rule, find, resolve
 from fzero._policy import ByPath, Policy
 from fzero._sharded import Sharded
 from fzero._state import TrainState
-from fzero._update import apply_update, sum_of
+from fzero._update import apply_update, as_grads, sum_of
 from fzero._vjp import Pullback, Run, call_function, traversal_of
 from fzero.optim._base import GradientTransformation
 
@@ -126,8 +126,9 @@ class Step:
         check_state(self, state)
         numbers = (argnums,) if isinstance(argnums, int) else argnums
         micro = self.microbatches or Microbatches()
+        several = micro.count > 1
         runs = [
-            Run(self, state, part, numbers, self._seed(state, rng, i), alone=micro.count == 1)
+            Run(self, state, part, numbers, self._seed(state, rng, i), alone=not several, partial=several)
             for i, part in enumerate(micro.split(inputs))
         ]
         outputs = micro.merge([run.outputs for run in runs])
@@ -136,11 +137,12 @@ class Step:
         for run in runs:
             run.outputs = run.aux = None
         spec = _tree.flatten(tuple(inputs))[1]
-        kept = inputs if micro.count > 1 else ()
+        kept = inputs if several else ()
+        # not the state itself: a used pullback holds nothing of it
+        like = self._grads(state, {})
 
         def pull(cotangent: Any, retain_graph: bool, create_graph: bool) -> tuple[Sharded, tuple[Any, ...]]:
-            _ = state.params
-            if micro.count > 1:
+            if several:
                 runs[0].check_structure(cotangent)
             parts = micro.split_cotangent(cotangent, sizes)
             pulled = []
@@ -149,10 +151,10 @@ class Step:
                 grads, cots = run.pull(part, retain_graph, create_graph)
                 total = sum_of(total, grads)
                 pulled.append(cots)
-            flat = micro.merge_inputs(kept, pulled) if micro.count > 1 else pulled[0]
+            flat = micro.merge_inputs(kept, pulled) if several else pulled[0]
             trees = _tree.unflatten(spec, flat)
             assert total is not None
-            return self._grads(state, total), tuple(
+            return like.with_buffers(as_grads(like.layout, total)), tuple(
                 tree if any(leaf is not None for leaf in _tree.flatten(tree)[0]) else None for tree in trees
             )
 
@@ -164,7 +166,7 @@ class Step:
         check_state(self, state)
         micro = self.microbatches or Microbatches()
         outputs = []
-        with torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
                 traversal, primals, fixed = traversal_of(self, state, self._seed(state, rng, i))
                 outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
@@ -196,12 +198,10 @@ class Step:
             total = sum_of(total, grads)
             del grads
         assert total is not None
-        if unreduced:
-            for key in list(total):
-                policy = state.layout.groups[key].row.policy
-                total[key] = state.params.axis.reduce_scatter(total[key], key).to(policy.grad)
         axis = state.params.axis
-        sharded = self._grads(state, total)
+        for key in list(total) if unreduced else ():
+            total[key] = axis.reduce_scatter(total[key], key)
+        sharded = self._grads(state, as_grads(state.layout, total))
         del total
         new, metrics = apply_update(self, state, sharded, None)
         if losses:
@@ -231,7 +231,8 @@ class Step:
         pieces: list[Any] | None = None
         for i, part in enumerate(micro.split(inputs)):
             last = fused and i == micro.count - 1
-            run = Run(self, state, part, (), self._seed(state, rng, i), unreduced and not last, fused=last)
+            seed, several = self._seed(state, rng, i), micro.count > 1
+            run = Run(self, state, part, (), seed, unreduced and not last, fused=last, partial=several)
             outputs, run.outputs = run.outputs, None
             if cotangent is None:
                 losses.append(scalar_loss(outputs))
@@ -266,11 +267,12 @@ class Step:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
         check_state(self, state)
         check_grads(self, state, grads)
-        kept = state.grads
+        kept, layout = state.grads, state.layout
+        own = {key: grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True) for key in grads.keys}
         if kept is None:
-            return state.replace(grads=grads.map(torch.clone))
+            return state.replace(grads=grads.with_buffers(own))
         ratio = kept.scale / grads.scale
-        return state.replace(grads=kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads))
+        return state.replace(grads=kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads.over(own)))
 
     # ---- checks
 

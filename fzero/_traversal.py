@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from fzero._delivery import Delivery, Gates, gate
 from fzero._handle import Handle
 from fzero._layout import Layout
 from fzero._node import Op, Tensors, active, apply
@@ -36,8 +36,9 @@ class Traversal:
         self.layout, self.uses, self.remat, self.compiles, self.device = layout, uses, remat, compiles, device
         self.acts = sharded or remat or compiles  # whether there is anything to do where a unit is used
         self.retain_graph = False
-        self.nested = False  # whether a unit was called under a derivative of the function's own
-        self.delivery: Delivery | None = None
+        self.gates = Gates()
+        self.tokens: dict[str, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
+        self.nodes: dict[str, Any] = {}  # group -> its gate's node of the graph
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
@@ -60,7 +61,11 @@ class Traversal:
         out: list[Any] = [None] * len(self.layout.rows)
         for key, primal in primals.items():
             group = self.layout.groups[key]
+            if isinstance(primal, torch.Tensor) and active((primal,)):
+                primal = gate(self.gates, key, primal)
+                self.nodes[key] = primal.grad_fn
             if isinstance(primal, torch.Tensor) and group.unit and self.acts:
+                self.tokens[key] = primal
                 for slot in group.slots:
                     out[slot.leaf] = Handle(self, key, slot.leaf, primal)
             else:
@@ -75,21 +80,36 @@ class Traversal:
                         self.origins[id(view)] = slot.leaf
         return out
 
-    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None], alone: bool) -> torch.Tensor | None:
+    def handle(self, index: int) -> Handle:
+        """A handle of a leaf of a unit."""
+        key, _ = self.layout.key_of[self.layout.rows[index].path]
+        return Handle(self, key, index, self.tokens[key])
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """That of the pullback that is running, where it has one."""
+        return self.gates.delivery
+
+    def wants(self, key: str) -> bool:
+        """Whether the pass of autograd that is running asks for the cotangent of a group."""
+        return self.delivery is None or self.delivery.wants(key)
+
+    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
 
-        Where the cotangents are delivered elsewhere, a zero without memory, or None before a group's last use.
-
-        Args:
-            alone: whether no other cotangent will be added to it before the pullback's end.
+        Where cotangents are delivered None, otherwise what has arrived.
         """
         full = self.schedule.buffer(key, self.layout.groups[key].numel)
         self.layout.groups[key].join_into(full, cotangents)
         if isinstance(cotangents, list):
             cotangents.clear()
         if self.delivery is not None:
-            return self.delivery.reduce(key, full)
-        return self.schedule.reduce(key, full, alone)
+            self.delivery.add(key, full)
+            return None
+        arrived: list[torch.Tensor] = []
+        self.schedule.reduce(key, full, arrived.append)
+        self.schedule.finish_reduction()
+        return arrived[0].to(self.uses[key].reduce)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
@@ -103,64 +123,13 @@ class Traversal:
             self.origins = {}
 
 
-class Delivery:
-    """Where one pullback's reduced cotangents go, group by group, instead of into its result.
-
-    Args:
-        receive: `receive(key, shard)`, called once for every group that is differentiated.
-        unreduced: full cotangents that are to be added before the reduction.
-    """
-
-    def __init__(
-        self,
-        traversal: Traversal,
-        receive: Callable[[str, torch.Tensor], Any],
-        unreduced: Mapping[str, torch.Tensor] | None = None,
-    ) -> None:
-        self.traversal, self.receive, self.unreduced = traversal, receive, dict(unreduced or {})
-        self._pulled: collections.Counter[str] = collections.Counter()
-        self._sums: dict[str, torch.Tensor] = {}
-        self._done: set[str] = set()
-
-    def reduce(self, key: str, full: torch.Tensor) -> torch.Tensor | None:
-        schedule = self.traversal.schedule
-        if key in self.unreduced:
-            full.add_(self.unreduced.pop(key))
-        self._pulled[key] += 1
-        last = self._pulled[key] >= schedule.uses_of(key)
-        schedule.reduce(key, full, True, lambda shard: self._arrived(key, shard, last))
-        use = self.traversal.uses[key]
-        return torch.zeros((), dtype=use.grad, device=full.device).expand(use.shard.numel()) if last else None
-
-    def _arrived(self, key: str, shard: torch.Tensor, last: bool) -> None:
-        if key in self._sums:
-            shard = self._sums.pop(key).add_(shard)
-        if last:
-            self._done.add(key)
-            self.receive(key, shard)
-        else:
-            self._sums[key] = shard
-
-    def finish(self) -> None:
-        """Delivers what was not used, or not every time that it was called."""
-        for key in self.traversal.layout.trainable:
-            if key not in self._done:
-                use = self.traversal.uses[key]
-                if key in self.unreduced:
-                    self.reduce(key, torch.zeros_like(self.unreduced[key]))
-                    self.traversal.schedule.finish_reduction()
-                if key not in self._done:
-                    empty = torch.zeros(use.shard.numel(), dtype=use.grad, device=use.shard.device)
-                    self.receive(key, self._sums.pop(key, empty))
-
-
 def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
     """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
-    traversal = next((x.traversal for x in values if type(x) is Handle), None) or current.get()
+    traversal = next((x.traversal for x in values if isinstance(x, Handle)), None) or current.get()
     if traversal is None:
         return None, (0,) * len(values)
     full = traversal.origins.get
-    return traversal.layout, tuple(-1 - x.index if type(x) is Handle else full(id(x), -1) + 1 for x in values)
+    return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
 
 
 class _Leaves(Op):
@@ -183,5 +152,5 @@ class _Leaves(Op):
     def back(
         self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
-        shard = self.traversal.collect(self.key, cotangents, alone=True)
+        shard = self.traversal.collect(self.key, cotangents) if self.traversal.wants(self.key) else None
         return {0: shard} if shard is not None else {}

@@ -42,6 +42,13 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
 
+def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+    """`fn` over the leaves, None counted; the tree itself where it changes none of them."""
+    leaves, spec = flatten(tree)
+    new = [fn(leaf) for leaf in leaves]
+    return tree if all(a is b for a, b in zip(leaves, new, strict=True)) else unflatten(spec, new)
+
+
 def register(
     cls: type,
     flatten_fn: Callable[[Any], tuple[tuple[Any, ...], Any]],

@@ -8,77 +8,72 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import sys
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero import _private, _tree
-from fzero._capture import containers, guard, is_kept, is_strict, refuse_caches, refuse_captures
+from fzero import _private
+from fzero._call import Again, Call, inside
+from fzero._capture import refuse_captures
 from fzero._collectives import done
 from fzero._compile import compiled, without_donation
 from fzero._handle import Handle
-from fzero._node import Op, Tensors, active, apply, gradients, refuse_foreign_leaves
+from fzero._node import Op, Tensors, apply, gradients, refuse_foreign_leaves
 from fzero._random import seeded
-from fzero._schedule import Room
 from fzero._traversal import Traversal, current
+from fzero._watch import elsewhere, is_strict, storage_of, watching
 
 
 class _Pull:
     """The kept graph of one first-order run of a unit."""
 
-    __slots__ = ("inputs", "keys", "leaves", "outputs")
+    __slots__ = ("inputs", "keys", "leaves", "outputs", "surroundings")
 
-    def __init__(self, keys: list[str], leaves: list[list[torch.Tensor]], inputs: dict[int, torch.Tensor]) -> None:
+    def __init__(self, keys: list[Any], leaves: list[list[torch.Tensor]], inputs: dict[int, torch.Tensor]) -> None:
         self.keys, self.leaves, self.inputs = keys, leaves, inputs
         self.outputs: list[torch.Tensor] = []
+        self.surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
 
 
 class UnitOp(Op):
     """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
 
-    def __init__(
-        self,
-        traversal: Traversal,
-        keys: list[str],
-        body: Callable[[Mapping[int, torch.Tensor], Sequence[torch.Tensor]], Tensors],
-        recompute: bool,
-        seed: int,
-        trusted: bool = False,
-    ) -> None:
+    def __init__(self, traversal: Traversal, keys: list[Any], call: Call, recompute: bool, seed: int, number: int) -> None:
         def pure(*tensors: torch.Tensor) -> Tensors:
             leaves: dict[int, torch.Tensor] = {}
             for key, primal in zip(keys, tensors, strict=False):
                 leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
-            return body(leaves, tensors[len(keys) :])
+            return call.body(leaves, tensors[len(keys) :])
 
         super().__init__(pure, seed, traversal.device)
-        self.traversal, self.keys, self.body, self.recompute = traversal, keys, body, recompute
+        self.traversal, self.keys, self.call, self.recompute, self.number = traversal, keys, call, recompute, number
         self._pull: _Pull | None = None
-        self._rooms: dict[str, Room] = {}
+        self._fulls: dict[Any, torch.Tensor] = {}  # of this call's own graph
+        self._arriving: dict[Any, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self._used = False
-        self._refilling: dict[str, Callable[[], None]] = {}
-        self.number = traversal.schedule.called(self)
-        self.trusted = trusted
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
-        self.suspicious = not (traversal.schedule.ran_before and _private.single_level()) or is_strict()
-        self.arguments: set[int] = set()
+        self._suspicious = not (traversal.schedule.on_track and _private.single_level()) or is_strict()
+        traversal.schedule.runs(self)
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         schedule = self.traversal.schedule
-        out = self._forward(tensors, () if self.recompute else wanted, schedule.gather_next)
-        if not (wanted and schedule.is_last()):
-            self._free()
+        # a first run keeps a graph in any case, to see through which outputs no derivative goes
+        graph = wanted if self.call.first or not self.recompute else ()
+        out = self._forward(tensors, graph, bool(wanted), schedule.gather_next)
+        if self.recompute:
+            self._pull = None
+        if not wanted:
+            self._fulls = {}
         elif self.recompute:
-            for key, room in self._rooms.items():
-                schedule.keep(key, room)
-            self._rooms = {}
-        else:  # the pullback starts with what is gathered last
-            for room in self._rooms.values():
-                room.user = weakref.ref(self)
-            self._refilling = dict.fromkeys(self._rooms, done)
+            if schedule.is_last():
+                for key, full in self._fulls.items():
+                    schedule.keep(key, full)
+            self._fulls = {}
+        elif schedule.is_last():  # the pullback starts with what is gathered last
+            self._arriving = dict.fromkeys(self._fulls, done)
+        else:
+            self._empty()
         return out
 
     def back(
@@ -87,7 +82,7 @@ class UnitOp(Op):
         keep = self.traversal.retain_graph or _private.keeps_graph()
         if self.recompute:
             with torch.no_grad():
-                self._forward(tuple(t.detach() for t in tensors), wanted, self._gather_previous)
+                self._forward(tuple(t.detach() for t in tensors), wanted, True, self._gather_previous)
             keep = False
             if self.traversal.schedule.lean:
                 self.traversal.schedule.finish_reduction()
@@ -98,73 +93,68 @@ class UnitOp(Op):
         else:
             self._refill()
             self._gather_previous()
-            self.traversal.schedule.empty_rooms()
         pull = self._pull
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
         inputs = list(pull.inputs.values())
-        with without_donation() if keep and self.traversal.compiles else contextlib.nullcontext():
+        with without_donation() if keep and self.traversal.compiles else contextlib.nullcontext(), pull.surroundings():
             found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
         out = {
             i: torch.zeros_like(x) if g is None else g
             for (i, x), g in zip(pull.inputs.items(), found[len(flat) :], strict=True)
         }
         del found[len(flat) :], flat
-        if not keep:
-            self._pull, self._used = None, not self.recompute
-            pull.outputs = []
-        self._free()
-        for key, leaves in zip(reversed(pull.keys), reversed(pull.leaves), strict=True):
-            grads = found[len(found) - len(leaves) :]
-            del found[len(found) - len(leaves) :]
-            shard = self.traversal.collect(key, grads, self.traversal.schedule.uses_of(key) == 1)
+        keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
+        if keep:
+            self._empty()
+        else:
+            self._pull, self._used, self._fulls = None, not self.recompute, {}
+            pull.outputs, pull.leaves, pull.surroundings = [], [], contextlib.nullcontext
+        for key, size in zip(reversed(keys), reversed(sizes), strict=True):
+            grads = found[len(found) - size :]
+            del found[len(found) - size :]
+            shard = self.traversal.collect(key, grads) if self.traversal.wants(key) else None
             if shard is not None:
                 out[self.keys.index(key)] = shard
-        if not keep:
-            self._rooms = {}
         return out
 
     @property
     def unit(self) -> str:
         return self.traversal.layout.groups[self.keys[0]].unit if self.keys else "of full params"
 
-    def _forward(self, tensors: Tensors, wanted: Sequence[int], gather_ahead: Callable[[], None]) -> Tensors:
+    def _forward(
+        self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
+    ) -> Tensors:
+        """Runs the unit's function.
+
+        Args:
+            wanted: positions to differentiate now: a graph is kept for them.
+            derived: whether something differentiates this run, now or by running it again.
+        """
         traversal, count = self.traversal, len(self.keys)
-        self._rooms = {}
+        self._fulls = {}
         leaves: dict[int, torch.Tensor] = {}
         differentiated: list[list[torch.Tensor]] = []
-        own: dict[int, torch.Tensor] = {}
+        fulls: list[torch.Tensor] = []
         for position, key in enumerate(self.keys):
-            full, room = traversal.schedule.take(key, tensors[position])
-            if room is not None:
-                self._rooms[key] = room
-            own = traversal.layout.groups[key].cut(full)
+            full, own = traversal.schedule.take(key, tensors[position])
+            fulls.append(full)
+            if own:
+                self._fulls[key] = full
+            views = traversal.layout.groups[key].cut(full)
             if position in wanted:
-                differentiated.append([view.requires_grad_() for view in own.values()])
-            leaves.update(own)
-        del own
+                differentiated.append([view.requires_grad_() for view in views.values()])
+            leaves.update(views)
         gather_ahead()
-        traversal.schedule.empty_rooms()
-        held = {index: sys.getrefcount(leaves[index]) for index in leaves}
         inputs = list(tensors[count:])
         for position in wanted:
             if position >= count:
                 inputs[position - count] = inputs[position - count].detach().requires_grad_()
         grad_mode = torch.enable_grad() if wanted else contextlib.nullcontext()
+        suspicious = self._suspicious and derived
         with self.surroundings(), _private.saved_tensor_hooks(), grad_mode:
-            out = self.body(leaves, inputs)
-        storages = {room.full.untyped_storage()._cdata for room in self._rooms.values()}
-        views = [o.untyped_storage()._cdata in storages for o in out]
-        slack = bool(wanted) or any(views)  # the unit's own graph, or an output that is a view, is one more holder
-        returned = {id(o) for o in out}
-        ours = self.arguments | {id(leaves), *map(id, differentiated)}
-        for index in leaves:
-            more = sys.getrefcount(leaves[index]) > held[index] + slack and id(leaves[index]) not in returned
-            if more and not self.trusted and is_kept(leaves[index], ours):
-                raise ValueError(
-                    f"Unit {self.unit!r} kept leaf {traversal.layout.rows[index].path!r} beyond its call; its values "
-                    "are freed there. Return what is needed from the unit as an output instead."
-                )
+            watch = self._watch(fulls) if suspicious and not traversal.compiles else contextlib.nullcontext()
+            out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch)
         if wanted:
             self._pull = _Pull(
                 [self.keys[p] for p in wanted if p < count],
@@ -172,44 +162,48 @@ class UnitOp(Op):
                 {p: inputs[p - count] for p in wanted if p >= count},
             )
             self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
-            if self.suspicious:
+            self._pull.surroundings = functools.partial(self.call.refilled, leaves, inputs)
+            if suspicious:
                 ours = [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
                 refuse_foreign_leaves(self._pull.outputs, ours)
-        # an output that is a view of a param would be freed with it
-        return tuple(o.detach().clone() if view else o.detach() for o, view in zip(out, views, strict=True))
+        return tuple(o.detach() for o in out)
 
-    def _free(self) -> None:
-        for room in self._rooms.values():
-            self.traversal.schedule.release(room, self)
-        if self._pull is None:
-            self._rooms = {}
+    def _watch(self, fulls: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+        groups = [self.traversal.layout.groups[key] for key in self.keys]
+        return watching(
+            self.unit,
+            {
+                storage_of(full): lambda x, group=group: f"Leaf {group.leaf_at(x.storage_offset())!r}"
+                for full, group in zip(fulls, groups, strict=True)
+            },
+        )
+
+    def _empty(self) -> None:
+        """Gives back the memory of the gathered buffers; the call's graph still refers to them."""
+        for full in self._fulls.values():
+            self.traversal.schedule.empty(full)
 
     def _gather_previous(self) -> None:
         self.traversal.schedule.gather_previous(self)
 
     def gather_ahead(self) -> None:
-        """Starts to gather what the pullback of this call will need, where its room is free."""
+        """Starts to gather what the pullback of this call will need."""
         if self.recompute:
             self.traversal.schedule.gather_ahead(tuple(self.keys))
         elif self._pull is not None:
-            for key, room in self._rooms.items():
-                if key not in self._refilling and not room.busy:
-                    self._refilling[key] = self.traversal.schedule.refill(key, room, self)
-
-    def lose(self, room: Room) -> None:
-        """Another call takes the room: what was gathered for this one is gone."""
-        for key in [key for key, own in self._rooms.items() if own is room]:
-            self._refilling.pop(key, done)()
+            for key, full in self._fulls.items():
+                if key not in self._arriving:
+                    self._arriving[key] = self.traversal.schedule.refill(key, full)
 
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""
-        for key in list(self._refilling):
-            self._refilling.pop(key)()
-            self._rooms[key].busy = False
+        for key in list(self._arriving):
+            self._arriving.pop(key)()
+            self.traversal.schedule.empty(self._fulls[key])
 
     def _refill(self) -> None:
-        for key, room in self._rooms.items():
-            (self._refilling.pop(key, None) or self.traversal.schedule.refill(key, room, self))()
+        for key, full in self._fulls.items():
+            (self._arriving.pop(key, None) or self.traversal.schedule.refill(key, full))()
 
 
 def used_up(what: str) -> str:
@@ -224,8 +218,9 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. It may use
     what functorch refuses elsewhere, such as `torch.utils.checkpoint` and old-style Functions.
-    Everything differentiable must be an argument. Arguments and outputs may be any pytrees; a unit inside a unit is a
-    plain call.
+    Everything differentiable must be an argument, or lie in an argument or in an object that the function refers to.
+    Arguments and outputs may be any pytrees and objects; what the function changes in them is changed for its caller. A
+    unit inside a unit is a plain call.
 
     Example:
         >>> block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
@@ -249,13 +244,16 @@ def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
     traversal = current.get()
     if traversal is None:
         return fn()
-    seed = traversal.next_seed()
-    try:
-        with seeded(seed), _inside():
-            return fn()
-    except RuntimeError as error:
-        if not any(text in str(error) for text in ("saved tensor hooks", "setup_context")):
-            raise
+    seed, number = traversal.next_seed(), traversal.schedule.plain()
+    refused = traversal.schedule.record.as_nodes
+    if number not in refused:
+        try:
+            with seeded(seed), inside(None):
+                return fn()
+        except RuntimeError as error:
+            if not any(text in str(error) for text in ("saved tensor hooks", "setup_context")):
+                raise
+        refused.add(number)
     return node(seed)
 
 
@@ -263,72 +261,96 @@ def call_unit(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-    trusted: bool = False,
     seed: int | None = None,
     compilable: Callable[..., Any] | None = None,
+    module: Any = None,
+    around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Any:
     """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
 
-    A trusted function may hold on to leaves between its calls, as it overwrites them before it reads them.
-
     Args:
+        seed: as in `plain_call`, where there are no handles.
         compilable: what runs in a compiled step in `fn`'s place; `fn` itself, compiled, by default.
+        module: whose attributes the function may read and write.
+        around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
     """
-    flat, spec = _tree.flatten((args, dict(kwargs)))
-    handles = [leaf for leaf in flat if isinstance(leaf, Handle)]
-    places = [i for i, leaf in enumerate(flat) if isinstance(leaf, torch.Tensor)]
+    traversal = current.get()
+    if seed is None and (traversal is None or not traversal.acts):
+        return plain_call(
+            lambda: fn(*args, **kwargs),
+            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around),
+        )
+    call = Call(fn, args, kwargs, module, around)
+    handles = call.reach.handles
     if not handles and seed is None:
-        return plain_call(lambda: fn(*args, **kwargs), lambda seed: call_unit(fn, args, kwargs, trusted, seed))
-    traversal = handles[0].traversal if handles else current.get()
+        return plain_call(
+            lambda: fn(*args, **kwargs),
+            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around),
+        )
+    traversal = handles[0].traversal if handles else traversal
     assert traversal is not None
-    primals = {handle.key: handle.primal for handle in handles}
-    keys = list(primals)
     refuse_captures(fn)
     if traversal.compiles:
-        fn, trusted = compilable or compiled(fn), True  # a compiler looks at the leaves, and keeps none
-    box: dict[str, Any] = {}
-    mine: set[int] = set()  # not the op itself, which would be a cycle
+        call.fn = compilable or compiled(fn)
+    seed = traversal.next_seed() if seed is None else seed
+    schedule = traversal.schedule
+    number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))
+    known = schedule.facts(number)
+    call.knows(traversal, known)
+    with elsewhere():
+        while True:
+            try:
+                result = _attempt(traversal, call, seed, number)
+                break
+            except Again as again:  # known from now on
+                call.learn(again)
+    schedule.record.facts[number] = call.facts
+    return result
 
-    def body(leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Tensors:
-        filled = [leaves[leaf.index] if isinstance(leaf, Handle) else leaf for leaf in flat]
-        for place, tensor in zip(places, tensors, strict=True):
-            filled[place] = tensor
-        arguments, keywords = _tree.unflatten(spec, filled)
-        mine.clear()
-        mine.update(containers((arguments, keywords)))  # recomputation inside the unit may hold on to these
-        del filled
-        with _inside():
-            out, box["spec"] = _tree.flatten(fn(*arguments, **keywords))
-        box["places"] = [i for i, o in enumerate(out) if isinstance(o, torch.Tensor)]
-        box["static"] = [None if isinstance(o, torch.Tensor) else o for o in out]
-        return tuple(out[i] for i in box["places"])
 
-    tensors = (*primals.values(), *[flat[i] for i in places])
+def _attempt(traversal: Traversal, call: Call, seed: int, number: int) -> Any:
+    primals = {handle.key: handle.primal for handle in (*call.reach.handles, *call.more)}
     # a derivative of a derivative recomputes anyway: keep no graph for it
-    nested = _private.level() > 1
-    traversal.nested = traversal.nested or nested
-    recompute = traversal.remat or nested
-    op = UnitOp(traversal, keys, body, recompute, traversal.next_seed() if seed is None else seed, trusted)
-    op.arguments = mine
-    wanted = active(tensors)
-    if wanted:
-        refuse_caches(flat)
-    out = apply(op, wanted, *tensors)
-    result = list(box["static"])
-    for place, tensor in zip(box["places"], out, strict=True):
-        result[place] = tensor
-    return _tree.unflatten(box["spec"], result)
+    recompute = traversal.remat or _private.level() > 1
+    op = UnitOp(traversal, list(primals), call, recompute, seed, number)
+    operands, wanted = call.operands(list(primals.values()))
+    return call.finish(apply(op, wanted, *operands))
 
 
-class _inside:
-    """A unit within a unit is a plain call."""
+def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """The sum of `fn(leaf)` over all leaves of a tree of params: a regulariser, such as a weight decay in the loss.
 
-    __slots__ = ("guard", "token")
+    Inside a step's function it gathers the leaves unit by unit, one unit at a time; elsewhere it is the plain sum.
 
-    def __enter__(self) -> None:
-        self.token, self.guard = current.set(None), guard()
-        self.guard.__enter__()
+    Args:
+        params: the params that the step's function is given, or any part of them.
+        fn: `fn(leaf) -> 0-d tensor`.
 
-    def __exit__(self, *exc: Any) -> None:
-        self.guard.__exit__(*exc)
-        current.reset(self.token)
+    Raises:
+        ValueError: the tree has no tensor, or `fn` returns something else.
+
+    Example:
+        >>> fz.sum_over({"a": torch.ones(2), "b": [torch.ones(3)]}, lambda leaf: leaf.square().sum())
+        tensor(5.)
+    """
+    from fzero import _tree
+
+    leaves = [leaf for leaf in _tree.leaves(params) if isinstance(leaf, torch.Tensor)]
+    if not leaves:
+        raise ValueError("sum_over: got a tree without tensors, expected the params of a step or a part of them.")
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for leaf in leaves:
+        groups.setdefault(leaf.unit if isinstance(leaf, Handle) else None, []).append(leaf)
+
+    def summed(group: list[torch.Tensor]) -> torch.Tensor:
+        total: Any = 0
+        for leaf in group:
+            value = fn(leaf)
+            if not isinstance(value, torch.Tensor) or value.ndim:
+                got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+                raise ValueError(f"sum_over: fn(leaf) returned {got}, expected a 0-d tensor. Reduce it, e.g. .sum().")
+            total = total + value
+        return total
+
+    parts = [summed(own) if unit is None else call_unit(summed, (own,), {}) for unit, own in groups.items()]
+    return functools.reduce(torch.add, parts)

@@ -14,6 +14,7 @@ from fzero._layout import Layout
 from fzero._onepass import write
 from fzero._rounding import Draw
 from fzero._sharded import Sharded, global_norm, is_sharded
+from fzero._schedule import finish_all
 from fzero._state import ScaleState, TrainState
 from fzero._use import start_gather
 from fzero.optim._base import call_fused, call_update, values
@@ -39,16 +40,21 @@ def sum_of(total: dict[str, torch.Tensor] | None, grads: dict[str, torch.Tensor]
     return {key: total[key] + grads[key] if total[key].requires_grad else total[key].add_(grads[key]) for key in total}
 
 
+def as_grads(layout: Layout, sums: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+    """Sums in the dtypes that grads are kept in."""
+    return {key: total.to(layout.groups[key].row.policy.grad) for key, total in sums.items()}
+
+
 def apply_update(step: Step, state: TrainState, grads: Sharded, grad_norm: Any) -> tuple[TrainState, dict[str, Any]]:
     """The next state and the metrics; the old state is dead afterwards where the step donates."""
     if state.grads is not None:
         grads = values(grads).map(torch.add, values(state.grads))
     judged = Judged(step, state, global_norm(grads), grad_norm)
     if judged.finite:
-        update = Update(step, state)
-        for keys in update.turns():
-            update.apply(keys, grads.only(keys), judged.extra)
-        return judged.next_state(update)
+        with Update(step, state) as update:
+            for keys in update.turns():
+                update.apply(keys, grads.only(keys), judged.extra)
+            return judged.next_state(update)
     return judged.next_state(None)
 
 
@@ -100,7 +106,8 @@ def is_finite(norm: torch.Tensor) -> bool:
 class Update:
     """One update on its way: the next state's buffers, which are written group by group.
 
-    The old ones are overwritten only where they were donated and nobody else held them when this was made.
+    The old ones are overwritten only where they were donated and nobody else held them when this was made, nor does
+    when they are written. A context: what is on its way is waited for at the end, also where something fails.
     """
 
     def __init__(self, step: Step, state: TrainState) -> None:
@@ -115,8 +122,11 @@ class Update:
 
         old = self.old
         self.params = Sharded(self.layout, old.axis, old.structure, kept(old.buffers), kept(old.held), kind=old.kind)
-        draw = Draw(state.seed, state.step, step.compiles)
-        self._own = self.params.only(trainable).drawing(draw)
+        self._draw = Draw(state.seed, state.step, step.compiles)
+        self._overwrites = {
+            name for own, new in ((old.buffers, self.params.buffers), (old.held, self.params.held)) for name in own
+            if new[name] is own[name]
+        } if step.donates else set()
         self.moments = state.moments
         self._in_place = step.optimizer.fused is not None
         if self._in_place:
@@ -139,7 +149,8 @@ class Update:
     def apply(self, keys: Sequence[str], grads: Sharded, extra: Mapping[str, Any]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
         self.applied += keys
-        own, extra = self._own.only(keys), dict(extra)
+        self._spare_readers(keys)
+        own, extra = self.params.only(keys).drawing(self._draw), dict(extra)
         if self.step.optimizer.fused is None:
             self._after = _plain_update(self.step, self.moments, own, grads, extra)
         else:
@@ -154,13 +165,27 @@ class Update:
             if key in held
         ]
 
+    def __enter__(self) -> Update:
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        waits, self._waits = self._waits, []
+        finish_all(waits)
+
+    def _spare_readers(self, keys: Sequence[str]) -> None:
+        """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
+        for buffers in (self.params.buffers, self.params.held):
+            for name in buffers:
+                if name in self._overwrites and name.partition("#")[0] in keys and _private.storage_holders(buffers[name]) > 1:
+                    buffers[name] = buffers[name].clone()
+
     def _in_8_bits(self, key: str) -> bool:
         return self.layout.groups[key].row.policy.gather is not None
 
     def finish(self) -> tuple[Sharded, Any]:
         """The new params and moments, once all groups are updated."""
-        for wait in self._waits:
-            wait()
+        waits, self._waits = self._waits, []
+        finish_all(waits)
         if not self._in_place:
             return self.params, self._after
         # counters come from the last call, buffers from all of them

@@ -27,7 +27,8 @@ class Use:
     Attributes:
         shard: this rank's shard as it is stored.
         gather8: whether params travel in 8 bits.
-        stands: whether the differentiated tensor only stands for the shard (grads of another dtype, encoded params).
+        wire: dtype in which a full cotangent travels.
+        stands: whether the differentiated tensor only stands for the shard (sums of another dtype, encoded params).
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
     """
 
@@ -37,6 +38,7 @@ class Use:
     compute: torch.dtype
     reduce: torch.dtype
     grad: torch.dtype
+    wire: torch.dtype
     stands: bool = False
     gather8: bool = False
     held: torch.Tensor | None = None
@@ -59,7 +61,7 @@ class Use:
         """Whether the stored buffer is used as it is, and its cotangent is its grad."""
         stored = self.shard.dtype
         alone = self.held is None and not self.stands and not self.gather8 and self.axis.ranks == 1
-        return alone and self.compute == self.grad == stored
+        return alone and self.compute == self.grad == self.reduce == stored
 
     @property
     def gathers(self) -> bool:
@@ -73,7 +75,7 @@ class Use:
         return self.axis.gather(shard.to(self.compute), self.tag)
 
     def collect(self, full: torch.Tensor) -> torch.Tensor:
-        return self.axis.reduce_scatter(full.to(self.reduce), self.tag).to(self.grad)
+        return self.axis.reduce_scatter(full.to(self.wire), self.tag, self.reduce)
 
     def apply(self, primal: torch.Tensor) -> torch.Tensor:
         """The full buffer as a differentiable function of the shard."""

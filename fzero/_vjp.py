@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,16 @@ import torch
 from fzero import _private, _tree
 from fzero._collectives import Axis
 from fzero._handle import Handle
+from fzero._layout import Group
 from fzero._placement import find
+from fzero._reach import tensors_in
 from fzero._sharded import Sharded
+from fzero._delivery import Delivery
 from fzero._state import TrainState
-from fzero._traversal import Delivery, Traversal
+from fzero._traversal import Traversal
 from fzero._unit import used_up
 from fzero._use import Use
+from fzero._watch import is_strict, storage_of, watching_run
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -43,13 +48,12 @@ def traversal_of(
         assert policy.param and policy.compute and policy.reduce and policy.grad
         shard = params.stored(key)
         held = params.held.get(key)
-        grad = policy.reduce if unreduced else policy.grad
-        stands = fused or not shard.plain or (not group.row.frozen and (unreduced or grad != policy.param))
+        stands = fused or not shard.plain or (not group.row.frozen and (unreduced or policy.reduce != policy.param))
         primal = shard.parts[0]
         if stands:
             # cotangents take the primal's dtype and shape: a primal without memory stands for the stored one
             numel = group.numel if unreduced else shard.numel()
-            primal = torch.zeros((), dtype=grad, device=shard.device).expand(numel)
+            primal = torch.zeros((), dtype=policy.reduce, device=shard.device).expand(numel)
         (fixed if group.row.frozen else primals)[key] = primal
         uses[key] = Use(
             tag=key,
@@ -57,14 +61,15 @@ def traversal_of(
             shard=shard,
             compute=policy.compute,
             reduce=policy.reduce,
-            grad=grad,
+            grad=policy.grad,
+            wire=policy.wire,
             stands=stands,
             gather8=policy.gather is not None,
             held=held,
         )
     device = next(iter(uses.values())).shard.device.type
     traversal = Traversal(params.layout, uses, stage == 3, step.remats, step.compiles, seed, device)
-    traversal.schedule.expect(params.axis.orders, step.fn)
+    traversal.schedule.expect(params.axis.records, step.fn)
     return traversal, primals, fixed
 
 
@@ -74,9 +79,47 @@ def call_function(
     """The user's function on the tree of full tensors and handles."""
     dtype = find(step.rules, "compute")
     autocast = torch.autocast(traversal.device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+    stored = _stored(state.params)
+    versions = [_private.version(buffer) for buffer, _ in stored.values()]
+    first = not traversal.schedule.ran_before or is_strict()
+    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if first and not step.compiles:
+        watch = watching_run({storage: leaf_of for storage, (_, leaf_of) in stored.items()})
     tree = _tree.unflatten(state.params.structure, traversal.leaves(primals))
-    with autocast, traversal.running(), traversal.schedule.forward():
-        return step.fn(tree, *inputs)
+    with autocast, traversal.running(), traversal.schedule.forward(), watch:
+        out = step.fn(tree, *inputs)
+    if [_private.version(buffer) for buffer, _ in stored.values()] != versions:
+        state.kill(
+            "The step's function wrote to the params of this state in place, and what they were is lost. Compute with "
+            "a copy (w = w.clone()), and go on from another state."
+        )
+        raise ValueError(
+            "step: the function wrote to its params in place, which this state did not survive. Params change in "
+            "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
+        )
+    return _tree.map_leaves(lambda x: _apart(x, stored), out)
+
+
+def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]]:
+    """Storage -> a buffer of the params, and what names the leaf that a view of it belongs to."""
+    out: dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]] = {}
+    for key in params.keys:
+        group = params.layout.groups[key]
+        shard = params.layout.shard_numel(key) * params.axis.rank
+
+        def leaf_of(tensor: torch.Tensor, group: Group = group, start: int = 0) -> str:
+            return f"Leaf {group.leaf_at(start + _private.unwrapped(tensor).storage_offset())!r}"
+
+        full = params.held.get(key)
+        for part in params.stored(key).parts if full is None else (*params.stored(key).parts, full):
+            start = 0 if full is not None and storage_of(part) == storage_of(full) else shard
+            out[storage_of(part)] = part, functools.partial(leaf_of, start=start)
+    return out
+
+
+def _apart(value: Any, stored: Mapping[int, Any]) -> Any:
+    """What is given out must not be a state's own memory: the caller may write to it."""
+    return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value
 
 
 @dataclass
@@ -92,7 +135,14 @@ class _Outputs:
 
 
 class Run:
-    """A forward under torch.func.vjp. `outputs`, `aux`, and `pull(cotangents)` with leaves in the outputs' order."""
+    """A forward under torch.func.vjp. `outputs`, `aux`, and `pull(cotangents)` with leaves in the outputs' order.
+
+    Args:
+        unreduced: cotangents of params stay full and unreduced.
+        alone: whether no other run of the same step waits for its pullback meanwhile.
+        fused: params may be overwritten once their cotangents are there.
+        partial: cotangents of params stay in `reduce` dtype, as others will be added to them.
+    """
 
     def __init__(
         self,
@@ -104,8 +154,10 @@ class Run:
         unreduced: bool = False,
         alone: bool = True,
         fused: bool = False,
+        partial: bool = False,
     ) -> None:
-        self.state, self.scale = state, state.loss_scale.scale
+        self.state: TrainState | None = state
+        self.scale, self.partial = state.loss_scale.scale, partial
         flat, self.input_spec = _tree.flatten(tuple(inputs))
         self.count = len(flat)
         self.wanted = _wanted(inputs, argnums)
@@ -132,12 +184,13 @@ class Run:
             )
             out, aux = result if step.has_aux else (result, None)
             leaves, kept.spec = _tree.flatten(out)
-            for leaf in leaves:
+            aux_leaves, kept.aux_spec = _tree.flatten(aux)
+            for leaf in (*leaves, *aux_leaves):
                 if isinstance(leaf, Handle):
                     raise leaf._refuse("returned from the function")
-            kept.real = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and o.is_floating_point()]
+                refuse_hidden(leaf)
+            kept.real = [i for i, o in enumerate(leaves) if is_differentiable(o)]
             rest = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and i not in kept.real]
-            aux_leaves, kept.aux_spec = _tree.flatten(aux)
             kept.aux_tensors = [i for i, o in enumerate(aux_leaves) if isinstance(o, torch.Tensor)]
             kept.aux_static = [None if isinstance(o, torch.Tensor) else o for o in aux_leaves]
             kept.carried = {i: o for i, o in enumerate(leaves) if not isinstance(o, torch.Tensor)}
@@ -176,55 +229,51 @@ class Run:
         Args:
             receive: takes the reduced cotangent of each group as soon as it is there, in the result's place.
         """
-        _ = self.state.params  # a donated state says so
-        if self._pull is None:
+        if self._pull is None or self.state is None:
             raise RuntimeError(used_up("this forward"))
+        _ = self.state.params  # a donated state says so
         cotangents = self.check(cotangent)
         if self.scale != 1.0:
             cotangents = [c * self.scale for c in cotangents]
         again = retain_graph or self.outer
-        assert self.traversal is not None
-        self.traversal.retain_graph = again
-        traversal, early = self.traversal, receive is not None and not (self.outer or self.traversal.nested)
-        traversal.delivery = Delivery(traversal, receive, self.unreduced) if receive is not None and early else None
-        # whoever differentiates the result reads it as it comes
-        defers = not (self.outer or create_graph or torch.is_anomaly_enabled())
-        with torch.enable_grad() if create_graph else self._mode(), self.traversal.schedule.pullback(defers):
-            grads, wanted = self._pull(
-                tuple(cotangents), retain_graph=again or create_graph, create_graph=create_graph or self.outer
-            )
-            for key in self.split:
-                group, leaves = self.traversal.layout.groups[key], list(grads.pop(key))
-                grads[key] = (
-                    group.joined_differentiably(leaves) if create_graph else self.traversal.collect(key, leaves, False)
+        traversal = self.traversal
+        assert traversal is not None
+        traversal.retain_graph = again
+        found: dict[Any, torch.Tensor] = {}
+        # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
+        delivers = not (self.outer or create_graph)
+        if delivers:
+            receive = receive or found.__setitem__
+            traversal.gates.delivery = Delivery(traversal, receive, self.unreduced, self.partial)
+        try:
+            with torch.enable_grad() if create_graph else self._mode(), traversal.schedule.pullback():
+                grads, wanted = self._pull(
+                    tuple(cotangents), retain_graph=again or create_graph, create_graph=create_graph or self.outer
                 )
-                del leaves
-        if traversal.delivery is not None:
-            traversal.delivery.finish()
-            traversal.delivery, grads = None, {}
-        elif receive is not None:
-            self._deliver(grads, receive)
+                for key in self.split:
+                    group, leaves = traversal.layout.groups[key], list(grads.pop(key))
+                    if delivers:
+                        traversal.collect(key, leaves)
+                    else:
+                        grads[key] = group.joined_differentiably(leaves)
+                    del leaves
+                if delivers:
+                    traversal.gates.delivery.finish()
+        finally:
+            traversal.gates.delivery = None
+        if not delivers:
+            policies = {key: traversal.layout.groups[key].row.policy for key in grads}
+            found = {key: g if self.partial else g.to(policies[key].grad) for key, g in grads.items()}
         if not again and not create_graph:
-            self._pull = None
-            self.traversal = None  # a used pullback holds nothing, so a donated state's buffers are free
+            self.drop()
         out: list[Any] = [None] * self.count
         for place, value in zip(self.wanted, wanted, strict=True):
             out[place] = value / self.scale if self.scale != 1.0 else value
-        return grads, out
-
-    def _deliver(self, grads: dict[str, torch.Tensor], receive: Callable[[str, torch.Tensor], Any]) -> None:
-        """Where a unit is differentiated twice, grads come all at once."""
-        assert self.traversal is not None
-        for key in list(grads):
-            shard = grads.pop(key)
-            if key in self.unreduced:
-                use = self.traversal.uses[key]
-                shard = shard + use.axis.reduce_scatter(self.unreduced[key], use.tag).to(use.grad)
-            receive(key, shard)
+        return found, out
 
     def drop(self) -> None:
-        """Forgets the graph."""
-        self._pull = self.traversal = None
+        """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
+        self._pull = self.traversal = self.state = None
 
     def check_structure(self, cotangent: Any) -> None:
         spec = _tree.flatten(cotangent)[1]
@@ -255,13 +304,28 @@ class Run:
         return out
 
 
+def is_differentiable(value: Any) -> bool:
+    """Whether a value is a tensor of real or complex numbers."""
+    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+
+
+def refuse_hidden(value: Any) -> None:
+    """Refuses an output that hides tensors, whose derivative nobody could ask for."""
+    if not isinstance(value, torch.Tensor) and next(tensors_in(value, lambda _: False), None) is not None:
+        raise TypeError(
+            f"step: the function returned a {type(value).__name__} that holds tensors and is no pytree; expected "
+            "tensors in dicts, lists, tuples and NamedTuples. Return its fields, or register the class with "
+            "optree.register_pytree_node."
+        )
+
+
 def _wanted(inputs: Sequence[Any], argnums: Sequence[int] | None) -> list[int]:
     """Flat positions of the input tensors to differentiate."""
     out, place = [], 0
     for number, tree in enumerate(inputs):
         for leaf in _tree.flatten(tree)[0]:
             chosen = argnums is None or number in argnums
-            if chosen and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            if chosen and is_differentiable(leaf):
                 out.append(place)
             elif argnums is not None and chosen and isinstance(leaf, torch.Tensor):
                 raise TypeError(

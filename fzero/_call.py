@@ -1,0 +1,438 @@
+"""One call of a unit: its arguments and what it reaches go in as plain tensors, its outputs and what it changed come out.
+
+The function that a unit runs need not be pure; its call is made so. Tensors that it reads in objects enter the node
+with its arguments, what it writes there leaves it with its outputs, an input that it changes in place is another output,
+and outputs that share memory, with each other or with an input, do so outside too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero import _private, _tree
+from fzero._handle import Handle
+from fzero._reach import Reach, containers_of, replaced
+from fzero._schedule import Facts
+from fzero._traversal import Traversal, current
+
+# (run, index) of the leaves that the unit that is running has; None outside of units
+here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = contextvars.ContextVar(
+    "fzero_here", default=None
+)
+
+
+class Again(BaseException):
+    """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
+
+    def __init__(self, mutated: frozenset[int] = frozenset(), more: Handle | None = None) -> None:
+        self.mutated, self.more = mutated, more
+
+
+class inside:
+    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
+
+    __slots__ = ("leaves", "tokens")
+
+    def __init__(self, leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> None:
+        self.leaves = leaves
+
+    def __enter__(self) -> None:
+        self.tokens = current.set(None), here.set(self.leaves)
+
+    def __exit__(self, *_: Any) -> None:
+        current.reset(self.tokens[0])
+        here.reset(self.tokens[1])
+
+
+class _Slot:
+    """Stands for a tensor that the call puts out."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
+        return out[self.index]
+
+
+class _Exports:
+    """The tensors that one run put out, and what they lie in."""
+
+    def __init__(self, call: Call, origins: Mapping[int, torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._call, self._origins = call, origins
+        self._index: dict[int, int] = {}
+        self._objects: dict[int, Any] = {}
+        self.filled: list[tuple[Any, dict[Any, Any]]] = []  # containers that the unit made, with their content
+
+    def of(self, value: Any) -> Any:
+        """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
+        if isinstance(value, torch.Tensor):
+            return self._tensor(value)
+        leaves, spec = _tree.flatten(value, is_leaf=self._call.reach.knows)
+        if len(leaves) == 1 and leaves[0] is value:
+            return self._object(value)
+        return _Tree(spec, [self.of(leaf) for leaf in leaves])
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        origin = self._origins.get(id(tensor))
+        if origin is not None:
+            return origin
+        index = self._index.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+        return _Slot(index)
+
+    def _object(self, value: Any) -> Any:
+        if self._call.reach.knows(value) or id(value) in self._objects:
+            return value
+        self._objects[id(value)] = value
+        for container in containers_of(value):
+            count = len(self.tensors)
+            content = {key: self.of(item) for key, item in container.found.items()}
+            if len(self.tensors) > count or any(content[k] is not v for k, v in container.found.items()):
+                self.filled.append((container, content))
+        return value
+
+
+class _Tree:
+    __slots__ = ("leaves", "spec")
+
+    def __init__(self, spec: Any, leaves: list[Any]) -> None:
+        self.spec, self.leaves = spec, leaves
+
+
+def _built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(template, _Slot):
+        return tensors[template.index]
+    if isinstance(template, _Tree):
+        return _tree.unflatten(template.spec, [_built(leaf, tensors) for leaf in template.leaves])
+    return template
+
+
+def _has_slots(template: Any) -> bool:
+    if isinstance(template, _Tree):
+        return any(map(_has_slots, template.leaves))
+    return isinstance(template, _Slot)
+
+
+class Call:
+    """A unit's function with its arguments, as a function of the leaves and tensors that it reaches.
+
+    Attributes:
+        facts: what earlier runs showed of this call.
+        first: whether nothing is known of it.
+        more: handles of leaves that it reads although it is not given them.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        module: Any,
+        around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None,
+    ) -> None:
+        self.fn, self.args, self.kwargs, self.around = fn, args, dict(kwargs), around
+        self.reach = Reach()
+        for value in (*args, *self.kwargs.values()):
+            self.reach.arguments(value)
+        self.reach.surroundings(fn if module is None else module)
+        self.facts, self.first = Facts(), True
+        self.more: list[Handle] = []
+        self._fulls: Sequence[torch.Tensor] = ()
+        self._moving: set[int] = set()  # places of the tensors that are differentiated
+        self._forget()
+
+    def _forget(self) -> None:
+        self._result: Any = None  # the template of the first run
+        self._effects: list[tuple[Any, dict[Any, Any]]] = []
+        self._filled: list[tuple[Any, dict[Any, Any]]] = []
+        self._mutated: tuple[int, ...] = ()
+        self._chosen: list[tuple[str, int]] | None = None  # which tensors are put out, and how
+        self._recipes: list[Any] = []  # how the outputs come from those
+
+    # ---- before
+
+    def learn(self, again: Again) -> None:
+        """Takes note of what a run showed, which did not go to its end."""
+        more = self.facts.more
+        if again.more is not None:
+            assert again.more.index not in more
+            self.more.append(again.more)
+            more = (*more, again.more.index)
+        else:
+            assert not again.mutated <= self.facts.mutated
+        self.facts = self.facts._replace(mutated=self.facts.mutated | again.mutated, more=more)
+        self.reach.restore()
+        self._forget()
+
+    def knows(self, traversal: Traversal, facts: Facts | None) -> None:
+        """Starts with what earlier runs showed."""
+        self.facts, self.first = facts or Facts(), facts is None
+        self.more = [traversal.handle(index) for index in self.facts.more]
+
+    def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
+        """What the node is applied to, and which of it is differentiated.
+
+        What the function may change in place is given as a copy, as a second run needs what was there.
+        """
+        tensors = (*primals, *self.reach.tensors)
+        wanted = [i for i, tensor in enumerate(tensors) if _private.is_differentiated(tensor)]
+        derived = bool(wanted) or any(_private.is_wrapped(tensor) for tensor in tensors)
+        if derived and (self.first or self.facts.mutated):
+            count = len(primals)
+            tensors = tuple(
+                tensor.clone()
+                if i >= count and (i - count in self.facts.mutated or (self.first and i not in wanted))
+                else tensor
+                for i, tensor in enumerate(tensors)
+            )
+        return tensors, wanted
+
+    # ---- the run
+
+    def run(
+        self,
+        leaves: Mapping[int, torch.Tensor],
+        inputs: list[torch.Tensor],
+        fulls: Sequence[torch.Tensor],
+        derived: bool,
+        unit: str,
+        watch: contextlib.AbstractContextManager[Any],
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs where no functorch level is active, and looks whether the function wrote where it should not.
+
+        Args:
+            inputs: the tensors; what is changed in place is exchanged for a copy there.
+            derived: whether something differentiates this run, now or by another one.
+        """
+        for place in self.facts.mutated if derived else ():
+            inputs[place] = inputs[place].clone()
+        self._fulls = fulls
+        self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
+        before, gathered = [_private.version(x) for x in inputs], [_private.version(full) for full in fulls]
+        try:
+            with watch:
+                out = self.body(leaves, inputs)
+        except RuntimeError as error:
+            if "leaf Variable that requires grad" not in str(error):
+                raise
+            places = {i for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
+            if places <= self.facts.mutated:
+                raise ValueError(_writes_leaf(unit)) from error
+            raise Again(mutated=frozenset(places)) from None
+        if [_private.version(full) for full in fulls] != gathered:
+            raise ValueError(_writes_leaf(unit))
+        changed = frozenset(i for i, x in enumerate(inputs) if _private.version(x) != before[i])
+        if derived and not changed <= self.facts.mutated:
+            if not self.first:
+                raise ValueError(
+                    f"Unit {unit!r} changes one of its inputs in place (of shape "
+                    f"{tuple(inputs[min(changed - self.facts.mutated)].shape)}), which it did not do when it was "
+                    "called here before. Write to a copy: x = x.clone(), or use the operation that is not in place."
+                )
+            raise Again(mutated=changed)
+        return out
+
+    def body(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
+        again = self._result is not None
+        before = self.reach.now() if again else None
+        mapping = self._mapping(leaves, tensors)
+        origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
+        try:
+            args, kwargs = self._fill(mapping)
+            with inside(self._here(leaves)):
+                result = self.fn(*args, **kwargs)
+            exports = _Exports(self, origins)
+            template = exports.of(result)
+            effects = self._changes(exports)
+        except BaseException:
+            self.reach.restore(before)
+            raise
+        if again:
+            self.reach.restore(before)
+        else:
+            kept = {id(container) for container, content in effects if not any(map(_has_slots, content.values()))}
+            self.reach.restore([(c, c.found) for c in self.reach.containers if id(c) not in kept or c.entered is not c.found])
+            self._result, self._filled = (template,), exports.filled
+            self._effects = [(c, content) for c, content in effects if id(c) not in kept or c.entered is not c.found]
+        self._mutated = tuple(sorted(self.facts.mutated))
+        out = [*exports.tensors, *[tensors[place] for place in self._mutated]]
+        if self._chosen is None:
+            self._choose(out, tensors)
+        assert self._chosen is not None
+        return tuple(_taken(out[i], how) for how, i in self._chosen)
+
+    def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
+        mapping.update((id(handle), leaves[handle.index]) for handle in self.reach.handles)
+        return mapping
+
+    def _fill(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        self.reach.fill(lambda value: replaced(value, mapping))
+        return replaced(self.args, mapping), {name: replaced(value, mapping) for name, value in self.kwargs.items()}
+
+    def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
+        handles = (*self.reach.handles, *self.more)
+        return {(id(handle.traversal), handle.index): leaves[handle.index] for handle in handles}
+
+    def _changes(self, exports: _Exports) -> list[tuple[Any, dict[Any, Any]]]:
+        """The containers that the function changed, with templates of their content."""
+        out = []
+        for container, now in self.reach.changes():
+            content = {}
+            for key, value in now.items():
+                same = key in container.entered and container.entered[key] is value
+                content[key] = container.found[key] if same else exports.of(value)
+            out.append((container, content))
+        return out
+
+    @contextlib.contextmanager
+    def refilled(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+        """Around the pullback of a kept graph, which may run parts of the function again (torch.utils.checkpoint)."""
+        before = self.reach.now()
+        args, _ = self._fill(self._mapping(leaves, tensors))
+        try:
+            with inside(self._here(leaves)), self.around(args[0]) if self.around else contextlib.nullcontext():
+                yield
+        finally:
+            self.reach.restore(before)
+
+    # ---- what is put out
+
+    def _choose(self, out: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
+        """Decides which tensors leave the node, and which are views of those or of inputs outside."""
+        if _private.level() > 0 or any(map(_private.is_wrapped, out)):
+            self._chosen = [("as it is", i) for i in range(len(out))]
+            self._recipes = [_Slot(i) for i in range(len(out))]
+            return
+        own = {_storage(full) for full in self._fulls}
+        places = {_storage(x): i for i, x in enumerate(inputs)}
+        count = len(out) - len(self._mutated)
+        families: dict[int, list[int]] = {}
+        for i, tensor in enumerate(out[:count]):
+            families.setdefault(_storage(tensor), []).append(i)
+        self._chosen, self._recipes = [], [None] * len(out)
+        for storage, members in families.items():
+            place = places.get(storage)
+            if place is not None and inputs[place].stride() == self.reach.tensors[place].stride():
+                outer = self.reach.tensors[place]
+                for i in members:
+                    moves = place in self._moving
+                    self._recipes[i] = _View(outer, out[i], inputs[place], moves and self._is_constant(i, out[i]))
+            elif storage in own or not _overlap([out[i] for i in members]):
+                for i in members:
+                    self._put_out(i, "copy" if storage in own else "as it is")
+            else:
+                self._put_out_views(out, members)
+        for i in range(count, len(out)):
+            self._put_out(i, "as it is")
+
+    def _put_out(self, i: int, how: str) -> _Slot:
+        assert self._chosen is not None
+        self._recipes[i] = _Slot(len(self._chosen))
+        self._chosen.append((how, i))
+        return self._recipes[i]
+
+    def _put_out_views(self, out: Sequence[torch.Tensor], members: Sequence[int]) -> None:
+        """Outputs that overlap: what they are views of leaves the node, and they are views of that outside too."""
+        constant = {i for i in members if self._is_constant(i, out[i])}
+        moving = [i for i in members if i not in constant] or members
+        spans = {i: _span(out[i]) for i in members}
+        whole = max(moving, key=lambda i: out[i].numel())
+        low, high = spans[whole]
+        covers = out[whole].numel() == high - low and all(low <= a and b <= high for a, b in spans.values())
+        base = out[whole] if covers else _base_of(out[whole])
+        slot = self._put_out(whole, "as it is" if covers else "base")
+        for i in members:
+            self._recipes[i] = _View(slot, out[i], base, i in constant and len(constant) < len(members))
+
+    def _is_constant(self, i: int, tensor: torch.Tensor) -> bool:
+        """Whether nothing differentiates what is put out: seen where a graph is kept, known where there is none."""
+        if torch.is_grad_enabled():
+            if not tensor.requires_grad:
+                self.facts = self.facts._replace(constant=self.facts.constant | {i})
+            return not tensor.requires_grad
+        return i in self.facts.constant
+
+    def finish(self, out: Sequence[torch.Tensor]) -> Any:
+        """The call's result, from what its node put out; what it changed is changed."""
+        count = len(self._recipes) - len(self._mutated)
+        for place, slot in zip(self._mutated, self._recipes[count:], strict=True):
+            self.reach.tensors[place].copy_(out[slot.index])
+        tensors = [recipe.outside(out) for recipe in self._recipes]
+        for container, content in (*self._filled, *self._effects):
+            container.write({key: _built(value, tensors) for key, value in content.items()})
+        return _built(self._result[0], tensors)
+
+
+class _View:
+    """A tensor that outside is a view of another: of an input, or of what a slot stands for.
+
+    Args:
+        base: what it is a view of, outside.
+        inner: the tensor, inside.
+        whole: what it is a view of, inside.
+        constant: whether no derivative goes through it.
+    """
+
+    __slots__ = ("base", "constant", "offset", "size", "stride")
+
+    def __init__(self, base: Any, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
+        self.base, self.constant = base, constant
+        self.size, self.stride = inner.shape, inner.stride()
+        self.offset = inner.storage_offset() - whole.storage_offset()
+
+    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
+        base = out[self.base.index] if isinstance(self.base, _Slot) else self.base
+        base = base.detach() if self.constant else base
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+def _base_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor._base is None:
+        raise ValueError(
+            f"A unit returns several tensors that overlap in memory (one of shape {tuple(tensor.shape)}), and nothing "
+            "says what they are views of. Return the whole tensor and slice it outside, or return clones."
+        )
+    return tensor._base
+
+
+def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    return tensor.clone() if how == "copy" else _base_of(tensor) if how == "base" else tensor
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The range of elements of its storage that a tensor lies in."""
+    low = tensor.storage_offset()
+    if tensor.numel() == 0:
+        return low, low
+    return low, low + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    spans = sorted(map(_span, tensors))
+    return any(b[0] < a[1] for a, b in zip(spans, spans[1:], strict=False)) if len(spans) > 1 else False
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """What tensors that share memory have in common."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a sparse tensor has none
+        return id(tensor)
+
+
+def _writes_leaf(unit: str) -> str:
+    return (
+        f"Unit {unit!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
+        "(w = w.clone()), or use the operation that is not in place."
+    )

@@ -1,0 +1,140 @@
+"""The thorough look at a function's first run: what is captured, leaked or written in place is refused by name.
+
+Every operation of the run is looked at, which costs a few microseconds each; so later runs that call the same units in
+the same order go without. `fz.testing.strict_capture` looks at all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fzero import _private, _tree
+from fzero._node import closed_over
+
+LeafOf = Callable[[torch.Tensor], str]
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
+# of the run that is watched: id of a tensor that a unit made -> (the tensor, the unit)
+_made: contextvars.ContextVar[dict[int, tuple[weakref.ref[torch.Tensor], str]] | None] = contextvars.ContextVar(
+    "fzero_made", default=None
+)
+
+
+_elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_elsewhere", default=False)
+
+
+def is_strict() -> bool:
+    return _strict.get()
+
+
+@contextlib.contextmanager
+def strict_capture(enabled: bool = True) -> Iterator[None]:
+    """Looks at every operation inside every unit for tensors that the unit closed over or passed on unseen."""
+    token = _strict.set(enabled)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+class _Watch(torch.overrides.TorchFunctionMode):
+    """Looks at every operation.
+
+    Args:
+        unit: that is running; None for the function around the units.
+        protected: storage -> what names the leaf that a view of it belongs to.
+    """
+
+    def __init__(self, unit: str | None, protected: Mapping[int, LeafOf]) -> None:
+        super().__init__()
+        self.unit, self.protected = unit, protected
+        self.made = _made.get()
+        self.own: set[int] = set()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.unit is None and _elsewhere.get():
+            return func(*args, **(kwargs or {}))
+        operands = [x for x in _tree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
+        for x in operands:
+            if self.unit is not None and _private.level() == 0 and _private.is_wrapped(x):
+                raise ValueError(closed_over(x))
+            self._refuse_leaked(x)
+        if _writes(func, kwargs) and operands:
+            target = kwargs["out"] if kwargs and isinstance(kwargs.get("out"), torch.Tensor) else operands[0]
+            leaf_of = self.protected.get(storage_of(target))
+            if leaf_of is not None:
+                raise ValueError(
+                    f"{leaf_of(target)} is written to in place, by {getattr(func, '__name__', func)}. Params change in "
+                    "step.update only: compute with a copy (w = w.clone()), or use the operation that is not in place."
+                )
+        out = func(*args, **(kwargs or {}))
+        if self.unit is not None and self.made is not None:
+            for x in _tree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,):
+                if isinstance(x, torch.Tensor) and (x.requires_grad or storage_of(x) in self.protected):
+                    self.own.add(id(x))
+                    self.made[id(x)] = weakref.ref(x), self.unit
+        return out
+
+    def _refuse_leaked(self, tensor: torch.Tensor) -> None:
+        if self.made is None or id(tensor) in self.own:
+            return
+        known = self.made.get(id(tensor))
+        if known is not None and known[0]() is tensor:
+            raise ValueError(leaked(tensor, known[1]))
+
+
+def leaked(tensor: torch.Tensor, unit: str) -> str:
+    return (
+        f"A tensor of shape {tuple(tensor.shape)} that unit {unit!r} computed is used outside of it, where its gradient "
+        "would be lost: the unit passed it on in a way that cannot be seen (a global variable, an object of another "
+        "library). Return it from the unit as an output, or keep it in one of the unit's arguments or its module."
+    )
+
+
+def _writes(func: Any, kwargs: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name == "requires_grad_":
+        return False
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or bool(kwargs and "out" in kwargs)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The storage below every functorch level; 0 for a tensor without one."""
+    try:
+        return _private.unwrapped(tensor).untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def watching(unit: str, protected: Mapping[int, LeafOf]) -> contextlib.AbstractContextManager[Any]:
+    """Around a unit's function; `protected` as for the run."""
+    return _Watch(unit, protected)
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Around a unit's call, which is none of the operations of the function that calls it."""
+    if _made.get() is None:
+        yield
+        return
+    token = _elsewhere.set(True)
+    try:
+        yield
+    finally:
+        _elsewhere.reset(token)
+
+
+@contextlib.contextmanager
+def watching_run(protected: Mapping[int, LeafOf]) -> Iterator[None]:
+    """Around a run of a step's function."""
+    token = _made.set({})
+    try:
+        with _Watch(None, protected):
+            yield
+    finally:
+        _made.reset(token)
