@@ -228,6 +228,8 @@ class Call:
             if places <= self.facts.mutated:
                 raise ValueError(_writes_leaf(unit)) from error
             raise Again(mutated=frozenset(places)) from None
+        finally:
+            self._fulls = ()
         if [_private.version(full) for full in fulls] != gathered:
             raise ValueError(_writes_leaf(unit))
         changed = frozenset(i for i, x in enumerate(inputs) if _private.version(x) != before[i])
