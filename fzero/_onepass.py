@@ -80,9 +80,9 @@ def _compiled() -> Callable[..., None]:
     return torch.compile(_block, dynamic=True)
 
 
-def is_generated(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether large buffers are updated by generated kernels; on one machine a matter of the dtype alone."""
-    return device.type == "cpu" and dtype == torch.float32 and _kernel.compiler() is not None
+def by_formula(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether updates have the bits of generated kernels: a matter of device and dtype, never of a compiler or size."""
+    return device.type == "cpu" and dtype == torch.float32
 
 
 def run(
@@ -109,10 +109,11 @@ def run(
     buffers = [params, *moments]
     cpu = grads.device.type == "cpu"
     wanted = compiles or grads.numel() >= LARGE
-    if wanted and is_generated(grads.device, dtype) and _kernel.carries(formats, grads.dtype):
-        if _private.is_fake(grads):
+    if wanted and by_formula(grads.device, dtype) and _kernel.carries(formats, grads.dtype):
+        fake = _private.is_fake(grads)
+        if fake and _kernel.compiler() is not None:
             return  # of fake tensors only the memory counts, and a kernel takes none
-        made = _kernel.kernel(formula, formats, grads.dtype, len(hyper))
+        made = None if fake else _kernel.kernel(formula, formats, grads.dtype, len(hyper))
         if made is not None:
             made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
             return

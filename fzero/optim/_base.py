@@ -11,7 +11,7 @@ import torch
 
 from fzero import _formats, _tree
 from fzero._formats import Plain, Stored
-from fzero._onepass import CHUNK, ON_CUDA, Formula, is_generated, run, write
+from fzero._onepass import CHUNK, ON_CUDA, Formula, by_formula, run, write
 from fzero._ops import TorchOps
 from fzero._policy import matches
 from fzero._rounding import Counters, Draw
@@ -108,13 +108,13 @@ def elementwise(
         hyper: the numbers h from h[1] on.
         params, grads, moments: trees of a step, or of tensors.
         kernel: `kernel(p, g, *moments)`, the same in place, where all moments are in the dtype that is computed in.
-        generated: whether a kernel that is generated from the formula is preferred to it.
+        generated: whether the formula is preferred to it where a kernel can be generated, also without a compiler.
     """
     for unit in _units(params, grads, moments):
         dtype = math_dtype(unit.params.dtype, unit.grads.dtype, *(m.dtype for m in unit.moments))
         # torch's own kernel, and what must have its bits: params that are float32 in two halves
         simple = unit.grads.dtype == dtype and all(m.plain and m.dtype == dtype for m in unit.moments)
-        ours = generated and unit.counters is not None and is_generated(unit.grads.device, dtype)
+        ours = generated and unit.counters is not None and by_formula(unit.grads.device, dtype)
         if kernel is not None and simple and unit.factor == 1.0 and not ours:
             _in_chunks(kernel, unit, dtype)
         elif unit.counters is None:
