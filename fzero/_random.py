@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import threading
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+
+from fzero import _intercept
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
 # A generator's own lock is taken with Python's, and Python's may be given away inside it (a collection frees tensors):
 # two threads would wait for each other. Waiting for this one holds nothing.
 _one_at_a_time = threading.Lock()
+_in_use: list[seeded] = []  # regions that have seeded the default generators
 
 
 def _mixed(state: int, number: int) -> int:
@@ -35,27 +40,129 @@ class Seeds:
 
 
 class seeded:
-    """Runs with torch's default generators seeded, then puts them back; `None` changes nothing."""
+    """Draws from a stream of its own inside, and leaves the default generators as they were; `None` changes nothing.
 
-    __slots__ = ("generators", "seed", "states")
+    On the main thread torch's default generators themselves are seeded, and put back. They are one for all threads, so
+    on any other nobody's are touched: there each operator that draws is given the region's own generator, which makes
+    the same numbers of the same seed. (What reads or writes the default generators itself, as torch.manual_seed does,
+    does not reach that one. torch.utils.checkpoint does.)
 
-    def __init__(self, seed: int | None) -> None:
-        self.seed = seed
-        self.generators: tuple[torch.Generator, ...] = ()
+    Args:
+        states: of generators that have been drawn from already, by their devices.
+    """
+
+    __slots__ = ("default", "generators", "outer", "seed", "start", "states")
+
+    def __init__(self, seed: int | None, states: Mapping[torch.device, torch.Tensor] | None = None) -> None:
+        self.seed, self.start = seed, states
+        self.default: tuple[torch.Generator, ...] = ()
+        self.generators: dict[torch.device, torch.Generator] | None = None
 
     def __enter__(self) -> None:
         if self.seed is None:
             return
-        self.generators = (torch.default_generator,)
+        if not _intercept.acts_for_main():
+            self.generators = {}
+            self.outer = _intercept.swap_stream(self)
+            return
+        default: tuple[torch.Generator, ...] = (torch.default_generator,)
         if torch.cuda.is_initialized():
-            self.generators += (torch.cuda.default_generators[torch.cuda.current_device()],)
+            default += (torch.cuda.default_generators[torch.cuda.current_device()],)
         with _one_at_a_time:
-            self.states = [generator.get_state() for generator in self.generators]
-            for generator in self.generators:
-                generator.manual_seed(self.seed)
+            self.states = [generator.get_state() for generator in default]
+            for generator in default:
+                self._begin(generator)
+            _in_use.append(self)
+        self.default = default
 
     def __exit__(self, *_: Any) -> None:
-        if self.generators:
+        if self.default:
             with _one_at_a_time:
-                for generator, state in zip(self.generators, self.states, strict=True):
+                _in_use.remove(self)
+                for generator, state in zip(self.default, self.states, strict=True):
                     generator.set_state(state)
+        elif self.generators is not None:
+            _intercept.swap_stream(self.outer)
+
+    def _begin(self, generator: torch.Generator) -> torch.Generator:
+        state = self.start.get(generator.device) if self.start else None
+        assert self.seed is not None
+        generator.manual_seed(self.seed) if state is None else generator.set_state(state)
+        return generator
+
+    # ---- a stream, as fzero._intercept asks for it
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """This region's own generator on a device, for a thread that must leave the default ones alone."""
+        assert self.generators is not None
+        if device.type not in ("cpu", "cuda"):
+            return None
+        if device.type == "cpu":
+            device = torch.device("cpu")  # cpu:0 is the same
+        elif device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self.generators:
+            self.generators[device] = self._begin(torch.Generator(device))
+        return self.generators[device]
+
+    def here(self) -> Callable[[], seeded]:
+        """Makes regions that draw what this one will from here on."""
+        states = {**(self.start or {}), **{device: g.get_state() for device, g in (self.generators or {}).items()}}
+        return functools.partial(seeded, self.seed, states)
+
+    def lend(self, device: torch.device, name: str, run: Callable[[], Any]) -> Any:
+        """`run()`, which draws from a device's default generator, with this region's numbers."""
+        own = self.generator(device)
+        if own is None:
+            return run()
+        default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[own.device.index]
+        with _one_at_a_time, _intercept.unseen():
+            if _in_use:
+                raise RuntimeError(
+                    f"{name} takes no generator, so it draws from torch's default one, which a unit on the main thread "
+                    "is using right now. Run the two one after the other, or on processes of their own."
+                )
+            state = default.get_state()
+            default.set_state(own.get_state())
+            try:
+                return run()
+            finally:
+                own.set_state(default.get_state())
+                default.set_state(state)
+
+
+class Replayed:
+    """Random generators of the user's own that a second run of the same code finds as the first one did.
+
+    Made before the first run. Each `with` block is a run again: the generators are set to where they were, and
+    afterwards put back to where the block found them, so that nobody else notices.
+
+    Args:
+        generators: those that the code draws from; the default ones belong to `seeded`.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> replayed = Replayed([generator])
+        >>> first, after = torch.rand(3, generator=generator), generator.get_state()
+        >>> with replayed:
+        ...     torch.equal(torch.rand(3, generator=generator), first)
+        True
+        >>> torch.equal(generator.get_state(), after)
+        True
+    """
+
+    __slots__ = ("found", "states")
+
+    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+        # keyed by identity: one generator may be found twice, as an argument and in a closure
+        self.states = [(g, g.get_state()) for g in {id(g): g for g in generators}.values()]
+        self.found: list[list[torch.Tensor]] = []
+
+    def __enter__(self) -> None:
+        self.found.append([generator.get_state() for generator, _ in self.states])
+        for generator, state in self.states:
+            generator.set_state(state)
+
+    def __exit__(self, *exc: Any) -> None:
+        for (generator, _), state in zip(self.states, self.found.pop(), strict=True):
+            generator.set_state(state)
