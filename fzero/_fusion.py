@@ -38,6 +38,8 @@ class Fusion:
         """ "once" where nothing needs the norm."""
         if self.norm != "auto":
             return self.norm
+        if step.optimizer.needs == "all":
+            return "held"
         return "twice" if step.optimizer.needs or step.scaler is not None else "once"
 
 
@@ -139,6 +141,11 @@ def _pulled(
 
     run.pull(ct, receive=hold)
     judged = Judged(step, state, grads.norm())
+    if judged.finite and not step.optimizer.by_group:
+        parts = [own() for own in held.values()]
+        held.clear()
+        buffers = {key: x for part in parts for key, x in part.locals().items()}
+        update.apply(tuple(buffers), parts[0].with_buffers(buffers), judged.extra)
     for key in list(held):
         own = held.pop(key)
         if judged.finite:
