@@ -14,7 +14,7 @@ import torch
 
 from fzero import _formats
 from fzero._formats import Companded, Stored
-from fzero._microbatch import Microbatches
+from fzero._microbatch import Microbatches, mean_of
 from fzero._sharded import Sharded, norm_of, squares_of
 from fzero._state import TrainState
 from fzero._update import Judged, Update, is_finite, sum_of
@@ -46,15 +46,15 @@ class Fusion:
 class _Grads:
     """What the last microbatch's pullback delivers, group by group, with what earlier ones left."""
 
-    def __init__(self, step: Step, state: TrainState, earlier: Mapping[str, torch.Tensor]) -> None:
-        self.step, self.state, self.earlier = step, state, earlier
+    def __init__(self, step: Step, state: TrainState, earlier: Mapping[str, torch.Tensor], times: float) -> None:
+        self.step, self.state, self.earlier, self.times = step, state, earlier, times
         self.squares: dict[int, torch.Tensor] = {}
 
     def of(self, key: str, shard: torch.Tensor) -> Sharded:
         """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
         if key in self.earlier:
             shard = self.earlier[key] + shard
-        grads = self.step._grads(self.state, {key: shard})
+        grads = self.step._grads(self.state, {key: shard}, self.times)
         kept = self.state.grads
         if kept is None:
             return grads
@@ -82,18 +82,18 @@ def fused_call(step: Step, state: TrainState, inputs: Any, cotangent: Any, rng: 
     earlier: dict[str, torch.Tensor] | None = None
     runs = step.runs(state, inputs, cotangent, rng, losses, auxes, late, fused=True)
     for _ in range(micro.count - 1):
-        run, ct = next(runs)
+        run, ct, _times = next(runs)
         grads, _cotangents = run.pull(ct)
         del run
         earlier = sum_of(earlier, grads)
         del grads
-    run, ct = next(runs)
-    loss = state.params.axis.mean(torch.stack(losses).mean(), "the loss") if losses else None
+    run, ct, times = next(runs)
+    loss = state.params.axis.mean(mean_of(losses), "the loss") if losses else None
     if late:
         run.unreduced = earlier or {}
         earlier = None
     try:
-        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}), way, loss)
+        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}, times), way, loss)
     except BaseException as error:
         if step.donates and update.applied:
             error.add_note(
@@ -107,7 +107,7 @@ def fused_call(step: Step, state: TrainState, inputs: Any, cotangent: Any, rng: 
     if loss is not None:
         metrics["loss"] = loss
     if step.has_aux:
-        metrics["aux"] = micro.merge(auxes)
+        metrics["aux"] = micro.merge(auxes, "aux")
     return new, metrics
 
 
