@@ -74,8 +74,11 @@ class Step:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What a state must have been made with: everything that decides how it lies in memory."""
-        return (self.policy, self.units, tuple(rule for rule in self.rules if rule.column not in ("remat", "compile")))
+        """What a state must have been made with: everything that decides how it lies in memory, but for the ranks."""
+        rules = [rule for rule in self.rules if rule.column not in ("remat", "compile")]
+        axis = [rule for rule in rules if rule.column == "axis"]
+        placed = [dataclasses.replace(rule, value=rule.value.unplaced) for rule in axis]
+        return (self.policy, self.units, tuple(rule for rule in rules if rule.column != "axis"), tuple(placed))
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""
