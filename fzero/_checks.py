@@ -24,12 +24,19 @@ def check_state(step: Step, state: TrainState) -> None:
             "that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives another "
             "function over the same state.)"
         )
-    size = step.axis().size if step.sharding else 1
+    axis, theirs = step.axis(), state.params.axis
+    size = axis.size
     if layout.shards != size:
         raise ValueError(
             f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
             f"expected {size}, the size of the sharded axis. Make the state with this "
             "step's init on this process group."
+        )
+    if axis != theirs:
+        raise ValueError(
+            f"step: got a state (leaf {layout.rows[0].path!r} and others) that lies on {theirs.place}; expected one on "
+            f"{axis.place}, the ranks of this step's mesh. Convert it: fz.convert(state, step); or build the step with "
+            "the mesh that the state was made with."
         )
 
 
@@ -66,8 +73,9 @@ def check_grads(step: Step, state: TrainState, grads: Any) -> None:
 
 
 def _describe(signature: tuple[Any, ...]) -> str:
-    policy, units, rules = signature
-    return f"[{policy}, units={units}, {', '.join(rule.source for rule in rules) or 'no rules'}]"
+    policy, units, *rules = signature
+    sources = sorted(rule.source for some in rules for rule in some)
+    return f"[{policy}, units={units}, {', '.join(sources) or 'no rules'}]"
 
 
 def scalar_loss(outputs: Any) -> torch.Tensor:

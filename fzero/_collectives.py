@@ -18,6 +18,10 @@ from fzero._divergence import announce, explained
 _Explained = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
+def _members(group: Any) -> tuple[int, ...]:
+    return tuple(_distributed.members(group)) if group is not None else ()
+
+
 def group_needed(who: str) -> str:
     return (
         f"{who}: there is no process group, and this step is sharded. Start one with "
@@ -37,6 +41,8 @@ class Axis:
         self.group, self.replicas, self.name = group, replicas, name
         self.size, self.rank = _distributed.size_of(group), _distributed.rank_in(group)
         self.copies, self.copy = _distributed.size_of(replicas), _distributed.rank_in(replicas)
+        # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
+        self.members, self.others = _members(group), _members(replicas)
         self.component, self.identity = "", ""
         self._runs, self._run = 0, 0
         # function -> what its last run showed: the units that it called, which the next will probably call too
@@ -55,6 +61,14 @@ class Axis:
         """This axis for one component, with an identity that its ranks agree on."""
         out = copy.copy(self)
         out.component, out.identity = label, self._first(uuid.uuid4().hex, f"init of {label!r}")
+        return out
+
+    def of_component_of(self, other: Axis) -> Axis:
+        """This axis for the component of an equal one, over whose ranks it goes too."""
+        if self.group is other.group and self.replicas is other.replicas:
+            return other  # which counts its runs
+        out = copy.copy(self)
+        out.component, out.identity, out.orders = other.component, other.identity, other.orders
         return out
 
     def of_next_run(self) -> Axis:
@@ -78,11 +92,20 @@ class Axis:
     def data_rank(self) -> int:
         return self.copy * self.size + self.rank
 
+    @property
+    def place(self) -> str:
+        """The ranks in words."""
+        ranks = f"ranks {list(self.members)} of axis {self.name!r}" if self.members else "one rank"
+        return f"{ranks}, replicated over ranks {list(self.others)}" if self.others else ranks
+
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Axis) and (self.name, self.size, self.copies) == (other.name, other.size, other.copies)
+        """Whether they go over the same ranks in the same order, for the same purpose."""
+        if not isinstance(other, Axis):
+            return False
+        return (self.name, self.members, self.others) == (other.name, other.members, other.others)
 
     def __hash__(self) -> int:
-        return hash((self.name, self.size, self.copies))
+        return hash((self.name, self.members, self.others))
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size}, copy {self.copy} of {self.copies})"

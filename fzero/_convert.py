@@ -8,7 +8,7 @@ import torch
 
 from fzero import _formats, _tree
 from fzero._formats import Corrected, Exact, Format, Plain
-from fzero._init import as_held, init_moments
+from fzero._init import as_held, checksum, init_moments
 from fzero._layout import ALIGN, Layout
 from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._state import TrainState
@@ -27,7 +27,8 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
         lossy: whether values may be rounded; otherwise a leaf that would be is an error.
 
     Raises:
-        ValueError: something would be lost, and what; kept grads; moments of another optimizer.
+        ValueError: something would be lost, and what; kept grads; moments of another optimizer; the step's ranks hold
+            different params.
 
     Example:
         >>> plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
@@ -41,10 +42,13 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
     old = state.params
     rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows])
     axis = step.axis()
-    axis = old.axis if axis == old.axis else axis.of_component(getattr(step.fn, "__name__", type(step.fn).__name__))
+    moves = axis != old.axis  # to other ranks
+    label = getattr(step.fn, "__name__", type(step.fn).__name__)
+    axis = axis.of_component(label) if moves else axis.of_component_of(old.axis)
     layout = Layout.build(rows, axis.size)
     buffers: dict[str, torch.Tensor] = {}
     held: dict[str, torch.Tensor] = {}
+    said: list[str] = []
     if not lossy:
         _refuse_losses(old, layout)
     source = _Source(old)
@@ -53,11 +57,20 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
         form = policy.param_format
         parts = source.parts(layout, key, form)
         own = _own(parts, axis.rank, axis.size)
+        if moves and axis.ranks > 1:
+            said.append(f"{group.slots[0].path} and others with checksums {[checksum(part) for part in parts]}")
         if step.stage in (1, 2):
             held[key] = as_held(policy, parts)
             if policy.computes_as_stored:
                 continue
         buffers.update(zip(part_names(form, key), own, strict=True))
+    if moves:
+        axis.check_same(
+            "\n".join(said),
+            "The params",
+            "They come from states of several components; start from one's fz.gather(state.params), with "
+            "step.init(params, sync=True).",
+        )
     params = Sharded(layout, axis, old.structure, buffers, held, kind="params")
     moments = _moments(state.moments, init_moments(step, params), lossy)
     scale = step.scaler.initial() if step.scaler and state.loss_scale.scale == 1.0 else state.loss_scale

@@ -14,7 +14,7 @@ import torch
 
 from fzero import _formats
 from fzero._formats import Companded, Stored
-from fzero._microbatch import Microbatches
+from fzero._microbatch import Microbatches, mean_of
 from fzero._sharded import Sharded, norm_of, squares_of
 from fzero._state import TrainState
 from fzero._update import Judged, Update, as_grads, is_finite, sum_of
@@ -38,21 +38,23 @@ class Fusion:
         """ "once" where nothing needs the norm."""
         if self.norm != "auto":
             return self.norm
+        if step.optimizer.needs == "all":
+            return "held"
         return "twice" if step.optimizer.needs or step.scaler is not None else "once"
 
 
 class _Grads:
     """What the last microbatch's pullback delivers, group by group, with what earlier ones left."""
 
-    def __init__(self, step: Step, state: TrainState, earlier: Mapping[str, torch.Tensor]) -> None:
-        self.step, self.state, self.earlier = step, state, earlier
+    def __init__(self, step: Step, state: TrainState, earlier: Mapping[str, torch.Tensor], times: float) -> None:
+        self.step, self.state, self.earlier, self.times = step, state, earlier, times
         self.squares: dict[int, torch.Tensor] = {}
 
     def of(self, key: str, shard: torch.Tensor) -> Sharded:
         """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
         if key in self.earlier:
             shard = self.earlier[key] + shard
-        grads = self.step._grads(self.state, as_grads(self.state.layout, {key: shard}))
+        grads = self.step._grads(self.state, as_grads(self.state.layout, {key: shard}), self.times)
         kept = self.state.grads
         if kept is None:
             return grads
@@ -87,18 +89,18 @@ def _fused_call(
     earlier: dict[str, torch.Tensor] | None = None
     runs = step.runs(state, inputs, cotangent, rng, losses, auxes, late, fused=True)
     for _ in range(micro.count - 1):
-        run, ct = next(runs)
+        run, ct, _times = next(runs)
         grads, _cotangents = run.pull(ct)
         del run
         earlier = sum_of(earlier, grads)
         del grads
-    run, ct = next(runs)
-    loss = state.params.axis.mean(torch.stack(losses).mean(), "the loss") if losses else None
+    run, ct, times = next(runs)
+    loss = state.params.axis.mean(mean_of(losses), "the loss") if losses else None
     if late:
         run.unreduced = earlier or {}
         earlier = None
     try:
-        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}), way, loss)
+        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}, times), way, loss)
     except BaseException as error:
         if step.donates and update.applied:
             error.add_note(
@@ -112,7 +114,7 @@ def _fused_call(
     if loss is not None:
         metrics["loss"] = loss
     if step.has_aux:
-        metrics["aux"] = micro.merge(auxes)
+        metrics["aux"] = micro.merge(auxes, "aux")
     return new, metrics
 
 
@@ -146,6 +148,11 @@ def _pulled(
 
     run.pull(ct, receive=hold)
     judged = Judged(step, state, grads.norm())
+    if judged.finite and not step.optimizer.by_group:
+        parts = [own() for own in held.values()]
+        held.clear()
+        buffers = {key: x for part in parts for key, x in part.locals().items()}
+        update.apply(tuple(buffers), parts[0].with_buffers(buffers), judged.extra)
     for key in list(held):
         own = held.pop(key)
         if judged.finite:

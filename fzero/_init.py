@@ -68,7 +68,7 @@ def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
                 for index, leaf in made.items()
             }
         elif axis.ranks > 1:
-            said += [f"{specs[index][0]} with checksum {_checksum(leaf)}" for index, leaf in made.items()]
+            said += [f"{specs[index][0]} with checksum {checksum(leaf)}" for index, leaf in made.items()]
         form = policy.param_format
         full = layout.pack(key, made, policy.param if is_plain(form) else torch.float32)
         del made
@@ -106,7 +106,7 @@ def _made(leaf: Any, spec: tuple[str, tuple[int, ...], torch.dtype]) -> torch.Te
     return out
 
 
-def _checksum(leaf: torch.Tensor) -> int:
+def checksum(leaf: torch.Tensor) -> int:
     if _private.is_fake(leaf):
         return 0
     data = leaf.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -36,6 +37,11 @@ class Sharding:
     mesh: Any
     axis: str
     replicate: str | None
+
+    @property
+    def unplaced(self) -> Sharding:
+        """The same without its mesh, whose name and sizes say nothing of the ranks."""
+        return dataclasses.replace(self, mesh=None)
 
     @property
     def lifetime(self) -> str:

@@ -14,7 +14,7 @@ from fzero._checks import check_grads, check_optimizer, check_state, scalar_loss
 from fzero._collectives import Axis
 from fzero._fusion import Fusion, fused_call
 from fzero._init import init_state
-from fzero._microbatch import Microbatches, leading_sizes
+from fzero._microbatch import Microbatches, mean_of, parts_of
 from fzero._placement import Row, Rule, Sharding, add_rule, find, resolve
 from fzero._policy import ByPath, Policy
 from fzero._sharded import Sharded
@@ -74,8 +74,11 @@ class Step:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What a state must have been made with: everything that decides how it lies in memory."""
-        return (self.policy, self.units, tuple(rule for rule in self.rules if rule.column not in ("remat", "compile")))
+        """What a state must have been made with: everything that decides how it lies in memory, but for the ranks."""
+        rules = [rule for rule in self.rules if rule.column not in ("remat", "compile")]
+        axis = [rule for rule in rules if rule.column == "axis"]
+        placed = [dataclasses.replace(rule, value=rule.value.unplaced) for rule in axis]
+        return (self.policy, self.units, tuple(rule for rule in rules if rule.column != "axis"), tuple(placed))
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""
@@ -132,8 +135,8 @@ class Step:
             for i, part in enumerate(micro.split(inputs))
         ]
         outputs = micro.merge([run.outputs for run in runs])
-        aux = micro.merge([run.aux for run in runs])
-        sizes = [leading_sizes(run.outputs) for run in runs]
+        aux = micro.merge([run.aux for run in runs], "aux")
+        parts = [parts_of(run.outputs) for run in runs]
         for run in runs:
             run.outputs = run.aux = None
         spec = _tree.flatten(tuple(inputs))[1]
@@ -144,16 +147,19 @@ class Step:
         def pull(cotangent: Any, retain_graph: bool, create_graph: bool) -> tuple[Sharded, tuple[Any, ...]]:
             if several:
                 runs[0].check_structure(cotangent)
-            parts = micro.split_cotangent(cotangent, sizes)
+            pieces, times = micro.split_cotangent(cotangent, parts)
             pulled = []
             total: dict[str, torch.Tensor] | None = None
-            for run, part in zip(runs, parts, strict=True):
-                grads, cots = run.pull(part, retain_graph, create_graph)
+            for run, piece in zip(runs, pieces, strict=True):
+                grads, cots = run.pull(piece, retain_graph, create_graph)
                 total = sum_of(total, grads)
                 pulled.append(cots)
             flat = micro.merge_inputs(kept, pulled) if several else pulled[0]
-            trees = _tree.unflatten(spec, flat)
             assert total is not None
+            if times != 1.0:
+                total = {key: x / times for key, x in total.items()}
+                flat = [None if x is None else x / times for x in flat]
+            trees = _tree.unflatten(spec, flat)
             return like.with_buffers(as_grads(like.layout, total)), tuple(
                 tree if any(leaf is not None for leaf in _tree.flatten(tree)[0]) else None for tree in trees
             )
@@ -170,7 +176,9 @@ class Step:
             for i, part in enumerate(micro.split(inputs)):
                 traversal, primals, fixed = traversal_of(self, state, self._seed(state, rng, i))
                 outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
+        if not self.has_aux:
             return micro.merge(outputs)
+        return micro.merge([out for out, _ in outputs]), micro.merge([aux for _, aux in outputs], "aux")
 
     def __call__(self, state: TrainState, *inputs: Any, cotangent: Any = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.
@@ -192,22 +200,24 @@ class Step:
         total: dict[str, torch.Tensor] | None = None
         losses: list[torch.Tensor] = []
         auxes: list[Any] = []
-        for run, ct in self.runs(state, inputs, cotangent, rng, losses, auxes, unreduced):
+        times = 1.0
+        for run, ct, divisor in self.runs(state, inputs, cotangent, rng, losses, auxes, unreduced):
             grads, _ = run.pull(ct)
             del run
+            times = divisor
             total = sum_of(total, grads)
             del grads
         assert total is not None
         axis = state.params.axis
         for key in list(total) if unreduced else ():
             total[key] = axis.reduce_scatter(total[key], key)
-        sharded = self._grads(state, as_grads(state.layout, total))
+        sharded = self._grads(state, as_grads(state.layout, total), times)
         del total
         new, metrics = apply_update(self, state, sharded, None)
         if losses:
-            metrics["loss"] = axis.mean(torch.stack(losses).mean(), "the loss")
+            metrics["loss"] = axis.mean(mean_of(losses), "the loss")
         if self.has_aux:
-            metrics["aux"] = micro.merge(auxes)
+            metrics["aux"] = micro.merge(auxes, "aux")
         return new, metrics
 
     def runs(
@@ -220,8 +230,8 @@ class Step:
         auxes: list[Any],
         unreduced: bool,
         fused: bool = False,
-    ) -> Iterator[tuple[Run, Any]]:
-        """One forward a microbatch, with the cotangent to pull back; notes losses and aux.
+    ) -> Iterator[tuple[Run, Any, float]]:
+        """One forward a microbatch, the cotangent to pull back, and by what to divide the sum; notes losses and aux.
 
         Args:
             unreduced: cotangents stay full and unreduced; in a fused step not the last one's.
@@ -229,25 +239,25 @@ class Step:
         """
         micro = self.microbatches or Microbatches()
         pieces: list[Any] | None = None
+        times = 1.0
         for i, part in enumerate(micro.split(inputs)):
             last = fused and i == micro.count - 1
             seed, several = self._seed(state, rng, i), micro.count > 1
             run = Run(self, state, part, (), seed, unreduced and not last, fused=last, partial=several)
             outputs, run.outputs = run.outputs, None
-            if cotangent is None:
+            if cotangent is None or (isinstance(outputs, torch.Tensor) and outputs.ndim == 0):
                 losses.append(scalar_loss(outputs))
-                ct = torch.ones_like(outputs) / micro.count
-            else:
-                if pieces is None:
-                    if micro.count > 1:
-                        run.check_structure(cotangent)
-                    pieces = micro.split_cotangent(cotangent, [leading_sizes(outputs)] * micro.count)
-                ct = pieces[i]
-                if isinstance(outputs, torch.Tensor) and outputs.ndim == 0:
-                    losses.append(outputs)
+            if pieces is None:
+                given = cotangent
+                if given is None:
+                    given = torch.ones_like(outputs if micro.count == 1 else mean_of([outputs]))
+                elif micro.count > 1:
+                    run.check_structure(given)
+                pieces, times = micro.split_cotangent(given, [parts_of(outputs)] * micro.count)
+            ct = pieces[i]
             auxes.append(run.aux)
             del outputs
-            yield run, ct
+            yield run, ct, times
             del run
 
     def update(self, state: TrainState, grads: Sharded, grad_norm: Any = None) -> tuple[TrainState, dict[str, Any]]:
@@ -279,9 +289,9 @@ class Step:
     def _seed(self, state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
         return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
 
-    def _grads(self, state: TrainState, buffers: dict[str, torch.Tensor]) -> Sharded:
+    def _grads(self, state: TrainState, buffers: dict[str, torch.Tensor], times: float = 1.0) -> Sharded:
         params = state.params
-        return Sharded(params.layout, params.axis, params.structure, buffers, None, state.loss_scale.scale)
+        return Sharded(params.layout, params.axis, params.structure, buffers, None, state.loss_scale.scale * times)
 
 
 def train_step(

@@ -17,7 +17,7 @@ from fzero._sharded import Sharded, global_norm, is_sharded
 from fzero._schedule import finish_all
 from fzero._state import ScaleState, TrainState
 from fzero._use import start_gather
-from fzero.optim._base import call_fused, call_update, values
+from fzero.optim._base import apart, call_fused, call_update, values
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -197,9 +197,9 @@ class Update:
 
 def _plain_update(step: Step, moments: Any, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> Any:
     """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
-    decoded = _tree.map(values, moments, is_leaf=is_sharded)
     params = values(own)
-    updates, new = call_update(step.optimizer, values(grads), decoded, params, extra)
+    updates, new = call_update(step.optimizer, grads, moments, params, extra)
+    updates, new = values(updates), apart(new, own)
     for key in own.keys:
         stored, value = own.stored(key), params.local(key) + updates.local(key)
         assert own.draw

@@ -13,7 +13,6 @@ from fzero import _formats, _tree
 from fzero._formats import Plain, Stored
 from fzero._onepass import CHUNK, ON_CUDA, Formula, by_formula, run, write
 from fzero._ops import TorchOps
-from fzero._policy import matches
 from fzero._rounding import Counters, Draw
 from fzero._sharded import Sharded, is_sharded, part_names
 
@@ -30,10 +29,12 @@ class GradientTransformation(NamedTuple):
             (the step passes buffers that nobody else holds).
         label: `label(path) -> str`, which optimizer a leaf gets: a column of the table.
         metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate.
-        by_leaf: whether it treats every element by itself, but for a norm that it is given, and takes a step's trees as
-            they are stored: then it may be applied group by group, and its moments be in any format.
-        needs: "norm" where it wants `grad_norm`, the norm over all leaves; "parts" where it wants that of some of them,
-            which a member of `partition` does.
+        by_leaf: whether it treats every element by itself, but for a norm that it is given: then it may be applied
+            group by group, and its moments be in any format, as `init` and `fused` get trees as they are stored.
+        needs: "norm" where it wants `grad_norm`, the norm of the gradients that it is given; "all" where it wants
+            another one, of some leaves or behind another member, and so all leaves at once.
+        scales: whether it only multiplies all it is given by a number: then `update` gets trees as they are stored and
+            may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
     """
 
     init: Callable[[Any], Any]
@@ -43,11 +44,12 @@ class GradientTransformation(NamedTuple):
     metrics: Callable[[Any], dict[str, float]] | None = None
     by_leaf: bool = False
     needs: str = ""
+    scales: bool = False
 
     @property
     def by_group(self) -> bool:
         """Whether groups may be updated in place one by one."""
-        return self.fused is not None and self.by_leaf and self.needs != "parts"
+        return self.fused is not None and self.by_leaf and self.needs != "all"
 
 
 def rate(lr: float | Schedule, count: int) -> float:
@@ -178,9 +180,22 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
 
 def call_update(member: GradientTransformation, updates: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> Any:
     """`member.update` with those keywords that it takes; optax-shaped members of the user take none."""
+    if not member.scales:
+        updates, params = values(updates), values(params)
+        state = _tree.map(values, state, is_leaf=is_sharded)
     known, takes_all = _keywords(member.update)
     taken = extra if takes_all else {name: value for name, value in extra.items() if name in known}
     return member.update(updates, state, params, **taken)
+
+
+def apart(tree: Any, *others: Any) -> Any:
+    """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
+    taken = {x.untyped_storage()._cdata for x in _tree.flatten(others)[0] if isinstance(x, torch.Tensor)}
+
+    def one(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken else x
+
+    return _tree.map(one, tree)
 
 
 @functools.lru_cache(maxsize=256)
@@ -196,149 +211,3 @@ def call_fused(member: GradientTransformation, params: Any, grads: Any, state: A
     if _keywords(member.fused)[1]:
         return member.fused(params, grads, state, **extra)  # type: ignore[call-arg]
     return member.fused(params, grads, state)
-
-
-def chain(*members: GradientTransformation) -> GradientTransformation:
-    """Applies transformations one after the other (optax.chain); the last one is usually the optimizer.
-
-    Example:
-        >>> optimizer = fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(1e-3))
-        >>> state = optimizer.init({"w": torch.zeros(2)})
-        >>> len(state)
-        2
-    """
-    if not members:
-        raise ValueError("chain: got no members; give at least one GradientTransformation.")
-    for place, member in enumerate(members):
-        if not isinstance(member, GradientTransformation):
-            raise TypeError(
-                f"chain: member {place} is {type(member).__name__}, expected a GradientTransformation(init, update)."
-            )
-    last = members[-1]
-
-    def init(params: Any) -> Any:
-        return tuple(member.init(params) for member in members)
-
-    def prefix(updates: Any, states: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
-        new = []
-        for member, state in zip(members[:-1], states, strict=False):
-            if not member.by_leaf:
-                updates, params = values(updates), values(params)
-            updates, state = call_update(member, updates, state, params, extra)
-            extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
-            new.append(state)
-        return updates, new
-
-    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, new = prefix(updates, states, params, extra)
-        updates, state = call_update(last, values(updates), states[-1], params, extra)
-        return updates, (*new, state)
-
-    def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
-        grads, new = prefix(grads, states, params, extra)
-        return (*new, call_fused(last, params, grads, states[-1], extra))
-
-    def label(path: str) -> str:
-        names = [member.label(path) for member in members if member.label is not None]
-        return "+".join(names)
-
-    def metrics(states: Any) -> dict[str, float]:
-        out: dict[str, float] = {}
-        for member, state in zip(members, states, strict=True):
-            out.update(member.metrics(state) if member.metrics else {})
-        return out
-
-    return GradientTransformation(
-        init,
-        update,
-        fused if last.fused else None,
-        label,
-        metrics,
-        all(member.by_leaf for member in members),
-        max(member.needs for member in members),  # "parts" over "norm" over ""
-    )
-
-
-def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTransformation:
-    """One optimizer per pattern over leaf paths (fnmatch, alternatives separated by `|`); the first match wins.
-
-    Works on the trees of a step, whose buffers never mix leaves of different optimizers.
-
-    Raises:
-        ValueError: at `init`, a leaf that no pattern matches, or a pattern that is used for no leaf.
-
-    Example:
-        >>> optimizer = fz.partition({"*norm*|*bias": fz.adamw(1e-3, weight_decay=0.0), "*": fz.adamw(1e-3)})
-        >>> optimizer.label("head.bias"), optimizer.label("head.weight")
-        ('adamw, no decay (*norm*|*bias)', 'adamw (*)')
-    """
-    table = dict(optimizers)
-
-    def label(path: str) -> str:
-        pattern = chosen(path)
-        member = table[pattern]
-        return f"{member.label(path)} ({pattern})" if member.label else pattern
-
-    def chosen(path: str) -> str:
-        for pattern in table:
-            if matches(pattern, path):
-                return pattern
-        raise ValueError(f"partition: leaf {path!r} matches none of {', '.join(table)}. Add a pattern such as '*'.")
-
-    def part(tree: Any, pattern: str) -> Any:
-        def one(node: Sharded) -> Sharded:
-            groups = node.layout.groups
-            return node.only(key for key in node.keys if chosen(groups[key].slots[0].path) == pattern)
-
-        return _tree.map(lambda node: one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
-
-    def init(params: Any) -> Any:
-        _need_sharded(params)
-        used = {chosen(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.keys}
-        frozen = {chosen(row.path) for row in params.layout.rows}
-        for pattern in table:
-            if pattern not in used | frozen:
-                raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")
-        return {pattern: member.init(part(params, pattern)) for pattern, member in table.items()}
-
-    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        _need_sharded(updates)
-        buffers, new = {}, {}
-        extra.pop("grad_norm", None)  # a member's norm is that of its part; a joint norm holds throughout
-        for pattern, member in table.items():
-            own = None if params is None else part(params, pattern)
-            out, new[pattern] = call_update(member, part(updates, pattern), states[pattern], own, extra)
-            buffers.update(out.locals())
-        return updates.with_buffers(buffers), new
-
-    def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
-        extra.pop("grad_norm", None)
-        new = {}
-        for pattern, member in table.items():
-            new[pattern] = call_fused(member, part(params, pattern), part(grads, pattern), states[pattern], extra)
-        return new
-
-    def metrics(states: Any) -> dict[str, float]:
-        """A name with one value for all as it is, otherwise once per pattern."""
-        found = {pattern: m.metrics(states[pattern]) if m.metrics else {} for pattern, m in table.items()}
-        out: dict[str, float] = {}
-        for name in sorted({name for each in found.values() for name in each}):
-            values = {pattern: each[name] for pattern, each in found.items() if name in each}
-            out[name] = next(iter(values.values()))
-            if len(set(values.values())) > 1:
-                out.update({f"{name}/{pattern}": value for pattern, value in values.items()})
-        return out
-
-    every = all(member.fused for member in table.values())
-    by_leaf, needs = all(m.by_leaf for m in table.values()), any(m.needs for m in table.values())
-    return GradientTransformation(
-        init, update, fused if every else None, label, metrics, by_leaf, "parts" if needs else ""
-    )
-
-
-def _need_sharded(tree: Any) -> None:
-    if not is_sharded(tree):
-        raise TypeError(
-            f"partition: got a tree of type {type(tree).__name__}, expected the trees of a step (fz.train_step), "
-            "which know their leaves' paths."
-        )

@@ -8,7 +8,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._sharded import global_norm, is_sharded
-from fzero.optim._base import GradientTransformation, values
+from fzero.optim._base import GradientTransformation
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
@@ -34,7 +34,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
             return grads.scaled(1.0 if _private.is_fake(factor) else float(factor)), state
         return _tree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
-    return GradientTransformation(lambda params: (), update, by_leaf=True, needs="norm")
+    return GradientTransformation(lambda params: (), update, by_leaf=True, needs="norm", scales=True)
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:
@@ -49,6 +49,6 @@ def clip_by_value(max_value: float) -> GradientTransformation:
         raise ValueError(f"clip_by_value: got {max_value}, expected a positive number.")
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return _tree.map(lambda g: g.clamp(-max_value, max_value), values(grads)), state
+        return _tree.map(lambda g: g.clamp(-max_value, max_value), grads), state
 
     return GradientTransformation(lambda params: (), update, by_leaf=True)

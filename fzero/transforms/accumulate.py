@@ -11,6 +11,11 @@ from fzero._step import Step
 def accumulate(step: Step, count: int, in_dims: Any = 0) -> Step:
     """Splits every input into `count` microbatches; a scalar loss is their mean, other outputs are concatenated.
 
+    Outputs and aux are put together leaf by leaf. 0-d floating tensors and Python floats are averaged in float32
+    (float64 where they are float64): the result, and what a pullback takes as its cotangent, has that dtype. Other 0-d
+    tensors, Python ints and bools are stacked as [microbatches]; tensors with dims are concatenated along dim 0. What
+    is no tensor and no number stays if it is the same in all microbatches, and is an error otherwise.
+
     Args:
         step: any step.
         count: microbatches; must divide the split dim of every input.

@@ -18,6 +18,10 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
     | "auto" otherwise, "twice" | one unit's | one more pullback | the same |
     | "held" | the reduced shards, in their dtype | as without | the same |
     | "8-bit" | the reduced shards, in 1.03 bytes | as without | the norm exactly, elements nearly |
+    | "auto", if a norm behind another member is needed | as "held" | as without | the same |
+
+    Where the optimizer needs a norm that is not that of the gradients (of what another member of a chain returned, or
+    of a part of a partition), the update waits until all gradients are held, and is applied to all leaves at once.
 
     In 8 bits an element is off by at most a 64th of itself and 0.2 % of the largest of its 32 neighbours. Where nothing
     needs the norm, a loss that is not finite skips the update, and of a gradient that is not finite only those elements
@@ -35,7 +39,8 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
         norm: see above.
 
     Raises:
-        ValueError: an optimizer that wants whole trees; a word that is not in the table.
+        ValueError: an optimizer that wants whole trees; "twice" for a norm that is not that of the gradients; a word
+            that is not in the table.
 
     Example:
         >>> step = fz.fuse_update(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
@@ -45,11 +50,16 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
     """
     if norm not in NORMS:
         raise ValueError(f"fuse_update(norm=...): got {norm!r}, expected one of {', '.join(map(repr, NORMS))}.")
-    if not step.optimizer.by_group:
+    if step.optimizer.fused is None or not step.optimizer.by_leaf:
         raise ValueError(
             "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "
-            "fused form). Use fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition; clip before "
-            "a partition, fz.chain(fz.clip_by_global_norm(c), fz.partition(...)), and not within it. Or leave "
+            "fused form). Use fz.adamw, fz.adam, fz.lion or fz.sgd, alone or in fz.chain and fz.partition. Or leave "
             "fuse_update out."
+        )
+    if norm == "twice" and step.optimizer.needs == "all":
+        raise ValueError(
+            "fuse_update(norm='twice'): pulling back twice gives the norm of the gradients, and the optimizer wants "
+            "another one: a clip_by_global_norm comes behind another member of its chain, or within a partition. Say "
+            "norm='held', or clip first: fz.chain(fz.clip_by_global_norm(c), ...)."
         )
     return step.with_header("fusion", Fusion(norm), f"fuse_update(norm={norm!r})")

@@ -1,0 +1,184 @@
+"""Transformations of gradients joined: one after the other (`chain`), and one per pattern of leaves (`partition`)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from fzero import _tree
+from fzero._onepass import write
+from fzero._policy import matches
+from fzero._rounding import Draw
+from fzero._sharded import Sharded, is_sharded
+from fzero.optim._base import GradientTransformation, apart, call_fused, call_update, values
+
+
+def chain(*members: GradientTransformation) -> GradientTransformation:
+    """Applies transformations one after the other (optax.chain); the last one is usually the optimizer.
+
+    Example:
+        >>> optimizer = fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(1e-3))
+        >>> state = optimizer.init({"w": torch.zeros(2)})
+        >>> len(state)
+        2
+    """
+    if not members:
+        raise ValueError("chain: got no members; give at least one GradientTransformation.")
+    for place, member in enumerate(members):
+        if not isinstance(member, GradientTransformation):
+            raise TypeError(
+                f"chain: member {place} is {type(member).__name__}, expected a GradientTransformation(init, update)."
+            )
+    last = members[-1]
+
+    def init(params: Any) -> Any:
+        return tuple(member.init(params) for member in members)
+
+    def prefix(updates: Any, states: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+        new = []
+        for member, state in zip(members[:-1], states, strict=False):
+            updates, state = call_update(member, updates, state, params, extra)
+            extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
+            new.append(state)
+        return updates, new
+
+    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        updates, new = prefix(updates, states, params, extra)
+        updates, state = call_update(last, updates, states[-1], params, extra)
+        return updates, (*new, state)
+
+    def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
+        grads, new = prefix(grads, states, params, extra)
+        new = apart(new, params, states)
+        state = call_fused(last, params, apart(grads, params), states[-1], extra)
+        # what members pass on may be their old states, so these are written last
+        written = [_write_state(i, *pair, params) for i, pair in enumerate(zip(states[:-1], new, strict=True))]
+        return (*written, state)
+
+    def label(path: str) -> str:
+        names = [member.label(path) for member in members if member.label is not None]
+        return "+".join(names)
+
+    def metrics(states: Any) -> dict[str, float]:
+        out: dict[str, float] = {}
+        for member, state in zip(members, states, strict=True):
+            out.update(member.metrics(state) if member.metrics else {})
+        return out
+
+    return GradientTransformation(
+        init,
+        update,
+        fused if last.fused else None,
+        label,
+        metrics,
+        all(member.by_leaf for member in members),
+        # the norm of the gradients is the first member's: behind it others come in
+        "all" if any(member.needs for member in members[1:]) else members[0].needs,
+        all(member.scales for member in members),
+    )
+
+
+def _write_state(place: int, old: Any, new: Any, params: Any) -> Any:
+    """Writes a member's next state over the buffers of its old one, in their formats."""
+
+    def one(after: Any, whole: Any) -> Any:
+        if not is_sharded(whole):
+            return after
+        draw = params.draw or Draw(0, 0)
+        for key, value in values(after).locals().items():
+            stored = whole.stored(key)
+            write(stored, value, draw.counters(whole.layout, key, whole.axis.rank).blocks(value.device))
+        return whole
+
+    try:
+        return _tree.map(one, new, old, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
+    except ValueError as error:
+        raise ValueError(
+            f"chain: member {place} returned a state of another structure than it was given. A state keeps the "
+            f"structure of what its init returned; start with zeros where there is nothing yet. ({error})"
+        ) from error
+
+
+def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTransformation:
+    """One optimizer per pattern over leaf paths (fnmatch, alternatives separated by `|`); the first match wins.
+
+    Works on the trees of a step, whose buffers never mix leaves of different optimizers.
+
+    Raises:
+        ValueError: at `init`, a leaf that no pattern matches, or a pattern that is used for no leaf.
+
+    Example:
+        >>> optimizer = fz.partition({"*norm*|*bias": fz.adamw(1e-3, weight_decay=0.0), "*": fz.adamw(1e-3)})
+        >>> optimizer.label("head.bias"), optimizer.label("head.weight")
+        ('adamw, no decay (*norm*|*bias)', 'adamw (*)')
+    """
+    table = dict(optimizers)
+
+    def label(path: str) -> str:
+        pattern = chosen(path)
+        member = table[pattern]
+        return f"{member.label(path)} ({pattern})" if member.label else pattern
+
+    def chosen(path: str) -> str:
+        for pattern in table:
+            if matches(pattern, path):
+                return pattern
+        raise ValueError(f"partition: leaf {path!r} matches none of {', '.join(table)}. Add a pattern such as '*'.")
+
+    def part(tree: Any, pattern: str) -> Any:
+        def one(node: Sharded) -> Sharded:
+            groups = node.layout.groups
+            return node.only(key for key in node.keys if chosen(groups[key].slots[0].path) == pattern)
+
+        return _tree.map(lambda node: one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+
+    def init(params: Any) -> Any:
+        _need_sharded(params)
+        used = {chosen(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.keys}
+        frozen = [row.path for row in params.layout.rows if row.frozen]
+        for pattern in table:
+            if pattern not in used and not any(matches(pattern, path) for path in frozen):
+                raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")
+        return {pattern: member.init(part(params, pattern)) for pattern, member in table.items()}
+
+    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        _need_sharded(updates)
+        buffers, new = {}, {}
+        extra.pop("grad_norm", None)  # a member's norm is that of its part; a joint norm holds throughout
+        for pattern, member in table.items():
+            own = None if params is None else part(params, pattern)
+            out, new[pattern] = call_update(member, part(updates, pattern), states[pattern], own, extra)
+            buffers.update(values(out).locals())
+        return updates.with_buffers(buffers, 1.0), new
+
+    def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
+        extra.pop("grad_norm", None)
+        new = {}
+        for pattern, member in table.items():
+            new[pattern] = call_fused(member, part(params, pattern), part(grads, pattern), states[pattern], extra)
+        return new
+
+    def metrics(states: Any) -> dict[str, float]:
+        """A name with one value for all as it is, otherwise once per pattern."""
+        found = {pattern: m.metrics(states[pattern]) if m.metrics else {} for pattern, m in table.items()}
+        out: dict[str, float] = {}
+        for name in sorted({name for each in found.values() for name in each}):
+            values = {pattern: each[name] for pattern, each in found.items() if name in each}
+            out[name] = next(iter(values.values()))
+            if len(set(values.values())) > 1:
+                out.update({f"{name}/{pattern}": value for pattern, value in values.items()})
+        return out
+
+    every = all(member.fused for member in table.values())
+    by_leaf, needs = all(m.by_leaf for m in table.values()), any(m.needs for m in table.values())
+    return GradientTransformation(
+        init, update, fused if every else None, label, metrics, by_leaf, "all" if needs else ""
+    )
+
+
+def _need_sharded(tree: Any) -> None:
+    if not is_sharded(tree):
+        raise TypeError(
+            f"partition: got a tree of type {type(tree).__name__}, expected the trees of a step (fz.train_step), "
+            "which know their leaves' paths."
+        )

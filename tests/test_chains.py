@@ -1,0 +1,178 @@
+"""Chains and partitions, nested as one likes, at every stage and in every fused way, against a plain float64 step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import chains
+import pytest
+import scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero import _tree
+from fzero.testing import assert_trees_close, run_ranks
+
+F64 = torch.float64
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+PATHS = ("blocks.0.b", "blocks.0.w", "blocks.1.b", "blocks.1.w", "head.b", "head.w")
+WAYS = (None, "auto", "twice", "held", "8-bit")
+STEPS = 3
+
+
+def expected(spec: chains.Spec, world: int) -> Any:
+    """The params after some steps of the optimizer on full tensors, in one process."""
+    loss, params = scenarios.stack(blocks=2, width=3)
+    batches = scenarios.vector_batches(world, width=3)
+    names, leaves, structure = _tree.named_leaves(params)
+    flat = dict(zip(names, leaves, strict=True))
+    optimizer = chains.plain(spec)
+    state = optimizer.init(flat)
+    for _ in range(STEPS):
+
+        def mean(flat: Any) -> torch.Tensor:
+            tree = _tree.unflatten(structure, list(flat.values()))
+            return torch.stack([loss(tree, *batch) for batch in batches]).mean()
+
+        updates, state = optimizer.update(torch.func.grad(mean)(flat), state, flat)
+        flat = {path: flat[path] + updates[path] for path in flat}
+    return _tree.unflatten(structure, list(flat.values()))
+
+
+def check(spec: chains.Spec, stage: int, way: str | None, world: int, transform: Any = lambda step: step) -> None:
+    # each rank gives an optimizer its shards: what a user's own adds up over elements is this rank's
+    world = 1 if not stage or chains.has(spec, "lars") else world
+    want = expected(spec, world)
+
+    def rank_main(rank: int) -> None:
+        loss, params = scenarios.stack(blocks=2, width=3)
+        step = transform(SHARDS[stage](fz.train_step(loss, chains.build(spec))))
+        if way is not None:
+            try:
+                step = fz.fuse_update(step, norm=way)
+            except ValueError:
+                # a remedy that works is named: another way, or none
+                assert chains.has(spec, *chains.OWN) or way == "twice" or step.optimizer.fused is None
+                if chains.has(spec, *chains.OWN) or step.optimizer.fused is None:
+                    return
+                step = fz.fuse_update(step, norm="held")
+        state = step.init(params)
+        for _ in range(STEPS):
+            state, _ = step(state, *scenarios.vector_batches(world, width=3)[rank])
+        assert_trees_close(fz.gather(state.params), want, rtol=1e-9)
+
+    run_ranks(rank_main, world)
+
+
+@given(
+    spec=chains.specs(PATHS),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    way=st.sampled_from(WAYS),
+    world=st.integers(1, 3),
+    chosen=st.sampled_from([lambda step: step, fz.donate, lambda step: fz.loss_scale(step, 64.0)]),
+)
+def test_drawn_chains(spec: Any, stage: int, way: Any, world: int, chosen: Any) -> None:
+    check(spec, stage, way, world, chosen)
+
+
+@given(
+    spec=chains.specs(PATHS, own=False),
+    last=st.sampled_from([("sgd", 0.1, 0.9, 0.1), ("adamw", 0.01, 0.8, 0.95, 1e-6, 0.1)]),
+    stage=st.sampled_from([0, 1, 2, 3]),
+    way=st.sampled_from(WAYS),
+    world=st.integers(1, 3),
+)
+def test_drawn_chains_that_can_be_fused(spec: Any, last: Any, stage: int, way: Any, world: int) -> None:
+    check(("chain", (spec, last)), stage, way, world)
+
+
+VALUE, NORM, SGD = ("by_value", 0.1), ("by_norm", 0.01), ("sgd", 1.0, None, 0.0)
+CASES: dict[str, chains.Spec] = {
+    "a norm behind another member": ("chain", (VALUE, NORM, SGD)),
+    "a norm in a nested chain": ("chain", (VALUE, ("chain", (NORM, SGD)))),
+    "a norm at the end of a nested chain": ("chain", (("chain", (VALUE, NORM)), SGD)),
+    "two norms": ("chain", (("by_norm", 0.02), NORM, SGD)),
+    "a norm in a chain in a partition": (
+        "partition",
+        (("*b", SGD), ("*", ("chain", (VALUE, NORM, SGD)))),
+    ),
+    "a partition with a norm in a chain": (
+        "chain",
+        (VALUE, ("partition", (("*b", ("chain", (NORM, SGD))), ("*", SGD)))),
+    ),
+    "a norm behind a partition": ("chain", (("partition", (("*b", VALUE), ("*", NORM))), NORM, SGD)),
+    "moments in front": ("chain", (NORM, ("sgd", 0.1, 0.9, 0.1), ("adamw", 0.01, 0.8, 0.95, 1e-6, 0.1), SGD)),
+    "a norm at the end": ("chain", (SGD, NORM)),
+    "a user's own in front": ("chain", (NORM, ("trace", 0.5), SGD)),
+    "a user's own that passes on its old state": ("chain", (("delay",), ("trace", 0.5), SGD)),
+    "a user's own that keeps old params": ("chain", (("momentum", 0.5), SGD)),
+    "a user's own that looks at all leaves": ("chain", (("lars", 0.3), SGD)),
+    "a user's own that keeps old params, alone": ("chain", (("scale", -0.1), ("momentum", 0.5))),
+    "a user's own that looks at all leaves, in a partition": (
+        "partition",
+        (("head*", SGD), ("*", ("chain", (("lars", 0.3), SGD)))),
+    ),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("case", sorted(CASES))
+def test_a_chain(case: str, stage: int, way: str | None) -> None:
+    check(CASES[case], stage, way, 2)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_moments_in_front_in_eight_bits(stage: int) -> None:
+    """They are written back in their format: the second of two updates shows them."""
+
+    def rank_main(rank: int) -> None:
+        loss, params = scenarios.stack(dtype=torch.float32)
+        optimizer = fz.chain(fz.sgd(0.1, momentum=0.9), fz.sgd(-1.0))
+        policy = fz.Policy(moment="8-bit")
+        step = SHARDS[stage](fz.train_step(loss, optimizer, policy))
+        plain = SHARDS[stage](fz.train_step(loss, fz.sgd(0.1, momentum=0.9)))
+        batch = scenarios.vector_batches(2, dtype=torch.float32)[rank]
+        state, wanted = step.init(params), plain.init(params)
+        for _ in range(3):
+            state, _ = step(state, *batch)
+            wanted, _ = plain(wanted, *batch)
+        assert_trees_close(fz.gather(state.params), fz.gather(wanted.params), rtol=2e-2)
+        found, want = fz.gather(state.moments[0].momentum), fz.gather(wanted.moments.momentum)
+        assert_trees_close(found, want, rtol=0.1)
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_norm_that_is_pulled_twice_for_is_that_of_the_gradients() -> None:
+    step = fz.train_step(
+        lambda p, x: (p["w"] * x).sum(), fz.chain(fz.clip_by_value(1.0), fz.clip_by_global_norm(0.1), fz.sgd(1.0))
+    )
+    with pytest.raises(ValueError, match=r"fuse_update\(norm='twice'\).*norm='held'"):
+        fz.fuse_update(step, norm="twice")
+    step = fz.fuse_update(step)
+    state, _ = step(step.init({"w": torch.zeros(2)}), torch.tensor([3.0, 4.0]))
+    assert_trees_close(fz.gather(state.params)["w"], torch.full((2,), -0.1 / 2**0.5), rtol=1e-6)
+
+
+def test_a_partition_in_a_partition_needs_patterns_for_its_own_leaves_only() -> None:
+    inner = fz.partition({"*.w": fz.sgd(0.1), "*.b": fz.sgd(0.2)})
+    step = fz.train_step(
+        lambda p, x: sum((x * q).sum() for part in p.values() for q in part.values()),
+        fz.partition({"a.*": inner, "c.*": fz.sgd(0.3)}),
+    )
+    params = {"a": {"w": torch.ones(1), "b": torch.ones(1)}, "c": {"d": torch.ones(1)}}
+    state, _ = step(step.init(params), torch.ones(()))
+    got = fz.gather(state.params)
+    assert [round(x.item(), 4) for x in (got["a"]["w"], got["a"]["b"], got["c"]["d"])] == [0.9, 0.8, 0.7]
+    with pytest.raises(ValueError, match=r"the pattern '\*\.e' is used for no leaf"):
+        fz.train_step(step.fn, fz.partition({"*.e": fz.sgd(0.1), "*": fz.sgd(0.1)})).init(params)
+
+
+def test_a_state_that_changes_its_structure_is_refused() -> None:
+    grows = fz.GradientTransformation(lambda params: (), lambda u, state, params: (u, {"seen": u}))
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.chain(grows, fz.sgd(0.1)))
+    with pytest.raises(ValueError, match=r"chain: member 0.*another structure"):
+        step(step.init({"w": torch.ones(2)}), torch.ones(2))
