@@ -10,6 +10,7 @@ from fzero import _formats, _tree
 from fzero._formats import Corrected, Exact, Format, Plain
 from fzero._init import as_held, checksum, init_moments
 from fzero._layout import ALIGN, Layout
+from fzero._module_params import frozen_leaves
 from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._state import TrainState
 from fzero._step import Step
@@ -40,7 +41,7 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     old = state.params
-    rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows])
+    rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows], frozen_leaves(old.structure))
     axis = step.axis()
     moves = axis != old.axis  # to other ranks
     label = getattr(step.fn, "__name__", type(step.fn).__name__)

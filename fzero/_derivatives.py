@@ -15,6 +15,7 @@ from fzero._policy import matches
 from fzero._sharded import Sharded, gather
 from fzero._state import TrainState
 from fzero._step import Step
+from fzero._traversal import running
 from fzero._vjp import call_function, traversal_of
 
 
@@ -128,14 +129,19 @@ def per_example_grads(step: Step, state: TrainState, *inputs: Any, only: str | N
     frozen = {row.path for row in state.layout.rows if row.frozen}
     chosen = [i for i, (path, _, _) in enumerate(specs) if path not in frozen and (only is None or matches(only, path))]
     if not chosen:
-        raise ValueError(f"per_example_grads: only={only!r} matches no leaf that is trained. Correct the pattern.")
+        which = "every leaf is frozen" if only is None else f"only={only!r} matches no leaf that is trained"
+        raise ValueError(f"per_example_grads: {which}. Correct the pattern, or train some leaf.")
 
     def loss(values: list[torch.Tensor], *example: Any) -> torch.Tensor:
         filled = list(leaves)
         for place, value in zip(chosen, values, strict=True):
             filled[place] = value
         batch = _tree.map(lambda x: x[None] if isinstance(x, torch.Tensor) else x, example)
-        out = step.fn(_tree.unflatten(structure, filled), *batch)
+        token = running.set(state.layout)
+        try:
+            out = step.fn(_tree.unflatten(structure, filled), *batch)
+        finally:
+            running.reset(token)
         return out[0] if step.has_aux else out
 
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *[0] * len(inputs)), randomness="different")

@@ -15,8 +15,9 @@ from torch import nn
 
 from fzero._compile import compiled
 from fzero._handle import Handle
+from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
-from fzero._traversal import origins_of
+from fzero._traversal import origins_of, running
 from fzero._unit import call_unit, plain_call
 
 Params = Mapping[str, Any]
@@ -24,7 +25,7 @@ Params = Mapping[str, Any]
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
 
 
-def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.Tensor]]:
+def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     """A pure function and its params from a module, which is left as it is.
 
     Args:
@@ -33,14 +34,16 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
 
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
-        (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit.
+        (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
+        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['bias', 'weight'], torch.Size([3, 1]))
     """
-    params = {name: param.detach() for name, param in module.named_parameters()}
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
     memo = {
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
         for param in module.parameters()
@@ -50,7 +53,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
     known = dict.fromkeys(names.values())  # in order, so that every rank says the same
-    structures: dict[Any, dict[str, dict[str, str]]] = {}
+    structures: dict[Any, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
     threads = threading.local()  # swapping a module's params is not safe across threads
 
     def twin() -> nn.Module:
@@ -94,13 +97,16 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         module = twin()
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)
-        structure = structures.get(key)
-        if structure is None:
+        known_structure = structures.get(key)
+        if known_structure is None:
             rows = layout.rows if layout else ()
             named = list(zip(params, numbers, strict=True))
             origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
             handles = {name for name, number in named if number < 0}
-            structure = structures[key] = _module_units(origins, handles, aliases, module)
+            known_structure = structures[key] = _module_units(origins, handles, aliases, module), origins
+        structure, origins = known_structure
+        if frozen and (rows := running.get()) is not None:
+            refuse_lost(params, origins, frozen, rows)
         for path in structure:
             if path not in threads.paths:
                 patch(path)

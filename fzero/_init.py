@@ -11,6 +11,7 @@ import torch
 from fzero import _formats, _private, _tree
 from fzero._formats import is_plain
 from fzero._layout import Layout
+from fzero._module_params import frozen_leaves
 from fzero._placement import check_leaf
 from fzero._policy import Policy
 from fzero._sharded import Sharded, is_sharded, part_names
@@ -46,7 +47,7 @@ def _shape_of(make: Callable[..., Any]) -> Any:
 def init_state(step: Step, params: Any, seed: int, sync: bool) -> TrainState:
     specs, leaves, structure = leaf_specs(params)
     axis = step.axis().of_component(getattr(step.fn, "__name__", type(step.fn).__name__))
-    rows = step.rows(specs)
+    rows = step.rows(specs, frozen_leaves(structure))
     layout = Layout.build(rows, axis.size)
     table = "\n".join(f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r}" for row in rows)
     axis.check_same(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -137,21 +137,24 @@ def resolve(
     policy: Policy | ByPath,
     units: Sequence[str] | None,
     label: Any,
+    frozen: Container[int] = (),
 ) -> tuple[Row, ...]:
     """The rows of the table; every pattern must match some leaf.
 
     Args:
         leaves: path, shape and own dtype of every leaf.
         label: `label(path)` names the optimizer of a leaf.
+        frozen: the indices of leaves that are frozen without a rule: their module does not train them.
     """
     paths = [path for path, _, _ in leaves]
     _check_patterns(paths, rules, policy, units)
     sharding: Sharding | None = find(rules, "axis")
     autocast = find(rules, "compute")
-    frozen = [rule.pattern for rule in rules if rule.column == FROZEN]
+    patterns = [rule.pattern for rule in rules if rule.column == FROZEN]
     rows = []
-    for path, shape, own in leaves:
+    for index, (path, shape, own) in enumerate(leaves):
         cast = autocast if autocast is not None and len(shape) >= 2 and own != torch.float64 else None
+        stays = index in frozen or any(matches(pattern, path) for pattern in patterns)
         try:
             resolved = policy.of(path).resolve(own, cast)
         except ValueError as error:
@@ -163,7 +166,7 @@ def resolve(
                 dtype=own,
                 unit=unit_of(path, units),
                 policy=resolved,
-                optimizer=FROZEN if any(matches(pattern, path) for pattern in frozen) else label(path),
+                optimizer=FROZEN if stays else label(path),
                 stage=sharding.stage if sharding else 0,
                 axis=sharding.axis if sharding else None,
                 remat=bool(find(rules, "remat")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from fzero._collectives import Axis
 from fzero._formats import Blocks, Companded, Plain, nbytes, zeros
 from fzero._init import init_moments, leaf_specs
 from fzero._layout import Layout
+from fzero._module_params import frozen_leaves
 from fzero._placement import Row
 from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._step import Step
@@ -111,7 +113,8 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         world_size = step.axis().size if step.sharding and torch.distributed.is_initialized() else 1
     if world_size < 1:
         raise ValueError(f"plan: got world_size={world_size}, expected at least 1.")
-    rows = step.rows(specs)
+    frozen = frozen_leaves(structure)
+    rows = step.rows(specs, frozen)
     size = world_size if step.sharding else 1
     layout = Layout.build(rows, size)
     stage, totals = step.stage, dict.fromkeys(("params", "sent"), 0)
@@ -136,7 +139,7 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         totals["sent"] += gathers * travels
     return Plan(
         rows=rows,
-        header=_header(step),
+        header=(*_header(step), *_frozen_by_module(rows, frozen)),
         world_size=world_size,
         layout=layout,
         params=totals["params"],
@@ -187,6 +190,12 @@ def _header(step: Step) -> tuple[str, ...]:
     if step.donates:
         lines.append("donate: the state passed in is overwritten")
     return tuple(lines)
+
+
+def _frozen_by_module(rows: Sequence[Row], frozen: Iterable[int]) -> tuple[str, ...]:
+    paths = [rows[index].path for index in sorted(frozen)]
+    more = ", ..." if len(paths) > 4 else ""
+    return (f"frozen, as their module has requires_grad=False: {', '.join(paths[:4])}{more}",) if paths else ()
 
 
 def describe(step: Step) -> str:

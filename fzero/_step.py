@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +87,16 @@ class Step:
             return Axis()
         return Axis.of(sharding.mesh, sharding.axis, sharding.replicate, f"shard_zero{sharding.stage}")
 
-    def rows(self, leaves: Sequence[tuple[str, tuple[int, ...], torch.dtype]]) -> tuple[Row, ...]:
-        """The table for leaves given as (path, shape, dtype)."""
+    def rows(
+        self, leaves: Sequence[tuple[str, tuple[int, ...], torch.dtype]], frozen: Container[int] = ()
+    ) -> tuple[Row, ...]:
+        """The table for leaves given as (path, shape, dtype).
+
+        Args:
+            frozen: the indices of the leaves that their module does not train, `frozen_leaves` of the params' tree.
+        """
         label = self.optimizer.label or (lambda path: "optimizer")
-        return resolve(leaves, self.rules, self.policy, self.units, label)
+        return resolve(leaves, self.rules, self.policy, self.units, label, frozen)
 
     def __str__(self) -> str:
         from fzero._plan import describe  # _plan needs Step

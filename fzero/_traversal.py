@@ -17,6 +17,8 @@ from fzero._random import Seeds, seeded
 from fzero._schedule import Schedule
 from fzero._use import Use
 
+# the leaves of the step whose function runs, also inside its units
+running: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("fzero_running", default=None)
 current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
 
 
@@ -40,7 +42,7 @@ class Traversal:
         self.tokens: dict[str, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         self.nodes: dict[str, Any] = {}  # group -> its gate's node of the graph
         self.schedule = Schedule(uses)
-        self.origins: dict[int, int] = {}  # id of a full leaf of a unit -> its index, while the function runs
+        self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
 
     def is_split(self, key: str) -> bool:
@@ -76,8 +78,7 @@ class Traversal:
                 )
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
-                    if group.unit:
-                        self.origins[id(view)] = slot.leaf
+                    self.origins[id(view)] = slot.leaf
         return out
 
     def handle(self, index: int) -> Handle:
@@ -114,12 +115,13 @@ class Traversal:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Units that are called inside draw their seeds from here."""
-        token = current.set(self)
+        token, outer = current.set(self), running.set(self.layout)
         try:
             with seeded(self.next_seed()):
                 yield
         finally:
             current.reset(token)
+            running.reset(outer)
             self.origins = {}
 
 

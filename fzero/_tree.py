@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optree
@@ -61,6 +61,51 @@ def register(
         lambda node: (list(flatten_fn(node)[0]), flatten_fn(node)[1]),
         lambda children, metadata: unflatten_fn(metadata, tuple(children)),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+    )
+
+
+def register_dict(
+    cls: type[dict[Any, Any]],
+    known: Callable[[Any], Mapping[str, Any]],
+    make: Callable[[Mapping[str, Any], Iterable[tuple[Any, Any]]], Any],
+) -> None:
+    """Makes a subclass of dict a node whose leaves have the paths and, in each library, the order of a plain dict's.
+
+    Args:
+        known: what a node carries beside its items. It does not take part in comparisons of structures.
+        make: `make(known, items)`.
+    """
+
+    def sorted_items(node: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+        keys = tuple(sorted(node, key=str))
+        return tuple(node[key] for key in keys), (keys, Unseen((dict(known(node)), tuple(node)))), keys
+
+    def of_sorted(metadata: Any, children: Any) -> Any:
+        keys, unseen = metadata
+        carried, order = unseen.value
+        values = dict(zip(keys, children, strict=True))
+        return make(carried, [(key, values[key]) for key in order])
+
+    optree.register_pytree_node(
+        cls,  # type: ignore[arg-type]
+        sorted_items,
+        of_sorted,
+        path_entry_type=optree.MappingEntry,
+        namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
+    )
+
+    def context(node: Any) -> Any:
+        return list(node), Unseen(dict(known(node)))
+
+    def with_keys(node: Any) -> Any:
+        return [(torch_pytree.MappingKey(key), leaf) for key, leaf in node.items()], context(node)
+
+    torch_pytree.register_pytree_node(
+        cls,
+        lambda node: (list(node.values()), context(node)),
+        lambda children, metadata: make(metadata[1].value, zip(metadata[0], children, strict=True)),
+        serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
+        flatten_with_keys_fn=with_keys,
     )
 
 
