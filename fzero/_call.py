@@ -16,7 +16,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._handle import Handle
-from fzero._reach import Reach, containers_of, replaced
+from fzero._surroundings import Reach, containers_of, replaced
 from fzero._schedule import Facts
 from fzero._traversal import Traversal, current
 
@@ -201,7 +201,7 @@ class Call:
     def run(
         self,
         leaves: Mapping[int, torch.Tensor],
-        inputs: list[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
         fulls: Sequence[torch.Tensor],
         derived: bool,
         unit: str,
@@ -210,17 +210,16 @@ class Call:
         """Runs where no functorch level is active, and looks whether the function wrote where it should not.
 
         Args:
-            inputs: the tensors; what is changed in place is exchanged for a copy there.
+            inputs: the tensors; a copy is made of what is changed in place.
             derived: whether something differentiates this run, now or by another one.
         """
-        for place in self.facts.mutated if derived else ():
-            inputs[place] = inputs[place].clone()
+        mutated = self.facts.mutated if derived else ()
+        inputs = [x.clone() if i in mutated else x for i, x in enumerate(inputs)]
         self._fulls = fulls
         self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
         before, gathered = [_private.version(x) for x in inputs], [_private.version(full) for full in fulls]
         try:
-            with watch:
-                out = self.body(leaves, inputs)
+            out = self.body(leaves, inputs, watch)
         except RuntimeError as error:
             if "leaf Variable that requires grad" not in str(error):
                 raise
@@ -243,7 +242,12 @@ class Call:
             raise Again(mutated=changed)
         return out
 
-    def body(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def body(
+        self,
+        leaves: Mapping[int, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - has no state
+    ) -> tuple[torch.Tensor, ...]:
         """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
         again = self._result is not None
         before = self.reach.now() if again else None
@@ -251,7 +255,7 @@ class Call:
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         try:
             args, kwargs = self._fill(mapping)
-            with inside(self._here(leaves)):
+            with inside(self._here(leaves)), watch:
                 result = self.fn(*args, **kwargs)
             exports = _Exports(self, origins)
             template = exports.of(result)

@@ -15,6 +15,7 @@ from torch import nn
 
 from fzero._compile import compiled
 from fzero._handle import Handle
+from fzero._module_leaf import in_module
 from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
 from fzero._traversal import origins_of, running
@@ -119,8 +120,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 whole = (units[ROOT], args, kwargs)
                 out = call_unit(own.call, whole, {}, None, fast.call, module, own.installed)
             else:
-                full = {name: params[leaf] for name, leaf in aliases.items() if not isinstance(params[leaf], Handle)}
-                out = threads.places.call(full, args, kwargs)
+                out = threads.places.call(in_module({n: params[leaf] for n, leaf in aliases.items()}), args, kwargs)
         finally:
             _units.reset(token)
         for name, buffer, version in versions:

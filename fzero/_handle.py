@@ -55,13 +55,13 @@ class Handle(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _READABLE:
+        if func in READABLE:
             handle = args[0]
             if func is _REQUIRES_GRAD:
                 return _private.is_differentiated(handle.primal)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise _first_handle((args, kwargs))._refuse(f"got torch function {_name_of(func)!r}")
+        raise _first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ class Handle(torch.Tensor):
 
 
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_READABLE = {
+READABLE = {
     *(
         getattr(torch.Tensor, name).__get__
         for name in "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize "
@@ -84,7 +84,7 @@ def _first_handle(tree: Any) -> Handle:
     return next(leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Handle))
 
 
-def _name_of(func: Any) -> str:
+def name_of(func: Any) -> str:
     """What a user calls it: a property's getter by the property's name."""
     name = getattr(func, "__name__", str(func))
     return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name

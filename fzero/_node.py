@@ -30,6 +30,7 @@ class Op:
     the one that was called, and a recomputation must see what the first run saw.
     """
 
+    name = "a unit"
     early = False  # whether it is pulled back as soon as its cotangents are there
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
@@ -56,11 +57,12 @@ class Op:
         return self.replay(*tensors)
 
     def back(
-        self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor] | None:
         """First-order cotangents of the wanted tensors, where this op has a cheaper way than recomputing itself.
 
         Args:
+            tensors: what it was called with, to be asked for only where it is needed.
             cotangents: of the real outputs; `None` is zero.
         """
         return None
@@ -163,6 +165,20 @@ def closed_over(tensor: torch.Tensor) -> str:
     )
 
 
+def _saved(ctx: Any) -> Tensors:
+    """What a node was called with."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise ValueError(
+            f"An input of {ctx.op.name} was changed in place after it was called, and pulling it back needs what was "
+            "there (as it is run again: fz.remat, or a derivative of a derivative). Change a copy instead: "
+            f"x = x.clone(), or use the operation that is not in place. ({error})"
+        ) from error
+
+
 class Node(torch.autograd.Function):
     """`Node.apply(op, wanted, *tensors)`: the op's outputs as one node of the outer derivative."""
 
@@ -176,6 +192,7 @@ class Node(torch.autograd.Function):
         ctx.op = inputs[0]
         if ctx.op.early:
             _private.pull_back_early(ctx)
+        ctx.count = len(inputs) - 2
         ctx.save_for_backward(*inputs[2:])
         ctx.save_for_forward(*inputs[2:])
         ctx.real = [i for i, out in enumerate(output) if out.is_floating_point() or out.is_complex()]
@@ -185,13 +202,13 @@ class Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
-        tensors = ctx.saved_tensors
-        count = len(tensors)
+        count = ctx.count
         real: Any = tuple(cotangents[i] for i in ctx.real)
         needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
         wanted = [i for i in range(count) if needs[i]]
-        found = ctx.op.back(tensors, wanted, real) if first_order() else None
+        found = ctx.op.back(lambda: _saved(ctx), wanted, real) if first_order() else None
         if found is None:
+            tensors = _saved(ctx)
             zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.meta]
             arguments = (*tensors, *[zero if c is None else c for c, zero in zip(real, zeros, strict=True)])
             transposed = ctx.op.transposed(count, wanted, ctx.real)

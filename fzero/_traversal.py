@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,6 +134,29 @@ def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
     return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
 
 
+class LeafOp(Op):
+    """One leaf of a unit, read outside of it: its group is gathered for this one use."""
+
+    def __init__(self, traversal: Traversal, key: str, index: int) -> None:
+        group, use = traversal.layout.groups[key], traversal.uses[key]
+        super().__init__(lambda primal: (group.views(use.apply(primal))[index],), None, traversal.device)
+        self.traversal, self.key, self.index = traversal, key, index
+        traversal.schedule.called((key,))
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        full, _ = self.traversal.schedule.take(self.key, tensors[0])
+        return (self.traversal.layout.groups[self.key].cut(full)[self.index].clone(),)
+
+    def back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        if not self.traversal.wants(self.key):
+            return {}
+        leaves = [slot.leaf for slot in self.traversal.layout.groups[self.key].slots]
+        shard = self.traversal.collect(self.key, [cotangents[0] if leaf == self.index else None for leaf in leaves])
+        return {0: shard} if shard is not None else {}
+
+
 class _Leaves(Op):
     """A group that is full where the function sees it: its shard -> its leaves.
 
@@ -152,7 +175,7 @@ class _Leaves(Op):
         return tuple(self.traversal.layout.groups[self.key].cut(full).values())
 
     def back(
-        self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
         shard = self.traversal.collect(self.key, cotangents) if self.traversal.wants(self.key) else None
         return {0: shard} if shard is not None else {}

@@ -48,6 +48,7 @@ class UnitOp(Op):
 
         super().__init__(pure, seed, traversal.device)
         self.traversal, self.keys, self.call, self.recompute, self.number = traversal, keys, call, recompute, number
+        self.name = f"unit {self.unit!r}"
         self._pull: _Pull | None = None
         self._fulls: dict[Any, torch.Tensor] = {}  # of this call's own graph
         self._arriving: dict[Any, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
@@ -77,12 +78,12 @@ class UnitOp(Op):
         return out
 
     def back(
-        self, tensors: Tensors, wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor] | None:
         keep = self.traversal.retain_graph or _private.keeps_graph()
         if self.recompute:
             with torch.no_grad():
-                self._forward(tuple(t.detach() for t in tensors), wanted, True, self._gather_previous)
+                self._forward(tuple(t.detach() for t in tensors()), wanted, True, self._gather_previous)
             keep = False
             if self.traversal.schedule.lean:
                 self.traversal.schedule.finish_reduction()

@@ -15,7 +15,7 @@ from fzero._collectives import Axis
 from fzero._handle import Handle
 from fzero._layout import Group
 from fzero._placement import find
-from fzero._reach import tensors_in
+from fzero._surroundings import tensors_in
 from fzero._sharded import Sharded
 from fzero._delivery import Delivery
 from fzero._state import TrainState

@@ -64,7 +64,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
             if self.unit is not None and _private.level() == 0 and _private.is_wrapped(x):
                 raise ValueError(closed_over(x))
             self._refuse_leaked(x)
-        if _writes(func, kwargs) and operands:
+        if writes(func, kwargs) and operands:
             target = kwargs["out"] if kwargs and isinstance(kwargs.get("out"), torch.Tensor) else operands[0]
             leaf_of = self.protected.get(storage_of(target))
             if leaf_of is not None:
@@ -96,7 +96,8 @@ def leaked(tensor: torch.Tensor, unit: str) -> str:
     )
 
 
-def _writes(func: Any, kwargs: Any) -> bool:
+def writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function changes its first argument, or `out`."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":
         return False

@@ -237,6 +237,10 @@ class Reach:
             self.constants.append(tensor)
 
     def _function(self, fn: Any, top: bool) -> None:
+        if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
+            if top and not isinstance(fn, (types.BuiltinFunctionType, type)):
+                self._scan(fn, False)  # an object that is called
+            return
         if id(fn) in self._ids:
             return
         self._ids.add(id(fn))
@@ -249,8 +253,6 @@ class Reach:
             self._scan(fn.__self__, False)
             fn = fn.__func__
         if not isinstance(fn, types.FunctionType):
-            if top and not isinstance(fn, (types.BuiltinFunctionType, type)):
-                self._scan(fn, False)  # an object that is called
             return
         for cell in fn.__closure__ or ():
             container = _Cell(cell)
@@ -276,11 +278,11 @@ class Reach:
         """Puts the unit's own tensors into the places; `restore` puts back what was found there."""
         for container in self.containers:
             content = {key: replaced(value) for key, value in container.found.items()}
-            if any(content[key] is not value for key, value in container.found.items()):
+            if all(content[key] is value for key, value in container.found.items()):
+                content = container.found
+            container.entered = content
+            if container.changed() is not None:
                 container.write(content)
-                container.entered = content
-            else:
-                container.entered = container.found
 
     def changes(self) -> list[tuple[Container, _Content]]:
         """The containers that are not as they were filled, each with its content."""

@@ -1,0 +1,59 @@
+"""A module's param where its unit is not running: `self.blocks[0].weight` in the parent's forward is read like any other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from fzero import _private, _tree
+from fzero._call import Again, here
+from fzero._handle import READABLE, Handle, name_of
+from fzero._node import apply
+from fzero._traversal import LeafOp, current
+from fzero._watch import writes
+
+
+class ModuleLeaf(Handle):
+    """A leaf of a unit in its module: an operator that takes it is given the full tensor, gathered for this one use.
+
+    What reads it many times had better be a unit itself. Inside another unit it becomes one of that unit's leaves.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE:
+            return super().__torch_function__(func, types, args, kwargs)
+        leaves, spec = _tree.flatten((args, kwargs or {}))
+        if writes(func, kwargs) and isinstance(leaves[0], ModuleLeaf):
+            raise leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it")
+        args, kwargs = _tree.unflatten(spec, [x.full() if isinstance(x, ModuleLeaf) else x for x in leaves])
+        return func(*args, **kwargs)
+
+    def full(self) -> torch.Tensor:
+        """The full leaf, differentiable."""
+        leaves = here.get()
+        if leaves is not None:
+            own = leaves.get((id(self.traversal), self.index))
+            if own is None:
+                raise Again(more=self)
+            return own
+        if current.get() is not self.traversal:
+            raise self._refuse("read where its step's function is not running")
+        op = LeafOp(self.traversal, self.key, self.index)
+        return apply(op, [0] if _private.is_differentiated(self.primal) else [], self.primal)[0]
+
+
+def in_module(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Leaves as a module is to have them: handles as what can be read."""
+    return {name: _readable(leaf) if isinstance(leaf, Handle) else leaf for name, leaf in leaves.items()}
+
+
+def _readable(handle: Handle) -> ModuleLeaf:
+    """One for each handle, as ties are told by identity."""
+    known = vars(handle).get("readable")
+    if known is None:
+        known = ModuleLeaf(handle.traversal, handle.key, handle.index, handle.primal)
+        vars(handle)["readable"] = known
+    return known
