@@ -44,7 +44,8 @@ class Axis:
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
         self.members, self.others = _members(group), _members(replicas)
         self.component, self.identity = "", ""
-        self._runs, self._run = 0, 0
+        self._runs: dict[int, int] = {}  # update -> runs of the function since then
+        self._run = ""
         # function -> what its last run showed: the units that it called, which the next will probably call too
         self.records: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -71,11 +72,16 @@ class Axis:
         out.component, out.identity, out.orders = other.component, other.identity, other.orders
         return out
 
-    def of_next_run(self) -> Axis:
-        """This axis for one run of the component's function, which every rank must start in the same order."""
-        self._runs += 1
+    def of_next_run(self, step: int) -> Axis:
+        """This axis for one run of the component's function, which every rank must start in the same order.
+
+        Runs are counted anew after every update, so that one that failed on one rank does not shift all later ones.
+        """
+        self._runs[step] = self._runs.pop(step, 0) + 1
+        if len(self._runs) > 8:  # older states are gone back to rarely
+            del self._runs[next(iter(self._runs))]
         out = copy.copy(self)
-        out._run = self._runs
+        out._run = f"{self._runs[step]} after update {step}"
         return out
 
     @property

@@ -132,7 +132,9 @@ class Layout:
         groups = {}
         for (unit, *_), indices in members.items():
             unit = str(unit)
-            key = f"{unit or '(root)'}/{counts.setdefault(unit, 0)}"
+            own = unit == "(root)" or unit.startswith("unit ")  # each has a key of its own, whatever it is called
+            name = f"unit {unit}" if own else unit or "(root)"
+            key = f"{name}/{counts.setdefault(unit, 0)}"
             counts[unit] += 1
             slots, end = [], 0
             for index in indices:

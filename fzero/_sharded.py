@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +24,7 @@ class Sharded:
 
     Attributes:
         buffers: the local slices. Where `held` has the same values, only those are stored. A format of several parts
-            (a remainder, scales) has them under `key#part`.
+            (a remainder, scales) has the others under `Part(key, part)`.
         held: full buffers in compute dtype (params under ZeRO-1 and 2).
         scale: what these values are multiplied by (the loss scale, for grads).
         kind: "params", or "signed" or "nonnegative" (moments), stored in their policy's formats; otherwise "values".
@@ -193,7 +193,7 @@ def _unflatten(metadata: _Static, children: tuple[Any, ...]) -> Sharded:
 def _check_codes(metadata: _Static, kind: str, children: tuple[Any, ...]) -> None:
     """Refuses what a tree_map computed from codes as if they were values."""
     for name, child in zip(metadata.buffers, children, strict=False):
-        group = metadata.layout.groups[name.partition("#")[0]]
+        group = metadata.layout.groups[group_of(name)]
         policy = group.row.policy
         form = policy.param_format if kind == "params" else policy.moment_format(kind == "signed")
         if is_plain(form) or not isinstance(child, torch.Tensor):
@@ -207,9 +207,21 @@ def _check_codes(metadata: _Static, kind: str, children: tuple[Any, ...]) -> Non
             )
 
 
-def part_names(form: Format, key: str) -> tuple[str, ...]:
-    """The names of the buffers of a group."""
-    return tuple(f"{key}#{part.name}" if part.name else key for part in form.parts)
+class Part(NamedTuple):
+    """The name of a further buffer of a group: a remainder, scales."""
+
+    group: str
+    part: str
+
+
+def part_names(form: Format, key: str) -> tuple[Any, ...]:
+    """The names of the buffers of a group: the first has the group's own, the others are `Part`s of it."""
+    return tuple(Part(key, part.name) if part.name else key for part in form.parts)
+
+
+def group_of(name: Any) -> str:
+    """The group that a buffer belongs to."""
+    return name.group if isinstance(name, Part) else name
 
 
 class _Static:

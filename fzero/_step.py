@@ -180,7 +180,7 @@ class Step:
         outputs = []
         with torch.inference_mode(False), torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
-                traversal, primals, fixed = traversal_of(self, state, self._seed(state, rng, i))
+                traversal, primals, fixed = traversal_of(self, state, self._seed(state, rng, i), derived=False)
                 outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
         if not self.has_aux:
             return micro.merge(outputs)

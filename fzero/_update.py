@@ -13,7 +13,7 @@ from fzero._init import to_moment_dtype
 from fzero._layout import Layout
 from fzero._onepass import write
 from fzero._rounding import Draw
-from fzero._sharded import Sharded, global_norm, is_sharded
+from fzero._sharded import Sharded, global_norm, group_of, is_sharded
 from fzero._schedule import finish_all
 from fzero._state import ScaleState, TrainState
 from fzero._use import start_gather
@@ -117,7 +117,7 @@ class Update:
 
         def kept(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
             return {
-                name: keep(buffers, name) if name.partition("#")[0] in trainable else buffers[name] for name in buffers
+                name: keep(buffers, name) if group_of(name) in trainable else buffers[name] for name in buffers
             }
 
         old = self.old
@@ -176,7 +176,7 @@ class Update:
         """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
         for buffers in (self.params.buffers, self.params.held):
             for name in buffers:
-                if name in self._overwrites and name.partition("#")[0] in keys and _private.storage_holders(buffers[name]) > 1:
+                if name in self._overwrites and group_of(name) in keys and _private.storage_holders(buffers[name]) > 1:
                     buffers[name] = buffers[name].clone()
 
     def _in_8_bits(self, key: str) -> bool:
@@ -217,7 +217,7 @@ class _Writable:
         if self.donated:
             if _private.entry_holders(buffers, key) == 0 and _private.storage_holders(buffers[key]) == 1:
                 return buffers[key]
-            self.copied.append(self.layout.groups[key.partition("#")[0]].slots[0].path)
+            self.copied.append(self.layout.groups[group_of(key)].slots[0].path)
         return buffers[key].clone()
 
     def warn(self) -> None:

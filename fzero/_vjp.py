@@ -12,6 +12,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._collectives import Axis
+from fzero._formats import Stored
 from fzero._handle import Handle
 from fzero._layout import Group
 from fzero._placement import find
@@ -29,25 +30,32 @@ if TYPE_CHECKING:
 
 
 def traversal_of(
-    step: Step, state: TrainState, seed: tuple[int, ...], unreduced: bool = False, fused: bool = False
+    step: Step,
+    state: TrainState,
+    seed: tuple[int, ...],
+    unreduced: bool = False,
+    fused: bool = False,
+    derived: bool = True,
 ) -> tuple[Traversal, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
     """What one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
 
     Args:
         unreduced: leave cotangents full and unreduced (ZeRO-1 while it accumulates).
         fused: params may be overwritten once their cotangents are there.
+        derived: whether it will be pulled back.
     """
     params = state.params
     stage = step.stage
     uses, primals, fixed = {}, {}, {}
-    # in ZeRO-1 and 2 a run on one rank only is no mistake until it is pulled back
-    axis = Axis() if unreduced else params.axis.of_next_run() if stage == 3 else params.axis
+    # in ZeRO-1 and 2 one rank alone may run forward
+    numbered = stage == 3 or (stage and derived)
+    axis = Axis() if unreduced else params.axis.of_next_run(state.step) if numbered else params.axis
     for key in params.keys:
         group = params.layout.groups[key]
         policy = group.row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
-        shard = params.stored(key)
         held = params.held.get(key)
+        shard = params.stored(key) if key in params.buffers else _stand_in(params, key)
         stands = fused or not shard.plain or (not group.row.frozen and (unreduced or policy.reduce != policy.param))
         primal = shard.parts[0]
         if stands:
@@ -71,6 +79,13 @@ def traversal_of(
     traversal = Traversal(params.layout, uses, stage == 3, step.remats, step.compiles, seed, device)
     traversal.schedule.expect(params.axis.records, step.fn)
     return traversal, primals, fixed
+
+
+def _stand_in(params: Sharded, key: str) -> Stored:
+    """For a shard that lies in the full buffer at hand: nobody reads it, and it must not count as a holder of that."""
+    full, numel = params.held[key], params.layout.shard_numel(key)
+    form = params.format(key)
+    return Stored(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
 def call_function(
