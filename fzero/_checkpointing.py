@@ -11,7 +11,7 @@ import inspect
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 Region = Callable[[], AbstractContextManager[Any]]
@@ -23,19 +23,24 @@ def take_over(here: Callable[[], Region]) -> None:
     Args:
         here: makes a region that starts where the stream is now, and may be entered by any thread, any number of times.
     """
-    module: Any = sys.modules.get("torch.utils.checkpoint")
+    module = sys.modules.get("torch.utils.checkpoint")
     if module is None:
         return
-    takers = {
+    takers = _takers(module)
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in takers:
+            takers[frame.f_code](frame.f_locals, here)
+        frame = frame.f_back
+
+
+@functools.cache
+def _takers(module: Any) -> dict[CodeType, Callable[[dict[str, Any], Callable[[], Region]], None]]:
+    """By the function of torch's that calls what will run again."""
+    return {
         inspect.unwrap(module.checkpoint).__code__: _take_generator,
         module.CheckpointFunction.forward.__code__: _take_function,
     }
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        taker = takers.get(frame.f_code)
-        if taker is not None:
-            taker(frame.f_locals, here)
-        frame = frame.f_back
 
 
 def _take_function(variables: dict[str, Any], here: Callable[[], Region]) -> None:

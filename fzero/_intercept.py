@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +19,7 @@ from fzero._checkpointing import Region, take_over
 _C: Any = torch._C
 _NAME = "TESTING_ONLY_GenericMode"
 _KEY = _C._parse_dispatch_key(_NAME)
+_ALONE = _C.DispatchKeySet(_KEY)
 _BELOW = _C._dispatch_keyset_full_after(_KEY)
 _STREAM, _MAIN = "fzero.stream", "fzero.main"  # autograd's threads inherit these from whoever calls a backward
 _libraries: list[torch.library.Library] = []  # what is registered lasts as long as these
@@ -60,11 +61,9 @@ def swap_stream(stream: Stream | None) -> Stream | None:
     return before
 
 
-@contextlib.contextmanager
-def unseen() -> Iterator[None]:
+def unseen() -> contextlib.AbstractContextManager[None]:
     """Inside, this thread's operators are not intercepted."""
-    with _C._ExcludeDispatchKeyGuard(_C.DispatchKeySet(_KEY)):
-        yield
+    return _C._ExcludeDispatchKeyGuard(_ALONE)
 
 
 # ---- kernels
@@ -122,6 +121,8 @@ def _with_generator(op: Any, place: int) -> Callable[..., Any]:
                     args = (*args[:place], own, *args[place + 1 :])
                 else:
                     kwargs["generator"] = own
+                with unseen():
+                    return op.redispatch(keyset & _BELOW, *args, **kwargs)
         return op.redispatch(keyset & _BELOW, *args, **kwargs)
 
     return kernel
@@ -132,7 +133,8 @@ def _by_overload(op: Any, other: Any) -> Callable[..., Any]:
         own = _own_generator(args, kwargs)
         if own is None:
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
-        return other(*args, generator=own, **kwargs)
+        with unseen():
+            return other(*args, generator=own, **kwargs)
 
     return kernel
 

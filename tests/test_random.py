@@ -322,6 +322,45 @@ def test_a_region_inside_another_leaves_it_where_it_was() -> None:
     assert torch.equal(found[2:4], drawn(lambda: torch.rand(2), 2)) and torch.equal(found, work())
 
 
+def test_threads_of_autograds_own_draw_as_the_one_that_called() -> None:
+    """torch runs the backward on another thread where backwards call one another too deeply, and on other devices."""
+    idents: list[int] = []
+    drawn_there: list[torch.Tensor] = []
+
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:  # type: ignore[override]
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, g: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+            if ctx.depth:
+                with torch.enable_grad():
+                    Deep.apply(torch.ones(1, requires_grad=True), ctx.depth - 1).backward()  # type: ignore[union-attr]
+            else:
+                idents.append(threading.get_ident())
+                with seeded(2):
+                    drawn_there.append(torch.rand(3))
+                drawn_there.append(torch.rand(3))
+            return g, None
+
+    def work() -> torch.Tensor:
+        with seeded(1):
+            Deep.apply(torch.ones(1, requires_grad=True), 100).backward()  # type: ignore[union-attr]
+        idents.append(threading.get_ident())
+        return torch.cat(drawn_there)
+
+    here = work()
+    assert idents[0] != idents[1]
+    drawn_there.clear()
+    with seeded(7):  # neither is disturbed
+        there = on_thread(work)
+        assert torch.equal(torch.rand(3), drawn(lambda: torch.rand(3), 7))
+    assert torch.equal(here, there)
+    assert torch.equal(here, torch.cat([drawn(lambda: torch.rand(3), 2), drawn(lambda: torch.rand(3), 1)]))
+
+
 def test_a_region_ends_with_an_exception() -> None:
     def work() -> torch.Tensor:
         with seeded(1):
