@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fzero._arguments import wrong
 from fzero._compile import compiled
 from fzero._handle import Handle
 from fzero._placement import ROOT, Row
@@ -39,6 +40,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], dict[str, torch.T
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['bias', 'weight'], torch.Size([3, 1]))
     """
+    if not isinstance(module, nn.Module):
+        raise wrong("functional", "module", module, "a torch.nn.Module")
     params = {name: param.detach() for name, param in module.named_parameters()}
     memo = {
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
+from fzero._arguments import need_function
 from fzero._capture import containers, guard, is_kept, is_strict, refuse_caches, refuse_captures
 from fzero._collectives import done
 from fzero._compile import compiled, without_donation
@@ -232,6 +233,8 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
         >>> block({"w": torch.eye(2)}, torch.zeros(1, 2))
         tensor([[0., 0.]])
     """
+
+    need_function(fn, "unit")
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

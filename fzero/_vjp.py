@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero import _private, _tree
+from fzero._arguments import need_bool
+from fzero._checks import nothing_to_pull, split_result
 from fzero._collectives import Axis
 from fzero._handle import Handle
 from fzero._placement import find
@@ -68,14 +70,18 @@ def traversal_of(
     return traversal, primals, fixed
 
 
+def autocast_of(step: Step, device: str) -> contextlib.AbstractContextManager[Any]:
+    """What the function runs under: torch.autocast where the step has it."""
+    dtype = find(step.rules, "compute")
+    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+
+
 def call_function(
     step: Step, state: TrainState, traversal: Traversal, primals: Mapping[str, Any], inputs: Sequence[Any]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
-    dtype = find(step.rules, "compute")
-    autocast = torch.autocast(traversal.device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
     tree = _tree.unflatten(state.params.structure, traversal.leaves(primals))
-    with autocast, traversal.running(), traversal.schedule.forward():
+    with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward():
         return step.fn(tree, *inputs)
 
 
@@ -130,12 +136,14 @@ class Run:
             result = call_function(
                 step, state, traversal, {**primals, **fixed}, _tree.unflatten(self.input_spec, filled)
             )
-            out, aux = result if step.has_aux else (result, None)
+            out, aux = split_result(step, result)
             leaves, kept.spec = _tree.flatten(out)
             for leaf in leaves:
                 if isinstance(leaf, Handle):
                     raise leaf._refuse("returned from the function")
             kept.real = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and o.is_floating_point()]
+            if not kept.real:
+                raise nothing_to_pull(out)
             rest = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and i not in kept.real]
             aux_leaves, kept.aux_spec = _tree.flatten(aux)
             kept.aux_tensors = [i for i, o in enumerate(aux_leaves) if isinstance(o, torch.Tensor)]
@@ -292,4 +300,6 @@ class Pullback:
             grads, sharded like the params at every stage, means over the data-parallel ranks; and a tuple with one
             cotangent per input, `None` where it was not differentiated.
         """
+        need_bool(retain_graph, "pullback", "retain_graph")
+        need_bool(create_graph, "pullback", "create_graph")
         return self._call(cotangent, retain_graph, create_graph)
