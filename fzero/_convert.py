@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import _formats, _tree
+from fzero._arguments import need_bool, need_step, wrong
 from fzero._formats import Corrected, Exact, Format, Plain
 from fzero._init import as_held, checksum, init_moments
 from fzero._layout import ALIGN, Layout
@@ -14,6 +15,7 @@ from fzero._module_params import frozen_leaves
 from fzero._sharded import Sharded, is_sharded, part_names
 from fzero._state import TrainState
 from fzero._step import Step
+from fzero._update import NoLossScale
 
 
 def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
@@ -38,6 +40,10 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
         >>> fz.gather(state.params)["w"], state.params.stored("(root)/0").parts[1].dtype
         (tensor([1., 1., 1.]), torch.int16)
     """
+    need_step(step, "convert")
+    need_bool(lossy, "convert", "lossy")
+    if not isinstance(state, TrainState):
+        raise wrong("convert", "state", state, "what step.init returned")
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     old = state.params
@@ -74,7 +80,8 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
         )
     params = Sharded(layout, axis, old.structure, buffers, held, kind="params")
     moments = _moments(state.moments, init_moments(step, params), lossy)
-    scale = step.scaler.initial() if step.scaler and state.loss_scale.scale == 1.0 else state.loss_scale
+    scaled_alike = state.signature[2] == step.signature[2]
+    scale = state.loss_scale if scaled_alike else (step.scaler or NoLossScale()).initial()
     return state.replace(params=params, moments=moments, loss_scale=scale, signature=step.signature)
 
 

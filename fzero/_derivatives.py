@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from fzero import _tree
-from fzero._checks import check_grads, check_state
-from fzero._init import leaf_specs
+from fzero._arguments import named, need_step, need_str
+from fzero._checks import check_grads, check_state, scalar_loss, split_result
 from fzero._policy import matches
-from fzero._sharded import Sharded, gather
+from fzero._random import seeded
+from fzero._sharded import Sharded
 from fzero._state import TrainState
 from fzero._step import Step
 from fzero._traversal import running
-from fzero._vjp import call_function, traversal_of
+from fzero._vjp import autocast_of, call_function, traversal_of
 
 
 class Tape:
@@ -60,6 +61,7 @@ def tape(step: Step, state: TrainState) -> Iterator[Tape]:
         >>> fz.gather(grads)["w"]
         tensor([1., 1.])
     """
+    need_step(step, "tape")
     with torch.enable_grad():
         yield Tape(step, state)
 
@@ -83,8 +85,9 @@ def hvp(step: Step, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
         >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
         tensor([18., 18.])
     """
+    need_step(step, "hvp")
     check_state(step, state)
-    check_grads(step, state, v)
+    check_grads(step, state, v, "v")
     seed = step._seed(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
 
@@ -92,7 +95,7 @@ def hvp(step: Step, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
         def loss(primals: dict[str, torch.Tensor]) -> torch.Tensor:
             traversal, _, fixed = traversal_of(step, state, seed)
             out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
-            return out[0] if step.has_aux else out
+            return scalar_loss(split_result(step, out)[0], "hvp")
 
         pulled: Any = torch.func.vjp(loss, primals)
         return pulled[1](torch.ones_like(pulled[0]))[0]
@@ -108,14 +111,21 @@ def per_example_grads(step: Step, state: TrainState, *inputs: Any, only: str | N
 
     The params are gathered whole for it, so this is for models, or `only` leaves, that fit on one device.
 
+    They are those of what the step computes with: every leaf in its compute dtype, under the step's autocast, and in
+    the dtype of a pullback's grads.
+
     Args:
         step: a step whose function returns a scalar loss of a batch.
         state: of this step.
-        inputs: this rank's share of the batch, examples along dim 0; each is run as a batch of one.
+        inputs: this rank's share of the batch, examples along dim 0 of every tensor; each is run as a batch of one.
+            What is no tensor is passed as it is.
         only: fnmatch over dotted paths: the leaves to differentiate; the others' place holds None.
 
     Returns:
         The natural tree, leaves [this rank's examples, *leaf shape].
+
+    Raises:
+        ValueError: no leaf matches; tensors with different numbers of examples.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -123,27 +133,61 @@ def per_example_grads(step: Step, state: TrainState, *inputs: Any, only: str | N
         tensor([[1.],
                 [3.]])
     """
+    need_step(step, "per_example_grads")
     check_state(step, state)
-    full = gather(state.params)
-    specs, leaves, structure = leaf_specs(full)
-    frozen = {row.path for row in state.layout.rows if row.frozen}
-    chosen = [i for i, (path, _, _) in enumerate(specs) if path not in frozen and (only is None or matches(only, path))]
+    need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
+    flat, spec = _tree.flatten(tuple(inputs))
+    dims = _example_dims(inputs)
+    rows = state.layout.rows
+    chosen = [i for i, row in enumerate(rows) if not row.frozen and (only is None or matches(only, row.path))]
     if not chosen:
         which = "every leaf is frozen" if only is None else f"only={only!r} matches no leaf that is trained"
         raise ValueError(f"per_example_grads: {which}. Correct the pattern, or train some leaf.")
+    seed = step._seed(state, 0, 0)
+    traversal, primals, fixed = traversal_of(step, state, seed)
+    leaves: list[Any] = [None] * len(rows)
+    for key, primal in {**primals, **fixed}.items():
+        full, _ = traversal.uses[key].value(primal)
+        for index, view in state.layout.groups[key].views(full).items():
+            leaves[index] = view
 
     def loss(values: list[torch.Tensor], *example: Any) -> torch.Tensor:
         filled = list(leaves)
         for place, value in zip(chosen, values, strict=True):
             filled[place] = value
-        batch = _tree.map(lambda x: x[None] if isinstance(x, torch.Tensor) else x, example)
+        batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
         token = running.set(state.layout)
         try:
-            out = step.fn(_tree.unflatten(structure, filled), *batch)
+            with autocast_of(step, traversal.device):
+                tree = _tree.unflatten(state.params.structure, filled)
+                out = split_result(step, step.fn(tree, *_tree.unflatten(spec, batch)))[0]
         finally:
             running.reset(token)
-        return out[0] if step.has_aux else out
+        return scalar_loss(out, "per_example_grads")
 
-    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *[0] * len(inputs)), randomness="different")
-    found = dict(zip(chosen, mapped([leaves[i] for i in chosen], *inputs), strict=True))
-    return _tree.unflatten(structure, [found.get(i) for i in range(len(leaves))])
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *dims), randomness="different")
+    with torch.no_grad(), seeded(traversal.next_seed()):
+        grads = mapped([leaves[i] for i in chosen], *flat)
+    found = {i: grad.to(rows[i].policy.grad) for i, grad in zip(chosen, grads, strict=True)}
+    return _tree.unflatten(state.params.structure, [found.get(i) for i in range(len(leaves))])
+
+
+def _example_dims(inputs: Sequence[Any]) -> list[int | None]:
+    """0 for every flat input that is a tensor, whose examples lie along dim 0."""
+    names, flat, _ = _tree.named_leaves(tuple(inputs))
+    sizes: dict[str, int] = {}
+    for name, x in zip(names, flat, strict=True):
+        if isinstance(x, torch.Tensor):
+            if not x.ndim:
+                raise ValueError(
+                    f"per_example_grads: got input {name} of shape (), expected examples along its dim 0. Let the "
+                    "function close over what holds for all examples."
+                )
+            sizes[name] = x.shape[0]
+    if not sizes:
+        got = ", ".join(map(named, inputs)) or "no inputs"
+        raise TypeError(f"per_example_grads: got input {got}, expected at least one tensor with examples along dim 0.")
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{size} in input {name}" for name, size in sizes.items())
+        raise ValueError(f"per_example_grads: got examples along dim 0: {said}; expected the same number in all.")
+    return [0 if isinstance(x, torch.Tensor) else None for x in flat]

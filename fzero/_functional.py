@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fzero._arguments import wrong
 from fzero._compile import compiled
 from fzero._handle import Handle
 from fzero._module_leaf import in_module
@@ -43,6 +44,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['bias', 'weight'], torch.Size([3, 1]))
     """
+    if not isinstance(module, nn.Module):
+        raise wrong("functional", "module", module, "a torch.nn.Module")
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
     memo = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import zlib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero import _formats, _private, _tree
+from fzero._arguments import named
 from fzero._formats import is_plain
 from fzero._layout import Layout
 from fzero._module_params import frozen_leaves
@@ -23,6 +25,16 @@ if TYPE_CHECKING:
 
 def leaf_specs(params: Any) -> tuple[list[tuple[str, tuple[int, ...], torch.dtype]], list[Any], Any]:
     """(path, shape, dtype) of every leaf, the leaves, the structure; callables are asked without memory."""
+    for node in _tree.flatten(params, is_leaf=lambda node: isinstance(node, (Sharded, TrainState, torch.nn.Module)))[0]:
+        if isinstance(node, (Sharded, TrainState)):
+            raise TypeError(
+                f"params: got {named(node)}, expected a pytree of full tensors: fz.gather(state.params), or to change "
+                "the step of a state, fz.convert(state, step)."
+            )
+        if isinstance(node, torch.nn.Module):
+            raise TypeError(
+                f"params: got {named(node)}, expected a pytree of tensors: apply, params = fz.functional(module)."
+            )
     names, leaves, structure = _tree.named_leaves(params)
     if not leaves:
         raise ValueError("params: got an empty tree, expected at least one floating tensor.")
@@ -31,13 +43,22 @@ def leaf_specs(params: Any) -> tuple[list[tuple[str, tuple[int, ...], torch.dtyp
         raise ValueError(f"params: two leaves have the path {twice!r}; rename a key so that dotted paths are unique.")
     specs = []
     for name, leaf in zip(names, leaves, strict=True):
-        made = _shape_of(leaf) if callable(leaf) and not isinstance(leaf, torch.Tensor) else leaf
+        made = _shape_of(name, leaf) if callable(leaf) and not isinstance(leaf, torch.Tensor) else leaf
         check_leaf(name, made)
         specs.append((name, tuple(made.shape), made.dtype))
     return specs, leaves, structure
 
 
-def _shape_of(make: Callable[..., Any]) -> Any:
+def _shape_of(path: str, make: Callable[..., Any]) -> Any:
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"params[{path!r}]: got {named(make)}, which cannot be called without arguments ({error}); expected a "
+            "floating tensor, or a callable that makes one."
+        ) from None
+    except ValueError:  # a builtin that has no signature
+        pass
     from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and only needed here
 
     with FakeTensorMode(allow_non_fake_inputs=True):

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from fzero import _tree
+from fzero._arguments import need_int, need_step
 from fzero._collectives import Axis
 from fzero._formats import Blocks, Companded, Plain, nbytes, zeros
 from fzero._init import init_moments, leaf_specs
@@ -108,6 +109,9 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
         >>> fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, world_size=4).params
         4096
     """
+    need_step(step, "plan")
+    if world_size is not None:
+        need_int(world_size, "plan", "world_size", "a number of ranks or None")
     specs, _, structure = leaf_specs(params)
     if world_size is None:
         world_size = step.axis().size if step.sharding and torch.distributed.is_initialized() else 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fzero._arguments import wrong
 from fzero._plan import Plan
 
 KINDS = ("params", "moments", "grads")
@@ -28,8 +29,12 @@ def plot_plan(plans: Mapping[str, Plan], axes: Any = None) -> Any:
         >>> len(fz.plot_plan({"compact16": plan}).patches)
         3
     """
+    if not isinstance(plans, Mapping) or not all(isinstance(plan, Plan) for plan in plans.values()):
+        raise wrong("plot_plan", "plans", plans, "a dict of labels to what fz.plan returned")
     if not plans:
         raise ValueError("plot_plan: got no plans; give at least one, {'label': fz.plan(step, params)}.")
+    if axes is not None and not hasattr(axes, "barh"):
+        raise wrong("plot_plan", "axes", axes, "axes of matplotlib or None")
     if axes is None:
         from matplotlib.figure import Figure  # matplotlib is no dependency of fzero
 

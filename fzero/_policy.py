@@ -167,6 +167,11 @@ class Policy:
             >>> by.of("blocks.0.norm.weight").param is None
             True
         """
+        if not isinstance(policies, Mapping) or not all(isinstance(p, Policy) for p in policies.values()):
+            raise TypeError(
+                f"Policy.by_path: got policies={type(policies).__name__}, expected a dict of patterns to policies, "
+                "such as {'*norm*': fz.Policy(), '*': fz.Policy.bf16_states()}."
+            )
         if not policies:
             raise ValueError("Policy.by_path: got no patterns; give at least {'*': fz.Policy()}.")
         return ByPath(tuple(policies.items()))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero import _private, _tree
+from fzero._arguments import named
 from fzero._collectives import Axis
 from fzero._formats import Format, Plain, Stored, is_plain
 from fzero._layout import Layout, Slot
@@ -263,7 +264,29 @@ def gather(tree: Any) -> Any:
         >>> fz.gather(step.init({"w": torch.ones(3)}).params)["w"]
         tensor([1., 1., 1.])
     """
+    _need_trees(tree)
     return _tree.map(lambda node: _gather_one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+
+
+def _is_state(node: Any) -> bool:
+    from fzero._state import TrainState  # which needs Sharded
+
+    return isinstance(node, TrainState)
+
+
+def _nodes(tree: Any) -> Sequence[Any]:
+    """The leaves of a pytree, states and sharded trees whole."""
+    return _tree.flatten(tree, is_leaf=lambda node: is_sharded(node) or _is_state(node))[0]
+
+
+def _need_trees(tree: Any) -> None:
+    """Refuses what holds no sharded tree: a state, and slices that have forgotten what they are slices of."""
+    expected = "expected state.params, grads, state.moments, or a pytree that holds such trees"
+    nodes = _nodes(tree)
+    if any(_is_state(node) for node in nodes):
+        raise TypeError(f"gather: got tree={named(tree)}, which holds a whole state; {expected}.")
+    if tree is None or (any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)):
+        raise TypeError(f"gather: got tree={named(tree)}, in which no tree is sharded; {expected}.")
 
 
 def _gather_one(tree: Sharded) -> Any:
@@ -286,9 +309,14 @@ def global_norm(*trees: Any) -> torch.Tensor:
         tensor(5., dtype=torch.float64)
     """
     total: Any = 0.0
-    for tree in trees:
-        for node in _tree.flatten(tree, is_leaf=is_sharded)[0]:
-            if is_sharded(node):
+    for place, tree in enumerate(trees):
+        for node in _nodes(tree):
+            if tree is None or not (node is None or is_sharded(node) or isinstance(node, torch.Tensor)):
+                raise TypeError(
+                    f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
+                    "tensors."
+                )
+            if isinstance(node, Sharded):
                 total = total + _squares(node).sum()
             elif isinstance(node, torch.Tensor):
                 total = total + _square([node]).sum()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fzero import _tree
+from fzero._arguments import wrong
 from fzero._layout import Layout
 from fzero._sharded import Sharded, is_sharded
 
@@ -73,6 +74,11 @@ class TrainState:
         unknown = set(changes) - set(fields)
         if unknown:
             raise TypeError(f"TrainState.replace: got {sorted(unknown)}, expected some of {', '.join(_FIELDS)}")
+        for name, (kinds, expected) in _TAKES.items():
+            if name in changes and (not isinstance(changes[name], kinds) or isinstance(changes[name], bool)):
+                raise wrong("TrainState.replace", name, changes[name], expected)
+        if changes.get("step", 0) < 0:
+            raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
         return TrainState(**{**fields, **changes})
 
     def kill(self, why: str) -> None:
@@ -89,6 +95,13 @@ class TrainState:
         return f"TrainState(step={self.step}, {len(self.layout.rows)} leaves, {self.params.axis})"
 
 
+_TAKES: dict[str, tuple[Any, str]] = {
+    "params": (Sharded, "params of a step, such as state.params"),
+    "grads": ((Sharded, type(None)), "grads of a step or None"),
+    "step": (int, "a number of applied updates"),
+    "seed": (int, "an int"),
+    "loss_scale": (ScaleState, "a ScaleState, such as state.loss_scale"),
+}
 _FIELDS = ("params", "grads", "moments", "step", "loss_scale", "seed", "signature")
 
 

@@ -10,7 +10,17 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._checks import check_grads, check_optimizer, check_state, scalar_loss
+from fzero._arguments import (
+    need_argnums,
+    need_bool,
+    need_function,
+    need_int,
+    need_norm,
+    need_optimizer,
+    need_step,
+    wrong,
+)
+from fzero._checks import check_grads, check_optimizer, check_state, scalar_loss, split_result
 from fzero._collectives import Axis
 from fzero._fusion import Fusion, fused_call
 from fzero._init import init_state
@@ -78,7 +88,8 @@ class Step:
         rules = [rule for rule in self.rules if rule.column not in ("remat", "compile")]
         axis = [rule for rule in rules if rule.column == "axis"]
         placed = [dataclasses.replace(rule, value=rule.value.unplaced) for rule in axis]
-        return (self.policy, self.units, tuple(rule for rule in rules if rule.column != "axis"), tuple(placed))
+        scaler = getattr(self.scaler, "kind", self.scaler and type(self.scaler).__name__)
+        return (self.policy, self.units, scaler, tuple(rule for rule in rules if rule.column != "axis"), tuple(placed))
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""
@@ -118,6 +129,8 @@ class Step:
             TypeError, ValueError: a leaf that cannot be trained, a pattern that matches nothing, ranks that disagree.
             RuntimeError: the step is sharded and there is no process group.
         """
+        need_int(seed, "step.init", "seed")
+        need_bool(sync, "step.init", "sync")
         return init_state(self, params, seed, sync)
 
     def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
@@ -133,7 +146,8 @@ class Step:
             `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
         """
         check_state(self, state)
-        numbers = (argnums,) if isinstance(argnums, int) else argnums
+        need_int(rng, "step.vjp", "rng")
+        numbers = need_argnums(argnums, inputs)
         micro = self.microbatches or Microbatches()
         several = micro.count > 1
         runs = [
@@ -176,6 +190,7 @@ class Step:
     def forward(self, state: TrainState, *inputs: Any, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the step has aux."""
         check_state(self, state)
+        need_int(rng, "step.forward", "rng")
         micro = self.microbatches or Microbatches()
         outputs = []
         with torch.inference_mode(False), torch.no_grad():
@@ -184,7 +199,8 @@ class Step:
                 outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
         if not self.has_aux:
             return micro.merge(outputs)
-        return micro.merge([out for out, _ in outputs]), micro.merge([aux for _, aux in outputs], "aux")
+        pairs = [split_result(self, pair) for pair in outputs]
+        return micro.merge([out for out, _ in pairs]), micro.merge([aux for _, aux in pairs], "aux")
 
     def __call__(self, state: TrainState, *inputs: Any, cotangent: Any = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.
@@ -199,6 +215,7 @@ class Step:
         """
         check_state(self, state)
         check_optimizer(self, state)
+        need_int(rng, "step", "rng")
         if self.fusion is not None and _private.level() == 0:
             return fused_call(self, state, inputs, cotangent, rng)
         micro = self.microbatches or Microbatches()
@@ -277,6 +294,7 @@ class Step:
         check_state(self, state)
         check_grads(self, state, grads)
         check_optimizer(self, state)
+        need_norm(grad_norm, "step.update")
         return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
@@ -324,15 +342,13 @@ def train_step(
         >>> metrics["loss"], state.step
         (tensor(1.), 1)
     """
-    if not callable(fn):
-        raise TypeError(f"train_step: got fn={type(fn).__name__}, expected a function fn(params, *inputs).")
-    if not isinstance(optimizer, GradientTransformation):
-        raise TypeError(
-            f"train_step: got optimizer={type(optimizer).__name__}, expected a GradientTransformation such as "
-            "fz.adamw(1e-3). torch.optim's optimizers hold state of their own and do not fit."
-        )
+    need_function(fn, "train_step")
+    need_optimizer(optimizer, "train_step")
+    need_bool(has_aux, "train_step", "has_aux")
     if policy is not None and not isinstance(policy, (Policy, ByPath)):
-        raise TypeError(f"train_step: got policy={type(policy).__name__}, expected fz.Policy or fz.Policy.by_path.")
+        raise wrong("train_step", "policy", policy, "fz.Policy or fz.Policy.by_path")
+    if units is not None and not (isinstance(units, (str, tuple, list)) and all(isinstance(u, str) for u in units)):
+        raise wrong("train_step", "units", units, "a pattern over module paths, several of them, or None")
     patterns = (units,) if isinstance(units, str) else None if units is None else tuple(units)
     return Step(fn, optimizer, policy or Policy(), patterns, has_aux, scaler=None)
 
@@ -351,4 +367,7 @@ def with_fn(step: Step, fn: Callable[..., Any], has_aux: bool | None = None) -> 
         >>> fz.with_fn(step, lambda p, x: p["w"] + x).forward(state, torch.ones(2))
         tensor([2., 2.])
     """
+    need_step(step, "with_fn")
+    need_function(fn, "with_fn")
+    need_bool(has_aux, "with_fn", "has_aux", or_none=True)
     return dataclasses.replace(step, fn=fn, has_aux=step.has_aux if has_aux is None else has_aux)

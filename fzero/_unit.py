@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from fzero import _private
+from fzero import _private, _tree
+from fzero._arguments import need_function
 from fzero._call import Again, Call, inside
 from fzero._capture import refuse_captures
 from fzero._collectives import done
@@ -228,6 +229,8 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
         >>> block({"w": torch.eye(2)}, torch.zeros(1, 2))
         tensor([[0., 0.]])
     """
+
+    need_function(fn, "unit")
 
     @functools.wraps(fn)
     def call(*args: Any, **kwargs: Any) -> Any:

@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero import _private, _tree
+from fzero._arguments import need_bool
+from fzero._checks import nothing_to_pull, split_result
 from fzero._collectives import Axis
 from fzero._formats import Stored
 from fzero._handle import Handle
@@ -88,12 +90,16 @@ def _stand_in(params: Sharded, key: str) -> Stored:
     return Stored(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
+def autocast_of(step: Step, device: str) -> contextlib.AbstractContextManager[Any]:
+    """What the function runs under: torch.autocast where the step has it."""
+    dtype = find(step.rules, "compute")
+    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+
+
 def call_function(
     step: Step, state: TrainState, traversal: Traversal, primals: Mapping[str, Any], inputs: Sequence[Any]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
-    dtype = find(step.rules, "compute")
-    autocast = torch.autocast(traversal.device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
     stored = _stored(state.params)
     versions = [_private.version(buffer) for buffer, _ in stored.values()]
     first = not traversal.schedule.ran_before or is_strict()
@@ -101,7 +107,7 @@ def call_function(
     if first and not step.compiles:
         watch = watching_run({storage: leaf_of for storage, (_, leaf_of) in stored.items()})
     tree = _tree.unflatten(state.params.structure, traversal.leaves(primals))
-    with autocast, traversal.running(), traversal.schedule.forward(), watch:
+    with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
         out = step.fn(tree, *inputs)
     if [_private.version(buffer) for buffer, _ in stored.values()] != versions:
         state.kill(
@@ -197,7 +203,7 @@ class Run:
             result = call_function(
                 step, state, traversal, {**primals, **fixed}, _tree.unflatten(self.input_spec, filled)
             )
-            out, aux = result if step.has_aux else (result, None)
+            out, aux = split_result(step, result)
             leaves, kept.spec = _tree.flatten(out)
             aux_leaves, kept.aux_spec = _tree.flatten(aux)
             for leaf in (*leaves, *aux_leaves):
@@ -205,6 +211,8 @@ class Run:
                     raise leaf._refuse("returned from the function")
                 refuse_hidden(leaf)
             kept.real = [i for i, o in enumerate(leaves) if is_differentiable(o)]
+            if not kept.real:
+                raise nothing_to_pull(out)
             rest = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and i not in kept.real]
             kept.aux_tensors = [i for i, o in enumerate(aux_leaves) if isinstance(o, torch.Tensor)]
             kept.aux_static = [None if isinstance(o, torch.Tensor) else o for o in aux_leaves]
@@ -371,4 +379,6 @@ class Pullback:
             grads, sharded like the params at every stage, means over the data-parallel ranks; and a tuple with one
             cotangent per input, `None` where it was not differentiated.
         """
+        need_bool(retain_graph, "pullback", "retain_graph")
+        need_bool(create_graph, "pullback", "create_graph")
         return self._call(cotangent, retain_graph, create_graph)

@@ -169,7 +169,7 @@ def test_a_batch_that_does_not_divide() -> None:
             call(state, torch.ones(3, 3))
     with pytest.raises(ValueError, match=r"got 2 dims, expected one per input, 1"):
         fz.accumulate(linear_step(), 2, in_dims=(0, None))(state, torch.ones(2, 3))
-    with pytest.raises(ValueError, match=r"accumulate: got 0, expected a number of microbatches"):
+    with pytest.raises(ValueError, match=r"accumulate: got count=0, expected a number of microbatches"):
         fz.accumulate(linear_step(), 0)
 
 
@@ -374,7 +374,7 @@ def test_a_buffer_changed_by_the_module() -> None:
 def test_train_step_arguments() -> None:
     with pytest.raises(TypeError, match=r"got optimizer=SGD, expected a GradientTransformation"):
         fz.train_step(lambda p: p, torch.optim.SGD([torch.ones(1)], lr=0.1))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match=r"got fn=int"):
+    with pytest.raises(TypeError, match=r"got fn=3"):
         fz.train_step(3, fz.sgd(0.1))  # type: ignore[arg-type]
     with pytest.raises(TypeError, match=r"got policy=dtype"):
         linear_step(policy=torch.float16)

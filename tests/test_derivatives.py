@@ -89,7 +89,51 @@ def test_per_example_grads(stage: int) -> None:
             assert_trees_close(found["blocks"][1]["w"][i], want["blocks"][1]["w"], rtol=1e-10)
         some = fz.per_example_grads(step, state, x, y, only="blocks.0.*")
         assert some["blocks"][1]["w"] is None and some["blocks"][0]["b"].shape == (4, 5)
-        with pytest.raises(ValueError, match=r"only='nothing' matches no leaf"):
+        with pytest.raises(ValueError, match=r"got only='nothing', expected a pattern"):
             fz.per_example_grads(step, state, x, y, only="nothing")
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
+POLICIES: dict[str, Any] = {
+    "autocast": lambda loss: fz.autocast(fz.train_step(loss, fz.sgd(0.1))),
+    "compute": lambda loss: fz.train_step(loss, fz.sgd(0.1), fz.Policy(compute=torch.bfloat16)),
+    "bf16_states": lambda loss: fz.train_step(loss, fz.sgd(0.1), fz.Policy.bf16_states()),
+    "exact": lambda loss: fz.train_step(loss, fz.sgd(0.1), fz.Policy.exact()),
+    "gathered in 8 bits": lambda loss: fz.train_step(loss, fz.sgd(0.1), fz.Policy(gather="8-bit")),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_per_example_grads_of_what_the_step_computes_with(policy: str, stage: int) -> None:
+    """The function sees the same values, dtypes and autocast; summed over examples they are the pullback's grads."""
+    plain, params = scenarios.stack(dtype=torch.float32)
+    batches = scenarios.vector_batches(2, dtype=torch.float32)
+
+    def rank_main(rank: int) -> None:
+        seen: list[Any] = []
+
+        def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            def see(q: Any, x: torch.Tensor) -> torch.Tensor:
+                seen.append((torch.is_autocast_enabled("cpu"), q["w"].dtype, (x @ q["w"]).dtype, q["b"].dtype))
+                return x
+
+            fz.unit(see)(p["blocks"][1], x)
+            return plain(p, x, y)
+
+        step = SHARDS[stage](POLICIES[policy](loss))
+        state = step.init(params)
+        x, y = batches[rank]
+        found = fz.per_example_grads(step, state, x.to(state.params.layout.rows[0].policy.compute), y)
+        grads, _ = step.vjp(state, x.to(state.params.layout.rows[0].policy.compute), y)[1](torch.ones(()))
+        assert len(set(seen)) == 1
+        full = fz.gather(grads)
+        mine = pytree.tree_map(lambda g: g.double().mean(0), found)
+        dtypes = [g.dtype for g in pytree.tree_leaves(found)]
+        assert dtypes == [g.dtype for g in pytree.tree_leaves(full)]
+        group = state.params.axis
+        mean = pytree.tree_map(lambda g: group.mean(g, "test"), mine)
+        assert_trees_close(mean, full, rtol=1e-5 if policy == "gathered in 8 bits" else 3e-2)
 
     run_ranks(rank_main, 2 if stage else 1)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _tree
+from fzero._arguments import need_number, need_rate
 from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
 
 
@@ -56,12 +57,16 @@ def adam(
 def _adam(
     lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float, decoupled: bool
 ) -> GradientTransformation:
+    who = "adamw" if decoupled else "adam"
+    need_rate(lr, who)
+    for argument, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay)):
+        need_number(value, who, argument)
     for argument, value in (("b1", b1), ("b2", b2)):
         if not 0.0 <= value < 1.0:
-            raise ValueError(f"adamw({argument}=...): got {value}, expected a number in [0, 1).")
+            raise ValueError(f"{who}({argument}=...): got {value}, expected a number in [0, 1).")
     for argument, value in (("eps", eps), ("weight_decay", weight_decay)):
         if value < 0.0:
-            raise ValueError(f"adamw({argument}=...): got {value}, expected at least 0.")
+            raise ValueError(f"{who}({argument}=...): got {value}, expected at least 0.")
     name = "adam" if not decoupled else "adamw" if weight_decay else "adamw, no decay"
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
+from fzero._arguments import need_number
 from fzero._sharded import global_norm, is_sharded
 from fzero.optim._base import GradientTransformation
 
@@ -22,8 +23,9 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None))[0]["w"]
         tensor([0.6000, 0.8000])
     """
+    need_number(max_norm, "clip_by_global_norm", "max_norm")
     if not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm: got {max_norm}, expected a positive norm.")
+        raise ValueError(f"clip_by_global_norm: got max_norm={max_norm}, expected a positive norm.")
 
     def update(
         grads: Any, state: Any, params: Any = None, *, grad_norm: Any = None, joint_norm: Any = None
@@ -45,8 +47,9 @@ def clip_by_value(max_value: float) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([-3.0, 0.5])}, clip.init(None))[0]["w"]
         tensor([-1.0000,  0.5000])
     """
+    need_number(max_value, "clip_by_value", "max_value")
     if not max_value > 0:
-        raise ValueError(f"clip_by_value: got {max_value}, expected a positive number.")
+        raise ValueError(f"clip_by_value: got max_value={max_value}, expected a positive number.")
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
         return _tree.map(lambda g: g.clamp(-max_value, max_value), grads), state

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from fzero import _tree
+from fzero._arguments import need_optimizer, wrong
 from fzero._onepass import write
 from fzero._policy import matches
 from fzero._rounding import Draw
@@ -25,10 +26,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     if not members:
         raise ValueError("chain: got no members; give at least one GradientTransformation.")
     for place, member in enumerate(members):
-        if not isinstance(member, GradientTransformation):
-            raise TypeError(
-                f"chain: member {place} is {type(member).__name__}, expected a GradientTransformation(init, update)."
-            )
+        need_optimizer(member, "chain", f"member {place}")
     last = members[-1]
 
     def init(params: Any) -> Any:
@@ -112,7 +110,15 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         >>> optimizer.label("head.bias"), optimizer.label("head.weight")
         ('adamw, no decay (*norm*|*bias)', 'adamw (*)')
     """
+    if not isinstance(optimizers, Mapping):
+        raise wrong("partition", "optimizers", optimizers, "a dict of patterns to optimizers")
     table = dict(optimizers)
+    if not table:
+        raise ValueError("partition: got optimizers={}, expected at least {'*': fz.adamw(1e-3)}.")
+    for pattern, member in table.items():
+        if not isinstance(pattern, str):
+            raise wrong("partition", "a key of optimizers", pattern, "a pattern over leaf paths, such as '*bias'")
+        need_optimizer(member, "partition", f"optimizers[{pattern!r}]")
 
     def label(path: str) -> str:
         pattern = chosen(path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from fzero import _tree
+from fzero._arguments import need_number, need_rate
 from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
 
 
@@ -29,6 +30,15 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
         >>> updates["w"]
         tensor([-0.5000])
     """
+
+    need_rate(lr, "lion")
+    for argument, value in (("b1", b1), ("b2", b2), ("weight_decay", weight_decay)):
+        need_number(value, "lion", argument)
+    for argument, value in (("b1", b1), ("b2", b2)):
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"lion({argument}=...): got {value}, expected a number in [0, 1].")
+    if weight_decay < 0.0:
+        raise ValueError(f"lion(weight_decay=...): got {weight_decay}, expected at least 0.")
 
     def init(params: Any) -> LionState:
         return LionState(_tree.Count(0), zeros_like(params))

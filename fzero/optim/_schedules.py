@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
+from fzero._arguments import need_int, need_number
+
 
 def constant(lr: float) -> Callable[[int], float]:
     """The same rate always.
@@ -13,6 +15,7 @@ def constant(lr: float) -> Callable[[int], float]:
         >>> fz.constant(0.1)(1000)
         0.1
     """
+    need_number(lr, "constant", "lr")
     return lambda count: lr
 
 
@@ -23,6 +26,9 @@ def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
         >>> fz.linear(1.0, 0.0, 4)(1)
         0.75
     """
+    need_number(start, "linear", "start")
+    need_number(end, "linear", "end")
+    need_int(steps, "linear", "steps", "a number of updates", least=1)
     return lambda count: end if count >= steps else start + (end - start) * count / steps
 
 
@@ -36,6 +42,10 @@ def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
         >>> schedule(0), schedule(9), round(schedule(59), 3), schedule(200)
         (0.1, 1.0, 0.5, 0.0)
     """
+    need_number(peak, "warmup_cosine", "peak")
+    need_number(end, "warmup_cosine", "end")
+    need_int(warmup, "warmup_cosine", "warmup", "a number of updates")
+    need_int(total, "warmup_cosine", "total", "a number of updates")
     if not 0 <= warmup <= total:
         raise ValueError(f"warmup_cosine: got warmup={warmup}, total={total}; expected 0 <= warmup <= total updates.")
 

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _tree
+from fzero._arguments import need_number, need_rate
 from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
 
 
@@ -31,6 +32,11 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
         >>> updates["w"]
         tensor([-0.5000])
     """
+
+    need_rate(lr, "sgd")
+    need_number(weight_decay, "sgd", "weight_decay")
+    if momentum is not None:
+        need_number(momentum, "sgd", "momentum", "a number or None")
 
     def init(params: Any) -> SgdState:
         return SgdState(_tree.Count(0), zeros_like(params) if momentum else None)

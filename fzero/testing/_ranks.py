@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero._arguments import is_component, need_int, need_number, wrong
 from fzero._divergence import PeerStopped, checked_collectives
 from fzero.testing._threads import new_store, threaded_world
 
@@ -54,6 +55,12 @@ def run_ranks(
         >>> fz.testing.run_ranks(lambda rank: torch.distributed.get_rank() * 10, 2)
         [0, 10]
     """
+    need_int(world_size, "run_ranks", "world_size", "a number of ranks")
+    need_number(timeout, "run_ranks", "timeout", "a number of seconds")
+    if not timeout > 0:
+        raise ValueError(f"run_ranks: got timeout={timeout}, expected a positive number of seconds.")
+    if not callable(fn) or is_component(fn):
+        raise wrong("run_ranks", "fn", fn, "a function fn(rank)")
     if world_size < 1:
         raise ValueError(f"run_ranks: got world_size={world_size}, expected at least 1.")
     if backend == "threads":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fzero._arguments import need_step, need_str, wrong
 from fzero._placement import Sharding
 from fzero._step import Step
 
@@ -11,6 +12,13 @@ from fzero._step import Step
 def shard(step: Step, stage: int, mesh: Any, axis: str, replicate: str | None) -> Step:
     """A step whose state is cut over `axis`, from this ZeRO stage on."""
     name = f"shard_zero{stage}"
+    need_step(step, name)
+    need_str(axis, name, "axis", "the name of a mesh axis")
+    need_str(replicate, name, "replicate", "the name of a mesh axis or None", or_none=True)
+    if mesh is not None and not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_group")):
+        raise wrong(name, "mesh", mesh, "a DeviceMesh (torch.distributed.init_device_mesh makes one) or None")
+    if replicate is not None and replicate == axis:
+        raise ValueError(f"{name}: got replicate={replicate!r}, which is the axis too; expected another mesh axis.")
     if mesh is None and replicate is not None:
         raise ValueError(f"{name}: got replicate={replicate!r} without a mesh; expected a mesh that has both axes.")
     if mesh is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from fzero._arguments import need_int, need_step, wrong
 from fzero._microbatch import Microbatches
 from fzero._step import Step
 
@@ -28,6 +29,11 @@ def accumulate(step: Step, count: int, in_dims: Any = 0) -> Step:
         >>> step(state, torch.tensor([[1.0], [3.0]]))[1]["loss"]
         tensor(2.)
     """
-    if not isinstance(count, int) or count < 1:
-        raise ValueError(f"accumulate: got {count!r}, expected a number of microbatches of at least 1.")
+    need_step(step, "accumulate")
+    need_int(count, "accumulate", "count", "a number of microbatches")
+    for dim in in_dims if isinstance(in_dims, tuple) else (in_dims,):
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise wrong("accumulate", "in_dims", in_dims, "an int or None, or a tuple with one of them per input")
+    if count < 1:
+        raise ValueError(f"accumulate: got count={count}, expected a number of microbatches of at least 1.")
     return step.with_header("microbatches", Microbatches(count, in_dims), f"accumulate({count})")

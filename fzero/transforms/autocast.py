@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fzero._arguments import named, need_step
 from fzero._step import Step
 
 
@@ -22,6 +23,8 @@ def autocast(step: Step, dtype: torch.dtype = torch.bfloat16) -> Step:
         >>> step.vjp(step.init({"w": torch.ones(2, 2)}), torch.ones(1, 2))[0].dtype
         torch.bfloat16
     """
-    if dtype not in (torch.bfloat16, torch.float16):
-        raise ValueError(f"autocast: got {dtype}, expected torch.bfloat16 or torch.float16.")
+    need_step(step, "autocast")
+    if not isinstance(dtype, torch.dtype) or dtype not in (torch.bfloat16, torch.float16):
+        got = dtype if isinstance(dtype, torch.dtype) else f"dtype={named(dtype)}"
+        raise ValueError(f"autocast: got {got}, expected torch.bfloat16 or torch.float16.")
     return step.with_rule("compute", dtype, f"autocast({dtype})")

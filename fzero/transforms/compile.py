@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fzero._arguments import need_step
 from fzero._step import Step
 
 
@@ -19,4 +20,5 @@ def compile(step: Step) -> Step:
         >>> print(fz.compile(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))))  # doctest: +ELLIPSIS
         train_step(...
     """
+    need_step(step, "compile")
     return step.with_rule("compile", True, "compile()")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+from fzero._arguments import need_step
 from fzero._step import Step
 
 
@@ -19,4 +20,5 @@ def donate(step: Step) -> Step:
         >>> old
         TrainState(dead: This state was donated to the step that applied update 1; ...)
     """
+    need_step(step, "donate")
     return dataclasses.replace(step, donates=True)

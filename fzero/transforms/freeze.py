@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fzero._arguments import need_step, need_str
 from fzero._placement import FROZEN
 from fzero._step import Step
 
@@ -20,4 +21,6 @@ def freeze(step: Step, pattern: str) -> Step:
         >>> fz.gather(state.params)
         {'a': tensor([1.]), 'b': tensor([0.9000])}
     """
+    need_step(step, "freeze")
+    need_str(pattern, "freeze", "pattern", "a pattern over leaf paths, such as 'base.*'")
     return step.with_rule(FROZEN, True, f"freeze({pattern!r})", pattern)

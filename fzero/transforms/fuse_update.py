@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fzero._arguments import named, need_step
 from fzero._fusion import NORMS, Fusion
 from fzero._step import Step
 
@@ -48,8 +49,9 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
         >>> fz.gather(state.params)["w"]
         tensor([0.9000, 0.9000])
     """
-    if norm not in NORMS:
-        raise ValueError(f"fuse_update(norm=...): got {norm!r}, expected one of {', '.join(map(repr, NORMS))}.")
+    need_step(step, "fuse_update")
+    if not isinstance(norm, str) or norm not in NORMS:
+        raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, NORMS))}.")
     if step.optimizer.fused is None or not step.optimizer.by_leaf:
         raise ValueError(
             "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "

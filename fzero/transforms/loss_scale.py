@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fzero._arguments import named, need_int, need_number, need_step
 from fzero._state import ScaleState
 from fzero._step import Step
 
@@ -13,6 +14,10 @@ class StaticLossScale:
     """One scale for the whole run."""
 
     scale: float
+
+    @property
+    def kind(self) -> str:
+        return f"loss_scale({self.scale})"
 
     def initial(self) -> ScaleState:
         return ScaleState(self.scale)
@@ -29,6 +34,10 @@ class DynamicLossScale:
     interval: int = 2000
     factor: float = 2.0
     minimum: float = 1.0
+
+    @property
+    def kind(self) -> str:
+        return "a dynamic loss_scale"
 
     def initial(self) -> ScaleState:
         return ScaleState(self.scale)
@@ -59,15 +68,19 @@ def loss_scale(
         >>> step.init({"w": torch.ones(1)}).loss_scale.scale
         1024.0
     """
-    if scale == "dynamic":
+    need_step(step, "loss_scale")
+    need_number(initial, "loss_scale", "initial")
+    need_number(minimum, "loss_scale", "minimum")
+    need_int(interval, "loss_scale", "interval", "a number of updates")
+    if isinstance(scale, str) and scale == "dynamic":
         if not (initial >= minimum > 0 and interval >= 1):
             raise ValueError(
                 f"loss_scale: got initial={initial}, minimum={minimum}, interval={interval}; expected "
                 "initial >= minimum > 0 and interval >= 1."
             )
         scaler: StaticLossScale | DynamicLossScale = DynamicLossScale(initial, interval, minimum=minimum)
-    elif isinstance(scale, (int, float)) and scale > 0:
+    elif isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf"):
         scaler = StaticLossScale(float(scale))
     else:
-        raise ValueError(f"loss_scale: got {scale!r}, expected 'dynamic' or a positive number.")
+        raise ValueError(f"loss_scale: got scale={named(scale)}, expected 'dynamic' or a positive number.")
     return step.with_header("scaler", scaler, f"loss_scale({scale!r})")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fzero._arguments import need_step
 from fzero._step import Step
 
 
@@ -12,4 +13,5 @@ def remat(step: Step) -> Step:
         >>> fz.remat(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))).remats
         True
     """
+    need_step(step, "remat")
     return step.with_rule("remat", True, "remat()")

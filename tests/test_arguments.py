@@ -1,0 +1,404 @@
+"""Every argument of every public function, given things of every wrong kind: an error of ours that names it."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero as fz
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"]).mean()
+
+
+PARAMS = {"w": torch.ones(3, 2)}
+X = torch.ones(4, 3)
+STEP = fz.train_step(loss, fz.sgd(0.1, momentum=0.9))
+STATE = STEP.init(PARAMS)
+GRADS = STEP.vjp(STATE, X)[1](torch.ones(()))[0]
+KINDS: dict[str, Any] = {
+    "None": None,
+    "a list": [1, 2],
+    "a string": "x y",
+    "a module": nn.Linear(3, 2),
+    "a tensor": torch.ones(3, 3),
+    "a 0-d tensor": torch.tensor(0.5),
+    "an int": 3,
+    "a negative": -1,
+    "a float": 0.5,
+    "a bool": True,
+    "a dict": {"w": 1},
+    "full params": PARAMS,
+    "a state": STATE,
+    "sharded params": STATE.params,
+    "moments": STATE.moments,
+    "grads": GRADS,
+    "a step": STEP,
+    "an optimizer": fz.sgd(0.1),
+    "a torch optimizer": torch.optim.SGD([torch.ones(1)], lr=0.1),
+    "a policy": fz.Policy(),
+    "a dtype": torch.bfloat16,
+    "a function": lambda *args: torch.ones(()),
+    "a class": dict,
+    "an object": object(),
+}
+NUMBER = {"an int", "a negative", "a float", "a 0-d tensor"}
+TREE = {"a tensor", "a 0-d tensor", "full params"}
+
+Call = Callable[[Any], Any]
+# function -> argument -> (a call with it, the kinds that it takes)
+TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
+    "convert": {
+        "state": (lambda v: fz.convert(v, STEP), {"a state"}),
+        "step": (lambda v: fz.convert(STATE, v), {"a step"}),
+        "lossy": (lambda v: fz.convert(STATE, STEP, v), {"a bool"}),
+    },
+    "hvp": {
+        "step": (lambda v: fz.hvp(v, STATE, GRADS, X), {"a step"}),
+        "state": (lambda v: fz.hvp(STEP, v, GRADS, X), {"a state"}),
+        "v": (lambda v: fz.hvp(STEP, STATE, v, X), {"grads"}),
+    },
+    "per_example_grads": {
+        "step": (lambda v: fz.per_example_grads(v, STATE, X), {"a step"}),
+        "state": (lambda v: fz.per_example_grads(STEP, v, X), {"a state"}),
+        "only": (lambda v: fz.per_example_grads(STEP, STATE, X, only=v), {"None"}),
+    },
+    "tape": {
+        "step": (lambda v: fz.tape(v, STATE).__enter__(), {"a step"}),
+        "state": (lambda v: fz.tape(STEP, v).__enter__(), {"a state"}),
+    },
+    "functional": {"module": (fz.functional, {"a module"})},
+    "plan": {
+        "step": (lambda v: fz.plan(v, PARAMS), {"a step"}),
+        "params": (lambda v: fz.plan(STEP, v), {"full params", "a tensor", "a 0-d tensor", "a function"}),
+        "world_size": (lambda v: fz.plan(STEP, PARAMS, v), {"an int", "None"}),
+    },
+    "plot_plan": {
+        "plans": (fz.plot_plan, set()),
+        "axes": (lambda v: fz.plot_plan({"plain": fz.plan(STEP, PARAMS)}, v), {"None"}),
+    },
+    "gather": {"tree": (fz.gather, {"sharded params", "moments", "grads"})},
+    "global_norm": {"trees": (fz.global_norm, {*TREE, "sharded params", "moments", "grads"})},
+    "train_step": {
+        "fn": (lambda v: fz.train_step(v, fz.sgd(0.1)), {"a function", "a class"}),
+        "optimizer": (lambda v: fz.train_step(loss, v), {"an optimizer"}),
+        "policy": (lambda v: fz.train_step(loss, fz.sgd(0.1), v), {"a policy", "None"}),
+        "units": (lambda v: fz.train_step(loss, fz.sgd(0.1), units=v), {"a string", "None"}),
+        "has_aux": (lambda v: fz.train_step(loss, fz.sgd(0.1), has_aux=v), {"a bool"}),
+    },
+    "with_fn": {
+        "step": (lambda v: fz.with_fn(v, loss), {"a step"}),
+        "fn": (lambda v: fz.with_fn(STEP, v), {"a function", "a class"}),
+        "has_aux": (lambda v: fz.with_fn(STEP, loss, v), {"a bool", "None"}),
+    },
+    "unit": {"fn": (fz.unit, {"a function", "a class"})},
+    "adamw": {
+        "lr": (lambda v: fz.adamw(v), {*NUMBER, "a function"}),
+        "b1": (lambda v: fz.adamw(0.1, b1=v), {"a float"}),
+        "b2": (lambda v: fz.adamw(0.1, b2=v), {"a float"}),
+        "eps": (lambda v: fz.adamw(0.1, eps=v), {"a float", "an int"}),
+        "weight_decay": (lambda v: fz.adamw(0.1, weight_decay=v), {"a float", "an int"}),
+    },
+    "adam": {
+        "lr": (lambda v: fz.adam(v), {*NUMBER, "a function"}),
+        "b1": (lambda v: fz.adam(0.1, b1=v), {"a float"}),
+        "b2": (lambda v: fz.adam(0.1, b2=v), {"a float"}),
+        "eps": (lambda v: fz.adam(0.1, eps=v), {"a float", "an int"}),
+        "weight_decay": (lambda v: fz.adam(0.1, weight_decay=v), {"a float", "an int"}),
+    },
+    "sgd": {
+        "lr": (lambda v: fz.sgd(v), {*NUMBER, "a function"}),
+        "momentum": (lambda v: fz.sgd(0.1, v), {"a float", "an int", "a negative", "None"}),
+        "weight_decay": (lambda v: fz.sgd(0.1, weight_decay=v), {"a float", "an int", "a negative"}),
+    },
+    "lion": {
+        "lr": (lambda v: fz.lion(v), {*NUMBER, "a function"}),
+        "b1": (lambda v: fz.lion(0.1, b1=v), {"a float"}),
+        "b2": (lambda v: fz.lion(0.1, b2=v), {"a float"}),
+        "weight_decay": (lambda v: fz.lion(0.1, weight_decay=v), {"a float", "an int"}),
+    },
+    "chain": {"member": (fz.chain, {"an optimizer"})},
+    "partition": {"optimizers": (fz.partition, set())},
+    "clip_by_global_norm": {"max_norm": (fz.clip_by_global_norm, {"a float", "an int"})},
+    "clip_by_value": {"max_value": (fz.clip_by_value, {"a float", "an int"})},
+    "constant": {"lr": (fz.constant, {"a float", "an int", "a negative"})},
+    "linear": {
+        "start": (lambda v: fz.linear(v, 1.0, 3), {"a float", "an int", "a negative"}),
+        "end": (lambda v: fz.linear(1.0, v, 3), {"a float", "an int", "a negative"}),
+        "steps": (lambda v: fz.linear(1.0, 0.0, v), {"an int"}),
+    },
+    "warmup_cosine": {
+        "peak": (lambda v: fz.warmup_cosine(v, 1, 9), {"a float", "an int", "a negative"}),
+        "warmup": (lambda v: fz.warmup_cosine(1.0, v, 9), {"an int"}),
+        "total": (lambda v: fz.warmup_cosine(1.0, 1, v), {"an int"}),
+        "end": (lambda v: fz.warmup_cosine(1.0, 1, 9, v), {"a float", "an int", "a negative"}),
+    },
+    "accumulate": {
+        "step": (lambda v: fz.accumulate(v, 2), {"a step"}),
+        "count": (lambda v: fz.accumulate(STEP, v), {"an int"}),
+        "in_dims": (lambda v: fz.accumulate(STEP, 2, v), {"an int", "a negative", "None"}),
+    },
+    "autocast": {
+        "step": (lambda v: fz.autocast(v), {"a step"}),
+        "dtype": (lambda v: fz.autocast(STEP, v), {"a dtype"}),
+    },
+    "compile": {"step": (fz.compile, {"a step"})},
+    "donate": {"step": (fz.donate, {"a step"})},
+    "freeze": {
+        "step": (lambda v: fz.freeze(v, "w"), {"a step"}),
+        "pattern": (lambda v: fz.freeze(STEP, v), {"a string"}),
+    },
+    "fuse_update": {
+        "step": (lambda v: fz.fuse_update(v), {"a step"}),
+        "norm": (lambda v: fz.fuse_update(STEP, v), set()),
+    },
+    "loss_scale": {
+        "step": (lambda v: fz.loss_scale(v), {"a step"}),
+        "scale": (lambda v: fz.loss_scale(STEP, v), {"a float", "an int"}),
+        "initial": (lambda v: fz.loss_scale(STEP, initial=v), {"an int"}),
+        "interval": (lambda v: fz.loss_scale(STEP, interval=v), {"an int"}),
+        "minimum": (lambda v: fz.loss_scale(STEP, minimum=v), {"an int", "a float"}),
+    },
+    "remat": {"step": (fz.remat, {"a step"})},
+    **{
+        f"shard_zero{stage}": {
+            "step": (lambda v, shard=shard: shard(v), {"a step"}),
+            "mesh": (lambda v, shard=shard: shard(STEP, v), {"None"}),
+            "axis": (lambda v, shard=shard: shard(STEP, None, v), {"a string"}),
+            "replicate": (lambda v, shard=shard: shard(STEP, None, "dp", v), {"None"}),
+        }
+        for stage, shard in ((1, fz.shard_zero1), (2, fz.shard_zero2), (3, fz.shard_zero3))
+    },
+    "Step.init": {
+        "params": (STEP.init, {"full params", "a tensor", "a 0-d tensor", "a function"}),
+        "seed": (lambda v: STEP.init(PARAMS, seed=v), {"an int", "a negative"}),
+        "sync": (lambda v: STEP.init(PARAMS, sync=v), {"a bool"}),
+    },
+    "Step.vjp": {
+        "state": (lambda v: STEP.vjp(v, X), {"a state"}),
+        "argnums": (lambda v: STEP.vjp(STATE, X, argnums=v), {"None", "a negative"}),
+        "rng": (lambda v: STEP.vjp(STATE, X, rng=v), {"an int", "a negative"}),
+    },
+    "Step.forward": {
+        "state": (lambda v: STEP.forward(v, X), {"a state"}),
+        "rng": (lambda v: STEP.forward(STATE, X, rng=v), {"an int", "a negative"}),
+    },
+    "Step.__call__": {
+        "state": (lambda v: STEP(v, X), {"a state"}),
+        "cotangent": (lambda v: STEP(STATE, X, cotangent=v), {"None", "a 0-d tensor"}),
+        "rng": (lambda v: STEP(STATE, X, rng=v), {"an int", "a negative"}),
+    },
+    "Step.update": {
+        "state": (lambda v: STEP.update(v, GRADS), {"a state"}),
+        "grads": (lambda v: STEP.update(STATE, v), {"grads"}),
+        "grad_norm": (lambda v: STEP.update(STATE, GRADS, v), {"None", "an int", "a float", "a 0-d tensor"}),
+    },
+    "Step.add_grads": {
+        "state": (lambda v: STEP.add_grads(v, GRADS), {"a state"}),
+        "grads": (lambda v: STEP.add_grads(STATE, v), {"grads"}),
+    },
+    "Policy": {
+        "param": (lambda v: fz.Policy(param=v), {"None", "a dtype"}),
+        "grad": (lambda v: fz.Policy(grad=v), {"None", "a dtype"}),
+        "moment": (lambda v: fz.Policy(moment=v), {"None", "a dtype"}),
+        "compute": (lambda v: fz.Policy(compute=v), {"None", "a dtype"}),
+        "reduce": (lambda v: fz.Policy(reduce=v), {"None", "a dtype"}),
+        "rounding": (lambda v: fz.Policy(rounding=v), set()),
+        "remainder": (lambda v: fz.Policy(remainder=v), set()),
+        "gather": (lambda v: fz.Policy(gather=v), {"None"}),
+    },
+    "Policy.by_path": {"policies": (fz.Policy.by_path, set())},
+    "Policy.exact": {"moment": (fz.Policy.exact, {"None", "a dtype"})},
+    "Policy.compact24": {"moment": (fz.Policy.compact24, {"None", "a dtype"})},
+    "Policy.compact16": {"moment": (fz.Policy.compact16, {"None", "a dtype"})},
+    "TrainState.replace": {
+        "params": (lambda v: STATE.replace(params=v), {"sharded params", "grads"}),
+        "grads": (lambda v: STATE.replace(grads=v), {"None", "grads", "sharded params"}),
+        "step": (lambda v: STATE.replace(step=v), {"an int"}),
+        "seed": (lambda v: STATE.replace(seed=v), {"an int", "a negative"}),
+        "loss_scale": (lambda v: STATE.replace(loss_scale=v), set()),
+    },
+    "Pullback.__call__": {
+        "cotangent": (lambda v: STEP.vjp(STATE, X)[1](v), {"None", "a 0-d tensor"}),
+        "retain_graph": (lambda v: STEP.vjp(STATE, X)[1](torch.ones(()), retain_graph=v), {"a bool"}),
+        "create_graph": (lambda v: STEP.vjp(STATE, X)[1](torch.ones(()), create_graph=v), {"a bool"}),
+    },
+    "run_ranks": {
+        "fn": (lambda v: fz.testing.run_ranks(v, 1), {"a function"}),
+        "world_size": (lambda v: fz.testing.run_ranks(abs, v), {"an int"}),
+        "backend": (lambda v: fz.testing.run_ranks(abs, 1, backend=v), set()),
+        "timeout": (lambda v: fz.testing.run_ranks(abs, 1, timeout=v), {"an int", "a float"}),
+    },
+}
+CASES = [(name, argument) for name, arguments in TABLE.items() for argument in arguments]
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_an_argument_of_a_wrong_kind(name: str, argument: str) -> None:
+    call, taken = TABLE[name][argument]
+    for kind, value in KINDS.items():
+        if kind in taken:
+            continue
+        with pytest.raises((TypeError, ValueError)) as info:
+            call(value)
+        said = str(info.value)
+        assert re.search(r"got .*expected", said, re.DOTALL), f"{kind}: {said}"
+        assert argument in said, f"{kind}: {said}"
+
+
+@pytest.mark.parametrize(("name", "argument"), CASES)
+def test_an_argument_of_a_right_kind(name: str, argument: str) -> None:
+    call, taken = TABLE[name][argument]
+    for kind in taken:
+        call(KINDS[kind])
+
+
+def test_the_table_has_every_public_function_with_every_argument() -> None:
+    functions: dict[str, Any] = {name: value for name, value in vars(fz).items() if inspect.isfunction(value)}
+    for owner, names in ((fz.Step, ("init", "vjp", "forward", "__call__", "update", "add_grads")),):
+        functions.update({f"{owner.__name__}.{name}": getattr(owner, name) for name in names})
+    assert set(functions) <= set(TABLE)
+    for name, function in functions.items():
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        parameters = inspect.signature(function).parameters.values()
+        known = {p.name for p in parameters if p.kind not in variadic} - {"self"}
+        assert known <= set(TABLE[name]), name
+
+
+# ---- what is wrong with a value, and not with its kind
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [(1.5, r"1\.5"), (None, "None"), ("loss", "'loss'"), ([], "list"), ({"loss": 2}, "dict"), (True, "True")],
+)
+def test_a_loss_that_is_no_tensor(returned: Any, got: str) -> None:
+    step = fz.train_step(lambda p, x: returned, fz.sgd(0.1))
+    state = step.init(PARAMS)
+    for call, who in (
+        (lambda: step(state, X), "step"),
+        (lambda: fz.fuse_update(step)(state, X), "step"),
+        (lambda: fz.hvp(step, state, STEP.vjp(STATE, X)[1](torch.ones(()))[0], X), "grads|v"),
+        (lambda: fz.per_example_grads(step, state, X), "per_example_grads"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=who):
+            call()
+    with pytest.raises(ValueError, match=rf"returned {got}, expected a scalar loss"):
+        fz.hvp(step, state, state.params.map(torch.ones_like), X)
+    for call in (step, step.vjp):
+        with pytest.raises(ValueError, match=rf"step: the function returned {got}, expected a floating tensor"):
+            call(state, X)
+
+
+def test_a_loss_of_integers() -> None:
+    step = fz.train_step(lambda p, x: {"n": (x @ p["w"]).argmax()}, fz.sgd(0.1))
+    for call in (step, step.vjp):
+        with pytest.raises(ValueError, match=r"returned dict with a tensor of shape \(\) and dtype torch\.int64, exp"):
+            call(step.init(PARAMS), X)
+
+
+@pytest.mark.parametrize("argnums", [2, -3, (0, 2), [5]])
+def test_argnums_out_of_range(argnums: Any) -> None:
+    step = fz.train_step(lambda p, x, y: (x @ p["w"] * y).mean(), fz.sgd(0.1))
+    with pytest.raises(ValueError, match=r"step\.vjp: got argnums=.*expected numbers of inputs.*from -2 to 1"):
+        step.vjp(step.init(PARAMS), X, torch.ones(4, 2), argnums=argnums)
+
+
+@pytest.mark.parametrize("accumulated", [False, True])
+def test_negative_argnums_count_from_the_end_as_in_torch(accumulated: bool) -> None:
+    def fn(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x @ p["w"] * y).mean()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    step = fz.accumulate(step, 2) if accumulated else step
+    y = torch.full((4, 2), 3.0)
+    state = step.init(PARAMS)
+    for argnums in (-1, -2, (-1,), (0, -1)):
+        by_torch = torch.func.grad(lambda x, y: fn(PARAMS, x, y), argnums)(X, y)
+        by_torch = by_torch if isinstance(by_torch, tuple) else (by_torch,)
+        numbers = [n % 2 for n in (argnums if isinstance(argnums, tuple) else (argnums,))]
+        _, found = step.vjp(state, X, y, argnums=argnums)[1](torch.ones(()))
+        assert [i for i in (0, 1) if found[i] is not None] == sorted(numbers)
+        for number, want in zip(numbers, by_torch, strict=True):
+            fz.testing.assert_trees_close(found[number], want, rtol=1e-6)
+
+
+def test_argnums_of_what_has_no_gradient() -> None:
+    step = fz.train_step(lambda p, x, n: (x @ p["w"]).mean() * n, fz.sgd(0.1))
+    state = step.init(PARAMS)
+    with pytest.raises(TypeError, match=r"argnums=1 and input 1=2, expected one with a tensor"):
+        step.vjp(state, X, 2, argnums=1)
+    with pytest.raises(ValueError, match=r"argnums=\(0, -2\), expected every input at most once"):
+        step.vjp(state, X, 2, argnums=(0, -2))
+
+
+def test_gather_of_what_is_not_sharded() -> None:
+    for tree in (STATE, (STATE, X), [STATE.params, STATE]):
+        with pytest.raises(TypeError, match=r"gather: got tree=.*a whole state; expected state\.params"):
+            fz.gather(tree)
+    for tree in (STATE.params.locals(), STATE.params["w"], PARAMS, STATE.params.buffers):
+        with pytest.raises(TypeError, match=r"gather: got tree=.*no tree is sharded; expected state\.params"):
+            fz.gather(tree)
+    assert fz.gather(fz.train_step(loss, fz.sgd(0.1)).init(PARAMS).moments).momentum is None
+    pair = fz.gather((STATE.params, X))
+    assert pair[1] is X and pair[0]["w"].shape == (3, 2)
+
+
+def test_a_state_with_a_loss_scale_in_a_step_without_and_the_reverse() -> None:
+    scaled, other, dynamic = fz.loss_scale(STEP, 8.0), fz.loss_scale(STEP, 1.0), fz.loss_scale(STEP)
+    steps = {"no rules": STEP, r"loss_scale\(8\.0\)": scaled, r"loss_scale\(1\.0\)": other, "a dynamic": dynamic}
+    for theirs, made in steps.items():
+        state = made.init(PARAMS)
+        for ours, step in steps.items():
+            for call in (step, step.vjp, step.forward):
+                if step is made:
+                    call(state, X)
+                    continue
+                with pytest.raises(ValueError, match=rf"another step, made with .*{theirs}.*expected.*{ours}"):
+                    call(state, X)
+            converted = fz.convert(state, step)
+            assert converted.loss_scale == step.init(PARAMS).loss_scale
+            step(converted, X)
+
+
+def test_a_dynamic_loss_scale_survives_a_conversion() -> None:
+    step = fz.loss_scale(STEP, initial=4.0, interval=1)
+    state, _ = step(step.init(PARAMS), X)
+    assert fz.convert(state, fz.donate(step)).loss_scale.scale == 8.0
+
+
+def test_params_and_moments_of_the_state_itself_are_no_grads() -> None:
+    for tree in (STATE.params, STATE.moments.momentum):
+        for call in (STEP.update, STEP.add_grads):
+            with pytest.raises(TypeError, match=r"grads: got the (params|signed) of the state itself, expected"):
+                call(STATE, tree)
+    STEP.update(STATE, STATE.params.map(lambda x: 0.1 * x))  # weight decay, for example
+
+
+@pytest.mark.parametrize("returned", [torch.ones(()), (torch.ones(()),), (1, 2, 3)])
+def test_a_function_with_aux_that_returns_no_pair(returned: Any) -> None:
+    step = fz.train_step(lambda p, x: returned, fz.sgd(0.1), has_aux=True)
+    state = step.init(PARAMS)
+    for call in (step, step.vjp, step.forward):
+        with pytest.raises(TypeError, match=r"got no pair, expected \(outputs, aux\)"):
+            call(state, X)
+
+
+def test_inputs_of_per_example_grads() -> None:
+    step = fz.train_step(lambda p, x, y, by: (x @ p["w"] * y).mean() * by, fz.sgd(0.1))
+    state = step.init(PARAMS)
+    found = fz.per_example_grads(step, state, X, torch.ones(4, 2), 2.0)
+    fz.testing.assert_trees_close(found["w"].mean(0), torch.full((3, 2), 1.0), rtol=1e-6)
+    with pytest.raises(ValueError, match=r"4 in input 0, 5 in input 1; expected the same number"):
+        fz.per_example_grads(step, state, X, torch.ones(5, 2), 2.0)
+    with pytest.raises(ValueError, match=r"got input 2 of shape \(\), expected examples"):
+        fz.per_example_grads(step, state, X, torch.ones(4, 2), torch.tensor(2.0))
+    with pytest.raises(TypeError, match=r"got input 2\.0, 'x', expected at least one tensor"):
+        fz.per_example_grads(step, state, 2.0, "x")
