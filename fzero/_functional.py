@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextvars
-import copy
 import functools
 import threading
 from collections.abc import Callable, Container, Mapping
@@ -16,8 +15,11 @@ from fzero._compile import compiled
 from fzero._handle import Handle
 from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
+from fzero._places import Places, places_of
+from fzero._private_copy import private_copy, refuse_kinds
 from fzero._traversal import origins_of, running
 from fzero._unit import call_unit, plain_call
+from fzero._untouched import Untouched, refuse_changes, refuse_in_place
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
@@ -47,7 +49,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
         for param in module.parameters()
     }
-    pristine = copy.deepcopy(module, memo)
+    refuse_kinds(module)
+    pristine, _, _ = private_copy(module, memo)
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -57,15 +60,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 
     def twin() -> nn.Module:
         if not hasattr(threads, "twin"):
-            # the tensors themselves are shared: params are placeholders, buffers constants; and a copy made while
-            # torch.func differentiates would belong to its level
-            tensors = [*pristine.parameters(), *pristine.buffers()]
-            threads.twin = copy.deepcopy(pristine, {id(tensor): tensor for tensor in tensors})
+            module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
             threads.patched, threads.paths = set(), set()
-            module = threads.twin
-            threads.places = _Places(module, module)
-            threads.fast = _Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)))
-            threads.buffers = list(threads.twin.named_buffers())
+            threads.elsewhere = places_of(module, reach)
+            threads.places = Places(module, module, threads.elsewhere)
+            threads.fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)), threads.elsewhere)
+            threads.untouched = Untouched(module, reach, sources)
+            threads.twin = module
         return threads.twin
 
     def patch(path: str) -> None:
@@ -74,10 +75,19 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         if id(own) in threads.patched:  # one module at two paths is one unit, called twice
             return
         threads.patched.add(id(own))
-        run_forward = own.forward
-        places, fast = _Places(own, run_forward), _Places(own, compiled(run_forward))
-        # torch's recurrent layers keep a list of their weights, which is written anew with every swap
-        recurrent = any(isinstance(module, nn.RNNBase) for module in own.modules())
+        run_forward, whole = own.forward, threads.untouched
+        kept = whole.part(path)
+        places = Places(own, run_forward, threads.elsewhere)
+        fast = Places(own, compiled(run_forward), threads.elsewhere)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if whole.depth:
+                return places.call(*args, **kwargs)
+            whole.dirty = True  # recomputed by a pullback
+            try:
+                return places.call(*args, **kwargs)
+            finally:
+                kept.restore()
 
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -86,13 +96,14 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                return call_unit(places.call, (leaves, args, kwargs), {}, recurrent, seed, fast.call)
+                return call_unit(call, (leaves, args, kwargs), {}, False, seed, fast.call)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
             return plain_call(lambda: run_forward(*args, **kwargs), node)  # its params are in place already
 
         own.forward = forward
+        whole.written(vars(own), "forward")
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
         _check_names(params, known)
@@ -114,53 +125,23 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in structure.items()}
         token = _units.set({} if ROOT in units else units)
-        versions = [(name, buffer, buffer._version) for name, buffer in threads.buffers]
+        untouched = threads.untouched
+        untouched.enter()
         try:
             if ROOT in units:  # the whole module is one unit
                 out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {}, compilable=threads.fast.call)
             else:
-                full = {name: params[leaf] for name, leaf in aliases.items() if not isinstance(params[leaf], Handle)}
-                out = threads.places.call(full, args, kwargs)
+                out = threads.places.call({name: params[leaf] for name, leaf in aliases.items()}, args, kwargs)
+        except RuntimeError as error:
+            refuse_in_place(error, module)
+            raise
         finally:
             _units.reset(token)
-        for name, buffer, version in versions:
-            if buffer._version != version:
-                raise ValueError(
-                    f"The module changed its buffer {name!r} in its forward (batch norm in training mode does); "
-                    "buffers are constants of the function. Call module.eval() before fz.functional, or use a "
-                    "layer without running statistics (group norm, layer norm)."
-                )
+            changed = untouched.leave()
+        refuse_changes(changed)
         return out
 
     return apply, params
-
-
-class _Places:
-    """Where a module's params are, found once: torch's functional_call looks for them at every call.
-
-    Args:
-        run: what is called while other tensors stand in these places.
-    """
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self.run = run
-        self.of = {
-            (f"{path}.{name}" if path else name): (owner._parameters, name)
-            for path, owner in module.named_modules(remove_duplicate=False)
-            for name in owner._parameters
-        }
-
-    def call(self, leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """Runs with these leaves for the module's params; every name of a tied one is among them."""
-        places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
-        old = [owner[name] for owner, name in places]
-        try:
-            for (owner, name), leaf in zip(places, leaves.values(), strict=True):
-                owner[name] = leaf
-            return self.run(*args, **kwargs)
-        finally:
-            for (owner, name), leaf in zip(reversed(places), reversed(old), strict=True):
-                owner[name] = leaf
 
 
 def _check_names(params: Params, names: Mapping[str, None]) -> None:
