@@ -43,13 +43,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['bias', 'weight'], torch.Size([3, 1]))
     """
+    refuse_kinds(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
     memo = {
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
         for param in module.parameters()
     }
-    refuse_kinds(module)
     pristine, _, _ = private_copy(module, memo)
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
@@ -59,13 +59,14 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     threads = threading.local()  # swapping a module's params is not safe across threads
 
     def twin() -> nn.Module:
-        if not hasattr(threads, "twin"):
+        if not hasattr(threads, "twin") or (threads.untouched.broken and not threads.untouched.depth):
             module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
             threads.patched, threads.paths = set(), set()
             threads.elsewhere = places_of(module, reach)
             threads.places = Places(module, module, threads.elsewhere)
-            threads.fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)), threads.elsewhere)
-            threads.untouched = Untouched(module, reach, sources)
+            whole = threads.untouched = Untouched(module, reach, sources)
+            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)), threads.elsewhere)
+            threads.call, threads.fast = whole.around(threads.places.call, whole), whole.around(fast.call, whole)
             threads.twin = module
         return threads.twin
 
@@ -75,19 +76,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         if id(own) in threads.patched:  # one module at two paths is one unit, called twice
             return
         threads.patched.add(id(own))
-        run_forward, whole = own.forward, threads.untouched
+        run_forward, whole, elsewhere = own.forward, threads.untouched, threads.elsewhere
         kept = whole.part(path)
-        places = Places(own, run_forward, threads.elsewhere)
-        fast = Places(own, compiled(run_forward), threads.elsewhere)
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            if whole.depth:
-                return places.call(*args, **kwargs)
-            whole.dirty = True  # recomputed by a pullback
-            try:
-                return places.call(*args, **kwargs)
-            finally:
-                kept.restore()
+        call = whole.around(Places(own, run_forward, elsewhere).call, kept)
+        fast = whole.around(Places(own, compiled(run_forward), elsewhere).call, kept)
 
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +88,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                return call_unit(call, (leaves, args, kwargs), {}, False, seed, fast.call)
+                return call_unit(call, (leaves, args, kwargs), {}, False, seed, fast)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
@@ -129,7 +121,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         untouched.enter()
         try:
             if ROOT in units:  # the whole module is one unit
-                out = call_unit(threads.places.call, (units[ROOT], args, kwargs), {}, compilable=threads.fast.call)
+                out = call_unit(threads.call, (units[ROOT], args, kwargs), {}, compilable=threads.fast)
             else:
                 out = threads.places.call({name: params[leaf] for name, leaf in aliases.items()}, args, kwargs)
         except RuntimeError as error:
@@ -139,6 +131,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             _units.reset(token)
             changed = untouched.leave()
         refuse_changes(changed)
+        untouched.thorough = False
         return out
 
     return apply, params

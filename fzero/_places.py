@@ -48,9 +48,9 @@ class Places:
         try:
             for (owner, name), leaf in zip(places, full.values(), strict=True):
                 owner[name] = leaf
-            for name in self.elsewhere.keys() & leaves.keys():
-                placeholder, others = self.elsewhere[name]
-                moved += [(place, placeholder, place.put(placeholder, leaves[name])) for place in others]
+            for name, (placeholder, others) in self.elsewhere.items():
+                if name in leaves:
+                    moved += [(place, placeholder, place.put(placeholder, leaves[name])) for place in others]
             return self.run(*args, **kwargs)
         finally:
             for place, placeholder, before in reversed(moved):
@@ -86,7 +86,9 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
         waiting, seen = [id(param)], set[int]()
         while waiting:
             value = reach.objects[waiting.pop()]
-            for user in {*reach.users.get(id(value), ())} & reach.objects.keys() - seen - own:
+            for user in reach.users.get(id(value), ()):
+                if user in seen or user in own or user not in reach.objects:
+                    continue
                 seen.add(user)
                 holder = reach.objects[user]
                 places = list(_places_in(holder, value))
@@ -95,7 +97,7 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
                     waiting.append(user)
                 elif not places:
                     raise ValueError(
-                        f"fz.functional: {reach.way(id(value))} holds param {name!r} in a {type(holder).__name__}, "
+                        f"fz.functional: {reach.way(user)} is a {type(holder).__name__} that holds param {name!r} "
                         "where apply cannot put another tensor. Hold it in a list or a dict's value, as an attribute, "
                         "or hold its name."
                     )
@@ -135,12 +137,13 @@ def _with(x: Any, now: Mapping[int, Any]) -> Any:
         return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
     if isinstance(x, functools.partial):
         return type(x)(inner(x.func), *map(inner, x.args), **{k: inner(v) for k, v in x.keywords.items()})
-    bound = isinstance(x, (types.MethodType, *BOUND))
-    leaf = now.get(id(x.__self__ if bound else x() if isinstance(x, weakref.ref) else x))
-    if leaf is None:
-        return x
-    if isinstance(x, types.MethodType):
-        return types.MethodType(x.__func__, leaf)
-    if isinstance(leaf, Handle):  # it refuses when it is used, not before
-        return (lambda *args, **kwargs: getattr(leaf, x.__name__)(*args, **kwargs)) if bound else lambda: leaf
-    return getattr(leaf, x.__name__) if bound else weakref.ref(leaf)
+    if isinstance(x, weakref.ref):
+        leaf = now.get(id(x()))
+        return x if leaf is None else (lambda: leaf) if isinstance(leaf, Handle) else weakref.ref(leaf)
+    if isinstance(x, (types.MethodType, *BOUND)) and id(x.__self__) in now:
+        leaf = now[id(x.__self__)]
+        if isinstance(x, types.MethodType):
+            return types.MethodType(x.__func__, leaf)
+        name = x.__name__  # a handle refuses when it is used, not before
+        return (lambda *a, **k: getattr(leaf, name)(*a, **k)) if isinstance(leaf, Handle) else getattr(leaf, name)
+    return x

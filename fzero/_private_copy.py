@@ -43,12 +43,11 @@ def private_copy(
     kept = set(shared) & {id(tensor) for tensor in shared.values()}
     for original in (*module.modules(), *module.parameters(), *module.buffers()):
         if id(original) in found.objects and id(original) not in kept:
-            path, what = _name_of(original, module)
             raise ValueError(
-                f"fz.functional: {found.way(id(original))} leads to {what} {path!r} of the module itself, and cannot "
-                "be made anew for the copy that apply works on, so its gradient would be lost. Use self, or the module "
-                "that a hook is given, in its place; or pass it through functools.partial, a default argument or a "
-                "closure of a function that is a hook or an attribute of the module."
+                f"fz.functional: {found.way(id(original))} leads to {_name_of(original, module)}, and cannot be made "
+                "anew for the copy that apply works on, so that its gradient would be lost. Use self, or the module "
+                "that a hook is given, in its place; or hold it in a closure, a default argument or a partial "
+                "of a function that is a hook or an attribute of the module."
             )
     tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
@@ -159,7 +158,7 @@ class _Copier:
 
     def _shell(self, x: Any) -> Any:
         if isinstance(x, nn.Module) and type(x) is x.__class__:
-            return type(x).__new__(type(x))
+            return object.__new__(type(x))  # a __new__ of its own may want arguments
         if isinstance(x, types.CellType):
             return types.CellType()
         if type(x) in (list, set, dict, collections.OrderedDict):
@@ -216,6 +215,8 @@ class _Copier:
         return x
 
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, Stale):
+            return x
         if _private.is_wrapped(x) or (x.grad_fn is not None and _leads_to(x.grad_fn, self.params)):
             stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
             stale.where = self.reach.way(id(x))
@@ -230,7 +231,7 @@ class _Copier:
         if build is None:
             return x
         make, arguments, state, items, pairs = build
-        if not (state or items or pairs or len(arguments) > 1):
+        if not (state or items or pairs) and all(map(is_atom, arguments)):
             return x  # it says nothing but that it is itself
         new = self.memo[id(x)] = make(*map(self, arguments))
         if hasattr(new, "__setstate__"):
@@ -274,10 +275,10 @@ def _leads_to(node: Any, params: set[int]) -> bool:
     return False
 
 
-def _name_of(original: Any, module: nn.Module) -> tuple[str, str]:
+def _name_of(original: Any, module: nn.Module) -> str:
     kinds = (("param", module.named_parameters()), ("buffer", module.named_buffers()))
     for what, named in (*kinds, ("submodule", module.named_modules())):
         for name, x in named:
             if x is original:
-                return name, what
+                return f"its {what} {name!r}" if name else "the module itself"
     raise AssertionError("not of the module")

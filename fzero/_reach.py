@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 Parts = Iterator[tuple[str, Any, bool]]
-HOOKS = frozenset(name for name in vars(nn.Module()) if name.endswith("hooks"))
+HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
 BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 CALLABLES = (types.FunctionType, types.MethodType, functools.partial, *BOUND)
 SEQUENCES = (list, tuple, set, frozenset, collections.deque)
@@ -169,8 +169,6 @@ class Reach:
         while mine or others:
             own = bool(mine)
             user, label, x = (mine or others).popleft()
-            if is_atom(x):
-                continue
             if own and is_callable(x):
                 others.append((user, label, x))
                 continue
@@ -182,7 +180,8 @@ class Reach:
             if own:
                 self.owned.add(id(x))
             for label, part, is_data in self._parts(x):
-                (mine if own and is_data else others).append((x, label, part))
+                if not is_atom(part):
+                    (mine if own and is_data else others).append((x, label, part))
 
     def reaching(self, targets: Iterable[int]) -> set[int]:
         """The ids of all objects that lead to one of these."""
@@ -205,7 +204,7 @@ class Reach:
                 path = self.paths[here]
                 labels.append(f"submodule {path!r}" if path else "the module")
                 break
-        return ", ".join(reversed(labels))
+        return ", ".join(label for label in reversed(labels) if label)
 
     def owner(self, target: int) -> str:
         """The path of the module that is nearest to an object, on the way on which it was found."""
@@ -256,8 +255,8 @@ class Reach:
 
     def _parts_of_module(self, module: nn.Module) -> Parts:
         for name, value in vars(module).items():
-            if name in HOOKS and isinstance(value, dict):
-                self._hooks[id(value)] = name.strip("_").removesuffix("s").replace("_", " ")
+            if name in HOOKS:
+                self._hooks[id(value)] = HOOKS[name]
             inner = name in ("_parameters", "_buffers", "_modules") or name in HOOKS
             yield "" if inner else f"attribute {name!r}", value, True
         cls = type(module)

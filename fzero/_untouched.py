@@ -7,7 +7,7 @@ import itertools
 import operator
 import types
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,12 +64,12 @@ class _Held:
 
 @dataclass(eq=False)
 class _Constant:
-    """A tensor of the copy that is no param: a buffer, or one in an attribute."""
+    """A tensor of the copy that is no param (a buffer, or one in an attribute), and the one that it was copied from."""
 
     path: str
     label: str
     tensor: torch.Tensor
-    source: torch.Tensor  # the same values, elsewhere
+    source: torch.Tensor
     version: int = field(init=False)
     address: int = field(init=False)
 
@@ -81,18 +81,14 @@ class _Constant:
             return True
         return thoroughly and not _same(self.tensor, self.source)
 
-    def restore(self) -> None:
-        with _private.no_levels(), torch.no_grad(), torch.inference_mode(False):
-            if self.tensor.shape != self.source.shape or _address(self.tensor) != self.address:
-                self.tensor.data = self.source.detach().clone()
-            else:
-                self.tensor.detach().copy_(self.source)
-        self.version, self.address = self.tensor._version, _address(self.tensor)
-
 
 def _address(tensor: torch.Tensor) -> int:
-    has_one = type(tensor) in (torch.Tensor, nn.Parameter, nn.Buffer) and tensor.layout == torch.strided
-    return tensor.data_ptr() if has_one and not _private.is_fake(tensor) else 0
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # its `.data` was set to what a functorch level computed
+        return -1
 
 
 def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
@@ -115,7 +111,8 @@ class Untouched:
     def __init__(self, module: nn.Module, reach: Reach, sources: Mapping[int, torch.Tensor]) -> None:
         self.depth = 0  # of calls that are running
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
-        self._thorough = True
+        self.broken = False  # whether a tensor was written to: the copy is then made anew
+        self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
         registries = {id(getattr(m, name)): name for m in module.modules() for name in REGISTRIES}
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         leading = reach.reaching(reach.owned)
@@ -136,24 +133,27 @@ class Untouched:
                 self._held.append(_Held(owner, x, registries.get(number, "")))
             if isinstance(getattr(x, "__dict__", None), dict):
                 self._held.append(_Held(owner, vars(x)))
-        self._index()
+        self._indexed = False
 
     def _index(self) -> None:
         """What is compared after every call, flat, as most copies are as they were."""
-        dicts = [held for held in self._held if isinstance(held.holder, dict)]
-        self._empty = [held.holder for held in dicts if not held.before]
-        full = [held for held in dicts if held.before]
-        self._dicts, self._sizes = [held.holder for held in full], [len(held.before) for held in full]
-        self._views = [held.holder.values() for held in full]
-        self._values = [value for held in full for value in held.before]
-        self._others = [held for held in self._held if not isinstance(held.holder, dict)]
+        full = [held for held in self._held if held.before]
+        self._empty = [held.holder for held in self._held if not held.before]
+        dicts = [held for held in full if isinstance(held.holder, dict)]
+        self._dicts, self._sizes = [held.holder for held in dicts], [len(held.before) for held in dicts]
+        self._views = [held.holder.values() for held in dicts]
+        self._values = [value for held in dicts for value in held.before]
+        self._others = [held for held in full if not isinstance(held.holder, dict)]
+        self._indexed = True
 
     def _is(self) -> bool:
+        if not self._indexed:
+            self._index()
         if any(self._empty) or list(map(len, self._dicts)) != self._sizes:
             return False
         if not all(map(operator.is_, itertools.chain.from_iterable(self._views), self._values)):
             return False
-        if any(constant.changed(self._thorough) for constant in self._constants):
+        if any(constant.changed(self.thorough) for constant in self._constants):
             return False
         return all(
             len(now := held.now()) == len(held.before) and all(map(operator.is_, now, held.before))
@@ -163,15 +163,30 @@ class Untouched:
     def part(self, path: str) -> Untouched:
         """The same for what belongs to a submodule."""
         out = object.__new__(Untouched)
-        out.depth, out.dirty, out._thorough = 0, False, False
+        out.depth, out.dirty, out.broken, out.thorough = 0, False, False, False
 
         def inside(owner: str) -> bool:
             return not path or owner == path or owner.startswith(path + ".")
 
         out._held = [held for held in self._held if inside(held.path)]
         out._constants = [constant for constant in self._constants if inside(constant.path)]
-        out._index()
+        out._indexed = False
         return out
+
+    def around(self, run: Callable[..., Any], part: Untouched) -> Callable[..., Any]:
+        """A function that leaves a part as it found it where no call is running: where a pullback recomputes a unit."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return run(*args, **kwargs)
+            self.dirty = True  # hooks may have written beyond the part
+            try:
+                return run(*args, **kwargs)
+            finally:
+                part.restore()
+                self.broken = self.broken or part.broken
+
+        return call
 
     def written(self, attributes: dict[str, Any], name: str) -> None:
         """Takes what was just written to the attributes of a module for how it was before."""
@@ -180,7 +195,7 @@ class Untouched:
                 old = dict(zip(held.keys, held.before, strict=True))
                 old[name] = attributes[name]
                 held.before, held.keys = tuple(old.values()), tuple(old)
-        self._index()
+                self._indexed = False
 
     def enter(self) -> None:
         if self.dirty and not self.depth:
@@ -195,12 +210,9 @@ class Untouched:
 
     def restore(self) -> list[str]:
         if self._is():
-            self._thorough = False  # what goes past the version counters does so in the first call
             return []
-        said = [constant.label for constant in self._constants if constant.changed(self._thorough)]
-        for constant in self._constants:
-            if constant.changed(self._thorough):
-                constant.restore()
+        said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
+        self.broken = self.broken or bool(said)
         for held in self._held:
             names = held.restore()
             if held.registry:
@@ -220,7 +232,7 @@ def refuse_changes(said: list[str]) -> None:
 
 
 def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
-    """Names the submodule where a functorch level refused that a buffer be written to."""
+    """Names the submodule that a functorch level did not let write to its buffer."""
     if "would mutate a captured Tensor" not in str(error):
         return
     paths = {id(child): path for path, child in module.named_modules()}
@@ -229,7 +241,10 @@ def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
         own = trace.tb_frame.f_locals.get("self")
         place = own if id(own) in paths else place
         trace = trace.tb_next
-    if place is not None and place._buffers:
-        path = paths[id(place)]
-        name = next((n for n in ("num_batches_tracked", *place._buffers) if place._buffers.get(n) is not None), "")
-        refuse_changes([f"its buffer {(path + '.' if path else '') + name!r}"])
+    if place is None:
+        return
+    dots = paths[id(place)] + "." if paths[id(place)] else ""
+    held = {**place._buffers, **{name: x for name, x in vars(place).items() if isinstance(x, torch.Tensor)}}
+    names = [repr(dots + name) for name, x in held.items() if x is not None]
+    if names:
+        refuse_changes([("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)])
