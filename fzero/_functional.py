@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import copy
 import functools
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
@@ -19,12 +18,17 @@ from fzero._handle import Handle
 from fzero._module_leaf import in_module
 from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
+from fzero._places import Places, places_of
+from fzero._private_copy import private_copy, refuse_kinds
 from fzero._traversal import origins_of, running
 from fzero._unit import call_unit, plain_call
+from fzero._untouched import Untouched, refuse_changes, refuse_in_place
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
+# name -> leaf of a unit, as the modules around that unit read it; for the apply that is running
+_outside: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("fzero_module_leaves", default={})
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
@@ -46,13 +50,14 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     """
     if not isinstance(module, nn.Module):
         raise wrong("functional", "module", module, "a torch.nn.Module")
+    refuse_kinds(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
     memo = {
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
         for param in module.parameters()
     }
-    pristine = copy.deepcopy(module, memo)
+    pristine, _, _ = private_copy(module, memo)
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -61,16 +66,15 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     threads = threading.local()  # swapping a module's params is not safe across threads
 
     def twin() -> nn.Module:
-        if not hasattr(threads, "twin"):
-            # the tensors themselves are shared: params are placeholders, buffers constants; and a copy made while
-            # torch.func differentiates would belong to its level
-            tensors = [*pristine.parameters(), *pristine.buffers()]
-            threads.twin = copy.deepcopy(pristine, {id(tensor): tensor for tensor in tensors})
+        if not hasattr(threads, "twin") or (threads.untouched.broken and not threads.untouched.depth):
+            module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
             threads.patched, threads.paths = set(), set()
-            module = threads.twin
-            threads.places = _Places(module, module)
-            threads.fast = _Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)))
-            threads.buffers = list(threads.twin.named_buffers())
+            threads.elsewhere = places_of(module, reach)
+            threads.places = Places(module, module, threads.elsewhere)
+            whole = threads.untouched = Untouched(module, reach, sources)
+            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)), threads.elsewhere)
+            threads.call, threads.fast = whole.around(threads.places.call), whole.around(fast.call)
+            threads.twin = module
         return threads.twin
 
     def patch(path: str) -> None:
@@ -79,8 +83,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         if id(own) in threads.patched:  # one module at two paths is one unit, called twice
             return
         threads.patched.add(id(own))
-        run_forward = own.forward
-        places, fast = _Places(own, run_forward), _Places(own, compiled(run_forward))
+        run_forward, whole, elsewhere, root = own.forward, threads.untouched, threads.elsewhere, threads.places
+        places = Places(own, run_forward, elsewhere)
+        call, fast = whole.around(places.call), whole.around(Places(own, compiled(run_forward), elsewhere).call)
+
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = _units.get().get(path)
@@ -88,13 +94,26 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                return call_unit(places.call, (leaves, args, kwargs), {}, seed, fast.call, own, places.installed)
+                outside = _outside.get()
+
+                @contextlib.contextmanager
+                def around(leaves: Mapping[str, Any]) -> Iterator[None]:
+                    with root.installed(outside), places.installed(leaves):
+                        yield
+
+                def run(call: Callable[..., Any], *given: Any) -> Any:
+                    with contextlib.nullcontext() if whole.depth else root.installed(outside):
+                        return call(*given)
+
+                own_call, own_fast = functools.partial(run, call), functools.partial(run, fast)
+                return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, own, around)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
             return plain_call(lambda: run_forward(*args, **kwargs), node)  # its params are in place already
 
         own.forward = forward
+        whole.written(vars(own), "forward")
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
         _check_names(params, known)
@@ -116,60 +135,30 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in structure.items()}
         token = _units.set({} if ROOT in units else units)
-        versions = [(name, buffer, buffer._version) for name, buffer in threads.buffers]
+        untouched = threads.untouched
+        untouched.enter()
         try:
             if ROOT in units:  # the whole module is one unit
-                own, fast = threads.places, threads.fast
                 whole = (units[ROOT], args, kwargs)
-                out = call_unit(own.call, whole, {}, None, fast.call, module, own.installed)
+                out = call_unit(threads.call, whole, {}, None, threads.fast, module, threads.places.installed)
             else:
-                out = threads.places.call(in_module({n: params[leaf] for n, leaf in aliases.items()}), args, kwargs)
+                outside = in_module({name: params[leaf] for name, leaf in aliases.items()})
+                own = _outside.set({name: leaf for name, leaf in outside.items() if isinstance(leaf, Handle)})
+                try:
+                    out = threads.places.call(outside, args, kwargs)
+                finally:
+                    _outside.reset(own)
+        except RuntimeError as error:
+            refuse_in_place(error, module)
+            raise
         finally:
             _units.reset(token)
-        for name, buffer, version in versions:
-            if buffer._version != version:
-                raise ValueError(
-                    f"The module changed its buffer {name!r} in its forward (batch norm in training mode does); "
-                    "buffers are constants of the function. Call module.eval() before fz.functional, or use a "
-                    "layer without running statistics (group norm, layer norm)."
-                )
+            changed = untouched.leave()
+        refuse_changes(changed)
+        untouched.thorough = False
         return out
 
     return apply, params
-
-
-class _Places:
-    """Where a module's params are, found once: torch's functional_call looks for them at every call.
-
-    Args:
-        run: what is called while other tensors stand in these places.
-    """
-
-    def __init__(self, module: nn.Module, run: Callable[..., Any]) -> None:
-        self.run = run
-        self.of = {
-            (f"{path}.{name}" if path else name): (owner._parameters, name)
-            for path, owner in module.named_modules(remove_duplicate=False)
-            for name in owner._parameters
-        }
-
-    def call(self, leaves: Mapping[str, torch.Tensor], args: Any, kwargs: Any) -> Any:
-        """Runs with these leaves for the module's params; every name of a tied one is among them."""
-        with self.installed(leaves):
-            return self.run(*args, **kwargs)
-
-    @contextlib.contextmanager
-    def installed(self, leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
-        """Inside, these leaves are the module's params."""
-        places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
-        old = [owner[name] for owner, name in places]
-        try:
-            for (owner, name), leaf in zip(places, leaves.values(), strict=True):
-                owner[name] = leaf
-            yield
-        finally:
-            for (owner, name), leaf in zip(reversed(places), reversed(old), strict=True):
-                owner[name] = leaf
 
 
 def _check_names(params: Params, names: Mapping[str, None]) -> None:
