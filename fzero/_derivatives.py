@@ -141,8 +141,10 @@ def per_example_grads(step: Step, state: TrainState, *inputs: Any, only: str | N
     rows = state.layout.rows
     chosen = [i for i, row in enumerate(rows) if not row.frozen and (only is None or matches(only, row.path))]
     if not chosen:
-        which = "every leaf is frozen" if only is None else f"only={only!r} matches no leaf that is trained"
-        raise ValueError(f"per_example_grads: {which}. Correct the pattern, or train some leaf.")
+        raise ValueError(
+            f"per_example_grads: got only={only!r}, expected a pattern that matches a trained leaf"
+            f"{'; every leaf is frozen' if all(row.frozen for row in rows) else ''}."
+        )
     seed = step._seed(state, 0, 0)
     traversal, primals, fixed = traversal_of(step, state, seed)
     leaves: list[Any] = [None] * len(rows)

@@ -42,6 +42,11 @@ class Handle(torch.Tensor):
     def unit(self) -> str:
         return self.traversal.layout.rows[self.index].unit
 
+    def __getattribute__(self, name: str) -> Any:
+        if name in _VALUES:  # asked for by hasattr: there are none
+            raise self._refuse(f"got .{name}")
+        return super().__getattribute__(name)
+
     def _refuse(self, what: str) -> HandleError:
         return HandleError(
             f"{what}: leaf {self.path!r} belongs to unit {self.unit!r} and is gathered only inside that unit's call. "
@@ -68,6 +73,23 @@ class Handle(torch.Tensor):
         raise _first_handle((args, kwargs))._refuse(f"got operator {func}")
 
 
+def _operator(name: str) -> Any:
+    """torch's own takes a TypeError for another type's affair, and says nothing of the leaf."""
+    function = getattr(torch.Tensor, name)
+
+    def method(self: Handle, *operands: Any) -> Any:
+        return type(self).__torch_function__(function, (type(self),), (self, *operands))
+
+    return method
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv mod rmod matmul rmatmul "
+    "pow rpow ipow eq ne lt le gt ge and or xor"
+).split():
+    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
+Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
+_VALUES = frozenset(("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"))
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 READABLE = {
     *(

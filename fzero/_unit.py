@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._arguments import need_function
+from fzero._arguments import need_function, wrong
 from fzero._call import Again, Call, inside
 from fzero._capture import refuse_captures
 from fzero._collectives import done
@@ -22,6 +22,7 @@ from fzero._compile import compiled, without_donation
 from fzero._handle import Handle
 from fzero._node import Op, Tensors, apply, gradients, refuse_foreign_leaves
 from fzero._random import seeded
+from fzero._sharded import is_sharded
 from fzero._traversal import Traversal, current
 from fzero._watch import elsewhere, is_strict, storage_of, watching
 
@@ -339,9 +340,10 @@ def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
     """
     from fzero import _tree
 
-    leaves = [leaf for leaf in _tree.leaves(params) if isinstance(leaf, torch.Tensor)]
-    if not leaves:
-        raise ValueError("sum_over: got a tree without tensors, expected the params of a step or a part of them.")
+    need_function(fn, "sum_over")
+    leaves = [leaf for leaf in _tree.flatten(params, is_leaf=is_sharded)[0] if leaf is not None]
+    if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
+        raise wrong("sum_over", "params", params, "a tree of tensors: the params of a step, or a part of them")
     groups: dict[Any, list[torch.Tensor]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.unit if isinstance(leaf, Handle) else None, []).append(leaf)
@@ -352,7 +354,7 @@ def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
             value = fn(leaf)
             if not isinstance(value, torch.Tensor) or value.ndim:
                 got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-                raise ValueError(f"sum_over: fn(leaf) returned {got}, expected a 0-d tensor. Reduce it, e.g. .sum().")
+                raise ValueError(f"sum_over: fn(leaf): got {got}, expected a 0-d tensor. Reduce it, e.g. .sum().")
             total = total + value
         return total
 

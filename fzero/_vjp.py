@@ -140,6 +140,8 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Te
 
 def _apart(value: Any, stored: Mapping[int, Any]) -> Any:
     """What is given out must not be a state's own memory: the caller may write to it."""
+    if isinstance(value, Handle):
+        raise value._refuse("returned from the function")
     return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value
 
 
@@ -207,8 +209,6 @@ class Run:
             leaves, kept.spec = _tree.flatten(out)
             aux_leaves, kept.aux_spec = _tree.flatten(aux)
             for leaf in (*leaves, *aux_leaves):
-                if isinstance(leaf, Handle):
-                    raise leaf._refuse("returned from the function")
                 refuse_hidden(leaf)
             kept.real = [i for i, o in enumerate(leaves) if is_differentiable(o)]
             if not kept.real:

@@ -98,6 +98,10 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "fn": (lambda v: fz.with_fn(STEP, v), {"a function", "a class"}),
         "has_aux": (lambda v: fz.with_fn(STEP, loss, v), {"a bool", "None"}),
     },
+    "sum_over": {
+        "params": (lambda v: fz.sum_over(v, torch.sum), TREE),
+        "fn": (lambda v: fz.sum_over(PARAMS, v), {"a function"}),
+    },
     "unit": {"fn": (fz.unit, {"a function", "a class"})},
     "adamw": {
         "lr": (lambda v: fz.adamw(v), {*NUMBER, "a function"}),

@@ -62,15 +62,39 @@ def test_a_handle_returned_from_the_function() -> None:
 
 
 def test_a_leaf_kept_beyond_its_unit() -> None:
-    kept = []
-    block = fz.unit(lambda p, x: kept.append(p["w"]) or x @ p["w"])
-    step = fz.shard_zero3(fz.train_step(lambda p, x: block(p["blocks"][0], x).mean(), fz.sgd(0.1)))
+    """Where the keeping can be seen, what is kept is a tensor like any other; elsewhere it is refused."""
 
     def rank_main(rank: int) -> None:
-        with pytest.raises(ValueError, match=r"Unit 'blocks\.0' kept leaf 'blocks\.0\.w' beyond its call"):
-            step(step.init({"blocks": [{"w": torch.ones(2, 2)}]}), torch.ones(1, 2))
+        kept = []
+        block = fz.unit(lambda p, x: kept.append(p["w"]) or x @ p["w"])
+
+        def seen(p: Any, x: torch.Tensor) -> torch.Tensor:
+            return block(p["blocks"][0], x).mean() + kept.pop().square().sum()
+
+        step = fz.shard_zero3(fz.train_step(seen, fz.sgd(0.1)))
+        state = step.init({"blocks": [{"w": torch.ones(2, 2)}]})
+        _, metrics = step(state, torch.ones(1, 2))
+        assert metrics["loss"] == 2 + 4
+        assert metrics["grad_norm"].item() == pytest.approx(5.0)
+
+        unseen = fz.unit(lambda p, x: HIDDEN.put(p["w"].t()) or x @ p["w"])
+        step = fz.with_fn(step, lambda p, x: unseen(p["blocks"][0], x).mean() + HIDDEN.value.square().sum())
+        with pytest.raises(ValueError, match=r"that unit 'blocks\.0' computed is used outside of it"):
+            step(state, torch.ones(1, 2))
 
     run_ranks(rank_main, 1)
+
+
+class Hidden:
+    """Where no look at arguments, closures and objects comes."""
+
+    value: Any = None
+
+    def put(self, value: Any) -> None:
+        type(self).value = value
+
+
+HIDDEN = Hidden()
 
 
 def test_a_unit_that_the_module_does_not_know() -> None:
@@ -122,14 +146,9 @@ def test_a_unit_that_closes_over_a_traced_tensor(how: str) -> None:
 
 
 def test_strict_capture_finds_what_is_hidden_in_an_object() -> None:
-    class Box:
-        value: Any = None
-
-    box = Box()
-
     def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
-        box.value = p["root"] * 2
-        return fz.unit(lambda q, x: x @ q["w"] * box.value)(p["blocks"][0], x).mean()
+        HIDDEN.put(p["root"] * 2)
+        return fz.unit(lambda q, x: x @ q["w"] * Hidden.value)(p["blocks"][0], x).mean()
 
     params = {"root": torch.ones(()), "blocks": [{"w": torch.ones(2, 2)}]}
     step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
