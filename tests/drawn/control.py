@@ -86,7 +86,7 @@ def custom(c: Writer) -> None:
         )
 
 
-@feature("a no_grad block")
+@feature("a no_grad block", nests=False)
 def no_grad(c: Writer) -> None:
     m, block = c.name("m"), c.plain()
     w, b, _ = c.own()

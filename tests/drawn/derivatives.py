@@ -84,7 +84,7 @@ def forces(c: Writer) -> None:
     )
 
 
-@feature("autograd.grad without create_graph")
+@feature("autograd.grad without create_graph", nests=False)
 def langevin(c: Writer) -> None:
     """A pullback in the middle of a forward: a score, a step of Langevin dynamics."""
     i, block, form = c._index, c.plain(), c.number(3)

@@ -109,6 +109,8 @@ def _transforms(source: Source, program: Program) -> tuple[str, ...]:
 
 def _actions(source: Source, program: Program) -> tuple[Action, ...]:
     verbs = [*(SCALAR_VERBS if program.form == "scalar" else VERBS)]
+    if not program.nests and "hvp" in verbs:
+        verbs.remove("hvp")
     if program.rows and program.form == "scalar":
         verbs += ["examples"]
     out: list[Action] = []

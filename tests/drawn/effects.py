@@ -176,12 +176,23 @@ def counter(c: Writer) -> None:
         c.do(f"h = {c.call(block, 'h')}")
 
 
-@feature("a buffer that is assigned", kinds="module", rows=False, weight=1.6)
+@feature("a buffer that is assigned", kinds="module", rows=False, weight=1.9, remedy=True)
 def buffer(c: Writer) -> None:
     w, b, _ = c.own()
-    body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * self.ema"
     change = c.pick(
-        ["self.ema = 0.5 * self.ema + 0.5 * h.detach().mean(0)", "self.ema = self.ema + 0.1", "self.ema.mul_(0.9)"]
+        [
+            "{ema} = 0.5 * {ema} + 0.5 * h.detach().mean(0)",
+            "{ema} = {ema} + 0.1",
+            "{ema}.mul_(0.9)",
+        ]
     )
-    block = c.unit("h", change, body, init=[f'self.register_buffer("ema", torch.ones({4}, dtype=F64))'])
+    body = f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * "
+    if c.remedied:  # a state of the function, handed to the unit
+        ema = c.name("ema")
+        c.top.append(f"{ema} = Config(torch.ones(4, dtype=F64))")
+        block = c.unit("h, ema", body + "ema")
+        c.do(change.format(ema=f"{ema}.scale"), f"h = {c.call(block, f'h, {ema}.scale')}")
+        return
+    init = ['self.register_buffer("ema", torch.ones(4, dtype=F64))']
+    block = c.unit("h", change.format(ema="self.ema"), body + "self.ema", init=init)
     c.do(f"h = {c.call(block, 'h')}")

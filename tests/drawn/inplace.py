@@ -8,16 +8,17 @@ from drawn.write import Writer
 
 @feature("in-place on a unit's input, inside it", remedy=True)
 def on_input(c: Writer) -> None:
-    a, form = c.name("a"), c.number(4)
+    a, form, later = c.name("a"), c.number(4), c.number(2)
     w, b, _ = c.own()
     change = ["h.mul_(1.5)", "h += 0.3", "h[:, 1:] = h[:, 1:] * 0.5", "h.clamp_(-1.0, 1.0)"][form]
     then = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
     if c.remedied:
         block = c.unit("h", "h = h.clone()", change, f"return {then}, h")
-        c.do(f"{a} = h * 1.1", f"h, {a} = {c.call(block, a)}", f"h = h + 0.1 * {a}")
-        return
-    block = c.unit("h", change, f"return {then}")
-    c.do(f"{a} = h * 1.1", f"h = {c.call(block, a)}", c.pick([f"h = h + 0.1 * {a}", f"del {a}"]))
+        c.do(f"{a} = h * 1.1", f"h, {a} = {c.call(block, a)}")
+    else:
+        block = c.unit("h", change, f"return {then}")
+        c.do(f"{a} = h * 1.1", f"h = {c.call(block, a)}")
+    c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 
 
 @feature("in-place on a unit's output, outside it", remedy=True)
@@ -67,17 +68,17 @@ def activation_outside(c: Writer) -> None:
 
 @feature("nn.ReLU(inplace=True) at the beginning of a unit", remedy=True)
 def relu(c: Writer) -> None:
-    a = c.name("a")
+    a, later = c.name("a"), c.number(2)
     w, b, _ = c.own()
-    act = "relu = nn.ReLU(inplace=True)" if c.pure else "self.relu = nn.ReLU(inplace=True)"
-    init = [] if c.pure else [act]
-    relu = "nn.ReLU(inplace=True)" if c.pure else "self.relu"
+    then = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
     if c.remedied:
-        block = c.unit("h", "h = F.relu(h)", f"return h + 0.3 * torch.tanh(h @ {w} + {b}), h")
-        c.do(f"{a} = h + 0.3", f"h, {a} = {c.call(block, a)}", f"h = h + 0.1 * {a}")
-        return
-    block = c.unit("h", f"h = {relu}(h)", f"return h + 0.3 * torch.tanh(h @ {w} + {b})", init=init)
-    c.do(f"{a} = h + 0.3", f"h = {c.call(block, a)}", c.pick([f"h = h + 0.1 * {a}", f"del {a}"]))
+        block = c.unit("h", "h = F.relu(h)", f"return {then}, h")
+        c.do(f"{a} = h + 0.3", f"h, {a} = {c.call(block, a)}")
+    else:
+        init = [] if c.pure else ["self.relu = nn.ReLU(inplace=True)"]
+        block = c.unit("h", f"h = {'nn.ReLU(inplace=True)' if c.pure else 'self.relu'}(h)", f"return {then}", init=init)
+        c.do(f"{a} = h + 0.3", f"h = {c.call(block, a)}")
+    c.do(f"del {a}" if later else f"h = h + 0.1 * {a}")
 
 
 @feature("x[i] = ...", rows=False)
@@ -134,7 +135,7 @@ def viewed(c: Writer) -> None:
     c.do(f"h = 0.5 * h + 0.5 * {a}" + (f" + 0.1 * {r}.mean()" if form == 1 else ""))
 
 
-@feature("in-place on a leaf", rows=False, remedy=True)
+@feature("in-place on a leaf", rows=False, nests=False, remedy=True)
 def on_leaf(c: Writer) -> None:
     """On a copy of it, or on itself without gradient: its value is another one from then on, its gradient stays."""
     w, b, _ = c.own()

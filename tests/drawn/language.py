@@ -85,6 +85,10 @@ class Program:
         return self.replace(world=1) if any(feature.forward_mode for feature in self.features) else self
 
     @property
+    def nests(self) -> bool:
+        return all(feature.nests for feature in self.features)
+
+    @property
     def rows(self) -> bool:
         """Whether every row of the batch is treated by itself: then microbatches and single examples mean something."""
         return all(feature.rows for feature in self.features)
@@ -102,6 +106,8 @@ class Feature:
         rows: whether it treats every row of the batch by itself.
         autograd: whether only plain autograd accepts it, and torch.func not (inside a unit that is no hindrance).
         forward_mode: whether it differentiates forward, whose levels in torch are those of a process, not of a thread.
+        nests: whether a derivative of a derivative has one answer: what is done under no_grad counts as constant for
+            autograd's double backward, and for torch.func only at the innermost level.
         weight: how often it is drawn, relative to others.
         remedy: whether it can be written in another way, which a refusal would tell.
     """
@@ -113,6 +119,7 @@ class Feature:
     rows: bool = True
     autograd: bool = False
     forward_mode: bool = False
+    nests: bool = True
     weight: float = 1.0
     remedy: bool = False
 
@@ -128,6 +135,7 @@ def feature(
     rows: bool = True,
     autograd: bool = False,
     forward_mode: bool = False,
+    nests: bool = True,
     weight: float = 1.0,
     remedy: bool = False,
 ) -> Callable[[Callable[[Writer], None]], Callable[[Writer], None]]:
@@ -136,7 +144,7 @@ def feature(
     def enter(write: Callable[[Writer], None]) -> Callable[[Writer], None]:
         assert name not in FEATURES
         FEATURES[name] = Feature(
-            name, write, tuple(kinds.split()), tuple(forms.split()), rows, autograd, forward_mode, weight, remedy
+            name, write, tuple(kinds.split()), tuple(forms.split()), rows, autograd, forward_mode, nests, weight, remedy
         )
         return write
 

@@ -37,7 +37,8 @@ def outside(c: Writer) -> None:
     block, text = c.plain(), c.pick(OUTSIDE)
     if c.remedied and c.pure:
         target, expression = text.format(w='q["w"]', b='q["b"]').split(" = ")
-        c.do(f"{target} = " + f'unit(lambda q, {target}, h: {expression})(p["blocks"][{block}], {target}, h)')
+        args = "h" if target == "h" else "total, h"
+        c.do(f'{target} = unit(lambda q, {args}: {expression})(p["blocks"][{block}], {args})')
         return
     c.do(text.format(w=c.leaf(block, "w"), b=c.leaf(block, "b")))
 

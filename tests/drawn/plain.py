@@ -52,6 +52,8 @@ class Plain:
 
             def functional(module: nn.Module, modules: list[nn.Module] = modules) -> Callable[..., Any]:
                 modules.append(module)
+                if self.autograd:
+                    return lambda p, *inputs: _placed(module, p)(*inputs)
                 return lambda p, *inputs: torch.func.functional_call(module, p, inputs)
 
             names = namespace(program.seed, lambda fn: fn, functional, _sum_over)
@@ -278,6 +280,16 @@ def _by_autograd(function: Callable[..., Any], leaves: Flat, given: Flat) -> Any
         return list(found[: len(leaves)]), list(found[len(leaves) :])
 
     return real, pull, rest
+
+
+def _placed(module: nn.Module, params: dict[str, torch.Tensor]) -> nn.Module:
+    """The module with these params in place for good: a checkpoint reads them again in the backward pass."""
+    names = {id(p): name for name, p in module.named_parameters()}
+    for owner in module.modules():
+        for name, p in owner._parameters.items():
+            if p is not None:
+                owner._parameters[name] = params[names[id(p)]]  # type: ignore[assignment]
+    return module
 
 
 def _detached(leaf: Any) -> Any:

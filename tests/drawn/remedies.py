@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from drawn.drawing import UNITS
 from drawn.language import FEATURES, Program
 from drawn.verdicts import Verdict
 
@@ -55,8 +54,12 @@ def remedy(program: Program, verdict: Verdict, run: Callable[[Program], Verdict]
         most: changes in a row.
     """
     changes: tuple[str, ...] = ()
+    seen = {program}
     while verdict.kind == "refused" and len(changes) < most:
         for what, changed in candidates(program, verdict.detail):
+            if changed in seen:
+                continue
+            seen.add(changed)
             found = run(changed)
             if found.kind == "equal" or (found.kind == "refused" and found.detail != verdict.detail):
                 changes, program, verdict = (*changes, what), changed, found
@@ -64,6 +67,3 @@ def remedy(program: Program, verdict: Verdict, run: Callable[[Program], Verdict]
         else:
             break
     return Remedy(changes, verdict, program)
-
-
-_ = UNITS

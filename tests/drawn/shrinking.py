@@ -79,4 +79,4 @@ def _fits(program: Program) -> bool:
     """Whether it could have been drawn."""
     forms = all(program.form in feature.forms for feature in program.features)
     verbs = program.form == "scalar" or all(a.verb not in ("hvp", "examples") for a in program.actions)
-    return forms and verbs
+    return forms and verbs and (program.nests or all(a.verb != "hvp" for a in program.actions))

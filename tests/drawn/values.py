@@ -65,17 +65,12 @@ def opaque_in(c: Writer) -> None:
 @feature("a torch.Generator as an argument", rows=False, remedy=True)
 def generator(c: Writer) -> None:
     w, b, _ = c.own()
-    gen = c.name("gen")
-    noise = "0.1 * torch.randn(h.shape, generator=gen, dtype=F64)"
+    gen, noise = c.name("gen"), "0.1 * torch.randn(h.shape, generator={}, dtype=F64)"
     c.do(f"{gen} = torch.Generator().manual_seed(3)")
-    if c.remedied:
-        block = c.unit("h, noise", f"return h + 0.3 * torch.tanh((h + noise) @ {w} + {b})")
-        c.do(f"h = {c.call(block, 'h, ' + noise.replace('gen,', gen + ',').replace('=gen', '=' + gen))}")
-        return
-    block = c.unit("h, gen", f"return h + 0.3 * torch.tanh((h + {noise}) @ {w} + {b})")
-    c.do(f"h = {c.call(block, f'h, {gen}')}")
-    if c.number(2):
-        c.do(f"h = {c.call(block, f'h, {gen}')}")
+    args, line, passed = ("h, noise", "", noise.format(gen)) if c.remedied else ("h, gen", noise.format("gen"), gen)
+    block = c.unit(args, f"return h + 0.3 * torch.tanh((h + {line or 'noise'}) @ {w} + {b})")
+    for _ in range(1 + c.number(2)):
+        c.do(f"h = {c.call(block, f'h, {passed}')}")
 
 
 @feature("opaque outputs of a unit")

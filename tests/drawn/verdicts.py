@@ -52,7 +52,7 @@ class Failure:
 
 # what the words of a raw error look like, wherever they were raised
 RAW = re.compile(
-    r"have diverged|NoneType|object has no attribute|Expected all tensors|meta tensor|[Tt]rying to backward through|"
+    r"have diverged|'NoneType' object|object has no attribute|Expected all tensors|meta tensor|[Tt]rying to backward through|"
     r"element 0 of tensors|modified by an inplace|unsupported operand|Cannot access data pointer|INTERNAL ASSERT|"
     r"\bmeta\b|positional argument|unhashable|not subscriptable|KeyError|IndexError|out of bounds|vmap: |leaf Variable"
 )
@@ -61,7 +61,7 @@ NAMES = re.compile(
 )
 SAYS = re.compile(
     r"\b(Pass|Return|Use|Call|Write|Say|Give|Make|Keep|Move|Leave|Clone|Take|Put|Set|Drop|Reduce|Convert|Change|Correct|"
-    r"Wrap|Compute|Add|Let|Read|Run|Assign|Replace|Choose|Build|Create|Copy|Detach|instead)\b",
+    r"Wrap|Compute|Add|Let|Read|Run|Assign|Replace|Choose|Build|Create|Copy|Detach|Expected|instead)\b",
     re.I,
 )
 PACKAGE = str(Path(fzero.__file__).parent)
