@@ -28,42 +28,42 @@ class Remedy:
         return self.verdict.kind == "equal"
 
 
-def candidates(program: Program, message: str) -> Iterator[tuple[str, Program]]:
-    """Programs with one thing written as the message tells, the most likely first."""
-    for i, statement in enumerate(program.statements):
-        if FEATURES[statement.feature].remedy and not statement.remedied:
-            changed = statement._replace(remedied=True)
-            statements = (*program.statements[:i], changed, *program.statements[i + 1 :])
-            yield statement.feature, program.replace(statements=statements)
-    if "units" in message:
-        for units in OTHER_UNITS:
-            if units != program.units:
-                yield f"units={units}", program.replace(units=units)
-    for name in program.transforms:
-        if name in message:
-            yield f"without {name}", program.replace(transforms=tuple(t for t in program.transforms if t != name))
-
-
-def remedy(program: Program, verdict: Verdict, run: Callable[[Program], Verdict], most: int = 6) -> Remedy:
-    """Follows refusals until the program is equal, or no change makes a difference.
+def remedy(program: Program, verdict: Verdict, run: Callable[[Program], Verdict]) -> Remedy:
+    """Writes everything as refusals tell, until the program is equal; then as much as possible as it was.
 
     Args:
         program: one that was refused.
         verdict: of it.
         run: gives the verdict of a program.
-        most: changes in a row.
     """
-    changes: tuple[str, ...] = ()
-    seen = {program}
-    while verdict.kind == "refused" and len(changes) < most:
-        for what, changed in candidates(program, verdict.detail):
-            if changed in seen:
-                continue
-            seen.add(changed)
-            found = run(changed)
-            if found.kind == "equal" or (found.kind == "refused" and found.detail != verdict.detail):
-                changes, program, verdict = (*changes, what), changed, found
-                break
-        else:
+    before, message = program, verdict.detail
+    for program in _remedied(before, message):
+        verdict = run(program)
+        if verdict.kind == "equal":
             break
-    return Remedy(changes, verdict, program)
+    else:
+        return Remedy((), verdict, program)
+    for i, statement in enumerate(before.statements):
+        if program.statements[i].remedied and not statement.remedied:
+            back = program.replace(statements=(*program.statements[:i], statement, *program.statements[i + 1 :]))
+            if run(back).kind == "equal":
+                program = back
+    changes = [s.feature for s, old in zip(program.statements, before.statements, strict=True) if s != old]
+    changes += [f"units={program.units}"] if program.units != before.units else []
+    changes += [f"without {name}" for name in before.transforms if name not in program.transforms]
+    return Remedy(tuple(changes), verdict, program)
+
+
+def _remedied(program: Program, message: str) -> Iterator[Program]:
+    """The program with all its statements as they are told to be; then also with other units, or a transform less."""
+    statements = tuple(s._replace(remedied=FEATURES[s.feature].remedy) for s in program.statements)
+    told = program.replace(statements=statements)
+    if told != program:
+        yield told
+    if "units" in message:
+        for units in OTHER_UNITS:
+            if units != program.units:
+                yield told.replace(units=units)
+    for name in program.transforms:
+        if name in message:
+            yield told.replace(transforms=tuple(t for t in program.transforms if t != name))

@@ -52,7 +52,7 @@ class Failure:
 
 # what the words of a raw error look like, wherever they were raised
 RAW = re.compile(
-    r"have diverged|'NoneType' object|object has no attribute|Expected all tensors|meta tensor|[Tt]rying to backward through|"
+    r"have diverged|'NoneType' object|object has no attribute|Expected all tensors|[Tt]rying to backward through|"
     r"element 0 of tensors|modified by an inplace|unsupported operand|Cannot access data pointer|INTERNAL ASSERT|"
     r"\bmeta\b|positional argument|unhashable|not subscriptable|KeyError|IndexError|out of bounds|vmap: |leaf Variable"
 )
