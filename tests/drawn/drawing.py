@@ -17,7 +17,7 @@ UNITS: list[tuple[str, ...] | None] = [
 ]
 OPTIMIZERS = ("sgd", "clipped", "adamw")
 FORM_DRAWS = (*["scalar"] * 4, *["aux"] * 3, *["outputs"] * 3)
-SCALAR_VERBS = ("step", "vjp", "twice", "interleaved", "forward", "tape", "add", "hvp")
+SCALAR_VERBS = ("step", "vjp", "twice", "interleaved", "forward", "tape", "add", "hvp", "hvp")
 VERBS = ("vjp", "step", "twice", "interleaved", "forward", "tape", "add")
 
 
@@ -91,6 +91,8 @@ def draw(source: Source, seed: int) -> Program:
         world=pick(source, (1, 1, 2, 2, 2, 2, 3, 4)),
         optimizer=pick(source, OPTIMIZERS),
     )
+    if "an embedding tied to a head" in {s.feature for s in statements} and program.units and "head" in program.units:
+        program = program.replace(units=("emb", "blocks.*"))  # its weight has one name, the embedding's
     stages = (3, 3, 1, 2) if program.world > 1 else (3, 3, 1, 2, 0)
     program = program.replace(stage=pick(source, stages), transforms=_transforms(source, program))
     return program.replace(actions=_actions(source, program))
@@ -110,9 +112,9 @@ def _transforms(source: Source, program: Program) -> tuple[str, ...]:
 def _actions(source: Source, program: Program) -> tuple[Action, ...]:
     verbs = [*(SCALAR_VERBS if program.form == "scalar" else VERBS)]
     if not program.nests and "hvp" in verbs:
-        verbs.remove("hvp")
+        verbs = [verb for verb in verbs if verb != "hvp"]
     if program.rows and program.form == "scalar":
-        verbs += ["examples"]
+        verbs += ["examples"] * 3
     out: list[Action] = []
     while not out or (len(out) < 3 and chance(source, 55)):
         out.append(Action(pick(source, verbs), numbers(source)))

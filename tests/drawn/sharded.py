@@ -159,4 +159,7 @@ class Sharded:
 
 
 def _copied(leaf: Any) -> Any:
-    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+    """Something that can be compared later and sent to another process; a handle, say, as text."""
+    if isinstance(leaf, torch.Tensor):
+        return leaf.detach().clone()
+    return leaf if leaf is None or isinstance(leaf, (str, int, float, complex)) else repr(leaf)
