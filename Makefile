@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint bench bench-gpu clean
+.PHONY: demo test lint soak bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it and keeps what was trained)"
@@ -18,6 +18,12 @@ lint: .venv/.installed
 	@echo "== ruff and pyright"
 	@$(BIN)/ruff check .
 	@$(BIN)/pyright
+
+# programs drawn inside fn and around it, against plain torch: make soak MINUTES=30 SEED=20000
+MINUTES ?= 10
+SEED ?= 0
+soak: .venv/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 
 # benchmarks want an otherwise idle machine
 bench: .venv/.installed

@@ -1,0 +1,137 @@
+"""How a program is drawn: from a seed, or by Hypothesis, which then can make it smaller."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from drawn.language import FEATURES, KINDS, NUMBERS, Action, Feature, Program, Statement
+
+UNITS: list[tuple[str, ...] | None] = [
+    None,
+    ("blocks.*",),
+    ("blocks",),
+    ("emb", "blocks.*", "head"),
+    ("blocks.0", "emb"),
+]
+OPTIMIZERS = ("sgd", "clipped", "adamw")
+FORM_DRAWS = (*["scalar"] * 4, *["aux"] * 3, *["outputs"] * 3)
+SCALAR_VERBS = ("step", "vjp", "twice", "interleaved", "forward", "tape", "add", "hvp", "hvp")
+VERBS = ("vjp", "step", "twice", "interleaved", "forward", "tape", "add")
+
+
+class Source(Protocol):
+    """Where numbers come from; small ones are simple ones."""
+
+    def number(self, count: int) -> int:
+        """One of 0, ..., count - 1."""
+        ...
+
+
+class FromSeed:
+    """Numbers from a seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def number(self, count: int) -> int:
+        return self._random.randrange(count)
+
+
+class FromHypothesis:
+    """Numbers from Hypothesis, which makes them smaller."""
+
+    def __init__(self, draw: Any) -> None:
+        from hypothesis import strategies as st
+
+        self._draw, self._integers = draw, st.integers
+
+    def number(self, count: int) -> int:
+        return self._draw(self._integers(0, count - 1))
+
+
+def chance(source: Source, percent: int) -> bool:
+    return source.number(100) >= 100 - percent
+
+
+def pick(source: Source, options: Sequence[Any]) -> Any:
+    return options[source.number(len(options))]
+
+
+def numbers(source: Source) -> tuple[int, ...]:
+    return tuple(source.number(12) for _ in range(NUMBERS))
+
+
+def weighted(source: Source, features: Sequence[Feature]) -> Feature:
+    place = source.number(int(sum(f.weight * 10 for f in features)))
+    for one in features:
+        place -= int(one.weight * 10)
+        if place < 0:
+            return one
+    return features[-1]
+
+
+def draw(source: Source, seed: int) -> Program:
+    """A program; `seed` is that of its values."""
+    kind, form = pick(source, KINDS), pick(source, FORM_DRAWS)
+    allowed = [f for f in FEATURES.values() if kind in f.kinds and form in f.forms]
+    statements: list[Statement] = []
+    while len(statements) < 2 or (len(statements) < 11 and chance(source, 82)):
+        chosen = weighted(source, allowed)
+        allowed = [f for f in allowed if f is not chosen]
+        statements.append(Statement(chosen.name, numbers(source)))
+    program = Program(
+        seed=seed,
+        kind=kind,
+        plain=1 + source.number(3),
+        statements=tuple(statements),
+        form=form,
+        units=pick(source, UNITS) if chance(source, 40) else None,
+        world=pick(source, (1, 1, 2, 2, 2, 2, 3, 4)),
+        optimizer=pick(source, OPTIMIZERS),
+    )
+    if "an embedding tied to a head" in {s.feature for s in statements} and program.units and "head" in program.units:
+        program = program.replace(units=("emb", "blocks.*"))  # its weight has one name, the embedding's
+    stages = (3, 3, 1, 2) if program.world > 1 else (3, 3, 1, 2, 0)
+    program = program.replace(stage=pick(source, stages), transforms=_transforms(source, program))
+    return program.replace(actions=_actions(source, program))
+
+
+def _transforms(source: Source, program: Program) -> tuple[str, ...]:
+    allowed = [("remat", 35), ("donate", 20), ("fuse_update", 20), ("loss_scale", 15), ("freeze", 15)]
+    if program.rows:
+        allowed.append(("accumulate", 60))
+    chosen = [name for name, percent in allowed if chance(source, percent)]
+    out: list[str] = []
+    while chosen:  # in any order
+        out.append(chosen.pop(source.number(len(chosen))))
+    return tuple(out)
+
+
+def _actions(source: Source, program: Program) -> tuple[Action, ...]:
+    verbs = [*(SCALAR_VERBS if program.form == "scalar" else VERBS)]
+    if not program.nests and "hvp" in verbs:
+        verbs = [verb for verb in verbs if verb != "hvp"]
+    if program.rows and program.form == "scalar":
+        verbs += ["examples"] * 3
+    out: list[Action] = []
+    while not out or (len(out) < 3 and chance(source, 55)):
+        out.append(Action(pick(source, verbs), numbers(source)))
+    return tuple(out)
+
+
+def from_seed(seed: int) -> Program:
+    return draw(FromSeed(seed), seed)
+
+
+def programs() -> Any:
+    """A Hypothesis strategy."""
+    from hypothesis import strategies as st
+
+    @st.composite
+    def drawn(draw_: Any) -> Program:
+        source = FromHypothesis(draw_)
+        return draw(source, source.number(1000))
+
+    return drawn()

@@ -1,0 +1,102 @@
+"""Functions as people write them: programs drawn inside `fn` and around it are equal to plain torch, or refused.
+
+`python -m drawn --seed N` (in tests/) shows and runs one program of those that are drawn from seeds; `make soak` runs
+many.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+
+import drawn
+import pytest
+from drawn.counting import Report, Tally
+from drawn.language import FEATURES, Action, Program, Statement
+from drawn.remedies import remedy
+from drawn.running import run, run_on_processes, run_plain
+from drawn.verdicts import Verdict, difference
+from drawn.write import written
+from hypothesis import given, settings
+
+SHARE = 5.0  # percent of the programs that have a feature, at least
+
+
+def check(program: Program, verdict: Verdict) -> None:
+    assert not verdict.bad, f"{verdict.kind}: {verdict.detail}\n{drawn.listing(program)}\n{program!r}"
+
+
+@settings(max_examples=max(150, settings().max_examples))
+@given(program=drawn.programs())
+def test_drawn_programs_are_equal_to_plain_torch_or_refused(program: Program) -> None:
+    check(program, run(program))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_drawn_programs_on_processes(world: int) -> None:
+    """One job with many programs, as starting costs seconds."""
+    programs = [drawn.from_seed(seed).replace(world=world) for seed in range(1000, 1030)]
+    programs = [program if program.stage else program.replace(stage=3) for program in programs]
+    for program, verdict in zip(programs, run_on_processes(programs, world), strict=True):
+        check(program, verdict)
+
+
+def test_every_feature_is_in_many_programs() -> None:
+    """Of those that plain torch accepts, too: `make soak` counts them."""
+    tally = Tally()
+    for seed in range(1500):
+        program = drawn.from_seed(seed)
+        assert pickle.loads(pickle.dumps(program)) == program
+        compile(written(program)[0], f"program {seed}", "exec")
+        tally.add(Report(program, Verdict("equal")))
+    assert not tally.rare(SHARE)
+    assert set(tally.features) == set(FEATURES)
+
+
+# ---- one feature at a time
+
+
+def variants(name: str) -> Iterator[Program]:
+    """Programs that consist of one feature: both kinds of models, every second one rematerialised."""
+    feature = FEATURES[name]
+    verbs = {"scalar": ("step", "forward"), "aux": ("step", "forward"), "outputs": ("vjp", "forward")}
+    for number in range(6):
+        for kind in feature.kinds:
+            form = feature.forms[number % len(feature.forms)]
+            yield Program(
+                seed=number,
+                kind=kind,
+                statements=(Statement(name, (number, number // 2, number // 3, 0)),),
+                form=form,
+                world=1 + number % 2,
+                transforms=("remat",) if (number // 2 + len(kind)) % 2 else (),
+                actions=tuple(Action(verb) for verb in (*verbs[form], *verbs[form][:1])),
+            )
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_a_feature_is_equal_or_what_its_refusal_tells_works(name: str) -> None:
+    counted = 0
+    for program in variants(name):
+        program = program.on_threads
+        verdict = run(program)
+        check(program, verdict)
+        counted += verdict.kind != "uncounted"
+        if verdict.kind == "refused":
+            found = remedy(program, verdict, run)
+            assert found.works, f"{verdict.detail}\n{found.changes}: {found.verdict}\n{drawn.listing(program)}"
+    assert counted
+
+
+@pytest.mark.parametrize("name", [name for name, feature in FEATURES.items() if feature.remedy])
+def test_what_a_refusal_tells_computes_the_same(name: str) -> None:
+    """In plain torch: the program as it was drawn, and as it is written instead."""
+    compared = 0
+    for program in variants(name):
+        statement = program.statements[0]._replace(remedied=True)
+        one, other = run_plain(program), run_plain(program.replace(statements=(statement,)))
+        assert not other.refused
+        if not one.refused:
+            assert difference(other.of_rank(0), one.of_rank(0)) is None, drawn.listing(program)
+            compared += 1
+    assert compared

@@ -1,0 +1,118 @@
+"""What the verdicts over drawn programs rest on: that other numbers, raw errors, hangs and crashes are seen as such."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import drawn
+import pytest
+import torch
+from drawn.language import Action, Program, Statement
+from drawn.pool import Job, Lost, run_jobs
+from drawn.running import run, run_on_processes
+from drawn.sharded import TRANSFORMS, Sharded
+from drawn.shrinking import shrunk
+from drawn.verdicts import difference
+
+PROGRAM = Program(
+    seed=3,
+    statements=(Statement("a root leaf in the middle"), Statement("a leaf in two calls")),
+    world=2,
+    actions=(Action("step", (1, 0, 0, 0)), Action("twice"), Action("forward")),
+)
+
+
+def patched(monkeypatch: pytest.MonkeyPatch, change: Callable[[Sharded, Any], Any]) -> None:
+    """What every rank's forward passes through."""
+    forward = Sharded.forward
+
+    def other(self: Sharded, state: Any, call: int) -> None:
+        forward(self, state, call)
+        change(self, state)
+
+    monkeypatch.setattr(Sharded, "forward", other)
+
+
+def test_equal() -> None:
+    assert run(PROGRAM).kind == "equal"
+
+
+def test_another_number_on_one_rank_is_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(self: Sharded, state: Any) -> None:
+        if self.rank == 1:
+            label, value = self.seen[-2]
+            self.seen[-2] = (label, value + 1e-8)
+
+    patched(monkeypatch, change)
+    verdict = run(PROGRAM)
+    assert (verdict.kind, verdict.reason) == ("silent", "outputs of forward")
+    assert verdict.detail.startswith("rank 1: outputs of forward: observation")
+
+
+def test_a_raw_error_is_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched(monkeypatch, lambda self, state: torch.ones(2) @ torch.ones(3))
+    assert run(PROGRAM).kind == "raw"
+
+
+def test_an_error_on_one_rank_is_raw(monkeypatch: pytest.MonkeyPatch) -> None:
+    def change(self: Sharded, state: Any) -> None:
+        if self.rank == 0:
+            self._step.update(state, None)  # type: ignore[arg-type]
+
+    patched(monkeypatch, change)
+    verdict = run(PROGRAM)
+    assert verdict.kind == "raw" and verdict.reason.startswith("on some ranks only")
+
+
+def test_an_error_that_says_what_to_do_on_every_rank_is_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched(monkeypatch, lambda self, state: self._step.update(state, None))  # type: ignore[arg-type]
+    assert run(PROGRAM).kind == "refused"
+
+
+def test_a_rank_that_waits_is_a_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    patched(monkeypatch, lambda self, state: time.sleep(3))
+    assert run(PROGRAM, timeout=1.0).kind == "hang"
+
+
+def test_what_plain_torch_refuses_is_not_counted() -> None:
+    program = PROGRAM.replace(statements=(Statement("in-place on a leaf", (3, 0, 0, 0)),) * 1)
+    sin = Statement("a root leaf in the middle", (0, 0, 0, 0))  # keeps the leaf for its derivative
+    assert run(program.replace(statements=(sin, *program.statements), actions=(Action("vjp"),))).kind == "uncounted"
+
+
+def test_processes_see_the_same() -> None:
+    programs = [drawn.from_seed(seed).replace(world=2, stage=3) for seed in range(6)]
+    programs = [program.on_threads.replace(world=2) for program in programs if program.on_threads.world == 2]
+    on_processes = run_on_processes([PROGRAM, *programs], 2)
+    assert [verdict.kind for verdict in on_processes] == [run(program).kind for program in (PROGRAM, *programs)]
+
+
+def test_the_smallest_program_that_shows_it() -> None:
+    program = drawn.from_seed(5)
+    name = program.statements[-1].feature
+    small = shrunk(program, lambda candidate: any(s.feature == name for s in candidate.statements))
+    assert [s.feature for s in small.statements] == [name]
+    assert (small.world, small.transforms, len(small.actions), small.units) == (1, (), 1, None)
+
+
+def test_differences_name_their_place() -> None:
+    one, other = {"a": torch.ones(2), "b": [3]}, {"a": torch.ones(2), "b": [4]}
+    assert difference([("outputs", one)], [("outputs", one)]) is None
+    assert difference([("outputs", one)], [("outputs", other)]) == "outputs: observation 0, leaf 1: 3, expected 4"
+    assert "saw 0 things, expected 1" in str(difference([], [("outputs", one)]))
+    assert "shape" in str(difference([("grads", torch.ones(2))], [("grads", torch.ones(3))]))
+
+
+def test_workers_that_crash_or_hang_are_known() -> None:
+    jobs = [Job(os._exit, (1,), 60.0), Job(time.sleep, (60,), 1.0), Job(abs, (-3,), 60.0), Job(int, ("x",), 60.0)]
+    found = dict(run_jobs(iter(jobs), 2))
+    assert found[jobs[0]] == Lost("crash") and found[jobs[1]] == Lost("hang") and found[jobs[2]] == 3
+    assert found[jobs[3]].why.startswith("error")
+
+
+def test_transforms_can_all_be_drawn() -> None:
+    drawn_ones = {name for seed in range(400) for name in drawn.from_seed(seed).transforms}
+    assert drawn_ones == {*TRANSFORMS, "freeze"}
