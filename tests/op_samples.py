@@ -102,10 +102,10 @@ def _restored(leaf: Any, like: torch.Tensor) -> Any:
 
 
 def _spread(items: Sequence[Any], count: int) -> list[tuple[int, Any]]:
-    """At most so many of them, evenly from the first to the last, with their numbers."""
+    """At most so many of them, with their numbers: evenly from the first to the last, or the one in the middle."""
     last = len(items) - 1
-    chosen = range(len(items)) if count > last else [round(i * last / max(count - 1, 1)) for i in range(count)]
-    return [(i, items[i]) for i in dict.fromkeys(chosen)]
+    chosen = [last // 2] if count == 1 else [round(i * last / (count - 1)) for i in range(count)]
+    return [(i, items[i]) for i in dict.fromkeys(chosen)] if items else []
 
 
 def weigh(tree: Any) -> Any:
@@ -218,7 +218,8 @@ def operator_cases(kind: str, op: Any, samples: int) -> Iterator[Case]:
     if (kind == "inplace" and op.inplace_variant is None) or (kind == "hvp" and not op.supports_gradgrad):
         return
     with _table(op.full_name):
-        drawn = itertools.islice(op.sample_inputs("cpu", _dtype(op), requires_grad=True), WIDE)
+        # not op.sample_inputs, which looks through the stack at every sample for the test that asks
+        drawn = itertools.islice(op.sample_inputs_func(op, torch.device("cpu"), _dtype(op), True), WIDE)
         calls = [call for call in (Call(op, sample) for sample in drawn) if call.places]
         calls = [call for call in calls if all(leaf.numel() for leaf in call.leaves)]  # a leaf has elements
     if kind == "inplace":
