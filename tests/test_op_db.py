@@ -24,7 +24,7 @@ SPREAD = {
 }
 
 
-@pytest.mark.timeout(7200 if ALL else 300)
+@pytest.mark.timeout(7200 if ALL else 600)
 @pytest.mark.parametrize("kind", SPREAD)
 def test_op_db(kind: str) -> None:
     stride, first, fewest, share = SPREAD[kind]
