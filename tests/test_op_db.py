@@ -1,0 +1,44 @@
+"""torch's own tables of operators and modules on two gloo ranks: equal to plain torch, or refused by name.
+
+A spread of them here, and all with `OP_DB=all`, or by `python tests/op_cases.py --all`, which prints the table.
+"""
+
+from __future__ import annotations
+
+import collections
+import os
+
+import op_cases
+import pytest
+
+ALL = os.environ.get("OP_DB") == "all"
+# kind: every how many operators or modules, from which on; how many cases that gives at least; what part must be equal
+SPREAD = {
+    "inside": (8, 0, 120, 0.99),
+    "output": (8, 2, 120, 0.99),
+    "inplace": (3, 0, 80, 0.99),
+    "hvp": (10, 4, 90, 0.99),
+    "outside": (12, 6, 120, 0.0),
+    "train": (4, 0, 45, 0.9),
+    "eval": (4, 2, 45, 0.9),
+}
+
+
+@pytest.mark.timeout(7200 if ALL else 600)
+@pytest.mark.parametrize("kind", SPREAD)
+def test_op_db(kind: str) -> None:
+    stride, first, fewest, share = SPREAD[kind]
+    names = op_cases.everything(kind)
+    found = op_cases.check(kind, names, 3) if ALL else op_cases.check(kind, names[first::stride], 1)
+    counts = collections.Counter(f.verdict for f in found)
+    cases = len(found) - counts["no case"]
+    assert not any(counts[word] for word in op_cases.BAD), "\n" + op_cases.table(found)
+    assert cases >= fewest, f"only {cases} cases:\n" + op_cases.table(found, ["no case"])
+    assert counts["equal"] >= share * cases, "\n" + op_cases.table(found)
+
+
+@pytest.mark.parametrize("operator", ["mm", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv1d", "cdist"])
+def test_an_operator_on_another_modules_weight(operator: str) -> None:
+    """Those that return uninitialised memory where one argument is on the meta device and another on the CPU."""
+    found = op_cases.check("outside", [operator], 2)
+    assert {f.verdict for f in found} <= {"equal", "refused"}, "\n" + op_cases.table(found)
