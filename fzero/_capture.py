@@ -52,7 +52,7 @@ def refuse_captures(fn: Callable[..., Any], depth: int = 3) -> None:
     """A unit runs below every functorch level, where a captured traced tensor would silently lose its gradient."""
     if _private.level() == 0:
         return  # plain autograd: the walk over the unit's own graph finds it
-    for value in _captured(fn):
+    for value in captured(fn):
         if isinstance(value, torch.Tensor):
             if _private.is_wrapped(value) and _private.is_differentiated(value):
                 raise ValueError(closed_over(value))
@@ -91,7 +91,8 @@ def containers(tree: Any) -> set[int]:
     return {id(tree)}.union(*map(containers, inner))
 
 
-def _captured(fn: Any) -> Iterator[Any]:
+def captured(fn: Any) -> Iterator[Any]:
+    """What a function holds on to: in its closure, its defaults, or bound by functools.partial."""
     fn = getattr(fn, "__func__", fn)
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell
