@@ -17,7 +17,7 @@ def refuse_captures(fn: Callable[..., Any], depth: int = 3) -> None:
     """A unit runs below every functorch level, where a captured traced tensor would silently lose its gradient."""
     if _private.level() == 0:
         return  # plain autograd: the walk over the unit's own graph finds it
-    for value in _captured(fn):
+    for value in captured(fn):
         if isinstance(value, torch.Tensor):
             if _private.is_wrapped(value) and _private.is_differentiated(value):
                 raise ValueError(closed_over(value))
@@ -25,7 +25,8 @@ def refuse_captures(fn: Callable[..., Any], depth: int = 3) -> None:
             refuse_captures(value, depth - 1)
 
 
-def _captured(fn: Any) -> Iterator[Any]:
+def captured(fn: Any) -> Iterator[Any]:
+    """What a function holds on to: in its closure, its defaults, or bound by functools.partial."""
     fn = getattr(fn, "__func__", fn)
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell

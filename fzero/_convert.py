@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 
-from fzero import _formats, _tree
+from fzero import _formats, _private, _tree
 from fzero._arguments import need_bool, need_step, wrong
+from fzero._constants import constants
 from fzero._formats import Corrected, Exact, Format, Plain
 from fzero._init import as_held, checksum, init_moments
 from fzero._layout import ALIGN, Layout
@@ -44,8 +45,14 @@ def convert(state: TrainState, step: Step, lossy: bool = False) -> TrainState:
     need_bool(lossy, "convert", "lossy")
     if not isinstance(state, TrainState):
         raise wrong("convert", "state", state, "what step.init returned")
+    state = constants("fz.convert", "state", state)
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
+    with _private.below_transforms():
+        return _converted(state, step, lossy)
+
+
+def _converted(state: TrainState, step: Step, lossy: bool) -> TrainState:
     old = state.params
     rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows], frozen_leaves(old.structure))
     axis = step.axis()

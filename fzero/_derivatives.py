@@ -11,6 +11,7 @@ import torch
 from fzero import _tree
 from fzero._arguments import named, need_step, need_str
 from fzero._checks import check_grads, check_state, scalar_loss, split_result
+from fzero._constants import constants
 from fzero._policy import matches
 from fzero._random import seeded
 from fzero._sharded import Sharded
@@ -88,6 +89,8 @@ def hvp(step: Step, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
     need_step(step, "hvp")
     check_state(step, state)
     check_grads(step, state, v, "v")
+    state, v = constants("fz.hvp", "state", state), constants("fz.hvp", "v", v)
+    inputs = constants("fz.hvp", "inputs", inputs)
     seed = step._seed(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
 
@@ -136,6 +139,8 @@ def per_example_grads(step: Step, state: TrainState, *inputs: Any, only: str | N
     need_step(step, "per_example_grads")
     check_state(step, state)
     need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
+    state = constants("fz.per_example_grads", "state", state)
+    inputs = constants("fz.per_example_grads", "inputs", inputs)
     flat, spec = _tree.flatten(tuple(inputs))
     dims = _example_dims(inputs)
     rows = state.layout.rows

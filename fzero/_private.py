@@ -126,6 +126,56 @@ def will_run(node: Any) -> bool:
     return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
 
 
+def transforms() -> bool:
+    """Whether any transform is active here: a functorch level, or forward-mode AD."""
+    return level() > 0 or torch.autograd.forward_ad._current_level >= 0
+
+
+def transform_of(tensor: torch.Tensor) -> str | None:
+    """The active transform that this tensor takes part in, by its name; None for one that is a constant to all.
+
+    A tensor that is wrapped but not differentiated, such as `x.detach()` inside torch.func.grad or all of them inside
+    torch.no_grad() there, is a constant. Plain autograd, which wraps nothing, is no transform.
+    """
+    keys, records, mode = {}, {}, torch.is_grad_enabled()
+    for each in reversed(_functorch.get_interpreter_stack() or ()):  # from the innermost
+        keys[each.level()], records[each.level()] = each.key(), mode
+        if each.key() == _functorch.TransformType.Grad:  # a level begins with grad mode on, and notes what was before
+            mode = mode and _functorch.CGradInterpreterPtr(each).prevGradMode()
+    while is_wrapped(tensor):
+        own = int(_functorch.maybe_get_level(tensor))
+        if _functorch.is_batchedtensor(tensor):
+            return "torch.func.vmap"
+        key = keys.get(own)
+        if key == _functorch.TransformType.Grad and tensor.requires_grad and records[own]:
+            return "torch.func.grad"
+        if key == _functorch.TransformType.Jvp and _is_dual(tensor, own):
+            return "torch.func.jvp"
+        tensor = _functorch.get_unwrapped(tensor)
+    return "torch.autograd.forward_ad" if _is_dual(tensor, 0) else None
+
+
+def _is_dual(tensor: torch.Tensor, at: int) -> bool:
+    """Whether a tensor of a level has a tangent; only the innermost level is asked, so those inside are set aside."""
+    if torch.autograd.forward_ad._current_level < 0:
+        return False
+    with below_transforms(at):
+        return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
+
+
+@contextlib.contextmanager
+def below_transforms(at: int = 0) -> Iterator[None]:
+    """Inside, no functorch level above this one is active: what is made there is a plain tensor, with memory."""
+    saved = []
+    while level() > at:
+        saved.append(_functorch.pop_dynamic_layer_stack())
+    try:
+        yield
+    finally:
+        while saved:
+            _functorch.push_dynamic_layer_stack(saved.pop())
+
+
 def keeps_graph() -> bool:
     """Inside a backward: whether the running pass was asked to retain its graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]

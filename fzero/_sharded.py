@@ -10,6 +10,7 @@ import torch
 from fzero import _private, _tree
 from fzero._arguments import named
 from fzero._collectives import Axis
+from fzero._constants import constants
 from fzero._formats import Format, Plain, Stored, is_plain
 from fzero._layout import Layout, Slot
 from fzero._rounding import Draw
@@ -265,7 +266,9 @@ def gather(tree: Any) -> Any:
         tensor([1., 1., 1.])
     """
     _need_trees(tree)
-    return _tree.map(lambda node: _gather_one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+    tree = constants("fz.gather", "tree", tree)
+    with _private.below_transforms():
+        return _tree.map(lambda node: _gather_one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
 
 
 def _is_state(node: Any) -> bool:
@@ -317,7 +320,10 @@ def global_norm(*trees: Any) -> torch.Tensor:
                     "tensors."
                 )
             if isinstance(node, Sharded):
-                total = total + _squares(node).sum()
+                node = constants("fz.global_norm", f"trees[{place}]", node)
+                with _private.below_transforms():
+                    squares = _squares(node).sum()
+                total = total + squares
             elif isinstance(node, torch.Tensor):
                 total = total + _square([node]).sum()
     return torch.as_tensor(total, dtype=torch.float64).sqrt()
@@ -325,6 +331,8 @@ def global_norm(*trees: Any) -> torch.Tensor:
 
 def _square(pieces: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each, in float64: [pieces]."""
+    if any(piece.requires_grad or _private.is_wrapped(piece) for piece in pieces) or _private.transforms():
+        return torch.stack([piece.to(torch.float64).square().sum() for piece in pieces])
     by_rows = {i: _norm_by_rows(piece) for i, piece in enumerate(pieces) if _has_many_rows(piece)}
     others = [piece for i, piece in enumerate(pieces) if i not in by_rows]
     norms = iter(torch._foreach_norm(others, 2, dtype=torch.float64) if others else ())
@@ -332,8 +340,7 @@ def _square(pieces: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _has_many_rows(piece: torch.Tensor) -> bool:
-    plain = piece.is_contiguous() and not piece.requires_grad and not _private.is_wrapped(piece)
-    plain = plain and not _private.is_fake(piece) and piece.device.type == "cpu"
+    plain = piece.is_contiguous() and not _private.is_fake(piece) and piece.device.type == "cpu"
     return plain and piece.numel() >= 64 * ROW and piece.dtype in (torch.float32, torch.bfloat16)
 
 

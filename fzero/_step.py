@@ -22,6 +22,7 @@ from fzero._arguments import (
 )
 from fzero._checks import check_grads, check_optimizer, check_state, scalar_loss, split_result
 from fzero._collectives import Axis
+from fzero._constants import constants, refuse_captured
 from fzero._fusion import Fusion, fused_call
 from fzero._init import init_state
 from fzero._microbatch import Microbatches, mean_of, parts_of
@@ -131,7 +132,9 @@ class Step:
         """
         need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
-        return init_state(self, params, seed, sync)
+        params = constants("step.init", "params", params)
+        with _private.below_transforms():
+            return init_state(self, params, seed, sync)
 
     def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
         """Outputs and their pullback, `torch.func.vjp` through the sharded params.
@@ -188,9 +191,17 @@ class Step:
         return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
 
     def forward(self, state: TrainState, *inputs: Any, rng: int = 0) -> Any:
-        """The outputs without gradients; `(outputs, aux)` where the step has aux."""
+        """The outputs without gradients; `(outputs, aux)` where the step has aux.
+
+        None flows into the inputs either: what plain autograd differentiates counts as a constant.
+
+        Raises:
+            TypeError: torch.func differentiates or maps what it is given: use `vjp`, or pass `x.detach()`.
+        """
         check_state(self, state)
         need_int(rng, "step.forward", "rng")
+        state, inputs = _constant("step.forward", state=state, inputs=inputs)
+        refuse_captured("step.forward", self.fn)
         micro = self.microbatches or Microbatches()
         outputs = []
         with torch.inference_mode(False), torch.no_grad():
@@ -216,6 +227,8 @@ class Step:
         check_state(self, state)
         check_optimizer(self, state)
         need_int(rng, "step", "rng")
+        state, inputs, cotangent = _constant("step", state=state, inputs=inputs, cotangent=cotangent)
+        refuse_captured("step", self.fn)
         if self.fusion is not None and _private.level() == 0:
             return fused_call(self, state, inputs, cotangent, rng)
         micro = self.microbatches or Microbatches()
@@ -295,18 +308,23 @@ class Step:
         check_grads(self, state, grads)
         check_optimizer(self, state)
         need_norm(grad_norm, "step.update")
-        return apply_update(self, state, grads, grad_norm)
+        state, grads, grad_norm = _constant("step.update", state=state, grads=grads, grad_norm=grad_norm)
+        with _private.below_transforms():
+            return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
         check_state(self, state)
         check_grads(self, state, grads)
+        state, grads = _constant("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
-        own = {key: grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True) for key in grads.keys}
-        if kept is None:
-            return state.replace(grads=grads.with_buffers(own))
-        ratio = kept.scale / grads.scale
-        return state.replace(grads=kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads.over(own)))
+        with _private.below_transforms():
+            own = {key: grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True) for key in grads.keys}
+            if kept is None:
+                return state.replace(grads=grads.with_buffers(own))
+            ratio = kept.scale / grads.scale
+            added = kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads.over(own))
+            return state.replace(grads=added)
 
     # ---- checks
 
@@ -316,6 +334,11 @@ class Step:
     def _grads(self, state: TrainState, buffers: dict[str, torch.Tensor], times: float = 1.0) -> Sharded:
         params = state.params
         return Sharded(params.layout, params.axis, params.structure, buffers, None, state.loss_scale.scale * times)
+
+
+def _constant(who: str, **arguments: Any) -> list[Any]:
+    """The arguments, none of which a transform around this call may differentiate or map."""
+    return [constants(who, argument, value) for argument, value in arguments.items()]
 
 
 def train_step(

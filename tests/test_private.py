@@ -163,3 +163,70 @@ def test_holders() -> None:
     other = mapping["x"]
     assert _private.entry_holders(mapping, "x") == 1
     del other
+
+
+def test_the_transform_that_a_tensor_takes_part_in() -> None:
+    """Of whatever level it is, also where others are active inside; a detached one is a constant."""
+    one = torch.ones(2)
+    said: dict[str, list[str | None]] = {}
+
+    def see(name: str, x: torch.Tensor) -> torch.Tensor:
+        def inner(y: torch.Tensor) -> torch.Tensor:
+            said[name] = [_private.transform_of(t) for t in (x, x * 2, x * y.detach(), x.detach(), one, torch.ones(1))]
+            return (x * y).sum()
+
+        said[f"{name}, alone"] = [_private.transform_of(t) for t in (x, x * 2, x + one, x.detach(), one, torch.ones(1))]
+        return torch.func.grad(inner)(torch.ones(2)).sum()
+
+    torch.func.grad(lambda x: see("torch.func.grad", x))(one)
+    torch.func.jvp(lambda x: see("torch.func.jvp", x), (one,), (one,))
+    with forward_ad.dual_level():
+        see("torch.autograd.forward_ad", forward_ad.make_dual(one, one))
+    for name, transforms in said.items():
+        name = name.removesuffix(", alone")
+        assert transforms == [name, name, name, None, None, None], name
+    said.clear()
+    torch.func.vmap(lambda x: see("torch.func.vmap", x))(torch.ones(2, 2))
+    for name, transforms in said.items():
+        name = name.removesuffix(", alone")
+        assert transforms == [name, name, name, name, None, None], name
+    assert _private.transform_of(torch.ones(2, requires_grad=True)) is None  # plain autograd is no transform
+    assert not _private.transforms()
+    assert seen(lambda x: _private.transforms())[0]
+
+
+def test_below_all_transforms_tensors_are_plain() -> None:
+    def made(x: torch.Tensor) -> torch.Tensor:
+        assert _private.is_wrapped(torch.ones(1) + 1)
+        with _private.below_transforms():
+            assert _private.level() == 0 and not _private.is_wrapped(torch.ones(1) + 1)
+        assert _private.level() == 1 and _private.is_wrapped(x.detach())
+        assert not _private.is_wrapped(_private.unwrapped(x.detach()))
+        return (x * x).sum()
+
+    assert torch.func.grad(made)(torch.ones(2)).tolist() == [2, 2]
+
+
+def test_no_grad_makes_constants_for_the_levels_around_it() -> None:
+    """As torch has it; a level that begins inside is not concerned."""
+    said: list[str | None] = []
+
+    def outer(x: torch.Tensor, inside: bool, around: bool) -> torch.Tensor:
+        def inner(y: torch.Tensor) -> torch.Tensor:
+            with torch.set_grad_enabled(not inside):
+                said.extend([_private.transform_of(x), _private.transform_of(y)])
+                part = x * y
+            return (part * y).sum()
+
+        with torch.set_grad_enabled(not around):
+            out = torch.func.grad(inner)(torch.ones(2))
+        return out.sum()
+
+    def found(inside: bool, around: bool) -> tuple[list[float], list[str | None]]:
+        said.clear()
+        return torch.func.grad(outer)(torch.full((2,), 3.0), inside, around).tolist(), list(said)
+
+    grad = "torch.func.grad"
+    assert found(inside=False, around=False) == ([2, 2], [grad, grad])
+    assert found(inside=True, around=False) == ([0, 0], [None, None])
+    assert found(inside=False, around=True) == ([0, 0], [None, grad])

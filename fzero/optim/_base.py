@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero import _formats, _tree
+from fzero._arguments import need_rate
 from fzero._formats import Plain, Stored
 from fzero._onepass import CHUNK, ON_CUDA, Formula, by_formula, run, write
 from fzero._ops import TorchOps
@@ -54,7 +55,10 @@ class GradientTransformation(NamedTuple):
 
 def rate(lr: float | Schedule, count: int) -> float:
     """The learning rate of the update after `count` applied ones."""
-    return float(lr(count)) if callable(lr) else lr
+    now = lr(count) if callable(lr) else lr
+    if isinstance(now, torch.Tensor):
+        need_rate(now, "the optimizer")  # a schedule may make one too
+    return float(now)
 
 
 def zeros_like(params: Any, nonnegative: bool = False) -> Any:
