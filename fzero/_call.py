@@ -17,6 +17,7 @@ import torch
 from fzero import _private, _tree
 from fzero._handle import Handle
 from fzero._surroundings import Reach, containers_of, replaced
+from fzero._random import Replayed
 from fzero._schedule import Facts
 from fzero._traversal import Traversal, current
 
@@ -146,6 +147,7 @@ class Call:
         self.reach.surroundings(fn if module is None else module)
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
+        self._replayed = Replayed(self.reach.generators)
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._forget()
@@ -171,6 +173,7 @@ class Call:
             assert not again.mutated <= self.facts.mutated
         self.facts = self.facts._replace(mutated=self.facts.mutated | again.mutated, more=more)
         self.reach.restore()
+        self._replayed.rewind()
         self._forget()
 
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
@@ -255,7 +258,7 @@ class Call:
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         try:
             args, kwargs = self._fill(mapping)
-            with inside(self._here(leaves)), watch:
+            with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
                 result = self.fn(*args, **kwargs)
             exports = _Exports(self, origins)
             template = exports.of(result)

@@ -113,7 +113,6 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             return plain_call(lambda: run_forward(*args, **kwargs), node)  # its params are in place already
 
         own.forward = forward
-        whole.written(vars(own), "forward")
 
     def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
         _check_names(params, known)

@@ -158,6 +158,11 @@ class Replayed:
         self.states = [(g, g.get_state()) for g in {id(g): g for g in generators}.values()]
         self.found: list[list[torch.Tensor]] = []
 
+    def rewind(self) -> None:
+        """Sets the generators to where they were at first: the first run is begun anew."""
+        for generator, state in self.states:
+            generator.set_state(state)
+
     def __enter__(self) -> None:
         self.found.append([generator.get_state() for generator, _ in self.states])
         for generator, state in self.states:

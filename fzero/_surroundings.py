@@ -30,6 +30,7 @@ _ATOMS = frozenset(
 # a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
 _Content = dict[Any, Any]
+MANY = 4096  # entries: a longer list or dict holds data, and is not looked through in every call
 
 
 class Container:
@@ -198,6 +199,8 @@ class Reach:
             self._function(value, False)
             return
         how = _container_of(value)
+        if isinstance(value, (dict, list, collections.deque)) and len(value) > MANY:
+            return
         if how is not None and (isinstance(value, (dict, list)) or not _is_registered(kind)):
             self._ids.add(id(value))
             container = how(value)
@@ -269,7 +272,7 @@ class Reach:
             self._scan_attributes(fn)
         for name in fn.__code__.co_names:
             value = fn.__globals__.get(name)
-            if isinstance(value, (dict, list, types.SimpleNamespace)) and type(value) not in _ATOMS:
+            if type(value) not in _ATOMS and not isinstance(value, torch.Tensor) and not callable(value):
                 self._scan(value, False)
 
     # ---- filling, and seeing what changed

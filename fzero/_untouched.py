@@ -1,12 +1,11 @@
-"""A call leaves the private copy of a module as it found it: what was written to it is undone, buffers are refused."""
+"""What a call must not write to the private copy of a module: buffers, and the tensors and modules that it consists of.
+
+Its other attributes are its own affair, as they are a module's: a counter counts from call to call.
+"""
 
 from __future__ import annotations
 
-import collections
-import itertools
 import operator
-import types
-import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,45 +20,21 @@ from fzero._reach import Reach
 REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
 
 
-@dataclass(eq=False)
-class _Held:
-    """A holder of values (attributes, a container, a closure's cell), and what it held before."""
+class _Registry:
+    """The buffers, params or submodules of one module, and what they were before."""
 
-    path: str
-    holder: Any
-    registry: str = ""
-    before: tuple[Any, ...] = ()
-    keys: tuple[Any, ...] = ()
-
-    def __post_init__(self) -> None:
-        self.before, self.keys = self.now(), tuple(self.holder) if isinstance(self.holder, dict) else ()
-
-    def now(self) -> tuple[Any, ...]:
-        if isinstance(self.holder, dict):
-            return tuple(self.holder.values())
-        return (self.holder.cell_contents,) if isinstance(self.holder, types.CellType) else tuple(self.holder)
+    def __init__(self, path: str, what: str, of: dict[str, Any]) -> None:
+        self.path, self.what, self.of, self.before = path, what, of, dict(of)
 
     def restore(self) -> list[str]:
         """Puts back what was there; the names of what was written."""
-        now, before = self.now(), self.before
-        if isinstance(self.holder, dict):
-            keys = tuple(self.holder)
-            if keys == self.keys and len(now) == len(before) and all(map(operator.is_, now, before)):
-                return []
-            old, new = dict(zip(self.keys, before, strict=True)), dict(self.holder)
-            self.holder.clear()
-            self.holder.update(old)
-            return [name for name in {**old, **new} if old.get(name, self) is not new.get(name, self)]
-        if len(now) != len(before) or not all(map(operator.is_, now, before)):
-            if isinstance(self.holder, types.CellType):
-                self.holder.cell_contents = before[0]
-            elif isinstance(self.holder, set):
-                self.holder.clear()
-                self.holder.update(before)
-            else:
-                self.holder.clear()
-                self.holder.extend(before)
-        return []
+        now, before = self.of, self.before
+        if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())) and [*now] == [*before]:
+            return []
+        names = [name for name in {**before, **now} if before.get(name, self) is not now.get(name, self)]
+        now.clear()
+        now.update(before)
+        return [f"its {self.what} {self.path + name!r}" for name in names]
 
 
 @dataclass(eq=False)
@@ -113,52 +88,17 @@ class Untouched:
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
         self.broken = False  # whether a tensor was written to: the copy is then made anew
         self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
-        registries = {id(getattr(m, name)): name for m in module.modules() for name in REGISTRIES}
         names = {id(buffer): name for name, buffer in module.named_buffers()}
-        leading = reach.reaching(reach.owned)
-        self._held: list[_Held] = []
+        self._registries = [
+            _Registry(f"{path}." if path else "", REGISTRIES[name], getattr(own, name))
+            for path, own in module.named_modules()
+            for name in REGISTRIES
+        ]
         self._constants: list[_Constant] = []
         for number, x in reach.objects.items():
-            owner = reach.owner(number)
-            if isinstance(x, types.CellType) and number in leading:
-                self._held.append(_Held(owner, x))
-            if number not in reach.owned or isinstance(x, weakref.ProxyTypes):
-                continue
-            if isinstance(x, torch.Tensor):
-                if number in sources and not isinstance(x, Stale):
-                    label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
-                    self._constants.append(_Constant(owner, label, x, sources[number]))
-                continue
-            if isinstance(x, (list, set, dict, collections.deque)):
-                self._held.append(_Held(owner, x, registries.get(number, "")))
-            if isinstance(getattr(x, "__dict__", None), dict):
-                self._held.append(_Held(owner, vars(x)))
-        self._indexed = False
-
-    def _index(self) -> None:
-        """What is compared after every call, flat, as most copies are as they were."""
-        full = [held for held in self._held if held.before]
-        self._empty = [held.holder for held in self._held if not held.before]
-        dicts = [held for held in full if isinstance(held.holder, dict)]
-        self._dicts, self._sizes = [held.holder for held in dicts], [len(held.before) for held in dicts]
-        self._views = [held.holder.values() for held in dicts]
-        self._values = [value for held in dicts for value in held.before]
-        self._others = [held for held in full if not isinstance(held.holder, dict)]
-        self._indexed = True
-
-    def _is(self) -> bool:
-        if not self._indexed:
-            self._index()
-        if any(self._empty) or list(map(len, self._dicts)) != self._sizes:
-            return False
-        if not all(map(operator.is_, itertools.chain.from_iterable(self._views), self._values)):
-            return False
-        if any(constant.changed(self.thorough) for constant in self._constants):
-            return False
-        return all(
-            len(now := held.now()) == len(held.before) and all(map(operator.is_, now, held.before))
-            for held in self._others
-        )
+            if number in reach.owned and isinstance(x, torch.Tensor) and number in sources and not isinstance(x, Stale):
+                label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
+                self._constants.append(_Constant(reach.owner(number), label, x, sources[number]))
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
         """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
@@ -168,15 +108,6 @@ class Untouched:
             return run(*args, **kwargs)
 
         return call
-
-    def written(self, attributes: dict[str, Any], name: str) -> None:
-        """Takes what was just written to the attributes of a module for how it was before."""
-        for held in self._held:
-            if held.holder is attributes:
-                old = dict(zip(held.keys, held.before, strict=True))
-                old[name] = attributes[name]
-                held.before, held.keys = tuple(old.values()), tuple(old)
-                self._indexed = False
 
     def enter(self) -> None:
         if self.dirty and not self.depth:
@@ -190,15 +121,10 @@ class Untouched:
         return [] if self.depth else self.restore()
 
     def restore(self) -> list[str]:
-        if self._is():
-            return []
         said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
         self.broken = self.broken or bool(said)
-        for held in self._held:
-            names = held.restore()
-            if held.registry:
-                dots = held.path + "." if held.path else ""
-                said += [f"its {REGISTRIES[held.registry]} {dots + name!r}" for name in names]
+        for registry in self._registries:
+            said += registry.restore()
         return said
 
 
