@@ -39,11 +39,14 @@ def paths_of(tree: Any) -> list[str]:
 
 
 class Plain:
-    """`actions.Component` over all ranks: what differs between ranks is noted as a list with one entry for each."""
+    """`actions.Component` over all ranks: what differs between ranks is noted as a list with one entry for each.
 
-    def __init__(self, program: Program, code: CodeType, counted: bool) -> None:
-        self.program, self.counted, self.seen = program, counted, []
-        self.autograd = any(feature.autograd for feature in program.features)
+    Args:
+        autograd: differentiate by torch.autograd instead of torch.func; torch.utils.checkpoint is a plain call without.
+    """
+
+    def __init__(self, program: Program, code: CodeType, counted: bool, autograd: bool = False) -> None:
+        self.program, self.counted, self.seen, self.autograd = program, counted, [], autograd
         self.fns: list[Callable[..., Any]] = []
         params: Any = None
         without_grad: set[str] = set()
@@ -57,6 +60,8 @@ class Plain:
                 return lambda p, *inputs: torch.func.functional_call(module, p, inputs)
 
             names = namespace(program.seed, lambda fn: fn, functional, _sum_over)
+            if not autograd:
+                names["checkpoint"] = lambda fn, *args, use_reentrant: fn(*args)
             exec(code, names)
             self.fns.append(names["fn"])
             if modules:
