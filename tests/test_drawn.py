@@ -26,6 +26,7 @@ def check(program: Program, verdict: Verdict) -> None:
     assert not verdict.bad, f"{verdict.kind}: {verdict.detail}\n{drawn.listing(program)}\n{program!r}"
 
 
+@pytest.mark.timeout(900)  # a failing one is made smaller, which takes minutes
 @settings(max_examples=max(150, settings().max_examples))
 @given(program=drawn.programs())
 def test_drawn_programs_are_equal_to_plain_torch_or_refused(program: Program) -> None:

@@ -104,7 +104,7 @@ class Feature:
         kinds: of models that can have it.
         forms: of outputs that can have it.
         rows: whether it treats every row of the batch by itself.
-        autograd: whether only plain autograd accepts it, and torch.func not (inside a unit that is no hindrance).
+        autograd: whether torch.func refuses it outside of units, and autograd does not: torch.utils.checkpoint.
         forward_mode: whether it differentiates forward, whose levels in torch are those of a process, not of a thread.
         nests: whether a derivative of a derivative has one answer: what is done under no_grad counts as constant for
             autograd's double backward, and for torch.func only at the innermost level.

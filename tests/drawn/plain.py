@@ -39,11 +39,14 @@ def paths_of(tree: Any) -> list[str]:
 
 
 class Plain:
-    """`actions.Component` over all ranks: what differs between ranks is noted as a list with one entry for each."""
+    """`actions.Component` over all ranks: what differs between ranks is noted as a list with one entry for each.
 
-    def __init__(self, program: Program, code: CodeType, counted: bool) -> None:
-        self.program, self.counted, self.seen = program, counted, []
-        self.autograd = any(feature.autograd for feature in program.features)
+    Args:
+        autograd: differentiate by torch.autograd instead of torch.func; torch.utils.checkpoint is a plain call without.
+    """
+
+    def __init__(self, program: Program, code: CodeType, counted: bool, autograd: bool = False) -> None:
+        self.program, self.counted, self.seen, self.autograd = program, counted, [], autograd
         self.fns: list[Callable[..., Any]] = []
         params: Any = None
         without_grad: set[str] = set()
@@ -57,6 +60,8 @@ class Plain:
                 return lambda p, *inputs: torch.func.functional_call(module, p, inputs)
 
             names = namespace(program.seed, lambda fn: fn, functional, _sum_over)
+            if not autograd:
+                names["checkpoint"] = lambda fn, *args, use_reentrant: fn(*args)
             exec(code, names)
             self.fns.append(names["fn"])
             if modules:
@@ -86,19 +91,29 @@ class Plain:
         out = self.fns[rank](optree.tree_unflatten(self.spec, leaves), *inputs)
         return out if self.program.form == "aux" else (out, None)
 
-    def _loss(self, rank: int, inputs: Sequence[Any]) -> Callable[[Flat], torch.Tensor]:
-        return lambda leaves: self._call(rank, leaves, inputs)[0]
+    def _split(self, leaves: Flat) -> tuple[Flat, Callable[[Flat], Flat]]:
+        """Copies of the trained leaves, and the way back to all: frozen ones are constants."""
+        copies = [leaf.clone() for leaf in leaves]
+
+        def filled(trained: Flat) -> Flat:
+            found = dict(zip(self.trained, trained, strict=True))
+            return [found.get(i, copy) for i, copy in enumerate(copies)]
+
+        return [copies[i] for i in self.trained], filled
+
+    def _loss(self, rank: int, filled: Callable[[Flat], Flat], inputs: Sequence[Any]) -> Callable[[Flat], torch.Tensor]:
+        return lambda trained: self._call(rank, filled(trained), inputs)[0]
 
     def _differentiated(self, rank: int, leaves: Flat, call: int, wanted: Sequence[int]) -> _Run:
         inputs = self._inputs(call, rank)
-        leaves = [leaf.clone() for leaf in leaves]
+        trained, filled = self._split(leaves)
         box: dict[str, Any] = {}
 
-        def function(leaves: Flat, given: Flat) -> Any:
-            filled = list(inputs)
+        def function(trained: Flat, given: Flat) -> Any:
+            arguments = list(inputs)
             for place, value in zip(wanted, given, strict=True):
-                filled[place] = value
-            out, aux = self._call(rank, leaves, filled)
+                arguments[place] = value
+            out, aux = self._call(rank, filled(trained), arguments)
             both: Any = (out, aux)
             flat, box["spec"] = optree.tree_flatten(both, none_is_leaf=True)
             count = len(optree.tree_flatten(out, none_is_leaf=True)[0])
@@ -109,9 +124,9 @@ class Plain:
 
         given = [inputs[i] for i in wanted]
         if self.autograd:
-            real, pull, rest = _by_autograd(function, leaves, given)
+            real, pull, rest = _by_autograd(function, trained, given)
         else:
-            real, pull, rest = torch.func.vjp(function, leaves, given, has_aux=True)  # type: ignore[misc]
+            real, pull, rest = torch.func.vjp(function, trained, given, has_aux=True)  # type: ignore[misc]
         flat = box["flat"]
         for i, o in [*zip(box["real"], real, strict=True), *zip(box["rest"], rest, strict=True)]:
             flat[i] = o.detach()
@@ -121,8 +136,8 @@ class Plain:
     # ---- the component
 
     def _mean(self, grads: Sequence[Flat]) -> Flat:
-        """Over ranks, of the trained leaves."""
-        return [torch.stack([g[i] for g in grads]).mean(0) for i in self.trained]
+        """Over ranks."""
+        return [torch.stack(parts).mean(0) for parts in zip(*grads, strict=True)]
 
     def _cotangents(self, run: _Run, rank: int, number: int) -> list[torch.Tensor]:
         found = [
@@ -201,12 +216,13 @@ class Plain:
     def tape(self, state: State, calls: list[int], number: int, wrt_inputs: bool) -> Flat:
         total, inputs_grads, outputs = [], [], []
         for rank in range(self.program.world):
-            leaves = [leaf.clone().requires_grad_() for leaf in state.leaves]
+            trained, filled = self._split(state.leaves)
+            trained = [leaf.requires_grad_() for leaf in trained]
             real, cots, given = [], [], []
             for call in calls:
                 inputs = self._inputs(call, rank)
                 given.append(inputs[0].requires_grad_(wrt_inputs))
-                out, _ = self._call(rank, leaves, inputs)
+                out, _ = self._call(rank, filled(trained), inputs)
                 outputs.append(optree.tree_map(_detached, out, none_is_leaf=True))
                 flat = optree.tree_flatten(out, none_is_leaf=True)[0]
                 pairs = [
@@ -217,7 +233,7 @@ class Plain:
                 real += [o for o, ct in pairs if o.requires_grad and ct is not None]
                 cots += [ct for o, ct in pairs if o.requires_grad and ct is not None]
             torch.autograd.backward(real, cots)
-            total.append([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+            total.append([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in trained])
             inputs_grads.append([x.grad for x in given])
         world = self.program.world
         self.see("outputs of tape", [outputs[i * len(calls) : (i + 1) * len(calls)] for i in range(world)])
@@ -227,31 +243,29 @@ class Plain:
         return grads
 
     def hvp(self, state: State, grads: Flat, call: int) -> None:
-        v = [torch.zeros_like(leaf) for leaf in state.leaves]
-        for i, g in zip(self.trained, grads, strict=True):
-            v[i] = g
         found = []
         for rank in range(self.program.world):
-            loss, leaves = self._loss(rank, self._inputs(call, rank)), [leaf.clone() for leaf in state.leaves]
+            trained, filled = self._split(state.leaves)
+            loss = self._loss(rank, filled, self._inputs(call, rank))
             if self.autograd:
-                leaves = [leaf.requires_grad_() for leaf in leaves]
-                first = torch.autograd.grad(loss(leaves), leaves, create_graph=True, materialize_grads=True)
-                product = sum((g * w).sum() for g, w in zip(first, v, strict=True))
-                found.append(torch.autograd.grad(product, leaves, materialize_grads=True))  # type: ignore[arg-type]
+                trained = [leaf.requires_grad_() for leaf in trained]
+                first = torch.autograd.grad(loss(trained), trained, create_graph=True, materialize_grads=True)
+                product = sum((g * v).sum() for g, v in zip(first, grads, strict=True))
+                found.append(torch.autograd.grad(product, trained, materialize_grads=True))  # type: ignore[arg-type]
             else:
-                found.append(torch.func.vjp(torch.func.grad(loss), leaves)[1](v)[0])  # type: ignore[misc]
+                found.append(torch.func.vjp(torch.func.grad(loss), trained)[1](grads)[0])  # type: ignore[misc]
         self.see("hvp", self._mean(found))
 
     def examples(self, state: State, call: int) -> None:
         found = []
         for rank in range(self.program.world):
+            trained, filled = self._split(state.leaves)
 
-            def loss(leaves: Flat, *example: torch.Tensor, rank: int = rank) -> torch.Tensor:
-                return self._loss(rank, [x[None] for x in example])(leaves)
+            def loss(trained: Flat, *example: torch.Tensor, rank: int = rank, filled: Any = filled) -> torch.Tensor:
+                return self._loss(rank, filled, [x[None] for x in example])(trained)
 
             mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0, 0, 0), randomness="different")
-            grads = mapped([leaf.clone() for leaf in state.leaves], *self._inputs(call, rank))
-            found.append([grads[i] for i in self.trained])
+            found.append(list(mapped(trained, *self._inputs(call, rank))))
         self.see("per-example grads", found)
 
     def params(self, state: State) -> None:

@@ -63,20 +63,30 @@ def run_plain(program: Program) -> Wanted:
         actions = [(i, a) for i, a in enumerate(program.actions) if i not in dict(refused)]
         if not actions:
             return Wanted(program, refused=refused[0][1])
+        checkpoints = any(feature.autograd for feature in program.features)
         plain = Plain(program, code, counted)
-        state: Any = plain.start
-        for index, action in actions:
-            before = len(plain.seen)
-            try:
-                state = act(plain, action, state, index)
-                if not is_finite([value for _, value in plain.seen[before:]]):
-                    raise ArithmeticError("not finite")
-            except Exception as error:  # whatever plain torch says
-                refused.append((index, f"{type(error).__name__}: {error}"))
-                break
+        stopped = _acted(plain, actions)
+        if stopped is None and checkpoints:  # which torch.func refuses outside of units, so autograd must accept them
+            stopped = _acted(Plain(program, code, counted, autograd=True), actions)
+        if stopped is not None:
+            refused.append(stopped)
         else:
             kept = tuple(a if (i, a) in actions else Action("none") for i, a in enumerate(program.actions))
             return Wanted(program.replace(actions=kept), plain.seen, plain.cotangents)
+
+
+def _acted(plain: Plain, actions: Sequence[tuple[int, Action]]) -> tuple[int, str] | None:
+    """Runs the actions; the first that plain torch refuses, and why."""
+    state: Any = plain.start
+    for index, action in actions:
+        before = len(plain.seen)
+        try:
+            state = act(plain, action, state, index)
+        except Exception as error:  # whatever plain torch says
+            return index, f"{type(error).__name__}: {error}"
+        if not is_finite([value for _, value in plain.seen[before:]]):
+            return index, "not finite"
+    return None
 
 
 def run_sharded(wanted: Wanted, code: CodeType, counted: bool, rank: int) -> Seen:
