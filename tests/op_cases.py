@@ -48,8 +48,9 @@ LEFT_OUT = {
 }
 
 REMEDY = re.compile(
-    r"\bfz\.\w+|\binstead\b|\b(Drop|Pass|Call|Use|Return|Say|Give|Make|Write|Read|Move|Keep|Clone|Detach|Replace|Wrap|Set|"
-    r"Take|Put|Run|Add|Leave|Register|Convert|Initialize|Initialise|Build|Choose)\b"
+    r"\bfz\.\w|\b(instead|add|build|call|choose|clone|compute|convert|detach|drop|give|initiali[sz]e|keep|leave|make|move|"
+    r"pass|put|read|register|replace|return|run|say|set|take|use|wrap|write)\b",
+    re.IGNORECASE,
 )
 
 

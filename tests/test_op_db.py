@@ -12,29 +12,32 @@ import op_cases
 import pytest
 
 ALL = os.environ.get("OP_DB") == "all"
-# kind: every how many operators or modules, from which on; how many cases that gives at least; what part must be equal
+# kind: every how many operators or modules, from which on; how many cases that gives at least; what part of the
+# operators or modules may be refused
 SPREAD = {
-    "inside": (8, 0, 120, 0.99),
-    "output": (8, 2, 120, 0.99),
-    "inplace": (3, 0, 80, 0.99),
-    "hvp": (10, 4, 90, 0.99),
-    "outside": (12, 6, 120, 0.0),
-    "train": (4, 0, 45, 0.9),
-    "eval": (4, 2, 45, 0.9),
+    "inside": (8, 0, 120, 0.01),
+    "output": (8, 2, 120, 0.01),
+    "inplace": (3, 0, 80, 0.01),
+    "hvp": (10, 4, 90, 0.01),
+    "outside": (12, 6, 120, 1.0),
+    "train": (4, 0, 45, 0.25),
+    "eval": (4, 2, 45, 0.25),
 }
 
 
 @pytest.mark.timeout(7200 if ALL else 600)
 @pytest.mark.parametrize("kind", SPREAD)
 def test_op_db(kind: str) -> None:
-    stride, first, fewest, share = SPREAD[kind]
+    stride, first, fewest, part = SPREAD[kind]
     names = op_cases.everything(kind)
-    found = op_cases.check(kind, names, 3) if ALL else op_cases.check(kind, names[first::stride], 1)
+    names, samples = (names, 3) if ALL else (names[first::stride], 1)
+    found = op_cases.check(kind, names, samples)
     counts = collections.Counter(f.verdict for f in found)
     cases = len(found) - counts["no case"]
     assert not any(counts[word] for word in op_cases.BAD), "\n" + op_cases.table(found)
     assert cases >= fewest, f"only {cases} cases:\n" + op_cases.table(found, ["no case"])
-    assert counts["equal"] >= share * cases, "\n" + op_cases.table(found)
+    refused = {f.subject for f in found if f.verdict == "refused"}
+    assert len(refused) <= max(1, part * len(names)), "\n" + op_cases.table(found)
 
 
 @pytest.mark.parametrize("operator", ["mm", "bmm", "addmm", "nn.functional.linear", "nn.functional.conv1d", "cdist"])
