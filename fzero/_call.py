@@ -148,8 +148,10 @@ class Call:
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
         self._replayed = Replayed(self.reach.generators)
+        self.unit = ""
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
+        self._derived = True
         self._forget()
 
     def _forget(self) -> None:
@@ -216,9 +218,7 @@ class Call:
             inputs: the tensors; a copy is made of what is changed in place.
             derived: whether something differentiates this run, now or by another one.
         """
-        mutated = self.facts.mutated if derived else ()
-        inputs = [x.clone() if i in mutated else x for i, x in enumerate(inputs)]
-        self._fulls = fulls
+        self._fulls, self._derived = fulls, derived
         self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
         before, gathered = [_private.version(x) for x in inputs], [_private.version(full) for full in fulls]
         try:
@@ -254,6 +254,8 @@ class Call:
         """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
         again = self._result is not None
         before = self.reach.now() if again else None
+        if self._derived:
+            tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
         mapping = self._mapping(leaves, tensors)
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         try:
@@ -263,8 +265,10 @@ class Call:
             exports = _Exports(self, origins)
             template = exports.of(result)
             effects = self._changes(exports)
-        except BaseException:
+        except BaseException as error:
             self.reach.restore(before)
+            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+                raise TypeError(twice(self.unit)) from error
             raise
         if again:
             self.reach.restore(before)
@@ -273,7 +277,7 @@ class Call:
             self.reach.restore([(c, c.found) for c in self.reach.containers if id(c) not in kept or c.entered is not c.found])
             self._result, self._filled = (template,), exports.filled
             self._effects = [(c, content) for c, content in effects if id(c) not in kept or c.entered is not c.found]
-        self._mutated = tuple(sorted(self.facts.mutated))
+        self._mutated = tuple(sorted(self.facts.mutated)) if self._derived else ()
         out = [*exports.tensors, *[tensors[place] for place in self._mutated]]
         if self._chosen is None:
             self._choose(out, tensors)
@@ -438,6 +442,14 @@ def _storage(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # a sparse tensor has none
         return id(tensor)
+
+
+def twice(unit: str) -> str:
+    return (
+        f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once (by "
+        "torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the checkpoint "
+        "out there: fz.remat(step) recomputes units under any derivative."
+    )
 
 
 def _writes_leaf(unit: str) -> str:

@@ -175,7 +175,7 @@ def _saved(ctx: Any) -> Tensors:
         raise ValueError(
             f"An input of {ctx.op.name} was changed in place after it was called, and pulling it back needs what was "
             "there (as it is run again: fz.remat, or a derivative of a derivative). Change a copy instead: "
-            f"x = x.clone(), or use the operation that is not in place. ({error})"
+            "x = x.clone(), or use the operation that is not in place."
         ) from error
 
 

@@ -101,7 +101,7 @@ def writes(func: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":
         return False
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or bool(kwargs and "out" in kwargs)
+    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or bool(kwargs and kwargs.get("out") is not None)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
