@@ -166,6 +166,11 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an allocator's: on CPU torch raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 def keeps_graph() -> bool:
     """Inside a backward: whether the running pass was asked to retain its graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
