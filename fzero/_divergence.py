@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fzero import _distributed
+from fzero import _distributed, _private
 
 _watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("fzero_watch", default=None)
 _listeners: contextvars.ContextVar[tuple[list[Any], ...]] = contextvars.ContextVar("fzero_listeners", default=())
@@ -162,6 +162,8 @@ def explained(call: Callable[..., Any], said: Callable[[], str], group: Any) -> 
         try:
             return call(*args)
         except RuntimeError as error:
+            if _private.is_out_of_memory(error):
+                raise  # of this rank; the others are not to blame
             others = _ask_others(said(), group)
             raise RuntimeError(
                 f"Communication failed on rank {_distributed.global_rank()}, in {said()}: another rank has stopped, or "

@@ -176,6 +176,11 @@ def below_transforms(at: int = 0) -> Iterator[None]:
             _functorch.push_dynamic_layer_stack(saved.pop())
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error is an allocator's: on CPU torch raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
 def keeps_graph() -> bool:
     """Inside a backward: whether the running pass was asked to retain its graph."""
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]

@@ -14,6 +14,7 @@ from fzero._constants import constants
 from fzero._formats import Format, Plain, Stored, is_plain
 from fzero._layout import Layout, Slot
 from fzero._rounding import Draw
+from fzero._use import Use, spread, summed
 
 ROW = 1024  # elements
 
@@ -253,6 +254,9 @@ def is_sharded(node: Any) -> bool:
 def gather(tree: Any) -> Any:
     """The natural tree of full tensors, on every rank: decoded values (grads without their loss scale).
 
+    Where plain autograd follows the buffers, as it does those of a pullback with `create_graph=True`, it follows the
+    full tensors too: what every rank computes from them counts as a mean over ranks, like a loss.
+
     Args:
         tree: `state.params`, grads, `state.moments` or any pytree that holds such trees. Frozen leaves have no
             grads and no moments: `None` stands in their place.
@@ -295,10 +299,18 @@ def _need_trees(tree: Any) -> None:
 def _gather_one(tree: Sharded) -> Any:
     leaves: list[Any] = [None] * len(tree.layout.rows)
     for key in tree.keys:
-        full = tree.axis.gather(tree.local(key), f"gather of {key}")
+        full = _gathered(tree, key)
         for index, view in tree.layout.groups[key].views(full).items():
             leaves[index] = view / tree.scale if tree.scale != 1.0 else view.clone()
     return _tree.unflatten(tree.structure, leaves)
+
+
+def _gathered(tree: Sharded, key: str) -> torch.Tensor:
+    """A group's full buffer; a differentiable function of its shards where plain autograd follows them."""
+    own, tag = tree.local(key), f"gather of {key}"
+    if not (own.requires_grad and torch.is_grad_enabled()):
+        return tree.axis.gather(own, tag)
+    return spread(Use(tag, tree.axis, tree.stored(key), own.dtype, own.dtype, own.dtype), own)
 
 
 def global_norm(*trees: Any) -> torch.Tensor:
@@ -380,4 +392,7 @@ def norm_of(squares: Mapping[int, torch.Tensor], axis: Axis) -> torch.Tensor:
 def _summed(squares: Mapping[int, torch.Tensor], axis: Axis) -> torch.Tensor:
     if not squares:
         return torch.zeros(1, dtype=torch.float64)
-    return axis.sum(torch.stack([squares[leaf] for leaf in sorted(squares)]), "global_norm")
+    stacked = torch.stack([squares[leaf] for leaf in sorted(squares)])
+    if stacked.requires_grad and torch.is_grad_enabled():
+        return summed(axis, stacked)
+    return axis.sum(stacked, "global_norm")

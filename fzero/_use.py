@@ -136,6 +136,21 @@ _Spread = _linear("Spread", lambda use, shard: use.spread(shard), lambda: _Colle
 _Collect = _linear("Collect", lambda use, full: use.collect(full), lambda: _Spread)
 
 
+# over a sharded axis and its replicas: the sum of the shards' parts on every rank, the mean of the ranks' cotangents
+_Summed = _linear("Summed", lambda axis, part: axis.sum(part, "global_norm"), lambda: _Averaged)
+_Averaged = _linear("Averaged", lambda axis, full: axis.mean(full, "global_norm"), lambda: _Summed)
+
+
+def spread(use: Use, shard: torch.Tensor) -> torch.Tensor:
+    """The full buffer as a differentiable function of this shard."""
+    return _Spread.apply(use, shard)
+
+
+def summed(axis: Axis, part: torch.Tensor) -> torch.Tensor:
+    """The sum over shards as a differentiable function of this rank's part."""
+    return _Summed.apply(axis, part)
+
+
 class _Value(torch.autograd.Function):
     """The buffer in use: its value may be at hand, its derivative is that of spreading the shard."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -137,3 +138,57 @@ def test_per_example_grads_of_what_the_step_computes_with(policy: str, stage: in
         assert_trees_close(mean, full, rtol=1e-5 if policy == "gathered in 8 bits" else 3e-2)
 
     run_ranks(rank_main, 2 if stage else 1)
+
+
+def second_derivative(rank: int, stage: int, transform: str, world: int) -> None:
+    """Of a penalty on the gathered grads and on their norm, by the inputs."""
+    loss, params = scenarios.stack()
+    batches = scenarios.vector_batches(world)
+    xs = [x.clone().requires_grad_() for x, _ in batches]
+    leaves, spec = pytree.tree_flatten(params)
+    leaves = [leaf.clone().requires_grad_() for leaf in leaves]
+    tree = pytree.tree_unflatten(leaves, spec)
+    whole = torch.stack([loss(tree, x, y) for x, (_, y) in zip(xs, batches, strict=True)]).mean()
+    plain = torch.autograd.grad(whole, leaves, create_graph=True)
+
+    def penalty(grads: Any, norm: torch.Tensor) -> torch.Tensor:
+        return sum((g**3 * (i + 1)).sum() for i, g in enumerate(pytree.tree_leaves(grads))) + 2 * norm  # type: ignore
+
+    norm = sum((g * g).sum() for g in plain).sqrt()  # type: ignore[union-attr]
+    want = torch.autograd.grad(penalty(plain, norm), xs)
+
+    transforms: dict[str, Any] = {
+        "plain": lambda step: step,
+        "remat": fz.remat,
+        "scaled": lambda step: fz.loss_scale(step, 8.0),
+    }
+    step = transforms[transform](SHARDS[stage](fz.train_step(loss, fz.sgd(0.1))))
+    state = step.init(params)
+    x = batches[rank][0].clone().requires_grad_()
+    out, pullback = step.vjp(state, x, batches[rank][1])
+    grads, _ = pullback(torch.ones_like(out), create_graph=True)
+    full = fz.gather(grads)
+    assert_trees_close(full, pytree.tree_unflatten([g.detach() for g in plain], spec), rtol=1e-10)
+    value = penalty(full, fz.global_norm(grads))
+    (found,) = torch.autograd.grad(value, [x], retain_graph=True)
+    # cotangents of what a rank has by itself are those of its own loss, of which the mean is taken
+    assert_trees_close(found / world, want[rank], rtol=1e-9)
+    with torch.no_grad():
+        assert not fz.gather(grads)["head"]["w"].requires_grad
+    if rank == 0:
+        value = value * 0
+    (found,) = torch.autograd.grad(value * world / max(1, world - 1), [x])  # only the others' values count
+    assert_trees_close(found / world, want[rank] if world > 1 else 0 * want[rank], rtol=1e-9)
+
+
+@pytest.mark.parametrize("transform", ["plain", "remat", "scaled"])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_grads_of_a_pullback_that_creates_a_graph_are_gathered_on_gloo(stage: int, transform: str) -> None:
+    second = functools.partial(second_derivative, stage=stage, transform=transform, world=2)
+    run_ranks(second, 2, backend="processes")
+
+
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 1), (1, 3), (3, 3)])
+def test_a_second_derivative_through_gathered_grads(stage: int, world: int) -> None:
+    second = functools.partial(second_derivative, stage=stage, transform="plain", world=world)
+    run_ranks(second, world)

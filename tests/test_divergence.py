@@ -207,3 +207,35 @@ def nested_and_switched_off(rank: int) -> None:
 def test_contexts_nest() -> None:
     run_ranks(nested_and_switched_off, 2)
     run_ranks(nested_and_switched_off, 2, backend="processes", checked=False)
+
+
+# ---- memory
+
+
+def too_little_memory(rank: int) -> tuple[str, str]:
+    """A collective that needs more than there is on rank 0; a backend on CUDA raises torch's own error."""
+    if rank == 1:
+        return "", ""
+    axis = fz.shard_zero3(fz.train_step(lambda p: p, fz.sgd(0.1))).axis()
+    huge, own = torch.empty(1, dtype=torch.uint8), torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def allocate(*_: Any) -> None:
+        torch.empty(1 << 50, dtype=torch.uint8)
+
+    def refuse(*_: Any) -> None:
+        raise own
+
+    with checked_collectives(False):
+        with pytest.raises(RuntimeError) as by_cpu:
+            axis._announced("reduce_scatter", "blocks.0/0", huge, axis.group)(allocate)(huge)
+        with pytest.raises(torch.OutOfMemoryError) as by_cuda:
+            axis._announced("reduce_scatter", "blocks.0/0", huge, axis.group)(refuse)(huge)
+    assert by_cuda.value is own and by_cuda.value.__cause__ is None
+    return str(by_cpu.value), type(by_cpu.value).__name__
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_an_out_of_memory_error_stays_one(backend: str) -> None:
+    said, kind = run_ranks(too_little_memory, 2, backend=backend)[0]
+    assert "can't allocate memory" in said and kind == "RuntimeError"
+    assert "another rank" not in said and "Communication failed" not in said

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+import pytest
 import torch
 from torch.autograd import forward_ad
 
@@ -230,3 +231,11 @@ def test_no_grad_makes_constants_for_the_levels_around_it() -> None:
     assert found(inside=False, around=False) == ([2, 2], [grad, grad])
     assert found(inside=True, around=False) == ([0, 0], [None, None])
     assert found(inside=False, around=True) == ([0, 0], [None, grad])
+
+
+def test_an_allocators_error() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 50, dtype=torch.uint8)
+    assert _private.is_out_of_memory(caught.value)
+    assert _private.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not _private.is_out_of_memory(RuntimeError("Connection closed by peer"))

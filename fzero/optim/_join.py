@@ -47,6 +47,8 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
 
     def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
         grads, new = prefix(grads, states, params, extra)
+        if all(member.scales for member in members[:-1]):  # they keep nothing, and make tensors of their own
+            return (*new, call_fused(last, params, grads, states[-1], extra))
         new = apart(new, params, states)
         state = call_fused(last, params, apart(grads, params), states[-1], extra)
         # what members pass on may be their old states, so these are written last
