@@ -1,14 +1,15 @@
-"""One call of a unit: its arguments and what it reaches go in as plain tensors, its outputs and what it changed come out.
+"""One call of a unit: arguments and what it reaches go in as plain tensors, outputs and what it changed come out.
 
 The function that a unit runs need not be pure; its call is made so. Tensors that it reads in objects enter the node
-with its arguments, what it writes there leaves it with its outputs, an input that it changes in place is another output,
-and outputs that share memory, with each other or with an input, do so outside too.
+with its arguments, what it writes there leaves it with its outputs, an input that it changes in place is another
+output, and outputs that share memory, with each other or with an input, do so outside too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +17,9 @@ import torch
 
 from fzero import _private, _tree
 from fzero._handle import Handle
-from fzero._surroundings import Reach, containers_of, replaced
 from fzero._random import Replayed
 from fzero._schedule import Facts
+from fzero._surroundings import Reach, containers_of, replaced
 from fzero._traversal import Traversal, current
 
 # (run, index) of the leaves that the unit that is running has; None outside of units
@@ -274,7 +275,8 @@ class Call:
             self.reach.restore(before)
         else:
             kept = {id(container) for container, content in effects if not any(map(_has_slots, content.values()))}
-            self.reach.restore([(c, c.found) for c in self.reach.containers if id(c) not in kept or c.entered is not c.found])
+            own = [c for c in self.reach.containers if id(c) not in kept or c.entered is not c.found]
+            self.reach.restore([(c, c.found) for c in own])
             self._result, self._filled = (template,), exports.filled
             self._effects = [(c, content) for c, content in effects if id(c) not in kept or c.entered is not c.found]
         self._mutated = tuple(sorted(self.facts.mutated)) if self._derived else ()
@@ -425,15 +427,15 @@ def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
     """The range of elements of its storage that a tensor lies in."""
-    low = tensor.storage_offset()
+    low = int(tensor.storage_offset())
     if tensor.numel() == 0:
         return low, low
-    return low, low + 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return low, low + 1 + sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
     spans = sorted(map(_span, tensors))
-    return any(b[0] < a[1] for a, b in zip(spans, spans[1:], strict=False)) if len(spans) > 1 else False
+    return any(b[0] < a[1] for a, b in itertools.pairwise(spans))
 
 
 def _storage(tensor: torch.Tensor) -> int:
@@ -446,8 +448,8 @@ def _storage(tensor: torch.Tensor) -> int:
 
 def twice(unit: str) -> str:
     return (
-        f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once (by "
-        "torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the checkpoint "
+        f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once "
+        "(by torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the checkpoint "
         "out there: fz.remat(step) recomputes units under any derivative."
     )
 

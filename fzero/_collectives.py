@@ -69,7 +69,7 @@ class Axis:
         if self.group is other.group and self.replicas is other.replicas:
             return other  # which counts its runs
         out = copy.copy(self)
-        out.component, out.identity, out.orders = other.component, other.identity, other.orders
+        out.component, out.identity, out.records = other.component, other.identity, other.records
         return out
 
     def of_next_run(self, step: int) -> Axis:

@@ -28,7 +28,7 @@ Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
 # name -> leaf of a unit, as the modules around that unit read it; for the apply that is running
-_outside: contextvars.ContextVar[Mapping[str, Any]] = contextvars.ContextVar("fzero_module_leaves", default={})
+_outside: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("fzero_module_leaves", default=None)
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
@@ -94,7 +94,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                outside = _outside.get()
+                outside = _outside.get() or {}
 
                 @contextlib.contextmanager
                 def around(leaves: Mapping[str, Any]) -> Iterator[None]:

@@ -28,7 +28,7 @@ class Handle(torch.Tensor):
     primal: torch.Tensor
 
     @staticmethod
-    def __new__(cls, traversal: Traversal, key: Any, index: int, primal: torch.Tensor) -> Handle:
+    def __new__(cls, traversal: Traversal, key: Any, index: int, primal: torch.Tensor) -> Any:
         row, use = traversal.layout.rows[index], traversal.uses[key]
         self = torch.Tensor._make_wrapper_subclass(cls, row.shape, dtype=use.compute, device=use.shard.device)
         self.traversal, self.key, self.index, self.primal = traversal, key, index, primal

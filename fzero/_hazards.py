@@ -26,6 +26,7 @@ class Hazards:
     """One rank's hazards: a source of delays, and the threads that messages leave from."""
 
     def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._random = random.Random(seed)
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
 
@@ -66,7 +67,10 @@ def fill(tensor: torch.Tensor) -> None:
 
 
 def in_flight(
-    target: torch.Tensor, source: torch.Tensor, start: Callable[[torch.Tensor, torch.Tensor], Callable[[], None]], late: bool
+    target: torch.Tensor,
+    source: torch.Tensor,
+    start: Callable[[torch.Tensor, torch.Tensor], Callable[[], None]],
+    late: bool,
 ) -> Callable[[], None]:
     """`start(target, source)`, which begins a transfer and returns what waits for it; in `hazards` it is made visible.
 

@@ -1,4 +1,4 @@
-"""A module's param where its unit is not running: `self.blocks[0].weight` in the parent's forward is read like any other."""
+"""A module's param where its unit is not running: `self.blocks[0].weight` in the parent's forward can be read."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def in_module(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _readable(handle: Handle) -> ModuleLeaf:
     """One for each handle, as ties are told by identity."""
     known = vars(handle).get("readable")
-    if known is None:
+    if not isinstance(known, ModuleLeaf):
         known = ModuleLeaf(handle.traversal, handle.key, handle.index, handle.primal)
         vars(handle)["readable"] = known
     return known

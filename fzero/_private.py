@@ -216,19 +216,6 @@ def entry_holders(mapping: dict[str, torch.Tensor], key: str) -> int:
     return sys.getrefcount(mapping[key]) - 2
 
 
-@contextlib.contextmanager
-def no_levels() -> Iterator[None]:
-    """Inside, no functorch level is active: what is made there belongs to none, and may be written to."""
-    stack = []
-    try:
-        while _functorch.peek_interpreter_stack() is not None:
-            stack.append(_functorch.pop_dynamic_layer_stack())
-        yield
-    finally:
-        while stack:
-            _functorch.push_dynamic_layer_stack(stack.pop())
-
-
 def dispatches() -> bool:
     """Whether a mode (of fake tensors, of counting) stands between operators and values."""
     return torch._C._len_torch_dispatch_stack() > 0

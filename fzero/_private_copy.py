@@ -35,7 +35,7 @@ def private_copy(
     Raises:
         ValueError: the copy would still lead to the original, and on which way.
     """
-    with _private.no_levels(), torch.inference_mode(False), torch.no_grad():
+    with _private.below_transforms(), torch.inference_mode(False), torch.no_grad():
         reach = Reach(module)
         copier = _Copier(reach, module, shared)
         new = copier(module)

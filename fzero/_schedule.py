@@ -234,7 +234,7 @@ class Schedule:
 
     @contextlib.contextmanager
     def pullback(self) -> Iterator[None]:
-        """Around a whole pullback; outside of one nothing is gathered ahead of a pullback, as its end would be unknown."""
+        """Around a whole pullback; outside of one nothing is gathered ahead of one, as its end would be unknown."""
         self._pulls = True
         try:
             yield

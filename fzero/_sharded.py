@@ -310,7 +310,7 @@ def _gathered(tree: Sharded, key: str) -> torch.Tensor:
     own, tag = tree.local(key), f"gather of {key}"
     if not (own.requires_grad and torch.is_grad_enabled()):
         return tree.axis.gather(own, tag)
-    return spread(Use(tag, tree.axis, tree.stored(key), own.dtype, own.dtype, own.dtype), own)
+    return spread(Use(tag, tree.axis, tree.stored(key), own.dtype, own.dtype, own.dtype, own.dtype), own)
 
 
 def global_norm(*trees: Any) -> torch.Tensor:

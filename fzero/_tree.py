@@ -21,9 +21,7 @@ def unflatten(spec: Spec, leaves: list[Any]) -> PyTree:
     return optree.tree_unflatten(spec, leaves)
 
 
-def named_leaves(
-    tree: PyTree, is_leaf: Callable[[Any], bool] | None = None
-) -> tuple[list[str], list[Any], Spec]:
+def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Spec]:
     """Dotted paths (`blocks.0.attn.weight`), leaves and structure; `None` is a leaf."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=True)
     return [".".join(_part(entry) for entry in accessor) for accessor in accessors], leaves, spec

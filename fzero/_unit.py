@@ -41,7 +41,9 @@ class _Pull:
 class UnitOp(Op):
     """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
 
-    def __init__(self, traversal: Traversal, keys: list[Any], call: Call, recompute: bool, seed: int, number: int) -> None:
+    def __init__(
+        self, traversal: Traversal, keys: list[Any], call: Call, recompute: bool, seed: int, number: int
+    ) -> None:
         def pure(*tensors: torch.Tensor) -> Tensors:
             leaves: dict[int, torch.Tensor] = {}
             for key, primal in zip(keys, tensors, strict=False):
@@ -176,7 +178,7 @@ class UnitOp(Op):
         return watching(
             self.unit,
             {
-                storage_of(full): lambda x, group=group: f"Leaf {group.leaf_at(x.storage_offset())!r}"
+                storage_of(full): lambda x, group=group: f"Leaf {group.leaf_at(int(x.storage_offset()))!r}"
                 for full, group in zip(fulls, groups, strict=True)
             },
         )
@@ -339,7 +341,6 @@ def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
         >>> fz.sum_over({"a": torch.ones(2), "b": [torch.ones(3)]}, lambda leaf: leaf.square().sum())
         tensor(5.)
     """
-    from fzero import _tree
 
     need_function(fn, "sum_over")
     leaves = [leaf for leaf in _tree.flatten(params, is_leaf=is_sharded)[0] if leaf is not None]

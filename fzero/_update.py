@@ -13,8 +13,8 @@ from fzero._init import to_moment_dtype
 from fzero._layout import Layout
 from fzero._onepass import write
 from fzero._rounding import Draw
-from fzero._sharded import Sharded, global_norm, group_of, is_sharded
 from fzero._schedule import finish_all
+from fzero._sharded import Sharded, global_norm, group_of, is_sharded
 from fzero._state import ScaleState, TrainState
 from fzero._use import start_gather
 from fzero.optim._base import apart, call_fused, call_update, values
@@ -116,17 +116,21 @@ class Update:
         keep = _Writable(step.donates, self.layout)
 
         def kept(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-            return {
-                name: keep(buffers, name) if group_of(name) in trainable else buffers[name] for name in buffers
-            }
+            return {name: keep(buffers, name) if group_of(name) in trainable else buffers[name] for name in buffers}
 
         old = self.old
         self.params = Sharded(self.layout, old.axis, old.structure, kept(old.buffers), kept(old.held), kind=old.kind)
         self._draw = Draw(state.seed, state.step, step.compiles)
-        self._overwrites = {
-            name for own, new in ((old.buffers, self.params.buffers), (old.held, self.params.held)) for name in own
-            if new[name] is own[name]
-        } if step.donates else set()
+        self._overwrites = (
+            {
+                name
+                for own, new in ((old.buffers, self.params.buffers), (old.held, self.params.held))
+                for name in own
+                if new[name] is own[name]
+            }
+            if step.donates
+            else set()
+        )
         self.moments = state.moments
         self._in_place = step.optimizer.fused is not None
         if self._in_place:

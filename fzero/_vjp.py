@@ -14,14 +14,14 @@ from fzero import _private, _tree
 from fzero._arguments import need_bool
 from fzero._checks import nothing_to_pull, split_result
 from fzero._collectives import Axis
+from fzero._delivery import Delivery
 from fzero._formats import Stored
 from fzero._handle import Handle
 from fzero._layout import Group
 from fzero._placement import find
-from fzero._surroundings import tensors_in
 from fzero._sharded import Sharded
-from fzero._delivery import Delivery
 from fzero._state import TrainState
+from fzero._surroundings import tensors_in
 from fzero._traversal import Traversal
 from fzero._unit import used_up
 from fzero._use import Use
@@ -129,7 +129,7 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Te
         shard = params.layout.shard_numel(key) * params.axis.rank
 
         def leaf_of(tensor: torch.Tensor, group: Group = group, start: int = 0) -> str:
-            return f"Leaf {group.leaf_at(start + _private.unwrapped(tensor).storage_offset())!r}"
+            return f"Leaf {group.leaf_at(start + int(_private.unwrapped(tensor).storage_offset()))!r}"
 
         full = params.held.get(key)
         for part in params.stored(key).parts if full is None else (*params.stored(key).parts, full):
@@ -265,9 +265,10 @@ class Run:
         found: dict[Any, torch.Tensor] = {}
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
         delivers = not (self.outer or create_graph)
+        delivery = None
         if delivers:
-            receive = receive or found.__setitem__
-            traversal.gates.delivery = Delivery(traversal, receive, self.unreduced, self.partial)
+            delivery = Delivery(traversal, receive or found.__setitem__, self.unreduced, self.partial)
+            traversal.gates.delivery = delivery
         try:
             with torch.enable_grad() if create_graph else self._mode(), traversal.schedule.pullback():
                 grads, wanted = self._pull(
@@ -280,8 +281,8 @@ class Run:
                     else:
                         grads[key] = group.joined_differentiably(leaves)
                     del leaves
-                if delivers:
-                    traversal.gates.delivery.finish()
+                if delivery is not None:
+                    delivery.finish()
         finally:
             traversal.gates.delivery = None
         if not delivers:

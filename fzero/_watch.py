@@ -90,9 +90,9 @@ class _Watch(torch.overrides.TorchFunctionMode):
 
 def leaked(tensor: torch.Tensor, unit: str) -> str:
     return (
-        f"A tensor of shape {tuple(tensor.shape)} that unit {unit!r} computed is used outside of it, where its gradient "
-        "would be lost: the unit passed it on in a way that cannot be seen (a global variable, an object of another "
-        "library). Return it from the unit as an output, or keep it in one of the unit's arguments or its module."
+        f"A tensor of shape {tuple(tensor.shape)} that unit {unit!r} computed is used outside of it, where its "
+        f"gradient would be lost: unit {unit!r} passed it on in a way that cannot be seen (a class's attribute, an "
+        "object of another library). Return it from the unit as an output, or keep it in one of its arguments or its module."
     )
 
 
@@ -101,7 +101,8 @@ def writes(func: Any, kwargs: Any) -> bool:
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":
         return False
-    return (name.endswith("_") and not name.endswith("__")) or name == "__setitem__" or bool(kwargs and kwargs.get("out") is not None)
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    return in_place or bool(kwargs and kwargs.get("out") is not None)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

@@ -5,6 +5,7 @@ import os
 import torch
 from hypothesis import HealthCheck, settings
 
+pytest_plugins = ["fzero.testing.plugin"]
 torch.set_num_threads(1)
 settings.register_profile(
     "ci", max_examples=40, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]

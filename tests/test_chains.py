@@ -15,6 +15,8 @@ import fzero as fz
 from fzero import _tree
 from fzero.testing import assert_trees_close, run_ranks
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 F64 = torch.float64
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 PATHS = ("blocks.0.b", "blocks.0.w", "blocks.1.b", "blocks.1.w", "head.b", "head.w")

@@ -15,6 +15,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 F64 = torch.float64
 ONE = torch.ones((), dtype=F64)
 OPTIMIZER = fz.chain(fz.clip_by_global_norm(0.2), fz.adamw(1e-2))

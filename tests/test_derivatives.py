@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks, strategies
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 CHOSEN = strategies.transforms(stages=(1, 2, 3))
 

@@ -19,6 +19,8 @@ from drawn.verdicts import Verdict, difference
 from drawn.write import written
 from hypothesis import given, settings
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 SHARE = 5.0  # percent of the programs that have a feature, at least
 
 

@@ -15,6 +15,8 @@ from reference import adamw_steps
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 SCENARIOS: dict[str, Any] = {
     "module": (scenarios.tiny_lm, scenarios.token_batches),
     "unit": (scenarios.stack, scenarios.vector_batches),

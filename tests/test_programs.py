@@ -14,6 +14,8 @@ from programs import Spec
 import fzero as fz
 from fzero.testing import run_ranks, strategies
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 NUMBER = st.integers(0, 5)
 FORWARDS = st.lists(st.tuples(st.just("forward"), NUMBER, st.integers(-3, 5)), min_size=1, max_size=4)
 PULLS = st.lists(st.tuples(st.just("pull"), NUMBER, NUMBER), min_size=1, max_size=4)

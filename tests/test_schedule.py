@@ -15,6 +15,8 @@ from hypothesis import strategies as st
 import fzero as fz
 from fzero.testing import LiveBytes, assert_trees_close, recorded_collectives, run_ranks
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 ONE = torch.ones((), dtype=torch.float64)
 ORDERS = [(0, 1, 2), (0, 1, 2), (2, 0), (2, 0), (0, 0, 1, 1), (0, 0, 1, 1), (1,), (), (0, 1, 2)]
 

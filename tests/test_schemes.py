@@ -21,6 +21,8 @@ from fzero._rounding import Draw, Fields
 from fzero.optim._adam import _decoupled
 from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 BF16, F32 = torch.bfloat16, torch.float32
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 SCHEMES = {

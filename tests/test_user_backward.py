@@ -22,6 +22,8 @@ from torch import nn
 import fzero as fz
 from fzero.testing import LiveBytes, assert_trees_close, assert_trees_equal, run_ranks
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 F64 = torch.float64
 ONE = torch.ones((), dtype=F64)
 WORLD = 2

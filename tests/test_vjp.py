@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks, strategies
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 F64 = torch.float64
 ONE = torch.ones((), dtype=F64)
 CHOSEN = strategies.transforms(stages=(1, 2, 3))

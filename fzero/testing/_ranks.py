@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from fzero import _hazards
 from fzero._arguments import is_component, need_int, need_number, wrong
 from fzero._divergence import PeerStopped, checked_collectives
 from fzero.testing._threads import new_store, threaded_world
@@ -48,6 +49,8 @@ def run_ranks(
         timeout: seconds that the ranks, and any one collective, may take.
         checked: run inside `checked_collectives()`.
 
+    Inside `fz.testing.hazards(seed)` every rank has hazards too.
+
     Raises:
         RankError: a rank raised; the others are stopped at once.
 
@@ -70,9 +73,20 @@ def run_ranks(
     raise ValueError(f"run_ranks: got backend={backend!r}, expected 'threads' or 'processes'.")
 
 
+def _seed_of_hazards() -> int | None:
+    hazards = _hazards.active()
+    return None if hazards is None else hazards.seed
+
+
+def _same_hazards(seed: int | None, rank: int) -> contextlib.AbstractContextManager[Any]:
+    """On a rank what `fz.testing.hazards` is around `run_ranks`, with delays of its own."""
+    return contextlib.nullcontext() if seed is None else _hazards.hazards(1000 * seed + rank)
+
+
 def _on_threads(fn: Callable[[int], Any], world_size: int, timeout: float, checked: bool) -> list[Any]:
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
+    seed = _seed_of_hazards()
     with threaded_world() as fail:
         store = new_store()
 
@@ -80,7 +94,7 @@ def _on_threads(fn: Callable[[int], Any], world_size: int, timeout: float, check
             try:
                 dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
                 try:
-                    with checked_collectives(checked):
+                    with checked_collectives(checked), _same_hazards(seed, rank):
                         results[rank] = fn(rank)
                 finally:
                     dist.destroy_process_group()
@@ -153,7 +167,8 @@ class _Pool:
             ) from error
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
-                self.pipes[rank].send((job, rank, world_size, os.path.join(folder, "store"), timeout, checked))
+                store = os.path.join(folder, "store")
+                self.pipes[rank].send((job, rank, world_size, store, timeout, checked, _seed_of_hazards()))
             results: list[Any] = [None] * world_size
             waiting = {self.pipes[rank]: rank for rank in range(world_size)}
             while waiting:
@@ -201,7 +216,7 @@ def _worker(pipe: Any, path: list[str]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job, rank, world_size, store, timeout, checked = pipe.recv()
+            job, rank, world_size, store, timeout, checked, seed = pipe.recv()
         except EOFError:
             return
         try:
@@ -213,7 +228,7 @@ def _worker(pipe: Any, path: list[str]) -> None:
                 timeout=datetime.timedelta(seconds=timeout),
             )
             try:
-                with checked_collectives(checked):
+                with checked_collectives(checked), _same_hazards(seed, rank):
                     answer = (True, pickle.dumps(pickle.loads(job)(rank)))
                 with contextlib.suppress(RuntimeError):  # fn may have broken the group and have caught that
                     dist.barrier()

@@ -15,6 +15,8 @@ import fzero as fz
 from fzero._onepass import CHUNK
 from fzero.testing import LiveBytes, assert_trees_close, assert_trees_equal, run_ranks
 
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 OPTIMIZERS: dict[str, Any] = {
