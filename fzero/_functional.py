@@ -29,6 +29,11 @@ _units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.Co
 def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     """A pure function and its params from a module, which is left as it is.
 
+    The function works on a private copy. Hooks, wrapped forwards and whatever else the module leads to that reads it
+    (by a closure, a default argument, a bound method, a global name) read the copy there, also where they hold a param
+    itself; a list that a hook appends to stays the caller's. A call leaves the copy as it found it: attributes that
+    a forward writes last until the call ends.
+
     Args:
         module: any module. Its buffers become constants of the function; a tied weight appears once, under its first
             name.
@@ -37,6 +42,11 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
         (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
         which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`.
+
+    Raises:
+        ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
+            the module's global name), or a module works on no tensors but its own (a ScriptModule, a lazy one). By
+            `apply`: the module changes a buffer in its forward; a param that it does not train would be trained.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
@@ -65,7 +75,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             threads.elsewhere = places_of(module, reach)
             threads.places = Places(module, module, threads.elsewhere)
             whole = threads.untouched = Untouched(module, reach, sources)
-            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)), threads.elsewhere)
+            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs), module), threads.elsewhere)
             threads.call, threads.fast = whole.around(threads.places.call, whole), whole.around(fast.call, whole)
             threads.twin = module
         return threads.twin
@@ -79,7 +89,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         run_forward, whole, elsewhere = own.forward, threads.untouched, threads.elsewhere
         kept = whole.part(path)
         call = whole.around(Places(own, run_forward, elsewhere).call, kept)
-        fast = whole.around(Places(own, compiled(run_forward), elsewhere).call, kept)
+        fast = whole.around(Places(own, compiled(run_forward, own), elsewhere).call, kept)
 
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -163,3 +163,23 @@ def test_holders() -> None:
     other = mapping["x"]
     assert _private.entry_holders(mapping, "x") == 1
     del other
+
+
+def test_no_levels() -> None:
+    def look(x: torch.Tensor) -> Any:
+        with _private.no_levels():
+            made = torch.ones(2)
+            inside = _private.level(), _private.is_wrapped(made)
+            made.add_(1)  # which a level forbids for what it does not know
+        return (*inside, _private.level())
+
+    assert seen(look)[0] == (0, False, 1)
+    assert torch.equal(seen(look)[1], torch.ones(2))
+
+
+def test_dispatches() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not _private.dispatches()
+    with FakeTensorMode():
+        assert _private.dispatches()
