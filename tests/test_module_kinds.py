@@ -333,6 +333,15 @@ def test_a_global_hook_that_reads_the_module_is_refused() -> None:
         handle.remove()
 
 
+def test_a_buffer_that_was_computed_from_params_is_refused_where_it_is_read() -> None:
+    module: Any = Net()
+    module.blocks[0].register_buffer("doubled", module.blocks[0].gain * 2)
+    module.blocks[0].lin.register_forward_hook(lambda m, i, o: o * module.blocks[0].doubled)
+    apply, params = fz.functional(module)
+    with pytest.raises(ValueError, match=r"submodule 'blocks\.0', buffer 'doubled' was computed from the module's"):
+        apply(params, X)
+
+
 def test_what_was_computed_from_params_before_is_refused_where_it_is_read() -> None:
     module: Any = Net()
     module.blocks[0].doubled = module.blocks[0].gain * 2
