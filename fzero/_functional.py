@@ -60,7 +60,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
         for param in module.parameters()
     }
-    pristine, _, _ = private_copy(module, memo)
+    pristine, reach, _ = private_copy(module, memo)
+    places_of(pristine, reach)  # what cannot be put anywhere is refused here
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
