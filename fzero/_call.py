@@ -449,8 +449,8 @@ def _storage(tensor: torch.Tensor) -> int:
 def twice(unit: str) -> str:
     return (
         f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once "
-        "(by torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the checkpoint "
-        "out there: fz.remat(step) recomputes units under any derivative."
+        "(by torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the "
+        "checkpoint out there: fz.remat(step) recomputes units under any derivative."
     )
 
 

@@ -34,6 +34,11 @@ _outside: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.Context
 def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     """A pure function and its params from a module, which is left as it is.
 
+    The function works on a private copy. Hooks, wrapped forwards and whatever else the module leads to that reads it
+    (by a closure, a default argument, a bound method, a global name) read the copy there, also where they hold a param
+    itself; a list that a hook appends to stays the caller's. A call leaves the copy as it found it: attributes that
+    a forward writes last until the call ends.
+
     Args:
         module: any module. Its buffers become constants of the function; a tied weight appears once, under its first
             name.
@@ -42,6 +47,11 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
         (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
         which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`.
+
+    Raises:
+        ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
+            the module's global name), or a module works on no tensors but its own (a ScriptModule, a lazy one). By
+            `apply`: the module changes a buffer in its forward; a param that it does not train would be trained.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
@@ -57,7 +67,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
         for param in module.parameters()
     }
-    pristine, _, _ = private_copy(module, memo)
+    pristine, reach, _ = private_copy(module, memo)
+    places_of(pristine, reach)  # what cannot be put anywhere is refused here
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -72,7 +83,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             threads.elsewhere = places_of(module, reach)
             threads.places = Places(module, module, threads.elsewhere)
             whole = threads.untouched = Untouched(module, reach, sources)
-            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs)), threads.elsewhere)
+            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs), module), threads.elsewhere)
             threads.call, threads.fast = whole.around(threads.places.call), whole.around(fast.call)
             threads.twin = module
         return threads.twin
@@ -85,7 +96,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         threads.patched.add(id(own))
         run_forward, whole, elsewhere, root = own.forward, threads.untouched, threads.elsewhere, threads.places
         places = Places(own, run_forward, elsewhere)
-        call, fast = whole.around(places.call), whole.around(Places(own, compiled(run_forward), elsewhere).call)
+        call, fast = whole.around(places.call), whole.around(Places(own, compiled(run_forward, own), elsewhere).call)
 
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:

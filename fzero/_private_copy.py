@@ -42,12 +42,12 @@ def private_copy(
         found = Reach(new)
     kept = set(shared) & {id(tensor) for tensor in shared.values()}
     for original in (*module.modules(), *module.parameters(), *module.buffers()):
-        if id(original) in found.objects and id(original) not in kept:
+        if id(original) in found.objects and id(original) not in kept and not isinstance(original, Stale):
             raise ValueError(
                 f"fz.functional: {found.way(id(original))} leads to {_name_of(original, module)}, and cannot be made "
                 "anew for the copy that apply works on, so that its gradient would be lost. Use self, or the module "
-                "that a hook is given, in its place; or hold it in a closure, a default argument or a partial "
-                "of a function that is a hook or an attribute of the module."
+                "that a hook is given, in its place; hold it in a closure, a default argument or a partial of a "
+                "function that is a hook or an attribute of the module; or, where it is not read, take it out there."
             )
     tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}

@@ -20,6 +20,7 @@ from torch.nn.modules import module as torch_module
 
 Parts = Iterator[tuple[str, Any, bool]]
 HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
+REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
 BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
 CALLABLES = (types.FunctionType, types.MethodType, functools.partial, *BOUND)
 SEQUENCES = (list, tuple, set, frozenset, collections.deque)
@@ -31,12 +32,15 @@ _ATOMS = (
     torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, logging.Logger,
     torch.UntypedStorage, torch.TypedStorage,
 )  # fmt: skip
+_SIMPLE = frozenset({type(None), bool, int, float, str, types.ModuleType, torch.dtype, torch.device, torch.Size})
 # their functions know nothing of the user's global names
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "numpy", "optree"}) - {"__main__"}
 
 
 def is_atom(x: Any) -> bool:
     """Whether an object leads nowhere, as far as a copy is concerned."""
+    if type(x) in _SIMPLE:
+        return True
     if is_weak(x):
         return False
     if isinstance(x, types.BuiltinFunctionType):
@@ -163,6 +167,7 @@ class Reach:
         self.paths = {id(module): path for path, module in root.named_modules()}
         self._first: dict[int, tuple[int, str]] = {}
         self._hooks: dict[int, str] = {}
+        self._registries: dict[int, str] = {}
         self._classes: dict[type, list[tuple[str, Any]]] = {}
         mine: collections.deque[tuple[Any, str, Any]] = collections.deque([(None, "", root)])
         others = collections.deque((None, label, hook) for label, hook in _global_hooks())
@@ -221,11 +226,13 @@ class Reach:
         elif isinstance(x, nn.Module):
             yield from self._parts_of_module(x)
         elif type(x) in MAPPINGS:
-            kind = self._hooks.get(id(x))
+            hook, what = self._hooks.get(id(x)), self._registries.get(id(x), "entry")
             for key, value in list(x.items()):
                 yield f"a key of a {type(x).__name__}", key, True
-                named = getattr(value, "__qualname__", type(value).__name__)
-                yield (f"{kind} {named}" if kind else f"entry {key!r}"), value, not kind
+                if hook:
+                    yield f"{hook} {getattr(value, '__qualname__', type(value).__name__)}", value, False
+                else:
+                    yield f"{what} {key!r}", value, True
         elif type(x) in SEQUENCES:
             yield from ((f"item {i}", item, True) for i, item in enumerate(x))
         elif isinstance(x, types.FunctionType):
@@ -257,8 +264,9 @@ class Reach:
         for name, value in vars(module).items():
             if name in HOOKS:
                 self._hooks[id(value)] = HOOKS[name]
-            inner = name in ("_parameters", "_buffers", "_modules") or name in HOOKS
-            yield "" if inner else f"attribute {name!r}", value, True
+            elif name in REGISTRIES:
+                self._registries[id(value)] = REGISTRIES[name]
+            yield "" if name in HOOKS or name in REGISTRIES else f"attribute {name!r}", value, True
         cls = type(module)
         if cls not in self._classes:
             self._classes[cls] = list(_members(cls, ("forward", "__call__")))

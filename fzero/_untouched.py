@@ -15,9 +15,7 @@ from torch import nn
 
 from fzero import _private
 from fzero._private_copy import Stale
-from fzero._reach import Reach
-
-REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
+from fzero._reach import REGISTRIES, Reach
 
 
 class _Registry:

@@ -92,7 +92,7 @@ def leaked(tensor: torch.Tensor, unit: str) -> str:
     return (
         f"A tensor of shape {tuple(tensor.shape)} that unit {unit!r} computed is used outside of it, where its "
         f"gradient would be lost: unit {unit!r} passed it on in a way that cannot be seen (a class's attribute, an "
-        "object of another library). Return it from the unit as an output, or keep it in one of its arguments or its module."
+        "object of another library). Return it as an output, or keep it in one of the unit's arguments or its module."
     )
 
 

@@ -239,3 +239,11 @@ def test_an_allocators_error() -> None:
     assert _private.is_out_of_memory(caught.value)
     assert _private.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
     assert not _private.is_out_of_memory(RuntimeError("Connection closed by peer"))
+
+
+def test_dispatches() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    assert not _private.dispatches()
+    with FakeTensorMode():
+        assert _private.dispatches()

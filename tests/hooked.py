@@ -1,0 +1,348 @@
+"""Hooks, closures and holders that read a module or its params, and what plain torch makes of them."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.utils.prune
+from torch import nn
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
+
+F64 = torch.float64
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 3: fz.shard_zero3}
+MODEL: Any = None  # as in a notebook
+
+
+class Block(nn.Module):
+    """A linear map with params and a buffer that hooks and closures may read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(3, 3)
+        self.norm = nn.LayerNorm(3)
+        self.gain, self.shift = nn.Parameter(torch.full((3,), 1.5)), nn.Parameter(torch.full((3,), 0.25))
+        self.register_buffer("table", torch.linspace(0.5, 1.0, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(torch.tanh(self.lin(x)) + self.get_buffer("table"))
+
+
+class Net(nn.Module):
+    def __init__(self, block: Callable[[], nn.Module] = Block, count: int = 2) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks = nn.ModuleList(block() for _ in range(count))
+            self.head = nn.Linear(3, 3)
+        self.gain = nn.Parameter(torch.full((3,), 0.75))
+        self.double()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x * self.gain).square().mean()
+
+
+X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3), dtype=F64)
+
+
+def values_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: param.detach() for name, param in module.named_parameters()}
+
+
+def by_functional_call(module: nn.Module) -> dict[str, torch.Tensor]:
+    return torch.func.grad(lambda p: torch.func.functional_call(module, p, (X,)))(values_of(module))
+
+
+def by_autograd(module: nn.Module) -> dict[str, torch.Tensor]:
+    names, params = zip(*module.named_parameters(), strict=True)
+    grads = torch.autograd.grad(module(X), params, materialize_grads=True)
+    return dict(zip(names, grads, strict=True))
+
+
+FORMS = [(stage, remat) for stage in SHARDS for remat in (False, True)]
+
+
+def check(module: nn.Module, want: dict[str, torch.Tensor], forms: Any = FORMS) -> None:
+    """The gradient under torch.func, and at every stage, in both forms, twice, here and in ranks that are threads."""
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    apply, params = fz.functional(module)
+
+    def rank_main(rank: int) -> None:
+        assert_trees_close(dict(torch.func.grad(apply)(params, X)), want, rtol=1e-10)
+        for stage, remat in forms:
+            step = SHARDS[stage](fz.train_step(apply, fz.sgd(0.1)))
+            step = fz.remat(step) if remat else step
+            state = step.init(params)
+            for _ in range(2):
+                out, pullback = step.vjp(state, X)
+                assert_trees_close(dict(fz.gather(pullback(torch.ones_like(out))[0])), want, rtol=1e-10)
+
+    for _ in range(2):
+        assert_trees_close(dict(torch.func.grad(apply)(params, X)), want, rtol=1e-10)
+    run_ranks(rank_main, 2)
+    assert_trees_equal(dict(module.state_dict()), before)
+
+
+# ---- what reads the module from a hook or a closure
+
+
+class Gained:
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __call__(self, module: Any, inputs: Any, out: Any) -> Any:
+        return out * self.owner.gain
+
+    def hook(self, module: Any, inputs: Any, out: Any) -> Any:
+        return self(module, inputs, out)
+
+
+class Slotted:
+    __slots__ = ("owner",)
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __call__(self, module: Any, inputs: Any, out: Any) -> Any:
+        return out * self.owner.gain
+
+
+@dataclasses.dataclass
+class Box:
+    owner: Any
+
+
+def scaled_by(owner: Any, module: Any, inputs: Any, out: Any) -> Any:
+    return out * owner.gain
+
+
+def scaled_by_a_global(out: Any) -> Any:
+    return out * MODEL.gain
+
+
+def closure(at: Any, owner: Any) -> None:
+    at.register_forward_hook(lambda m, i, o: o * owner.gain)
+
+
+def pre_hook(at: Any, owner: Any) -> None:
+    at.register_forward_pre_hook(lambda m, i: (i[0] * owner.gain,))
+
+
+def pre_hook_with_kwargs(at: Any, owner: Any) -> None:
+    at.register_forward_pre_hook(lambda m, i, k: ((i[0] * owner.gain,), k), with_kwargs=True)
+
+
+def hook_with_kwargs(at: Any, owner: Any) -> None:
+    at.register_forward_hook(lambda m, i, k, o: o * owner.gain, with_kwargs=True)
+
+
+def always_called(at: Any, owner: Any) -> None:
+    at.register_forward_hook(lambda m, i, o: o * owner.gain, always_call=True)
+
+
+def prepended(at: Any, owner: Any) -> None:
+    at.register_forward_hook(lambda m, i, o: o + owner.gain)
+    at.register_forward_hook(lambda m, i, o: o * owner.gain, prepend=True)
+
+
+def wrapped_forward(at: Any, owner: Any) -> None:
+    old = at.forward
+    at.forward = lambda *a: old(*a) * owner.gain
+
+
+def wrapped_twice(at: Any, owner: Any) -> None:
+    wrapped_forward(at, owner)
+    at.old = at.forward
+    at.forward = types.MethodType(lambda self, x: self.old(x) + owner.shift, at)
+
+
+def partial(at: Any, owner: Any) -> None:
+    at.register_forward_hook(functools.partial(scaled_by, owner))
+
+
+def bound_method(at: Any, owner: Any) -> None:
+    at.register_forward_hook(Gained(owner).hook)
+
+
+def bound_to_a_submodule(at: Any, owner: Any) -> None:
+    at.register_forward_hook(types.MethodType(lambda self, m, i, o: o * self.gain, owner))
+
+
+def callable_object(at: Any, owner: Any) -> None:
+    at.register_forward_hook(Gained(owner))
+
+
+def callable_with_slots(at: Any, owner: Any) -> None:
+    at.register_forward_hook(Slotted(owner))
+
+
+def list_of_lambdas(at: Any, owner: Any) -> None:
+    at.functions = [lambda x: x * owner.gain, {"then": lambda x: x + owner.shift}]
+    at.register_forward_hook(lambda m, i, o: m.functions[1]["then"](m.functions[0](o)))
+
+
+def default_argument(at: Any, owner: Any) -> None:
+    at.register_forward_hook(lambda m, i, o, owner=owner: o * owner.gain)
+
+
+def keyword_default(at: Any, owner: Any) -> None:
+    def hook(m: Any, i: Any, o: Any, *, owner: Any = owner) -> Any:
+        return o * owner.gain
+
+    at.register_forward_hook(hook)
+
+
+def nested_closure(at: Any, owner: Any) -> None:
+    def outer() -> Any:
+        def inner(x: Any) -> Any:
+            return x * owner.gain
+
+        return lambda m, i, o: inner(o)
+
+    at.register_forward_hook(outer())
+
+
+def function_attribute(at: Any, owner: Any) -> None:
+    def hook(m: Any, i: Any, o: Any) -> Any:
+        return o * hook.owner.gain  # type: ignore[attr-defined]
+
+    hook.owner = owner  # type: ignore[attr-defined]
+    at.register_forward_hook(hook)
+
+
+def dataclass_in_a_closure(at: Any, owner: Any) -> None:
+    box = Box([owner])
+    at.register_forward_hook(lambda m, i, o: o * box.owner[0].gain)
+
+
+def default_dict(at: Any, owner: Any) -> None:
+    at.made = collections.defaultdict(lambda: owner.gain)
+    at.register_forward_hook(lambda m, i, o: o * m.made.default_factory())
+
+
+def weak_reference(at: Any, owner: Any) -> None:
+    reference = weakref.ref(owner)
+    at.register_forward_hook(lambda m, i, o: o * reference().gain)  # type: ignore[union-attr]
+
+
+def weak_proxy(at: Any, owner: Any) -> None:
+    proxy = weakref.proxy(owner)
+    at.register_forward_hook(lambda m, i, o: o * proxy.gain)
+
+
+def weak_dict(at: Any, owner: Any) -> None:
+    at.owners = weakref.WeakKeyDictionary({at: owner})
+    at.register_forward_hook(lambda m, i, o: o * m.owners[m].gain)
+
+
+def cycle(at: Any, owner: Any) -> None:
+    at.parent = [owner]
+    at.register_forward_hook(lambda m, i, o: o * m.parent[0].gain)
+
+
+def weak_parent(at: Any, owner: Any) -> None:
+    at.parent = weakref.ref(owner)
+    at.register_forward_hook(lambda m, i, o: o * m.parent().gain)
+
+
+def buffer_by_closure(at: Any, owner: Any) -> None:
+    table = owner.get_buffer("table") if hasattr(owner, "table") else owner.gain.detach()
+    at.register_forward_hook(lambda m, i, o: o * table * owner.gain)
+
+
+def global_name(at: Any, owner: Any) -> None:
+    global MODEL
+    MODEL = owner
+    at.register_forward_hook(lambda m, i, o: o * MODEL.gain)
+
+
+def global_name_in_nested_code(at: Any, owner: Any) -> None:
+    global MODEL
+    MODEL = owner
+
+    def hook(m: Any, i: Any, o: Any) -> Any:
+        return next((lambda x: x * MODEL.gain)(x) for x in (o,))
+
+    at.register_forward_hook(hook)
+
+
+def global_helper(at: Any, owner: Any) -> None:
+    global MODEL
+    MODEL = owner
+    at.register_forward_hook(lambda m, i, o: scaled_by_a_global(o))
+
+
+READERS: dict[str, Callable[[Any, Any], None]] = {
+    fn.__name__.replace("_", " "): fn
+    for fn in (
+        closure, pre_hook, pre_hook_with_kwargs, hook_with_kwargs, always_called, prepended, wrapped_forward,
+        wrapped_twice, partial, bound_method, bound_to_a_submodule, callable_object, callable_with_slots,
+        list_of_lambdas, default_argument, keyword_default, nested_closure, function_attribute, dataclass_in_a_closure,
+        default_dict, weak_reference, weak_proxy, weak_dict, cycle, weak_parent, buffer_by_closure, global_name,
+        global_name_in_nested_code, global_helper,
+    )
+}  # fmt: skip
+
+
+# ---- a param that is held besides its module: plain autograd differentiates it there
+
+
+def params_in_a_list(at: Any, owner: Any) -> None:
+    at.held = [owner.gain, (owner.shift, 1), {"deep": [owner.gain]}]
+    at.register_forward_hook(lambda m, i, o: o * m.held[0] + m.held[1][0] + m.held[2]["deep"][0])
+
+
+def param_in_a_closure(at: Any, owner: Any) -> None:
+    gain = owner.gain
+    at.register_forward_hook(lambda m, i, o: o * gain)
+
+
+def param_as_a_default(at: Any, owner: Any) -> None:
+    def hook(m: Any, i: Any, o: Any, gain: Any = owner.gain, *, shift: Any = owner.shift) -> Any:
+        return o * gain + shift
+
+    at.register_forward_hook(hook)
+
+
+def param_in_a_partial(at: Any, owner: Any) -> None:
+    at.register_forward_hook(functools.partial(lambda gain, m, i, o: o * gain, owner.gain))
+
+
+def method_of_a_param(at: Any, owner: Any) -> None:
+    at.scale = owner.gain.mul
+    at.register_forward_hook(lambda m, i, o: m.scale(o))
+
+
+def weakly_held_param(at: Any, owner: Any) -> None:
+    at.held = weakref.ref(owner.gain)
+    at.register_forward_hook(lambda m, i, o: o * m.held())
+
+
+def param_of_an_object(at: Any, owner: Any) -> None:
+    at.box = Box(owner.gain)
+    at.register_forward_hook(lambda m, i, o: o * m.box.owner)
+
+
+def param_by_a_global_name(at: Any, owner: Any) -> None:
+    global MODEL
+    MODEL = owner.gain
+    at.register_forward_hook(lambda m, i, o: o * MODEL)
+
+
+HOLDERS = {
+    fn.__name__.replace("_", " "): fn
+    for fn in (
+        params_in_a_list, param_in_a_closure, param_as_a_default, param_in_a_partial, method_of_a_param,
+        weakly_held_param, param_of_an_object, param_by_a_global_name,
+    )
+}  # fmt: skip

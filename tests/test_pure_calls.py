@@ -1,0 +1,196 @@
+"""apply is a function: a buffer that is changed is refused, and no call leaves anything behind in the private copy."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.prune
+from hooked import F64, FORMS, SHARDS, Block, Box, Net, X, by_functional_call, values_of
+from torch import nn
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
+
+# ---- no call leaves anything behind
+
+
+def doubled(module: Any, inputs: Any, out: Any) -> Any:
+    return out * 2
+
+
+class Changing(Block):
+    """A block that writes to itself, in the way that its class attribute says."""
+
+    how = "none"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("ema", torch.zeros(3))
+        self.plain, self.calls, self.seen = torch.zeros(3, dtype=F64), 0, [0]
+        made: Any = {"deep": [0]}
+        self.made = made
+        self.box, self.aux = Box(0), None
+        self.extra: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = super().forward(x)
+        mean = out.detach().mean(0)
+        ema: Any = self.ema
+        match self.how:
+            case "assigned":
+                self.ema = 0.5 * ema + mean
+            case "in place":
+                ema.mul_(0.5).add_(1.0)
+            case "in place, by .data":
+                ema.data.mul_(0.5).add_(1.0)
+            case "resized":
+                ema.resize_(5)
+            case "registered":
+                self.register_buffer("other", mean)
+            case "deleted":
+                del self.ema
+                return out
+            case "an attribute now":
+                del self.ema
+                self.ema = mean
+            case "a param":
+                self.register_parameter("other", nn.Parameter(torch.ones(3, dtype=F64)))
+            case "a submodule":
+                self.extra = nn.Identity()
+            case "a tensor in place":
+                self.plain.add_(1.0)
+                return out + self.plain
+            case "attributes":
+                self.calls += 1
+                self.seen.append(1)
+                self.made["deep"].append(1)
+                self.made[self.calls] = 1
+                self.box.owner += 1
+                self.plain, self.aux = self.plain + mean, out
+                self.lin.register_forward_hook(doubled)
+                state = self.calls + len(self.seen) + len(self.made["deep"]) + len(self.made) + self.box.owner
+                return out * state + self.plain
+            case "raises":
+                self.ema, self.calls = mean, self.calls + 1
+                raise KeyError(str(self.calls))
+        return out + self.ema[:3]
+
+
+def changing(how: str) -> Any:
+    class Here(Changing):
+        pass
+
+    Here.how = how
+    return Net(Here)
+
+
+WRITES = {
+    "assigned": "its buffer 'blocks.0.ema'",
+    "in place": "'blocks.0.ema'",
+    "in place, by .data": "'blocks.0.ema'",
+    "resized": "'blocks.0.ema'",
+    "registered": "its buffer 'blocks.0.other'",
+    "deleted": "its buffer 'blocks.0.ema'",
+    "an attribute now": "its buffer 'blocks.0.ema'",
+    "a param": "its param 'blocks.0.other'",
+    "a submodule": "its submodule 'blocks.0.extra'",
+    "a tensor in place": "'blocks.0.plain'|attribute 'plain'",
+}
+
+
+def runs(apply: Any, params: Any) -> list[Callable[[], Any]]:
+    out: list[Callable[[], Any]] = [lambda: apply(params, X), lambda: torch.func.grad(apply)(params, X)]
+    for stage, remat in FORMS:
+        step = SHARDS[stage](fz.train_step(apply, fz.sgd(0.1)))
+        step = fz.remat(step) if remat else step
+
+        def run(step: Any = step) -> Any:
+            loss, pullback = step.vjp(step.init(params), X)
+            return fz.gather(pullback(torch.ones_like(loss))[0])
+
+        out.append(run)
+    return out
+
+
+@pytest.mark.parametrize("how", sorted(WRITES))
+def test_a_module_that_changes_its_buffers_is_refused(how: str) -> None:
+    """By name, also inside a unit that is gathered or rematerialised, every time; and nothing is left of it."""
+    module: Any = changing(how)
+    before = {name: value.clone() for name, value in module.state_dict().items()}
+    apply, params = fz.functional(module)
+
+    def rank_main(rank: int) -> None:
+        for run in runs(apply, params):
+            for _ in range(2):
+                with pytest.raises(ValueError, match=rf"The module changed .*({WRITES[how]}).* in its forward"):
+                    run()
+        type(module.blocks[0]).how = "none"
+        want = by_functional_call(module)
+        for run in runs(apply, params)[1:]:
+            assert_trees_close(dict(run()), want, rtol=1e-10)
+        type(module.blocks[0]).how = how
+
+    run_ranks(rank_main, 1)
+    assert_trees_equal(dict(module.state_dict()), before)
+
+
+def test_attributes_are_after_a_call_what_they_were_before() -> None:
+    """A call is a function: the second is the first again; what a forward writes to attributes is its own affair."""
+    module: Any = changing("attributes")
+    fresh = copy.deepcopy(module)
+    want = torch.func.grad(lambda p: torch.func.functional_call(fresh, p, (X,)))(values_of(module))
+    apply, params = fz.functional(module)
+
+    def rank_main(rank: int) -> None:
+        for run in runs(apply, params)[1:]:
+            for _ in range(2):
+                assert_trees_close(dict(run()), want, rtol=1e-10)
+
+    run_ranks(rank_main, 1)
+    block: Any = module.blocks[0]
+    assert block.calls == 0 and block.seen == [0] and block.aux is None and not block.lin._forward_hooks
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    module: Any = changing("raises")
+    apply, params = fz.functional(module)
+
+    def rank_main(rank: int) -> None:
+        for run in runs(apply, params):
+            for _ in range(2):
+                with pytest.raises(KeyError, match="'1'"):
+                    run()
+
+    run_ranks(rank_main, 1)
+    type(module.blocks[0]).how = "none"
+    assert torch.equal(apply(params, X), module(X))
+
+
+def test_the_users_changes_of_the_module_do_not_reach_the_function() -> None:
+    module: Any = Net()
+    apply, params = fz.functional(module)
+    want = apply({name: value.clone() for name, value in params.items()}, X)
+    kept = {name: value.clone() for name, value in params.items()}
+    module.blocks[0].table.zero_()
+    module.gain.data.zero_()
+    module.blocks[0].register_forward_hook(lambda m, i, o: o * 0)
+    assert torch.equal(apply(kept, X), want)
+    results: list[Any] = []
+    thread = threading.Thread(target=lambda: results.append(apply(kept, X)))
+    thread.start()
+    thread.join()
+    assert torch.equal(results[0], want)
+
+
+def test_a_module_at_work_inside_inference_mode() -> None:
+    module = Net()
+    apply, params = fz.functional(module)
+    with torch.inference_mode():
+        first = apply(params, X)
+    assert torch.equal(first, module(X))
+    assert_trees_close(dict(torch.func.grad(apply)(params, X)), by_functional_call(module))
