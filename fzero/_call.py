@@ -76,7 +76,7 @@ class _Exports:
     def of(self, value: Any) -> Any:
         """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
         if isinstance(value, torch.Tensor):
-            return self._tensor(value)
+            return value if isinstance(value, Handle) else self._tensor(value)
         leaves, spec = _tree.flatten(value, is_leaf=self._call.reach.knows)
         if len(leaves) == 1 and leaves[0] is value:
             return self._object(value)

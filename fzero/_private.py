@@ -90,8 +90,8 @@ def direct(function: Any) -> Any:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether a functorch level wraps this tensor."""
-    return _functorch.is_functorch_wrapped_tensor(tensor)
+    """Whether an active functorch level wraps this tensor; one that has ended leaves wrappers, which are dead."""
+    return _functorch.maybe_get_level(tensor) > 0
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -101,7 +101,7 @@ def version(tensor: torch.Tensor) -> int:
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below every functorch level."""
-    while is_wrapped(tensor):
+    while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor
 
@@ -114,9 +114,10 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     while True:
-        if tensor.requires_grad:
+        dead = _functorch.is_functorch_wrapped_tensor(tensor) and not is_wrapped(tensor)
+        if tensor.requires_grad and not dead:
             return True
-        if not is_wrapped(tensor):
+        if not (dead or is_wrapped(tensor)):
             return False
         tensor = _functorch.get_unwrapped(tensor)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import functools
 import types
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ _ATOMS = frozenset(
 )
 # a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _Content = dict[Any, Any]
 MANY = 4096  # entries: a longer list or dict holds data, and is not looked through in every call
 
@@ -136,7 +138,7 @@ def _container_of(value: Any) -> type[Container] | None:
         return Container
     if kind in (list, collections.deque):
         return _List
-    if kind in _ATOMS or isinstance(value, (type, types.ModuleType, torch.Generator)):
+    if kind in _ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, torch.Generator)):
         return None
     if kind.__module__.partition(".")[0] == "fzero" and not isinstance(value, dict):
         return None  # ours: steps, states
@@ -168,6 +170,7 @@ class Reach:
         self.generators: list[torch.Generator] = []
         self.containers: list[Container] = []
         self._ids: set[int] = set()
+        self._vacant: list[Any] = []  # containers that were empty, of which there are many
 
     # ---- finding
 
@@ -219,9 +222,12 @@ class Reach:
         """What its submodules, its hooks and its forward reach."""
         for child in module._modules.values():
             self._scan(child, False)
-        for hooks in (module._forward_pre_hooks, module._forward_hooks):
-            for hook in hooks.values():
-                self._scan(hook, False)
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            if hooks:
+                self._scan(hooks, False)
+            else:
+                self._vacant.append(hooks)
         self._function(type(module).forward, False)
 
     def _scan_attributes(self, value: Any) -> None:
@@ -279,6 +285,7 @@ class Reach:
 
     def fill(self, replaced: Callable[[Any], Any]) -> None:
         """Puts the unit's own tensors into the places; `restore` puts back what was found there."""
+        self._occupied()
         for container in self.containers:
             content = {key: replaced(value) for key, value in container.found.items()}
             if all(content[key] is value for key, value in container.found.items()):
@@ -289,6 +296,7 @@ class Reach:
 
     def changes(self) -> list[tuple[Container, _Content]]:
         """The containers that are not as they were filled, each with its content."""
+        self._occupied()
         return [(container, now) for container in self.containers if (now := container.changed()) is not None]
 
     def restore(self, contents: Iterable[tuple[Container, _Content]] | None = None) -> None:
@@ -297,6 +305,14 @@ class Reach:
             container.entered = content
             if container.changed() is not None:
                 container.write(content)
+
+    def _occupied(self) -> None:
+        """Counts those that are not empty any more among the containers; they were found empty."""
+        for one in [one for one in self._vacant if one]:
+            self._vacant = [other for other in self._vacant if other is not one]
+            container = Container(one)
+            container.found = container.entered = {}
+            self.containers.append(container)
 
     def now(self) -> list[tuple[Container, _Content]]:
         """What is in the containers at this moment."""

@@ -21,8 +21,9 @@ from fzero._reach import REGISTRIES, Reach
 class _Registry:
     """The buffers, params or submodules of one module, and what they were before."""
 
-    def __init__(self, path: str, what: str, of: dict[str, Any]) -> None:
-        self.path, self.what, self.of, self.before = path, what, of, dict(of)
+    def __init__(self, path: str, name: str, module: nn.Module) -> None:
+        self.path, self.what, self.of, self.module = path, REGISTRIES[name], getattr(module, name), module
+        self.before = dict(self.of)
 
     def restore(self) -> list[str]:
         """Puts back what was there; the names of what was written."""
@@ -32,6 +33,8 @@ class _Registry:
         names = [name for name in {**before, **now} if before.get(name, self) is not now.get(name, self)]
         now.clear()
         now.update(before)
+        for name in names:  # which an attribute would hide
+            vars(self.module).pop(name, None)
         return [f"its {self.what} {self.path + name!r}" for name in names]
 
 
@@ -88,7 +91,7 @@ class Untouched:
         self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._registries = [
-            _Registry(f"{path}." if path else "", REGISTRIES[name], getattr(own, name))
+            _Registry(f"{path}." if path else "", name, own)
             for path, own in module.named_modules()
             for name in REGISTRIES
         ]

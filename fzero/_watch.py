@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
+from fzero._handle import Handle
 from fzero._node import closed_over
 
 LeafOf = Callable[[torch.Tensor], str]
@@ -107,6 +108,8 @@ def writes(func: Any, kwargs: Any) -> bool:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The storage below every functorch level; 0 for a tensor without one."""
+    if isinstance(tensor, Handle):
+        return 0
     try:
         return _private.unwrapped(tensor).untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):

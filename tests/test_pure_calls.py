@@ -139,16 +139,16 @@ def test_a_module_that_changes_its_buffers_is_refused(how: str) -> None:
     assert_trees_equal(dict(module.state_dict()), before)
 
 
-def test_attributes_are_after_a_call_what_they_were_before() -> None:
-    """A call is a function: the second is the first again; what a forward writes to attributes is its own affair."""
+def test_attributes_change_from_call_to_call_as_those_of_a_module_do() -> None:
+    """Once for each call, also where a pullback runs a unit again; those of the user's own module stay."""
     module: Any = changing("attributes")
     fresh = copy.deepcopy(module)
-    want = torch.func.grad(lambda p: torch.func.functional_call(fresh, p, (X,)))(values_of(module))
     apply, params = fz.functional(module)
 
     def rank_main(rank: int) -> None:
         for run in runs(apply, params)[1:]:
             for _ in range(2):
+                want = torch.func.grad(lambda p: torch.func.functional_call(fresh, p, (X,)))(values_of(module))
                 assert_trees_close(dict(run()), want, rtol=1e-10)
 
     run_ranks(rank_main, 1)
@@ -157,13 +157,14 @@ def test_attributes_are_after_a_call_what_they_were_before() -> None:
 
 
 def test_an_exception_leaves_nothing_behind() -> None:
+    """But for attributes, which are as the forward left them."""
     module: Any = changing("raises")
     apply, params = fz.functional(module)
 
     def rank_main(rank: int) -> None:
         for run in runs(apply, params):
             for _ in range(2):
-                with pytest.raises(KeyError, match="'1'"):
+                with pytest.raises(KeyError):
                     run()
 
     run_ranks(rank_main, 1)
