@@ -49,8 +49,10 @@ class Container:
         return dict(self.of)
 
     def write(self, content: _Content) -> None:
-        dict.clear(self.of)
-        dict.update(self.of, content)
+        own = collections.OrderedDict if isinstance(self.of, collections.OrderedDict) else dict  # not a subclass's
+        own.clear(self.of)
+        for key, value in content.items():
+            own.__setitem__(self.of, key, value)
 
     def changed(self) -> _Content | None:
         """Its content, where that is not what it was filled with."""
