@@ -1,0 +1,78 @@
+"""Functions as people write them are what plain torch makes of them, at every stage, in both forms, with hazards on."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import written
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks
+
+pytestmark = pytest.mark.usefixtures("hazards")
+
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+# a unit that is run again needs its inputs as they were
+REFUSED_UNDER_REMAT = "an input that is returned and changed"
+
+
+def as_dicts(tree: Any) -> Any:
+    return dict(tree) if isinstance(tree, dict) else tree
+
+
+def follows(rank: int, name: str, world: int, stages: tuple[int, ...]) -> None:
+    fn, params, plain = written.CASES[name]()
+    batches = [written.X * (1 + i) for i in range(world)]
+    pulled = [torch.func.grad(plain, argnums=(0, 1))(as_dicts(params), x) for x in batches]
+    mean = torch.utils._pytree.tree_map(lambda *g: torch.stack(g).mean(0), *[g for g, _ in pulled])
+    forms: list[Any] = [("vjp", False), ("vjp", True), ("tape", False), ("fused", False)]
+    if name == "energy to forces":  # asks whether its input is differentiated, which a forward without gradient is not
+        forms = forms[:2]
+    units = ("emb", "mid") if name == "an embedding tied to a head" else None
+    for stage in stages:
+        for form, remat in forms:
+            step = SHARDS[stage](fz.train_step(fn, fz.sgd(0.1), units=units))
+            step = fz.remat(step) if remat else step
+            state, x = step.init(params), batches[rank]
+            for _ in range(3):
+                if remat and name == REFUSED_UNDER_REMAT:
+                    with pytest.raises(ValueError, match=r"An input of unit 'blocks\.0' was changed in place"):
+                        step.vjp(state, x)[1](torch.ones((), dtype=written.F64))
+                    break
+                if form == "vjp":
+                    out, pullback = step.vjp(state, x)
+                    assert_trees_close(out, plain(as_dicts(params), x.clone().requires_grad_()).detach(), rtol=1e-10)
+                    grads, (cotangent,) = pullback(torch.ones_like(out))
+                    assert_trees_close(cotangent, pulled[rank][1], rtol=1e-9)
+                elif form == "tape":
+                    with fz.tape(step, state) as model:
+                        model(x).backward()
+                        grads = model.grads()
+                else:
+                    moved, _ = fz.fuse_update(step)(state, x)
+                    difference = torch.utils._pytree.tree_map(
+                        lambda a, b: (a - b) / 0.1, as_dicts(fz.gather(state.params)), as_dicts(fz.gather(moved.params))
+                    )
+                    assert_trees_close(difference, mean, rtol=1e-8)
+                    continue
+                assert_trees_close(as_dicts(fz.gather(grads)), mean, rtol=1e-9)
+
+
+@pytest.mark.parametrize("name", written.CASES)
+def test_is_what_plain_torch_makes_of_it(name: str) -> None:
+    run_ranks(functools.partial(follows, name=name, world=1, stages=(0,)), 1)
+    run_ranks(functools.partial(follows, name=name, world=2, stages=(1, 2, 3)), 2)
+
+
+def all_of(rank: int, names: list[str]) -> None:
+    for name in names:
+        follows(rank, name, 2, (1, 3))
+
+
+@pytest.mark.parametrize("part", range(4))
+def test_on_real_processes(part: int) -> None:
+    names = list(written.CASES)[part::4]
+    run_ranks(functools.partial(all_of, names=names), 2, backend="processes", timeout=200)

@@ -1,0 +1,398 @@
+"""Functions as people write them, with what plain torch makes of them: units that change their arguments, read and write
+objects, return views; weights read from elsewhere; derivatives inside.
+
+Each case is `make() -> (fn, params, plain)`: `plain(params, *inputs)` is the same in torch alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+
+import fzero as fz
+
+F64 = torch.float64
+Case = tuple[Callable[..., Any], Any, Callable[..., Any]]
+
+
+def draw(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=F64)
+
+
+X = draw(3, 4)
+PARAMS = {"blocks": [{"w": draw(4, 4, seed=i)} for i in range(3)], "head": draw(4, 4, seed=7)}
+
+
+def pure(fn: Callable[..., Any]) -> Case:
+    """Outside of a step a unit is its function, so that the function is its own reference."""
+    return fn, PARAMS, fn
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4, dtype=F64)
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.lin(x))
+
+
+class Net(nn.Module):
+    """Blocks in a list, each a unit."""
+
+    block: Callable[[], nn.Module] = Block
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.blocks: Any = nn.ModuleList(type(self).block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def of_module(module: nn.Module) -> Case:
+    apply, params = fz.functional(module)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return apply(p, x).square().mean()
+
+    def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.func.functional_call(module, dict(p), (x,)).square().mean()
+
+    return fn, params, plain
+
+
+# ---- weights read outside their own module
+
+
+class Codebooks(Net):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) @ self.blocks[0].lin.weight.T + self.blocks[1].lin.bias
+
+
+def a_weight_read_by_the_parent() -> Case:
+    return of_module(Codebooks())
+
+
+def a_weight_that_two_blocks_share() -> Case:
+    module = Net()
+    module.blocks[2].lin.weight = module.blocks[0].lin.weight
+    return of_module(module)
+
+
+class Sibling(Block):
+    other: Any
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.lin(x) @ self.other[0].lin.weight)
+
+
+def a_weight_of_a_sibling() -> Case:
+    module = Net()
+    with torch.random.fork_rng():
+        torch.manual_seed(1)
+        module.blocks[1] = Sibling()
+    module.blocks[1].other = [module.blocks[0]]
+    return of_module(module)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng():
+            torch.manual_seed(0)
+            self.emb, self.mid = nn.Embedding(5, 4, dtype=F64), nn.Linear(4, 4, dtype=F64)
+            self.head = nn.Linear(4, 5, bias=False, dtype=F64)
+        self.head.weight = self.emb.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ids = torch.arange(3)
+        return self.head(torch.tanh(self.mid(self.emb(ids) + x)))
+
+
+def an_embedding_tied_to_a_head() -> Case:
+    return of_module(Tied())
+
+
+# ---- what a unit passes on by a side effect
+
+
+class Balanced(Net):
+    class block(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(self.lin(x))
+            self.aux, self.log = h.square().mean(), [h.sum()]
+            return h
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total: Any = 0.0
+        for block in self.blocks:
+            x = block(x)
+            total = total + block.aux + block.log[0]
+        return x * total
+
+
+def attributes_that_the_parent_sums() -> Case:
+    return of_module(Balanced())
+
+
+class Told(Net):
+    class block(Block):
+        context: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.lin(x)) * self.context
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            block.context = x.sum()
+            x = block(x)
+        return x
+
+
+def an_attribute_that_a_unit_reads() -> Case:
+    return of_module(Told())
+
+
+@dataclasses.dataclass
+class Box:
+    h: torch.Tensor
+    extra: torch.Tensor | None = None
+
+
+def a_dataclass_in_and_out() -> Case:
+    unit = fz.unit(lambda q, b: Box(torch.tanh(b.h @ q["w"]), b.extra * 2))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        box = Box(x, x.sum())
+        for q in p["blocks"]:
+            box = unit(q, box)
+        return (box.h * box.extra).sum()
+
+    return pure(fn)
+
+
+def a_dict_that_the_unit_fills() -> Case:
+    def body(q: Any, x: torch.Tensor, seen: dict[str, Any]) -> torch.Tensor:
+        h = torch.tanh(x @ q["w"])
+        seen["sum"] = seen.get("sum", 0) + h.sum()
+        seen.setdefault("all", []).append(h)
+        return h
+
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        seen: dict[str, Any] = {}
+        for q in p["blocks"]:
+            x = unit(q, x, seen)
+        return (x * seen["sum"]).sum() + sum(h.square().sum() for h in seen["all"])
+
+    return pure(fn)
+
+
+def a_stashed_view() -> Case:
+    stash: list[torch.Tensor] = []
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ q["w"])
+        stash.append(h[0])
+        return h
+
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        stash.clear()
+        for q in p["blocks"]:
+            x = unit(q, x)
+        return (x * stash[0].sum()).sum()
+
+    return pure(fn)
+
+
+def a_counter() -> Case:
+    calls = types.SimpleNamespace(n=0)
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.n += 1
+        return torch.tanh(x @ q["w"]) * calls.n
+
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.n = 0
+        for q in p["blocks"]:
+            x = unit(q, x)
+        return x.sum() * calls.n
+
+    return pure(fn)
+
+
+# ---- in place
+
+
+def an_input_changed_inside() -> Case:
+    unit = fz.unit(lambda q, x: torch.tanh(x.mul_(2) @ q["w"]))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x.sin()
+        for q in p["blocks"]:
+            y = unit(q, y) + y.sum()
+        return y.sum()
+
+    return pure(fn)
+
+
+class InPlace(Net):
+    class block(nn.Sequential):
+        def __init__(self) -> None:
+            super().__init__(nn.ReLU(inplace=True), nn.Linear(4, 4, dtype=F64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x * 1)
+
+
+def a_unit_that_begins_with_relu_in_place() -> Case:
+    return of_module(InPlace())
+
+
+def outputs_that_overlap() -> Case:
+    def body(q: Any, x: torch.Tensor) -> Any:
+        h = x @ q["w"]
+        return h, h[0], h.detach(), h[1:].detach()
+
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h, row, same, rest = unit(p["blocks"][0], x)
+        row.mul_(2)
+        return (h * same).sum() + (rest * h[1:]).sum()
+
+    return pure(fn)
+
+
+def an_input_that_is_returned_and_changed() -> Case:
+    unit = fz.unit(lambda q, x: (x, x[0], q["w"].sum()))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1
+        same, row, total = unit(p["blocks"][0], x)
+        row.mul_(3)
+        same.add_(1)
+        return (x * total).sum()
+
+    return pure(fn)
+
+
+# ---- values and derivatives
+
+
+def complex_outputs_beside_real_ones() -> Case:
+    def body(q: Any, x: torch.Tensor) -> Any:
+        h = x @ q["w"]
+        return torch.complex(h, x), h
+
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        c, r = unit(p["blocks"][0], x)
+        return (c.abs() * r).sum() + (c * c).real.sum()
+
+    return pure(fn)
+
+
+def _chain(p: Any, x: torch.Tensor) -> torch.Tensor:
+    unit = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+    for q in p["blocks"]:
+        x = unit(q, x)
+    return x.square().sum()
+
+
+def a_gradient_penalty() -> Case:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return _chain(p, x) + torch.func.grad(lambda x: _chain(p, x))(x).square().sum()
+
+    return pure(fn)
+
+
+def a_penalty_on_one_unit() -> Case:
+    unit = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        slope = torch.func.grad(lambda x: unit(p["blocks"][0], x).sum())(x)
+        return unit(p["blocks"][1], unit(p["blocks"][0], x)).sum() + slope.square().sum()
+
+    return pure(fn)
+
+
+def energy_to_forces() -> Case:
+    """torch.autograd.grad with create_graph inside the function."""
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            y = x * 1.0 if x.requires_grad else x.detach().requires_grad_() * 1.0
+            (force,) = torch.autograd.grad(_chain(p, y), y, create_graph=True)
+        return force.square().sum() + _chain(p, x)
+
+    return pure(fn)
+
+
+def a_sum_over_all_leaves() -> Case:
+    def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return _chain(p, x) + sum(leaf.square().sum() for leaf in [p["head"], *[q["w"] for q in p["blocks"]]])
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return _chain(p, x) + fz.sum_over(p, lambda leaf: leaf.square().sum())
+
+    return fn, PARAMS, plain
+
+
+class Checkpointed(Net):
+    class block(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[return-value]
+
+        def inner(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.lin(x))
+
+
+def a_checkpoint_over_a_modules_own_weights() -> Case:
+    fn, params, _ = of_module(Checkpointed())
+    return fn, params, of_module(Net())[2]
+
+
+CASES: dict[str, Callable[[], Case]] = {
+    make.__name__.replace("_", " "): make
+    for make in (
+        a_weight_read_by_the_parent,
+        a_weight_that_two_blocks_share,
+        a_weight_of_a_sibling,
+        an_embedding_tied_to_a_head,
+        attributes_that_the_parent_sums,
+        an_attribute_that_a_unit_reads,
+        a_dataclass_in_and_out,
+        a_dict_that_the_unit_fills,
+        a_stashed_view,
+        a_counter,
+        an_input_changed_inside,
+        a_unit_that_begins_with_relu_in_place,
+        outputs_that_overlap,
+        an_input_that_is_returned_and_changed,
+        complex_outputs_beside_real_ones,
+        a_gradient_penalty,
+        a_penalty_on_one_unit,
+        energy_to_forces,
+        a_sum_over_all_leaves,
+        a_checkpoint_over_a_modules_own_weights,
+    )
+}
