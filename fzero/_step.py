@@ -18,6 +18,7 @@ from fzero._microbatch import Microbatches, leading_sizes
 from fzero._placement import Row, Rule, Sharding, add_rule, find, resolve
 from fzero._policy import ByPath, Policy
 from fzero._sharded import Sharded
+from fzero._speed import warn_where_slow
 from fzero._state import TrainState
 from fzero._update import apply_update, sum_of
 from fzero._vjp import Pullback, Run, call_function, traversal_of
@@ -109,7 +110,9 @@ class Step:
             TypeError, ValueError: a leaf that cannot be trained, a pattern that matches nothing, ranks that disagree.
             RuntimeError: the step is sharded and there is no process group.
         """
-        return init_state(self, params, seed, sync)
+        state = init_state(self, params, seed, sync)
+        warn_where_slow(state)
+        return state
 
     def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
         """Outputs and their pullback, `torch.func.vjp` through the sharded params.

@@ -13,7 +13,7 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 
 def start_example(name: str, *options: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-W", "error", str(EXAMPLES / name), *options],
+        [sys.executable, "-W", "error", "-W", "ignore:Slow in torch:UserWarning", str(EXAMPLES / name), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
