@@ -48,7 +48,8 @@ def warn_where_slow(state: TrainState) -> None:
         dtype, buffer = group.row.policy.compute, state.params.stored(key).parts[0]
         if dtype not in (torch.bfloat16, torch.float16) or buffer.device.type != "cpu" or _private.is_fake(buffer):
             continue
-        if all(len(slot.shape) < 2 for slot in group.slots):
+        matrix = next((slot.path for slot in group.slots if len(slot.shape) > 1), None)
+        if matrix is None:
             continue
         with _once:
             if dtype in _said:
@@ -58,7 +59,7 @@ def warn_where_slow(state: TrainState) -> None:
         if times >= SLOW:
             warnings.warn(
                 f"Slow in {dtype}: this CPU has no instructions for it; a matmul takes {times:.0f} times as long as in "
-                f"float32, and this step computes so (unit {group.unit!r}). Leave fz.autocast out, or say "
+                f"float32, and this step computes so with {matrix!r}. Leave fz.autocast out, or say "
                 "compute=torch.float32 in the policy.",
                 stacklevel=3,
             )

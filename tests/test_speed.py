@@ -39,7 +39,7 @@ PARAMS = {"w": torch.ones(2, 2), "b": torch.ones(2)}
 def test_autocast_on_a_slow_cpu_warns_once_with_the_figure(slow: list[torch.dtype]) -> None:
     step = fz.autocast(step_of())
     assert not slow  # nothing is measured where a step is written
-    with pytest.warns(UserWarning, match=r"Slow in torch\.bfloat16.* 31 times .*float32.*fz\.autocast") as said:
+    with pytest.warns(UserWarning, match=r"Slow in torch\.bfloat16.* 31 times .*float32.*'w'.*fz\.autocast") as said:
         step.init(PARAMS)
     assert len(said) == 1 and said[0].filename == __file__
     with warnings.catch_warnings():
