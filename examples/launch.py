@@ -12,6 +12,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,6 +87,19 @@ def device_of(rank: int, ranks: int) -> torch.device:
     """One CUDA device a rank where there are enough, the CPU otherwise."""
     local, here = int(os.environ.get("LOCAL_RANK", rank)), int(os.environ.get("LOCAL_WORLD_SIZE", ranks))
     return torch.device("cuda", local) if torch.cuda.device_count() >= here else torch.device("cpu")
+
+
+def matmul_ms(dtype: torch.dtype) -> float:
+    """Milliseconds of one thread's own time that a small matmul takes on this CPU; measured in about 30 of them."""
+    threads, x = torch.get_num_threads(), torch.ones(256, 256, dtype=dtype)
+    torch.set_num_threads(1)
+    best, end = float("inf"), time.thread_time() + 0.03
+    while time.thread_time() < end:  # the first one also loads the kernel
+        started = time.thread_time()
+        torch.mm(x, x)
+        best = min(best, time.thread_time() - started)
+    torch.set_num_threads(threads)
+    return 1e3 * best
 
 
 def any_rank(flag: bool, device: torch.device) -> bool:

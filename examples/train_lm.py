@@ -1,6 +1,7 @@
 """Trains a small transformer on the source of Python's standard library, and lets it complete a `def `.
 
-Two ranks and ZeRO-3 by default, about three minutes on two cores:
+Two ranks and ZeRO-3 by default, about three minutes on two cores (computed in bf16, or on a CPU that is slow in it in
+fp32, with fewer updates):
 
     python examples/train_lm.py
     python examples/train_lm.py --ranks 1 --stage 0 --dtype fp32
@@ -23,7 +24,17 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from curve import draw_losses
-from launch import add_numbers, any_rank, check_options, default_ranks, device_of, launch, memory_mib, parser_of
+from launch import (
+    add_numbers,
+    any_rank,
+    check_options,
+    default_ranks,
+    device_of,
+    launch,
+    matmul_ms,
+    memory_mib,
+    parser_of,
+)
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -37,6 +48,7 @@ SHARD: dict[int, Callable[[fz.Step], fz.Step]] = {
     2: fz.shard_zero2,
     3: fz.shard_zero3,
 }
+STEPS, FEWER = 400, 300  # updates by default, and where each takes longer for want of bf16
 Batch = tuple[Tensor, Tensor]  # tokens and targets, [b, t] each
 
 
@@ -46,6 +58,9 @@ Batch = tuple[Tensor, Tensor]  # tokens and targets, [b, t] each
 def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bool]) -> None:
     device = device_of(rank, ranks)
     say: Callable[..., None] = print if rank == 0 else lambda *_: None
+    if args.dtype == "auto":
+        args.dtype, args.steps, why = chosen_dtype(rank, args.steps, device)
+        say(why)
     train_text, held_out_text = standard_library()
     baseline = byte_frequency_loss(train_text, held_out_text)
     say(f"{len(train_text):,} bytes to train on; {len(held_out_text):,} bytes of other files are held out")
@@ -132,6 +147,24 @@ def complete(step: fz.Step, state: fz.TrainState, prompt: bytes, args: argparse.
     return bytes(text[0].tolist()).decode(errors="replace")
 
 
+def chosen_dtype(rank: int, steps: int, device: torch.device) -> tuple[str, int, str]:
+    """What to compute in, how many updates to take, and why: rank 0 measures, and all do the same."""
+    if device.type != "cpu":
+        return "bf16", steps, f"computing in bf16 on {torch.cuda.get_device_name(device)}"
+    box: list[Any] = [None]
+    if rank == 0:
+        bf16, fp32 = matmul_ms(torch.bfloat16), matmul_ms(torch.float32)
+        measured = f"a small matmul takes {bf16:.2f} ms in bf16 and {fp32:.2f} ms in fp32 on this CPU"
+        if bf16 <= fp32:
+            box = [("bf16", steps, f"computing in bf16: {measured}")]
+        else:
+            fewer = FEWER if steps == STEPS else steps
+            said = f"; {fewer} updates instead of {steps} (--dtype fp32 takes them all)" if fewer < steps else ""
+            box = [("fp32", fewer, f"computing in fp32: {measured}, {bf16 / fp32:.0f} times as long{said}")]
+    dist.broadcast_object_list(box, src=0)
+    return box[0]
+
+
 # ---- data: bytes of the standard library
 
 
@@ -195,7 +228,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("heads", 6, "attention heads of a block"),
         ("context", 128, "bytes of one example"),
         ("batch", 16, "examples a rank and step"),
-        ("steps", 400, "updates"),
+        ("steps", STEPS, "updates"),
         ("warmup", 30, "updates over which the learning rate rises"),
         ("eval-every", 40, "updates between two looks at the held-out files"),
         ("eval-batches", 8, "held-out batches a rank"),
@@ -204,7 +237,9 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("temperature", 0.6, "of the completion"),
     )
     parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage; 0 shards nothing")
-    parser.add_argument("--dtype", default="bf16", choices=["bf16", "fp32"], help="what matrices are computed in")
+    parser.add_argument(
+        "--dtype", default="auto", choices=["auto", "bf16", "fp32"], help="what matrices are computed in; auto measures"
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and completion")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for weights and curve")
     args = parser.parse_args(argv)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._handle import Handle
+from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._random import Replayed
 from fzero._schedule import Facts
 from fzero._surroundings import Reach, containers_of, replaced
@@ -31,8 +31,36 @@ here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = co
 class Again(BaseException):
     """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
 
-    def __init__(self, mutated: frozenset[int] = frozenset(), more: Handle | None = None) -> None:
-        self.mutated, self.more = mutated, more
+    def __init__(
+        self, mutated: frozenset[int] = frozenset(), more: Handle | None = None, read: int | None = None
+    ) -> None:
+        self.mutated, self.more, self.read = mutated, more, read
+
+
+class _Unread(torch.Tensor):
+    """Stands in an object for a tensor from outside; who reads it makes it one of the unit's inputs.
+
+    What a unit does not read it does not depend on: a loss of the last step that is still kept somewhere, say.
+    """
+
+    place: int
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, place: int) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.place = place
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE and func is not REQUIRES_GRAD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise Again(read=next(x.place for x in _tree.flatten((args, kwargs))[0] if isinstance(x, _Unread)))
 
 
 class inside:
@@ -163,6 +191,11 @@ class Call:
         self._chosen: list[tuple[str, int]] | None = None  # which tensors are put out, and how
         self._recipes: list[Any] = []  # how the outputs come from those
 
+    @property
+    def known(self) -> Facts:
+        """What this call showed."""
+        return self.facts._replace(mutated=frozenset(self._mutated))
+
     # ---- before
 
     def learn(self, again: Again) -> None:
@@ -172,9 +205,13 @@ class Call:
             assert again.more.index not in more
             self.more.append(again.more)
             more = (*more, again.more.index)
-        else:
-            assert not again.mutated <= self.facts.mutated
-        self.facts = self.facts._replace(mutated=self.facts.mutated | again.mutated, more=more)
+        read = self.facts.read
+        if again.read is not None:
+            assert again.read not in read
+            read |= {again.read}
+        assert again.more is not None or again.read is not None or not again.mutated <= self.facts.mutated
+        self.facts = self.facts._replace(mutated=self.facts.mutated | again.mutated, more=more, read=read)
+        self.reach.reads(read)
         self.reach.restore()
         self._replayed.rewind()
         self._forget()
@@ -182,6 +219,7 @@ class Call:
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
         """Starts with what earlier runs showed."""
         self.facts, self.first = facts or Facts(), facts is None
+        self.reach.reads(self.facts.read)
         self.more = [traversal.handle(index) for index in self.facts.more]
 
     def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
@@ -259,6 +297,7 @@ class Call:
             tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
         mapping = self._mapping(leaves, tensors)
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
+        origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
         try:
             args, kwargs = self._fill(mapping)
             with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
@@ -279,7 +318,10 @@ class Call:
             self.reach.restore([(c, c.found) for c in own])
             self._result, self._filled = (template,), exports.filled
             self._effects = [(c, content) for c, content in effects if id(c) not in kept or c.entered is not c.found]
-        self._mutated = tuple(sorted(self.facts.mutated)) if self._derived else ()
+        if not again:
+            seen = _private.level() == 0  # of what was copied only some may have been changed
+            cloned = sorted(self.facts.mutated) if self._derived else ()
+            self._mutated = tuple(i for i in cloned if not seen or _private.version(tensors[i]))
         out = [*exports.tensors, *[tensors[place] for place in self._mutated]]
         if self._chosen is None:
             self._choose(out, tensors)
@@ -289,6 +331,7 @@ class Call:
     def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         mapping.update((id(handle), leaves[handle.index]) for handle in self.reach.handles)
+        mapping.update(self.reach.stand_ins(_Unread))
         return mapping
 
     def _fill(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:

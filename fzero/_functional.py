@@ -9,13 +9,12 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
-import torch
 from torch import nn
 
 from fzero._arguments import wrong
 from fzero._compile import compiled
 from fzero._handle import Handle
-from fzero._module_leaf import in_module
+from fzero._module_leaf import Absent, in_module
 from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
 from fzero._places import Places, places_of
@@ -63,10 +62,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     refuse_kinds(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
-    memo = {
-        id(param): nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=False)
-        for param in module.parameters()
-    }
+    memo = {id(param): Absent(name, param) for name, param in module.named_parameters()}
     pristine, reach, _ = private_copy(module, memo)
     places_of(pristine, reach)  # what cannot be put anywhere is refused here
     names = {id(param): name for name, param in pristine.named_parameters()}

@@ -62,7 +62,7 @@ class Handle(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READABLE:
             handle = args[0]
-            if func is _REQUIRES_GRAD:
+            if func is REQUIRES_GRAD:
                 return _private.is_differentiated(handle.primal)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -90,7 +90,7 @@ for _name in (
     setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
 Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
 _VALUES = frozenset(("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"))
-_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 READABLE = {
     *(
         getattr(torch.Tensor, name).__get__

@@ -38,7 +38,8 @@ class Hazards:
 
         def late() -> Callable[[], None]:
             time.sleep(delay)
-            return start()
+            with torch.no_grad():  # a mode of the thread that it was started on
+                return start()
 
         begun = self._threads.submit(late)
         return lambda: begun.result()()

@@ -45,6 +45,37 @@ class ModuleLeaf(Handle):
         return apply(op, [0] if _private.is_differentiated(self.primal) else [], self.primal)[0]
 
 
+class Absent(torch.Tensor):
+    """A module's param where its function is not running: its values are not there, and nobody is to go on without."""
+
+    path: str
+
+    @staticmethod
+    def __new__(cls, path: str, param: torch.Tensor) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        self.path = path
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        path = next(x.path for x in _tree.flatten((args, kwargs))[0] if isinstance(x, Absent))
+        raise RuntimeError(
+            f"Leaf {path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made of it "
+            "is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and hooks "
+            "of a backward do so). Use step.vjp in place of fz.tape, and fz.remat(step) in place of the checkpoint."
+        )
+
+
 def in_module(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Leaves as a module is to have them: handles as what can be read."""
     return {name: _readable(leaf) if isinstance(leaf, Handle) else leaf for name, leaf in leaves.items()}

@@ -29,11 +29,13 @@ class Facts(NamedTuple):
         mutated: positions among its tensors of those that it changes in place.
         more: indices of leaves that it reads although it is not given them.
         constant: places among the tensors that it puts out of those that nothing differentiates.
+        read: places among the tensors that lie in objects of those that it reads.
     """
 
     mutated: frozenset[int] = frozenset()
     more: tuple[int, ...] = ()
     constant: frozenset[int] = frozenset()
+    read: frozenset[int] = frozenset()
 
 
 class Record:

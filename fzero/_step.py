@@ -29,6 +29,7 @@ from fzero._microbatch import Microbatches, mean_of, parts_of
 from fzero._placement import Row, Rule, Sharding, add_rule, find, resolve
 from fzero._policy import ByPath, Policy
 from fzero._sharded import Sharded
+from fzero._speed import warn_where_slow
 from fzero._state import TrainState
 from fzero._update import apply_update, as_grads, sum_of
 from fzero._vjp import Pullback, Run, call_function, traversal_of
@@ -134,8 +135,9 @@ class Step:
         need_bool(sync, "step.init", "sync")
         params = constants("step.init", "params", params)
         with _private.below_transforms():
-            return init_state(self, params, seed, sync)
-
+            state = init_state(self, params, seed, sync)
+            warn_where_slow(state)
+            return state
     def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
         """Outputs and their pullback, `torch.func.vjp` through the sharded params.
 

@@ -159,7 +159,8 @@ class Reach:
     """The places that some roots reach.
 
     Attributes:
-        tensors: that enter the unit: every one among the arguments; elsewhere those that something differentiates.
+        tensors: that enter the unit: every one among the arguments; elsewhere those that something differentiates and
+            that it reads.
         constants: the others, which stay where they are.
         handles: in the order in which they were found.
         generators: random ones, which a second run must find as the first one did.
@@ -172,6 +173,8 @@ class Reach:
         self.generators: list[torch.Generator] = []
         self.containers: list[Container] = []
         self._ids: set[int] = set()
+        self._elsewhere: list[torch.Tensor] = []  # in objects, and differentiated
+        self._read: frozenset[int] = frozenset()
         self._vacant: list[Any] = []  # containers that were empty, of which there are many
 
     # ---- finding
@@ -210,8 +213,9 @@ class Reach:
             self._ids.add(id(value))
             container = how(value)
             self.containers.append(container)
+            entries = argument and kind in (dict, list)  # of an argument, which is most likely read
             for item in container.found.values():
-                self._scan(item, False)
+                self._scan(item, entries and not isinstance(item, Handle))
             if isinstance(value, nn.Module):
                 self._module(value)
             if isinstance(value, dict) and getattr(value, "__dict__", None):
@@ -242,8 +246,10 @@ class Reach:
         self._ids.add(id(tensor))
         if isinstance(tensor, Handle):
             self.handles.append(tensor)
-        elif argument or _private.is_wrapped(tensor) or _private.is_differentiated(tensor):
+        elif argument:
             self.tensors.append(tensor)
+        elif _private.is_wrapped(tensor) or _private.is_differentiated(tensor):
+            self._elsewhere.append(tensor)
         else:
             self.constants.append(tensor)
 
@@ -282,6 +288,22 @@ class Reach:
             value = fn.__globals__.get(name)
             if type(value) not in _ATOMS and not isinstance(value, torch.Tensor) and not callable(value):
                 self._scan(value, False)
+
+    # ---- what lies in objects
+
+    def reads(self, places: frozenset[int]) -> None:
+        """Lets those at these places enter the unit too."""
+        own = [self._elsewhere[place] for place in sorted(places - self._read) if place < len(self._elsewhere)]
+        self.tensors += own
+        self._read |= places
+
+    def stand_ins(self, make: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Id of every other -> what stands for it inside."""
+        return {id(x): make(x, i) for i, x in enumerate(self._elsewhere) if i not in self._read}
+
+    def unread(self, mapping: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The others, each with what stands for it."""
+        return [(x, mapping[id(x)]) for i, x in enumerate(self._elsewhere) if i not in self._read]
 
     # ---- filling, and seeing what changed
 

@@ -311,7 +311,7 @@ def call_unit(
                 break
             except Again as again:  # known from now on
                 call.learn(again)
-    schedule.record.facts[number] = call.facts
+    schedule.record.facts[number] = call.known
     return result
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import optree
+import pytest
 import scenarios
 import torch
 from hypothesis import given, settings
@@ -128,6 +129,34 @@ def test_train_lm_end_to_end(tmp_path: Path) -> None:
     check_weights(tmp_path)
     for word in ("blocks.0.mlp.up.weight", "per rank: params", "held-out loss", "byte frequencies alone", "def "):
         assert word in stdout
+
+
+@pytest.mark.parametrize("isa", ["AVX2", "default"])
+def test_train_lm_computes_in_what_is_quick_here(isa: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """oneDNN is held to AVX2, where it can be, as on a CPU without bf16 instructions; the line says why."""
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", isa)
+    process = start("--steps", "2", out=tmp_path)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0, stderr
+    said = re.search(r"computing in (\w+): a small matmul takes ([\d.]+) ms in bf16 and ([\d.]+) ms in fp32", stdout)
+    assert said, stdout
+    assert said[1] == ("bf16" if float(said[2]) <= float(said[3]) else "fp32")
+    compute = re.search(r"^blocks\.0\.mlp\.up\.weight +\S+ +\S+ +fp32, dp +fp32, dp +fp32, dp +(\w+)", stdout, re.M)
+    assert compute and compute[1] == said[1], stdout
+
+
+@pytest.mark.parametrize(
+    ("bf16", "steps", "expected"), [(9.0, 400, ("fp32", 300)), (9.0, 7, ("fp32", 7)), (0.1, 400, ("bf16", 400))]
+)
+def test_train_lm_takes_fewer_updates_where_it_is_slow(
+    bf16: float, steps: int, expected: tuple[str, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    module = example("train_lm")
+    monkeypatch.setattr(module, "matmul_ms", lambda dtype: bf16 if dtype == torch.bfloat16 else 0.3)
+    chosen = run_ranks(lambda rank: module.chosen_dtype(rank, steps, torch.device("cpu")), 2)
+    assert chosen[0] == chosen[1] and chosen[0][:2] == expected
+    assert ("300 updates instead of 400" in chosen[0][2]) == (expected == ("fp32", 300))
 
 
 def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from processes import STRICT
 from safetensors.torch import load_file
 from torch import nn
 
@@ -184,7 +185,7 @@ def test_without_transformers_it_says_what_to_install(lora: Any, monkeypatch: An
 def run_example(out: Path, *more: str) -> tuple[str, dict[str, torch.Tensor]]:
     """Its output, and the factors that it saved."""
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(EXAMPLES / "lora.py"), *TINY, "--out", str(out), "--steps", "3", *more],
+        [sys.executable, *STRICT, str(EXAMPLES / "lora.py"), *TINY, "--out", str(out), "--steps", "3", *more],
         capture_output=True,
         text=True,
         env={**os.environ, "OMP_NUM_THREADS": "1"},

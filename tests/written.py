@@ -1,5 +1,5 @@
-"""Functions as people write them, with what plain torch makes of them: units that change their arguments, read and write
-objects, return views; weights read from elsewhere; derivatives inside.
+"""Functions as people write them: units that change their arguments, read and write objects, return views; weights read
+from elsewhere; derivatives inside.
 
 Each case is `make() -> (fn, params, plain)`: `plain(params, *inputs)` is the same in torch alone.
 """
@@ -29,6 +29,13 @@ X = draw(3, 4)
 PARAMS = {"blocks": [{"w": draw(4, 4, seed=i)} for i in range(3)], "head": draw(4, 4, seed=7)}
 
 
+def filled(module: Any) -> Any:
+    """With the same params on every rank, whatever torch's generator has drawn."""
+    for i, param in enumerate(module.parameters()):
+        param.data.copy_(0.5 * draw(*param.shape, seed=i))
+    return module
+
+
 def pure(fn: Callable[..., Any]) -> Case:
     """Outside of a step a unit is its function, so that the function is its own reference."""
     return fn, PARAMS, fn
@@ -51,9 +58,7 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.blocks: Any = nn.ModuleList(type(self).block() for _ in range(3))
+        self.blocks: Any = filled(nn.ModuleList(type(self).block() for _ in range(3)))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -100,9 +105,7 @@ class Sibling(Block):
 
 def a_weight_of_a_sibling() -> Case:
     module = Net()
-    with torch.random.fork_rng():
-        torch.manual_seed(1)
-        module.blocks[1] = Sibling()
+    module.blocks[1] = filled(Sibling())
     module.blocks[1].other = [module.blocks[0]]
     return of_module(module)
 
@@ -110,10 +113,8 @@ def a_weight_of_a_sibling() -> Case:
 class Tied(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        with torch.random.fork_rng():
-            torch.manual_seed(0)
-            self.emb, self.mid = nn.Embedding(5, 4, dtype=F64), nn.Linear(4, 4, dtype=F64)
-            self.head = nn.Linear(4, 5, bias=False, dtype=F64)
+        self.emb, self.mid = filled(nn.Embedding(5, 4, dtype=F64)), filled(nn.Linear(4, 4, dtype=F64))
+        self.head = nn.Linear(4, 5, bias=False, dtype=F64)
         self.head.weight = self.emb.weight
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -213,6 +213,7 @@ def _worker(pipe: Any, path: list[str]) -> None:
     warnings.simplefilter("error")
     # torch's own, when its forward-mode decompositions are first imported
     warnings.filterwarnings("ignore", message="`torch.jit.script.*` is deprecated", category=DeprecationWarning)
+    warnings.filterwarnings("ignore", message="Slow in torch", category=UserWarning)  # true of some machines
     torch.set_num_threads(1)
     while True:
         try:

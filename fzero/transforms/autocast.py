@@ -14,6 +14,9 @@ def autocast(step: Step, dtype: torch.dtype = torch.bfloat16) -> Step:
     Leaves with fewer than two dims keep their dtype, and so do float64 leaves, as in torch.autocast; a policy's
     `compute` beats both.
 
+    On a CPU without instructions for `dtype` a matmul in it takes many times as long as in float32: where a state for
+    such a CPU is made, one warning says so, with the figure measured.
+
     Args:
         step: any step.
         dtype: torch.bfloat16 or torch.float16.
