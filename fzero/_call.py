@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero import _private, _tree
+from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memory, overlap, span, taken
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._random import Replayed
 from fzero._schedule import Facts
-from fzero._surroundings import Reach, containers_of, replaced
+from fzero._surroundings import Reach, replaced
 from fzero._traversal import Traversal, current
 
 # (run, index) of the leaves that the unit that is running has; None outside of units
@@ -77,79 +77,6 @@ class inside:
     def __exit__(self, *_: Any) -> None:
         current.reset(self.tokens[0])
         here.reset(self.tokens[1])
-
-
-class _Slot:
-    """Stands for a tensor that the call puts out."""
-
-    __slots__ = ("index",)
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-
-    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
-        return out[self.index]
-
-
-class _Exports:
-    """The tensors that one run put out, and what they lie in."""
-
-    def __init__(self, call: Call, origins: Mapping[int, torch.Tensor]) -> None:
-        self.tensors: list[torch.Tensor] = []
-        self._call, self._origins = call, origins
-        self._index: dict[int, int] = {}
-        self._objects: dict[int, Any] = {}
-        self.filled: list[tuple[Any, dict[Any, Any]]] = []  # containers that the unit made, with their content
-
-    def of(self, value: Any) -> Any:
-        """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
-        if isinstance(value, torch.Tensor):
-            return value if isinstance(value, Handle) else self._tensor(value)
-        leaves, spec = _tree.flatten(value, is_leaf=self._call.reach.knows)
-        if len(leaves) == 1 and leaves[0] is value:
-            return self._object(value)
-        return _Tree(spec, [self.of(leaf) for leaf in leaves])
-
-    def _tensor(self, tensor: torch.Tensor) -> Any:
-        origin = self._origins.get(id(tensor))
-        if origin is not None:
-            return origin
-        index = self._index.setdefault(id(tensor), len(self.tensors))
-        if index == len(self.tensors):
-            self.tensors.append(tensor)
-        return _Slot(index)
-
-    def _object(self, value: Any) -> Any:
-        if self._call.reach.knows(value) or id(value) in self._objects:
-            return value
-        self._objects[id(value)] = value
-        for container in containers_of(value):
-            count = len(self.tensors)
-            content = {key: self.of(item) for key, item in container.found.items()}
-            if len(self.tensors) > count or any(content[k] is not v for k, v in container.found.items()):
-                self.filled.append((container, content))
-        return value
-
-
-class _Tree:
-    __slots__ = ("leaves", "spec")
-
-    def __init__(self, spec: Any, leaves: list[Any]) -> None:
-        self.spec, self.leaves = spec, leaves
-
-
-def _built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
-    if isinstance(template, _Slot):
-        return tensors[template.index]
-    if isinstance(template, _Tree):
-        return _tree.unflatten(template.spec, [_built(leaf, tensors) for leaf in template.leaves])
-    return template
-
-
-def _has_slots(template: Any) -> bool:
-    if isinstance(template, _Tree):
-        return any(map(_has_slots, template.leaves))
-    return isinstance(template, _Slot)
 
 
 class Call:
@@ -302,7 +229,7 @@ class Call:
             args, kwargs = self._fill(mapping)
             with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
                 result = self.fn(*args, **kwargs)
-            exports = _Exports(self, origins)
+            exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
         except BaseException as error:
@@ -313,7 +240,7 @@ class Call:
         if again:
             self.reach.restore(before)
         else:
-            kept = {id(container) for container, content in effects if not any(map(_has_slots, content.values()))}
+            kept = {id(container) for container, content in effects if not any(map(has_slots, content.values()))}
             own = [c for c in self.reach.containers if id(c) not in kept or c.entered is not c.found]
             self.reach.restore([(c, c.found) for c in own])
             self._result, self._filled = (template,), exports.filled
@@ -326,7 +253,7 @@ class Call:
         if self._chosen is None:
             self._choose(out, tensors)
         assert self._chosen is not None
-        return tuple(_taken(out[i], how) for how, i in self._chosen)
+        return tuple(taken(out[i], how) for how, i in self._chosen)
 
     def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
@@ -342,7 +269,7 @@ class Call:
         handles = (*self.reach.handles, *self.more)
         return {(id(handle.traversal), handle.index): leaves[handle.index] for handle in handles}
 
-    def _changes(self, exports: _Exports) -> list[tuple[Any, dict[Any, Any]]]:
+    def _changes(self, exports: Exports) -> list[tuple[Any, dict[Any, Any]]]:
         """The containers that the function changed, with templates of their content."""
         out = []
         for container, now in self.reach.changes():
@@ -370,14 +297,14 @@ class Call:
         """Decides which tensors leave the node, and which are views of those or of inputs outside."""
         if _private.level() > 0 or any(map(_private.is_wrapped, out)):
             self._chosen = [("as it is", i) for i in range(len(out))]
-            self._recipes = [_Slot(i) for i in range(len(out))]
+            self._recipes = [Slot(i) for i in range(len(out))]
             return
-        own = {_storage(full) for full in self._fulls}
-        places = {_storage(x): i for i, x in enumerate(inputs)}
+        own = {memory(full) for full in self._fulls}
+        places = {memory(x): i for i, x in enumerate(inputs)}
         count = len(out) - len(self._mutated)
         families: dict[int, list[int]] = {}
         for i, tensor in enumerate(out[:count]):
-            families.setdefault(_storage(tensor), []).append(i)
+            families.setdefault(memory(tensor), []).append(i)
         self._chosen, self._recipes = [], [None] * len(out)
         for storage, members in families.items():
             place = places.get(storage)
@@ -385,8 +312,8 @@ class Call:
                 outer = self.reach.tensors[place]
                 for i in members:
                     moves = place in self._moving
-                    self._recipes[i] = _View(outer, out[i], inputs[place], moves and self._is_constant(i, out[i]))
-            elif storage in own or not _overlap([out[i] for i in members]):
+                    self._recipes[i] = View(outer, out[i], inputs[place], moves and self._is_constant(i, out[i]))
+            elif storage in own or not overlap([out[i] for i in members]):
                 for i in members:
                     self._put_out(i, "copy" if storage in own else "as it is")
             else:
@@ -394,9 +321,9 @@ class Call:
         for i in range(count, len(out)):
             self._put_out(i, "as it is")
 
-    def _put_out(self, i: int, how: str) -> _Slot:
+    def _put_out(self, i: int, how: str) -> Slot:
         assert self._chosen is not None
-        self._recipes[i] = _Slot(len(self._chosen))
+        self._recipes[i] = Slot(len(self._chosen))
         self._chosen.append((how, i))
         return self._recipes[i]
 
@@ -404,14 +331,14 @@ class Call:
         """Outputs that overlap: what they are views of leaves the node, and they are views of that outside too."""
         constant = {i for i in members if self._is_constant(i, out[i])}
         moving = [i for i in members if i not in constant] or members
-        spans = {i: _span(out[i]) for i in members}
+        spans = {i: span(out[i]) for i in members}
         whole = max(moving, key=lambda i: out[i].numel())
         low, high = spans[whole]
         covers = out[whole].numel() == high - low and all(low <= a and b <= high for a, b in spans.values())
-        base = out[whole] if covers else _base_of(out[whole])
+        base = out[whole] if covers else base_of(out[whole])
         slot = self._put_out(whole, "as it is" if covers else "base")
         for i in members:
-            self._recipes[i] = _View(slot, out[i], base, i in constant and len(constant) < len(members))
+            self._recipes[i] = View(slot, out[i], base, i in constant and len(constant) < len(members))
 
     def _is_constant(self, i: int, tensor: torch.Tensor) -> bool:
         """Whether nothing differentiates what is put out: seen where a graph is kept, known where there is none."""
@@ -428,65 +355,8 @@ class Call:
             self.reach.tensors[place].copy_(out[slot.index])
         tensors = [recipe.outside(out) for recipe in self._recipes]
         for container, content in (*self._filled, *self._effects):
-            container.write({key: _built(value, tensors) for key, value in content.items()})
-        return _built(self._result[0], tensors)
-
-
-class _View:
-    """A tensor that outside is a view of another: of an input, or of what a slot stands for.
-
-    Args:
-        base: what it is a view of, outside.
-        inner: the tensor, inside.
-        whole: what it is a view of, inside.
-        constant: whether no derivative goes through it.
-    """
-
-    __slots__ = ("base", "constant", "offset", "size", "stride")
-
-    def __init__(self, base: Any, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
-        self.base, self.constant = base, constant
-        self.size, self.stride = inner.shape, inner.stride()
-        self.offset = inner.storage_offset() - whole.storage_offset()
-
-    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
-        base = out[self.base.index] if isinstance(self.base, _Slot) else self.base
-        base = base.detach() if self.constant else base
-        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
-
-
-def _base_of(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor._base is None:
-        raise ValueError(
-            f"A unit returns several tensors that overlap in memory (one of shape {tuple(tensor.shape)}), and nothing "
-            "says what they are views of. Return the whole tensor and slice it outside, or return clones."
-        )
-    return tensor._base
-
-
-def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    return tensor.clone() if how == "copy" else _base_of(tensor) if how == "base" else tensor
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """The range of elements of its storage that a tensor lies in."""
-    low = int(tensor.storage_offset())
-    if tensor.numel() == 0:
-        return low, low
-    return low, low + 1 + sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _overlap(tensors: Sequence[torch.Tensor]) -> bool:
-    spans = sorted(map(_span, tensors))
-    return any(b[0] < a[1] for a, b in itertools.pairwise(spans))
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """What tensors that share memory have in common."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a sparse tensor has none
-        return id(tensor)
+            container.write({key: built(value, tensors) for key, value in content.items()})
+        return built(self._result[0], tensors)
 
 
 def twice(unit: str) -> str:

@@ -97,7 +97,7 @@ def in_flight(
 
 
 @contextlib.contextmanager
-def hazards(seed: int = 0) -> Iterator[None]:
+def hazards(seed: int | None = 0) -> Iterator[None]:
     """Makes races show: for tests, on ranks that are threads or processes, and on one rank too.
 
     Inside, on this thread, what is in flight reads as NaN until it is waited for; what is given back (buffers of
@@ -105,7 +105,7 @@ def hazards(seed: int = 0) -> Iterator[None]:
     Numbers stay what they are, unless something is read too early: then they are NaN.
 
     Args:
-        seed: of the delays.
+        seed: of the delays; None takes them away inside others, where memory is measured, say.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -114,10 +114,11 @@ def hazards(seed: int = 0) -> Iterator[None]:
         >>> metrics["loss"]
         tensor(2.)
     """
-    own = Hazards(seed)
+    own = None if seed is None else Hazards(seed)
     token = _current.set(own)
     try:
         yield
     finally:
         _current.reset(token)
-        own.close()
+        if own is not None:
+            own.close()

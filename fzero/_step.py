@@ -138,6 +138,7 @@ class Step:
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
             return state
+
     def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
         """Outputs and their pullback, `torch.func.vjp` through the sharded params.
 

@@ -151,7 +151,7 @@ def test_partition_mistakes() -> None:
         fz.train_step(loss, fz.partition({"*bias": fz.sgd(0.1)})).init(params)
     with pytest.raises(ValueError, match=r"the pattern 'nothing' is used for no leaf"):
         fz.train_step(loss, fz.partition({"nothing": fz.sgd(0.1), "*": fz.sgd(0.1)})).init(params)
-    with pytest.raises(TypeError, match=r"partition: got a tree of type dict"):
+    with pytest.raises(TypeError, match=r"partition: got a tree of type ModuleParams"):
         fz.partition({"*": fz.sgd(0.1)}).init(params)
     with pytest.raises(TypeError, match=r"chain: got member 0=function"):
         fz.chain(lambda g: g)  # type: ignore[arg-type]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree as pytree
 import written
 
 import fzero as fz
@@ -27,7 +28,7 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...]) -> None:
     fn, params, plain = written.CASES[name]()
     batches = [written.X * (1 + i) for i in range(world)]
     pulled = [torch.func.grad(plain, argnums=(0, 1))(as_dicts(params), x) for x in batches]
-    mean = torch.utils._pytree.tree_map(lambda *g: torch.stack(g).mean(0), *[g for g, _ in pulled])
+    mean = pytree.tree_map(lambda *g: torch.stack(g).mean(0), *[g for g, _ in pulled])
     forms: list[Any] = [("vjp", False), ("vjp", True), ("tape", False), ("fused", False)]
     if name == "a checkpoint over a modules own weights":  # plain autograd runs it again when its weights are gone
         forms = forms[:2]
@@ -55,7 +56,7 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...]) -> None:
                         grads = model.grads()
                 else:
                     moved, _ = fz.fuse_update(step)(state, x)
-                    difference = torch.utils._pytree.tree_map(
+                    difference = pytree.tree_map(
                         lambda a, b: (a - b) / 0.1, as_dicts(fz.gather(state.params)), as_dicts(fz.gather(moved.params))
                     )
                     assert_trees_close(difference, mean, rtol=1e-8)

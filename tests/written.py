@@ -54,7 +54,7 @@ class Block(nn.Module):
 class Net(nn.Module):
     """Blocks in a list, each a unit."""
 
-    block: Callable[[], nn.Module] = Block
+    block: Any = Block
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,7 +169,7 @@ def an_attribute_that_a_unit_reads() -> Case:
 @dataclasses.dataclass
 class Box:
     h: torch.Tensor
-    extra: torch.Tensor | None = None
+    extra: Any = None
 
 
 def a_dataclass_in_and_out() -> Case:

@@ -217,7 +217,8 @@ def test_gradients_never_all_live_at_once(stage: int) -> None:
     peaks = {}
     for norm in ("without", "auto", "held", "8-bit"):
         fuse = (lambda step: step) if norm == "without" else functools.partial(fz.fuse_update, norm=norm)
-        peaks[norm] = run_ranks(functools.partial(peak, fuse=fuse, stage=stage), world)[0]
+        with fz.testing.hazards(None):  # which keep what is given back, to poison it
+            peaks[norm] = run_ranks(functools.partial(peak, fuse=fuse, stage=stage), world)[0]
     assert peaks["without"] >= total // world
     unit, chunk = total // 24, 48 * CHUNK  # what an eager update of one chunk takes
     # one or two units, gathered, as gradients and in flight
@@ -231,8 +232,8 @@ def test_what_cannot_be_fused_is_refused() -> None:
     with pytest.raises(ValueError, match=r"fuse_update: the optimizer wants whole trees .*fz.adamw"):
         fz.fuse_update(fz.train_step(plain, mine))
     parts = fz.partition({"*w": fz.chain(fz.clip_by_global_norm(1.0), fz.sgd(0.1)), "*": fz.sgd(0.1)})
-    with pytest.raises(ValueError, match=r"clip before a partition"):
-        fz.fuse_update(fz.train_step(plain, parts))
+    with pytest.raises(ValueError, match=r"pulling back twice gives the norm of the gradients"):
+        fz.fuse_update(fz.train_step(plain, parts), "twice")
     with pytest.raises(ValueError, match=r"got 'thrice', expected one of 'auto', 'twice', 'held', '8-bit'"):
         fz.fuse_update(fz.train_step(plain, fz.adamw(1e-3)), "thrice")
     with pytest.raises(ValueError, match=r"already has fusion="):
