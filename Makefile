@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint soak bench bench-gpu clean
+.PHONY: demo test lint soak mutants bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it and keeps what was trained)"
@@ -24,6 +24,10 @@ MINUTES ?= 10
 SEED ?= 0
 soak: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+# leaves out each wait in turn; some test must turn red each time
+mutants: .venv/.installed
+	@$(BIN)/python tests/mutants.py
 
 # benchmarks want an otherwise idle machine
 bench: .venv/.installed

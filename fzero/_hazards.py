@@ -29,6 +29,7 @@ class Hazards:
         self.seed = seed
         self._random = random.Random(seed)
         self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self.in_flight = 0  # transfers that nobody has waited for
 
     def delayed(self, start: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Starts a transfer some time later, maybe after one that is started after it; waits for its start and end."""
@@ -83,6 +84,7 @@ def in_flight(
         return start(target, source)
     if source.untyped_storage()._cdata == target.untyped_storage()._cdata:
         source = source.clone()  # its place in the target is about to be filled
+    hazards.in_flight += 1
     arriving = torch.empty_like(target)
     begin: Any = lambda: start(arriving, source)
     wait = hazards.delayed(begin) if late else begin()
@@ -92,6 +94,7 @@ def in_flight(
         wait()
         with torch.no_grad(), _private.preserve_version([target]):
             target.copy_(arriving)
+        hazards.in_flight -= 1
 
     return finish
 
@@ -102,7 +105,8 @@ def hazards(seed: int | None = 0) -> Iterator[None]:
 
     Inside, on this thread, what is in flight reads as NaN until it is waited for; what is given back (buffers of
     gathered params, of full cotangents) is filled with NaN; and on real processes messages leave late and out of order.
-    Numbers stay what they are, unless something is read too early: then they are NaN.
+    Numbers stay what they are, unless something is read too early: then they are NaN. A transfer that nobody has waited
+    for by the end raises AssertionError.
 
     Args:
         seed: of the delays; None takes them away inside others, where memory is measured, say.
@@ -118,6 +122,7 @@ def hazards(seed: int | None = 0) -> Iterator[None]:
     token = _current.set(own)
     try:
         yield
+        assert own is None or not own.in_flight, f"{own.in_flight} transfers were started that nobody waited for"
     finally:
         _current.reset(token)
         if own is not None:

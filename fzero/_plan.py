@@ -158,8 +158,10 @@ def plan(step: Step, params: Any, world_size: int | None = None) -> Plan:
 def _living_grads(step: Step, layout: Layout) -> int:
     """All of them; of a fused update the largest unit's, where they are not held until their norm is known."""
     way, units = step.fusion.way(step) if step.fusion else "held", dict[str, int]()
+    sums = step.microbatches is not None and step.microbatches.count > 1  # which are kept in the dtype of sums
     for key in layout.trainable:
-        grad = layout.groups[key].row.policy.grad
+        policy = layout.groups[key].row.policy
+        grad = policy.reduce if sums else policy.grad
         assert grad
         held = Companded(signed=True) if way == "8-bit" else Plain(grad)
         unit = layout.groups[key].unit

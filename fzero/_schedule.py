@@ -250,7 +250,8 @@ class Schedule:
 
     def _end_of_gathers(self) -> None:
         ahead, self._ahead = self._ahead, {}
-        finish_all([wait for _, wait in ahead.values()])
+        with _private.below_transforms():  # what arrives is written to buffers that no level knows
+            finish_all([wait for _, wait in ahead.values()])
 
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""

@@ -1,0 +1,160 @@
+"""An error that all ranks raise and catch, a little apart in time, leaves the step and the old state usable on each."""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks
+
+pytestmark = pytest.mark.usefixtures("hazards")
+
+SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+
+def build(lr: Any, stage: int, fused: bool, fn: Any = None) -> fz.Step:
+    loss = fn or scenarios.stack(blocks=4)[0]
+    step = SHARDS[stage](fz.train_step(loss, fz.sgd(lr)))
+    return fz.fuse_update(step) if fused else step
+
+
+def goes_on(rank: int, good: fz.Step, state: fz.TrainState, want: Any) -> None:
+    for _ in range(2):
+        moved, metrics = good(state, *scenarios.vector_batches(2)[rank])
+        assert torch.isfinite(metrics["loss"])
+        assert_trees_close(fz.gather(moved.params), want, rtol=1e-10)
+
+
+def reference() -> Any:
+    loss, params = scenarios.stack(blocks=4)
+    plain = fz.train_step(loss, fz.sgd(0.1))
+    batches = [torch.cat(parts) for parts in zip(*scenarios.vector_batches(2), strict=True)]
+    return fz.gather(plain(plain.init(params), *batches)[0].params)
+
+
+def raises_in_the_update(rank: int, stage: int, fused: bool, at: int) -> None:
+    asked = 0
+
+    def lr(count: int) -> float:
+        nonlocal asked
+        asked += 1
+        if asked >= at:
+            time.sleep(0.2 * rank)
+            raise KeyError("the user's own")
+        return 0.1
+
+    _, params = scenarios.stack(blocks=4)
+    good = build(0.1, stage, fused)
+    state = good.init(params)
+    bad = build(lr, stage, fused)
+    for _ in range(2):
+        asked = 0
+        with pytest.raises(KeyError, match="the user's own"):
+            bad(state, *scenarios.vector_batches(2)[rank])
+    goes_on(rank, good, state, reference())
+
+
+@pytest.mark.parametrize("at", [1, 3])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_schedule_that_raises_at_a_later_group(stage: int, fused: bool, at: int) -> None:
+    if not fused and stage == 3:
+        at = 1  # all groups are updated at once
+    run_ranks(functools.partial(raises_in_the_update, stage=stage, fused=fused, at=at), 2, backend="processes")
+
+
+class _Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor, rank: int) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.rank = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        time.sleep(0.2 * ctx.rank)
+        raise KeyError("the user's own")
+
+
+def raises_in_the_pullback(rank: int, stage: int, fused: bool) -> None:
+    _, params = scenarios.stack(blocks=4)
+    block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
+
+    def fails(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for i, q in enumerate(p["blocks"]):
+            x = block(q, x)
+            if i == 1:
+                x = _Fails.apply(x, rank)  # type: ignore[assignment]
+        return ((x @ p["head"]["w"] + p["head"]["b"] - y) ** 2).mean()
+
+    good = build(0.1, stage, fused)
+    state = good.init(params)
+    for _ in range(2):
+        with pytest.raises(KeyError, match="the user's own"):
+            fz.with_fn(good, fails)(state, *scenarios.vector_batches(2)[rank])
+    goes_on(rank, good, state, reference())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_a_pullback_that_raises(stage: int, fused: bool) -> None:
+    run_ranks(functools.partial(raises_in_the_pullback, stage=stage, fused=fused), 2, backend="processes")
+
+
+def raises_in_the_forward(rank: int) -> None:
+    _, params = scenarios.stack(blocks=4)
+    block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
+
+    def fn(p: Any, x: torch.Tensor, y: torch.Tensor, at: int = -1) -> torch.Tensor:
+        for i, q in enumerate(p["blocks"]):
+            x = block(q, x)
+            if i == at:
+                time.sleep(0.2 * rank)
+                raise KeyError("the user's own")
+        return ((x @ p["head"]["w"] + p["head"]["b"] - y) ** 2).mean()
+
+    good = build(0.1, 3, False, fn)
+    state = good.init(params)
+    goes_on(rank, good, state, reference())
+    for at in (0, 2):
+        with pytest.raises(KeyError, match="the user's own"):
+            good(state, *scenarios.vector_batches(2)[rank], at)
+    goes_on(rank, good, state, reference())
+
+
+def test_a_forward_that_raises_with_a_gather_on_its_way() -> None:
+    run_ranks(raises_in_the_forward, 2, backend="processes")
+
+
+def fewer_units_than_last_time(rank: int) -> None:
+    """What was gathered ahead in 8 bits is decoded when it is given up."""
+    _, params = scenarios.stack(blocks=4)
+    block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
+
+    def fn(p: Any, x: torch.Tensor, count: int) -> torch.Tensor:
+        for q in p["blocks"][:count]:
+            x = block(q, x)
+        return x.square().mean()
+
+    step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1), fz.Policy(gather="8-bit")))
+    state, x = step.init(params), scenarios.vector_batches(2)[rank][0]
+    alone = {count: step.vjp(state, x, count)[0] for count in (4, 2, 3)}
+    for count in (4, 2, 4, 3, 2):
+        out, pullback = step.vjp(state, x, count)
+        assert torch.equal(out, alone[count])
+        pullback(torch.ones_like(out))
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_8_bit_gathers_with_fewer_units_than_last_time(backend: str) -> None:
+    run_ranks(fewer_units_than_last_time, 2, backend=backend)
+    with fz.testing.hazards(None):
+        run_ranks(fewer_units_than_last_time, 2, backend=backend)
