@@ -208,7 +208,8 @@ def test_inputs_without_gradients_under_accumulation() -> None:
             # two gathered, the grads of one, one that is reduced, and the reduced grads of both microbatches
             assert live.peak < 5.5 * 4 * width * width
 
-    run_ranks(rank_main, WORLD)
+    with fz.testing.hazards(None):  # which keep what is given back, to poison it
+        run_ranks(rank_main, WORLD)
 
 
 # ---- several models
