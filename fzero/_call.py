@@ -32,13 +32,9 @@ class Again(BaseException):
     """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
 
     def __init__(
-        self,
-        mutated: frozenset[int] = frozenset(),
-        more: Handle | None = None,
-        read: int | None = None,
-        outer: Any = None,
+        self, mutated: frozenset[int] = frozenset(), more: Handle | None = None, read: int | None = None
     ) -> None:
-        self.mutated, self.more, self.read, self.outer = mutated, more, read, outer
+        self.mutated, self.more, self.read = mutated, more, read
 
 
 class _Unread(torch.Tensor):
@@ -99,9 +95,7 @@ class Call:
         kwargs: Mapping[str, Any],
         module: Any,
         around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None,
-        outside: Mapping[str, Any] | None = None,
     ) -> None:
-        self.outside, self.outer = outside or {}, dict[str, torch.Tensor]()
         self.fn, self.args, self.kwargs, self.around = fn, args, dict(kwargs), around
         self.reach = Reach()
         for value in (*args, *self.kwargs.values()):
@@ -127,7 +121,7 @@ class Call:
     @property
     def known(self) -> Facts:
         """What this call showed."""
-        return self.facts._replace(mutated=frozenset(self._mutated), outer=tuple(self.outer))
+        return self.facts._replace(mutated=frozenset(self._mutated))
 
     # ---- before
 
@@ -138,33 +132,22 @@ class Call:
             assert again.more.index not in more
             self.more.append(again.more)
             more = (*more, again.more.index)
-        if again.outer is not None:
-            self._takes(again.outer)
         read = self.facts.read
         if again.read is not None:
             assert again.read not in read
             read |= {again.read}
-        assert (again.more, again.read, again.outer) != (None,) * 3 or not again.mutated <= self.facts.mutated
+        assert again.more is not None or again.read is not None or not again.mutated <= self.facts.mutated
         self.facts = self.facts._replace(mutated=self.facts.mutated | again.mutated, more=more, read=read)
         self.reach.reads(read)
         self.reach.restore()
         self._replayed.rewind()
         self._forget()
 
-    def _takes(self, outer: Any) -> None:
-        """Makes a param of the modules around an input."""
-        assert outer.name_in_module not in self.outer
-        self.outer[outer.name_in_module] = outer.value
-        self.reach.tensors.append(outer.value)
-
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
         """Starts with what earlier runs showed."""
         self.facts, self.first = facts or Facts(), facts is None
         self.reach.reads(self.facts.read)
         self.more = [traversal.handle(index) for index in self.facts.more]
-        for name in self.facts.outer:
-            if name in self.outside:
-                self._takes(self.outside[name])
 
     def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
         """What the node is applied to, and which of it is differentiated.
@@ -244,7 +227,7 @@ class Call:
         origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
         try:
             args, kwargs = self._fill(mapping)
-            with inside(self._here(leaves, mapping)), self._replayed if again else contextlib.nullcontext(), watch:
+            with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
                 result = self.fn(*args, **kwargs)
             exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
@@ -282,13 +265,9 @@ class Call:
         self.reach.fill(lambda value: replaced(value, mapping))
         return replaced(self.args, mapping), {name: replaced(value, mapping) for name, value in self.kwargs.items()}
 
-    def _here(
-        self, leaves: Mapping[int, torch.Tensor], mapping: Mapping[int, torch.Tensor]
-    ) -> dict[tuple[int, int], torch.Tensor]:
+    def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
         handles = (*self.reach.handles, *self.more)
-        own = {(id(handle.traversal), handle.index): leaves[handle.index] for handle in handles}
-        own.update(((id(value), -1), mapping[id(value)]) for value in self.outer.values())
-        return own
+        return {(id(handle.traversal), handle.index): leaves[handle.index] for handle in handles}
 
     def _changes(self, exports: Exports) -> list[tuple[Any, dict[Any, Any]]]:
         """The containers that the function changed, with templates of their content."""
@@ -305,10 +284,9 @@ class Call:
     def refilled(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Around the pullback of a kept graph, which may run parts of the function again (torch.utils.checkpoint)."""
         before = self.reach.now()
-        mapping = self._mapping(leaves, tensors)
-        args, _ = self._fill(mapping)
+        args, _ = self._fill(self._mapping(leaves, tensors))
         try:
-            with inside(self._here(leaves, mapping)), self.around(args[0]) if self.around else contextlib.nullcontext():
+            with inside(self._here(leaves)), self.around(args[0]) if self.around else contextlib.nullcontext():
                 yield
         finally:
             self.reach.restore(before)

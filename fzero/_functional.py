@@ -113,7 +113,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                         return call(*given)
 
                 own_call, own_fast = functools.partial(run, call), functools.partial(run, fast)
-                return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, own, around, outside)
+                return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, own, around)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
@@ -149,7 +149,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 out = call_unit(threads.call, whole, {}, None, threads.fast, module, threads.places.installed)
             else:
                 outside = in_module({name: params[leaf] for name, leaf in aliases.items()})
-                own = _outside.set(outside)
+                own = _outside.set({name: leaf for name, leaf in outside.items() if isinstance(leaf, Handle)})
                 try:
                     out = threads.places.call(outside, args, kwargs)
                 finally:

@@ -76,56 +76,9 @@ class Absent(torch.Tensor):
         )
 
 
-class RootLeaf(torch.Tensor):
-    """A full param of the modules around units: itself outside of units, and an input of a unit that reads it."""
-
-    value: torch.Tensor
-    name_in_module: str
-
-    @staticmethod
-    def __new__(cls, name: str, value: torch.Tensor) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, value.shape, dtype=value.dtype, device=value.device)
-        self.name_in_module, self.value = name, value
-        return self
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return f"RootLeaf({self.name_in_module!r}, {tuple(self.shape)}, {self.dtype})"
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        leaves, spec = _tree.flatten((args, kwargs or {}))
-        values = [x._now() if isinstance(x, RootLeaf) else x for x in leaves]
-        args, kwargs = _tree.unflatten(spec, values)
-        return func(*args, **kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = next(x.name_in_module for x in _tree.flatten((args, kwargs))[0] if isinstance(x, RootLeaf))
-        raise RuntimeError(
-            f"Leaf {name!r} of a module is given to a transform ({func}) as a module has it. Give it a tensor: "
-            "self.weight * 1, or the leaf of the params that the step's function is given."
-        )
-
-    def _now(self) -> torch.Tensor:
-        """The param where the function is now."""
-        leaves = here.get()
-        if leaves is None:
-            return self.value
-        own = leaves.get((id(self.value), -1))
-        if own is None:
-            raise Again(outer=self)
-        return own
-
-
 def in_module(leaves: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Leaves as a module is to have them where some are handles: these as what can be read, the others by units too."""
-    if not any(isinstance(leaf, Handle) for leaf in leaves.values()):
-        return dict(leaves)
-    known: dict[int, torch.Tensor] = {}  # one for each leaf, as ties are told by identity
-    for name, leaf in leaves.items():
-        if id(leaf) not in known:
-            known[id(leaf)] = _readable(leaf) if isinstance(leaf, Handle) else RootLeaf(name, leaf)
-    return {name: known[id(leaf)] for name, leaf in leaves.items()}
+    """Leaves as a module is to have them: handles as what can be read."""
+    return {name: _readable(leaf) if isinstance(leaf, Handle) else leaf for name, leaf in leaves.items()}
 
 
 def _readable(handle: Handle) -> ModuleLeaf:

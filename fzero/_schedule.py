@@ -30,14 +30,12 @@ class Facts(NamedTuple):
         more: indices of leaves that it reads although it is not given them.
         constant: places among the tensors that it puts out of those that nothing differentiates.
         read: places among the tensors that lie in objects of those that it reads.
-        outer: names of the params of the modules around it that it reads.
     """
 
     mutated: frozenset[int] = frozenset()
     more: tuple[int, ...] = ()
     constant: frozenset[int] = frozenset()
     read: frozenset[int] = frozenset()
-    outer: tuple[str, ...] = ()
 
 
 class Record:

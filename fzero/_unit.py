@@ -272,7 +272,6 @@ def call_unit(
     compilable: Callable[..., Any] | None = None,
     module: Any = None,
     around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
-    outside: Mapping[str, Any] | None = None,
 ) -> Any:
     """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
 
@@ -280,21 +279,20 @@ def call_unit(
         seed: as in `plain_call`, where there are no handles.
         compilable: what runs in a compiled step in `fn`'s place; `fn` itself, compiled, by default.
         module: whose attributes the function may read and write.
-        outside: params of the modules around, by name, which the function may read.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
     """
     traversal = current.get()
     if seed is None and (traversal is None or not traversal.acts):
         return plain_call(
             lambda: fn(*args, **kwargs),
-            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around, outside),
+            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around),
         )
-    call = Call(fn, args, kwargs, module, around, outside)
+    call = Call(fn, args, kwargs, module, around)
     handles = call.reach.handles
     if not handles and seed is None:
         return plain_call(
             lambda: fn(*args, **kwargs),
-            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around, outside),
+            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around),
         )
     traversal = handles[0].traversal if handles else traversal
     assert traversal is not None
