@@ -41,6 +41,8 @@ class ModuleLeaf(Handle):
             return own
         if current.get() is not self.traversal:
             raise self._refuse("read where its step's function is not running")
+        if _private.below(self.primal):
+            raise self._refuse("read inside a torch.autograd.Function, as its argument or otherwise; give it w * 1")
         op = LeafOp(self.traversal, self.key, self.index)
         return apply(op, [0] if _private.is_differentiated(self.primal) else [], self.primal)[0]
 

@@ -106,6 +106,11 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def below(tensor: torch.Tensor) -> bool:
+    """Whether what runs now runs below the level of this tensor, where its derivative would be lost."""
+    return _functorch.maybe_get_level(tensor) > level()
+
+
 def is_differentiated(tensor: torch.Tensor) -> bool:
     """Whether any reverse-mode level needs this tensor.
 

@@ -247,3 +247,12 @@ def test_dispatches() -> None:
     assert not _private.dispatches()
     with FakeTensorMode():
         assert _private.dispatches()
+
+
+def test_below_a_tensors_level() -> None:
+    def look(x: torch.Tensor) -> Any:
+        with _private.below_transforms():
+            inside = _private.below(x)
+        return inside, _private.below(x), _private.below(torch.ones(1))
+
+    assert seen(look)[0] == (True, False, False)

@@ -132,7 +132,7 @@ def viewed(c: Writer) -> None:
         c.do(f"{r} = {r} * 2.0", f"{a} = {back}")
     else:
         c.do(f"{r}.mul_(2.0)")
-    c.do(f"h = 0.5 * h + 0.5 * {a}" + (f" + 0.1 * {r}.mean()" if form == 1 else ""))
+    c.do(f"h = 0.5 * h + 0.5 * {a}" + (f" + 0.1 * {r}.mean(1, keepdim=True)" if form == 1 else ""))
 
 
 @feature("in-place on a leaf", rows=False, nests=False, remedy=True)
