@@ -15,11 +15,12 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
+from fzero._containers import Container, Content, replaced
 from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memory, overlap, span, taken
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._random import Replayed
 from fzero._schedule import Facts
-from fzero._surroundings import Reach, replaced
+from fzero._surroundings import Reach, Surroundings
 from fzero._traversal import Traversal, current
 
 # (run, index) of the leaves that the unit that is running has; None outside of units
@@ -93,14 +94,11 @@ class Call:
         fn: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: Mapping[str, Any],
-        module: Any,
+        surroundings: Surroundings,
         around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None,
     ) -> None:
         self.fn, self.args, self.kwargs, self.around = fn, args, dict(kwargs), around
-        self.reach = Reach()
-        for value in (*args, *self.kwargs.values()):
-            self.reach.arguments(value)
-        self.reach.surroundings(fn if module is None else module)
+        self.reach = Reach((*args, *self.kwargs.values()), surroundings)
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
         self._replayed = Replayed(self.reach.generators)
@@ -112,8 +110,8 @@ class Call:
 
     def _forget(self) -> None:
         self._result: Any = None  # the template of the first run
-        self._effects: list[tuple[Any, dict[Any, Any]]] = []
-        self._filled: list[tuple[Any, dict[Any, Any]]] = []
+        self._effects: list[tuple[Container, Content]] = []
+        self._filled: list[tuple[Container, Content]] = []
         self._mutated: tuple[int, ...] = ()
         self._chosen: list[tuple[str, int]] | None = None  # which tensors are put out, and how
         self._recipes: list[Any] = []  # how the outputs come from those
@@ -219,32 +217,32 @@ class Call:
     ) -> tuple[torch.Tensor, ...]:
         """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
         again = self._result is not None
-        before = self.reach.now() if again else None
         if self._derived:
             tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
         mapping = self._mapping(leaves, tensors)
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
+        before = self.reach.fill(mapping)
         try:
-            args, kwargs = self._fill(mapping)
+            args, kwargs = self._arguments(mapping)
             with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
                 result = self.fn(*args, **kwargs)
             exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
         except BaseException as error:
-            self.reach.restore(before)
+            self.reach.restore(before if again else None)
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise TypeError(twice(self.unit)) from error
             raise
         if again:
             self.reach.restore(before)
         else:
-            kept = {id(container) for container, content in effects if not any(map(has_slots, content.values()))}
-            own = [c for c in self.reach.containers if id(c) not in kept or c.entered is not c.found]
-            self.reach.restore([(c, c.found) for c in own])
+            reach = self.reach  # what holds none of the unit's tensors stays as the unit left it
+            stays = [c for c, content in effects if reach.entered(c) is c.found and not _has_slots(content)]
+            self._effects = [(c, content) for c, content in effects if c not in stays]
+            reach.restore([(c, c.found) for c in reach.containers if c not in stays] if stays else None)
             self._result, self._filled = (template,), exports.filled
-            self._effects = [(c, content) for c, content in effects if id(c) not in kept or c.entered is not c.found]
         if not again:
             seen = _private.level() == 0  # of what was copied only some may have been changed
             cloned = sorted(self.facts.mutated) if self._derived else ()
@@ -261,21 +259,20 @@ class Call:
         mapping.update(self.reach.stand_ins(_Unread))
         return mapping
 
-    def _fill(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        self.reach.fill(lambda value: replaced(value, mapping))
+    def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return replaced(self.args, mapping), {name: replaced(value, mapping) for name, value in self.kwargs.items()}
 
     def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
         handles = (*self.reach.handles, *self.more)
         return {(id(handle.traversal), handle.index): leaves[handle.index] for handle in handles}
 
-    def _changes(self, exports: Exports) -> list[tuple[Any, dict[Any, Any]]]:
+    def _changes(self, exports: Exports) -> list[tuple[Container, Content]]:
         """The containers that the function changed, with templates of their content."""
         out = []
         for container, now in self.reach.changes():
-            content = {}
+            content, entered = {}, self.reach.entered(container)
             for key, value in now.items():
-                same = key in container.entered and container.entered[key] is value
+                same = key in entered and entered[key] is value
                 content[key] = container.found[key] if same else exports.of(value)
             out.append((container, content))
         return out
@@ -283,8 +280,9 @@ class Call:
     @contextlib.contextmanager
     def refilled(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
         """Around the pullback of a kept graph, which may run parts of the function again (torch.utils.checkpoint)."""
-        before = self.reach.now()
-        args, _ = self._fill(self._mapping(leaves, tensors))
+        mapping = self._mapping(leaves, tensors)
+        before = self.reach.fill(mapping)
+        args, _ = self._arguments(mapping)
         try:
             with inside(self._here(leaves)), self.around(args[0]) if self.around else contextlib.nullcontext():
                 yield
@@ -357,6 +355,10 @@ class Call:
         for container, content in (*self._filled, *self._effects):
             container.write({key: built(value, tensors) for key, value in content.items()})
         return built(self._result[0], tensors)
+
+
+def _has_slots(content: Content) -> bool:
+    return any(map(has_slots, content.values()))
 
 
 def twice(unit: str) -> str:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from fzero import _private, _tree
-from fzero._capture import captured
 
 _INSTEAD = {
     "torch.func.vmap": "Call it outside of vmap, with the whole batch; for every example's gradient, call "
@@ -46,9 +48,31 @@ def constants(who: str, argument: str, tree: Any) -> Any:
 def refuse_captured(who: str, fn: Any) -> None:
     """The same for what a function closes over, whose outputs would have no derivative by it either."""
     if _private.transforms():
-        for value in captured(fn):
+        for value in _captured(fn):
             if isinstance(value, torch.Tensor):
                 constants(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
+
+
+def _captured(fn: Any) -> Iterator[Any]:
+    """What a function holds on to: in its closure, its defaults, or bound by functools.partial."""
+    fn = getattr(fn, "__func__", fn)
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield cell.cell_contents
+    if isinstance(fn, functools.partial):
+        yield fn.func
+        yield from _contents((fn.args, fn.keywords))
+    yield from _contents((getattr(fn, "__defaults__", None), getattr(fn, "__kwdefaults__", None)))
+
+
+def _contents(value: Any) -> Iterator[Any]:
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _contents(item)
+    else:
+        yield value
 
 
 def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:

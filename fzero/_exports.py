@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from fzero import _tree
+from fzero._containers import containers_of
 from fzero._handle import Handle
-from fzero._surroundings import containers_of
 
 
 class Slot:

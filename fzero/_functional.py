@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from fzero._arguments import wrong
+from fzero._call import here
 from fzero._compile import compiled
 from fzero._handle import Handle
 from fzero._module_leaf import Absent, in_module
@@ -19,6 +20,7 @@ from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
 from fzero._places import Places, places_of
 from fzero._private_copy import private_copy, refuse_kinds
+from fzero._surroundings import Surroundings
 from fzero._traversal import origins_of, running
 from fzero._unit import call_unit, plain_call
 from fzero._untouched import Untouched, refuse_changes, refuse_in_place
@@ -26,8 +28,8 @@ from fzero._untouched import Untouched, refuse_changes, refuse_in_place
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
-# name -> leaf of a unit, as the modules around that unit read it; for the apply that is running
-_outside: contextvars.ContextVar[Mapping[str, Any] | None] = contextvars.ContextVar("fzero_module_leaves", default=None)
+# index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
+_outside: contextvars.ContextVar[Mapping[int, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_leaves")
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
@@ -78,6 +80,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             threads.patched, threads.paths = set(), set()
             threads.elsewhere = places_of(module, reach)
             threads.places = Places(module, module, threads.elsewhere)
+            threads.surroundings = Surroundings(module)
             whole = threads.untouched = Untouched(module, reach, sources)
             fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs), module), threads.elsewhere)
             threads.call, threads.fast = whole.around(threads.places.call), whole.around(fast.call)
@@ -91,7 +94,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             return
         threads.patched.add(id(own))
         run_forward, whole, elsewhere, root = own.forward, threads.untouched, threads.elsewhere, threads.places
-        places = Places(own, run_forward, elsewhere)
+        places, surroundings = Places(own, run_forward, elsewhere), Surroundings(own)
         call, fast = whole.around(places.call), whole.around(Places(own, compiled(run_forward, own), elsewhere).call)
 
         @functools.wraps(run_forward)
@@ -101,19 +104,26 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 return run_forward(*args, **kwargs)
 
             def node(seed: int | None = None) -> Any:
-                outside = _outside.get() or {}
+                outside = _outside.get()
+                gathered = {leaf.index for leaf in leaves.values() if isinstance(leaf, Handle)}
+
+                def others() -> contextlib.AbstractContextManager[None]:
+                    """Installs the leaves of other units that the call is known to read, where no apply does."""
+                    indices = [index for _, index in here.get() or () if index not in gathered]
+                    known = {name: x for index in indices for name, x in outside.get(index, {}).items()}
+                    return root.installed(known) if known else contextlib.nullcontext()
 
                 @contextlib.contextmanager
                 def around(leaves: Mapping[str, Any]) -> Iterator[None]:
-                    with root.installed(outside), places.installed(leaves):
+                    with others(), places.installed(leaves):
                         yield
 
                 def run(call: Callable[..., Any], *given: Any) -> Any:
-                    with contextlib.nullcontext() if whole.depth else root.installed(outside):
+                    with contextlib.nullcontext() if whole.depth else others():
                         return call(*given)
 
                 own_call, own_fast = functools.partial(run, call), functools.partial(run, fast)
-                return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, own, around)
+                return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, surroundings, around)
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
@@ -146,10 +156,15 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         try:
             if ROOT in units:  # the whole module is one unit
                 whole = (units[ROOT], args, kwargs)
-                out = call_unit(threads.call, whole, {}, None, threads.fast, module, threads.places.installed)
+                reached, installed = threads.surroundings, threads.places.installed
+                out = call_unit(threads.call, whole, {}, None, threads.fast, reached, installed)
             else:
                 outside = in_module({name: params[leaf] for name, leaf in aliases.items()})
-                own = _outside.set({name: leaf for name, leaf in outside.items() if isinstance(leaf, Handle)})
+                by_index: dict[int, dict[str, Any]] = {}
+                for name, leaf in outside.items():
+                    if isinstance(leaf, Handle):
+                        by_index.setdefault(leaf.index, {})[name] = leaf
+                own = _outside.set(by_index)
                 try:
                     out = threads.places.call(outside, args, kwargs)
                 finally:

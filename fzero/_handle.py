@@ -42,11 +42,6 @@ class Handle(torch.Tensor):
     def unit(self) -> str:
         return self.traversal.layout.rows[self.index].unit
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in _VALUES:  # asked for by hasattr: there are none
-            raise self._refuse(f"got .{name}")
-        return super().__getattribute__(name)
-
     def _refuse(self, what: str) -> HandleError:
         return HandleError(
             f"{what}: leaf {self.path!r} belongs to unit {self.unit!r} and is gathered only inside that unit's call. "
@@ -89,7 +84,19 @@ for _name in (
 ).split():
     setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
 Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
-_VALUES = frozenset(("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"))
+
+
+def _without(name: str) -> Any:
+    """An attribute that `hasattr` does not find: there are no values."""
+
+    def missing(self: Handle) -> Any:
+        raise self._refuse(f"got .{name}")
+
+    return property(missing)
+
+
+for _name in ("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"):
+    setattr(Handle, _name, _without(_name))
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 READABLE = {
     *(

@@ -16,13 +16,13 @@ import torch
 from fzero import _private, _tree
 from fzero._arguments import need_function, wrong
 from fzero._call import Again, Call, inside
-from fzero._capture import refuse_captures
 from fzero._collectives import done
 from fzero._compile import compiled, without_donation
 from fzero._handle import Handle
 from fzero._node import Op, Tensors, apply, gradients, refuse_foreign_leaves
 from fzero._random import seeded
 from fzero._sharded import is_sharded
+from fzero._surroundings import Surroundings
 from fzero._traversal import Traversal, current
 from fzero._watch import elsewhere, is_strict, storage_of, watching
 
@@ -270,7 +270,7 @@ def call_unit(
     kwargs: Mapping[str, Any],
     seed: int | None = None,
     compilable: Callable[..., Any] | None = None,
-    module: Any = None,
+    surroundings: Surroundings | None = None,
     around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Any:
     """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
@@ -278,25 +278,24 @@ def call_unit(
     Args:
         seed: as in `plain_call`, where there are no handles.
         compilable: what runs in a compiled step in `fn`'s place; `fn` itself, compiled, by default.
-        module: whose attributes the function may read and write.
+        surroundings: what the function reads and writes beside its arguments; what it closes over by default.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
     """
     traversal = current.get()
     if seed is None and (traversal is None or not traversal.acts):
         return plain_call(
             lambda: fn(*args, **kwargs),
-            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around),
+            lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
         )
-    call = Call(fn, args, kwargs, module, around)
+    call = Call(fn, args, kwargs, surroundings or Surroundings(fn), around)
     handles = call.reach.handles
     if not handles and seed is None:
         return plain_call(
             lambda: fn(*args, **kwargs),
-            lambda seed: call_unit(fn, args, kwargs, seed, compilable, module, around),
+            lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
         )
     traversal = handles[0].traversal if handles else traversal
     assert traversal is not None
-    refuse_captures(fn)
     if traversal.compiles:
         call.fn = compilable or compiled(fn)
     seed = traversal.next_seed() if seed is None else seed
@@ -360,5 +359,9 @@ def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
             total = total + value
         return total
 
-    parts = [summed(own) if unit is None else call_unit(summed, (own,), {}) for unit, own in groups.items()]
+    reached = Surroundings(fn)
+    parts = [
+        summed(own) if unit is None else call_unit(summed, (own,), {}, surroundings=reached)
+        for unit, own in groups.items()
+    ]
     return functools.reduce(torch.add, parts)

@@ -14,6 +14,7 @@ from fzero import _private, _tree
 from fzero._arguments import need_bool
 from fzero._checks import nothing_to_pull, split_result
 from fzero._collectives import Axis
+from fzero._containers import tensors_in
 from fzero._delivery import Delivery
 from fzero._formats import Stored
 from fzero._handle import Handle
@@ -21,7 +22,6 @@ from fzero._layout import Group
 from fzero._placement import find
 from fzero._sharded import Sharded
 from fzero._state import TrainState
-from fzero._surroundings import tensors_in
 from fzero._traversal import Traversal
 from fzero._unit import used_up
 from fzero._use import Use

@@ -121,30 +121,6 @@ def test_a_unit_that_the_module_does_not_know() -> None:
         other(other.init(flat), torch.ones(1, 2))
 
 
-@pytest.mark.parametrize("how", ["closure", "partial", "nested", "default"])
-def test_a_unit_that_closes_over_a_traced_tensor(how: str) -> None:
-    import functools
-
-    def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
-        scale = p["root"] * 2
-
-        def with_argument(q: Any, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
-            return x @ q["w"] * scale
-
-        units = {
-            "closure": fz.unit(lambda q, x: x @ q["w"] * scale),
-            "partial": fz.unit(functools.partial(with_argument, scale=scale)),
-            "nested": fz.unit(lambda q, x: (lambda y: y * scale)(x @ q["w"])),
-            "default": fz.unit(lambda q, x, s=scale: x @ q["w"] * s),
-        }
-        return units[how](p["blocks"][0], x).mean()
-
-    params = {"root": torch.ones(()), "blocks": [{"w": torch.ones(2, 2)}]}
-    step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))
-    with pytest.raises(ValueError, match=r"closes over a tensor of shape \(\).*pass this tensor to the unit's call"):
-        step(step.init(params), torch.ones(1, 2))
-
-
 def test_strict_capture_finds_what_is_hidden_in_an_object() -> None:
     def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
         HIDDEN.put(p["root"] * 2)

@@ -7,6 +7,7 @@ Each case is `make() -> (fn, params, plain)`: `plain(params, *inputs)` is the sa
 from __future__ import annotations
 
 import dataclasses
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -372,6 +373,89 @@ def a_checkpoint_over_a_modules_own_weights() -> Case:
     return fn, params, of_module(Net())[2]
 
 
+# ---- what a unit closes over
+
+
+def _closing(how: str, scale: torch.Tensor, offset: list[torch.Tensor]) -> Callable[..., Any]:
+    def both(q: Any, x: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ q["w"]) * s + offset[0]
+
+    def positional(s: torch.Tensor, q: Any, x: torch.Tensor) -> torch.Tensor:
+        return both(q, x, s)
+
+    return {
+        "variable": lambda q, x: both(q, x, scale),
+        "keyword": functools.partial(both, s=scale),
+        "bound": functools.partial(positional, scale),
+        "nested": lambda q, x: (lambda y: both(q, y, scale))(x),
+        "default": lambda q, x, s=scale: both(q, x, s),
+    }[how]
+
+
+def tensors_that_units_close_over() -> Case:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for how in ("variable", "keyword", "bound", "nested", "default"):
+            for q in p["blocks"][:2]:
+                x = fz.unit(_closing(how, p["head"][0] * x.mean(), [p["head"][1] + x.sum()]))(q, x)
+        return x.square().mean()
+
+    return pure(fn)
+
+
+def a_variable_that_changes_after_the_call() -> Case:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x
+        for q in p["blocks"]:
+            h = fz.unit(lambda q: torch.tanh(h @ q["w"]) + h.sum())(q)
+        return h.square().mean()
+
+    return pure(fn)
+
+
+class Doubled(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return 2 * x
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:  # type: ignore[override]
+        return 2 * cotangent
+
+
+class Gained(Net):
+    """The root's own param is read inside its blocks: by a hook, a wrapped forward, a list of lambdas."""
+
+    class block(Block):
+        more: Any = ()
+
+        def forward(self, x: torch.Tensor, shift: Any = 0.0) -> torch.Tensor:
+            x = torch.tanh(self.lin(x)) + shift
+            for fn in self.more:
+                x = fn(x)
+            return x
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(draw(4, seed=9))
+        self.blocks[0].register_forward_hook(lambda m, i, o: o * self.gain)
+        forward = self.blocks[1].forward
+        self.blocks[1].forward = lambda x, shift: forward(x, shift) * (1 + 0.1 * self.gain)
+        self.blocks[2].more = [lambda h: h + Doubled.apply(self.gain), lambda h: h * self.gain.detach()]  # type: ignore[operator]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x, self.gain)
+        return x + Doubled.apply(self.gain)  # type: ignore[operator]
+
+
+def a_param_of_the_root_that_blocks_read() -> Case:
+    return of_module(Gained())
+
+
 CASES: dict[str, Callable[[], Case]] = {
     make.__name__.replace("_", " "): make
     for make in (
@@ -395,5 +479,8 @@ CASES: dict[str, Callable[[], Case]] = {
         energy_to_forces,
         a_sum_over_all_leaves,
         a_checkpoint_over_a_modules_own_weights,
+        tensors_that_units_close_over,
+        a_variable_that_changes_after_the_call,
+        a_param_of_the_root_that_blocks_read,
     )
 }

@@ -1,0 +1,330 @@
+"""How an object that a unit reaches is read and written: a dict, a list, attributes, slots, a function's variable."""
+
+from __future__ import annotations
+
+import collections
+import itertools
+import operator
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+from torch import nn
+
+from fzero import _private, _tree
+from fzero._handle import Handle
+
+ATOMS = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis)),
+        *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, type(torch)),
+        *(types.BuiltinFunctionType, types.MethodWrapperType, types.GetSetDescriptorType, type),
+    }
+)
+# a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
+_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+Content = dict[Any, Any]
+
+
+class Container:
+    """One mutable object, and its content as key -> value when it was found."""
+
+    __slots__ = ("found", "of")
+    observed = True  # whether what a unit changes here is changed for its caller
+
+    def __init__(self, of: Any) -> None:
+        self.of = of
+        self.found: Content = self.read()
+
+    def read(self) -> Content:
+        return dict(self.of)
+
+    def write(self, content: Content) -> None:
+        own = collections.OrderedDict if isinstance(self.of, collections.OrderedDict) else dict  # not a subclass's
+        own.clear(self.of)
+        for key, value in content.items():
+            own.__setitem__(self.of, key, value)
+
+    def differs(self, content: Content) -> Content | None:
+        """What is in it now, if that is something else."""
+        now = self.read()
+        if len(now) == len(content) and all(
+            a is b and content[b] is v for (a, v), b in zip(now.items(), content, strict=True)
+        ):
+            return None
+        return now
+
+    def put(self, content: Content) -> None:
+        if self.differs(content) is not None:
+            self.write(content)
+
+    @property
+    def raw(self) -> Any:
+        """A dict or list that changes whenever the content does; None where there is none."""
+        return self.of
+
+    @property
+    def name(self) -> str:
+        return f"a {type(self.of).__name__}"
+
+
+class _List(Container):
+    __slots__ = ()
+
+    def read(self) -> Content:
+        return dict(enumerate(self.of))
+
+    def write(self, content: Content) -> None:
+        self.of.clear()
+        self.of.extend(content.values())
+
+
+class Attributes(Container):
+    """An object's __dict__; of a module what it has beside its params, buffers and submodules."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        own = vars(self.of)
+        if isinstance(self.of, nn.Module):
+            return {name: value for name, value in own.items() if name not in _OWN}
+        return dict(own)
+
+    def write(self, content: Content) -> None:
+        own = vars(self.of)
+        for name in [name for name in self.read() if name not in content]:
+            del own[name]
+        own.update(content)
+
+    @property
+    def raw(self) -> Any:
+        return vars(self.of)
+
+
+class _Slots(Container):
+    __slots__ = ()
+
+    def read(self) -> Content:
+        names = [name for cls in type(self.of).__mro__ for name in _slot_names(cls)]
+        return {name: getattr(self.of, name) for name in names if hasattr(self.of, name)}
+
+    def write(self, content: Content) -> None:
+        for name in self.read():
+            if name not in content:
+                object.__delattr__(self.of, name)
+        for name, value in content.items():
+            object.__setattr__(self.of, name, value)
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
+class Cell(Container):
+    """A variable that a function shares with the one around it."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        try:
+            return {"": self.of.cell_contents}
+        except ValueError:  # an empty cell
+            return {}
+
+    def write(self, content: Content) -> None:
+        if content:
+            self.of.cell_contents = content[""]
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
+class Defaults(Container):
+    """The values of a function's last parameters where a call does not say them."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        return dict(enumerate(self.of.__defaults__ or ()))
+
+    def write(self, content: Content) -> None:
+        self.of.__defaults__ = tuple(content.values())
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
+class Bound(Container):
+    """The positional arguments that a functools.partial holds."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        return dict(enumerate(self.of.args))
+
+    def write(self, content: Content) -> None:
+        self.of.__setstate__((self.of.func, tuple(content.values()), self.of.keywords, vars(self.of)))
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
+class Params(Container):
+    """The differentiated params of a module around the unit, which hooks and wrapped forwards inside it may read."""
+
+    __slots__ = ("keys",)
+    observed = False  # nobody may write there, which is seen elsewhere
+
+    def __init__(self, of: Any) -> None:
+        self.keys = [name for name, value in of.items() if _moves(value)]
+        super().__init__(of)
+
+    def read(self) -> Content:
+        return {name: self.of[name] for name in self.keys if name in self.of}
+
+    def write(self, content: Content) -> None:
+        self.of.update(content)
+
+
+def _moves(value: Any) -> bool:
+    if value is None or isinstance(value, Handle):
+        return False
+    return _private.is_wrapped(value) or _private.is_differentiated(value)
+
+
+def _slot_names(cls: type) -> tuple[str, ...]:
+    slots = cls.__dict__.get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(n for n in slots if n not in ("__dict__", "__weakref__"))
+
+
+def container_of(value: Any) -> type[Container] | None:
+    """How an object is read and written, if it is mutable and its content can be seen."""
+    kind = type(value)
+    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+        return Container
+    if kind in (list, collections.deque):
+        return _List
+    if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, torch.Generator)):
+        return None
+    if kind.__module__.partition(".")[0] == "fzero" and not isinstance(value, dict):
+        return None  # ours: steps, states
+    if isinstance(value, dict):  # a dict's subclass; what it has as attributes too (ModelOutput) follows its items
+        return Container
+    if hasattr(value, "__dict__"):
+        return Attributes
+    return _Slots if any(_slot_names(cls) for cls in kind.__mro__) and _is_users(kind) else None
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "collections", "weakref", "re")
+
+
+def containers_of(value: Any) -> list[Container]:
+    """How one object is read and written: a dict's subclass by its items, and by its attributes if it has some."""
+    how = container_of(value)
+    if how is None:
+        return []
+    found = [how(value)]
+    if isinstance(value, dict) and getattr(value, "__dict__", None):
+        found.append(Attributes(value))
+    return found
+
+
+def is_registered(kind: type) -> bool:
+    """Whether optree takes a type apart by its own rules."""
+    return optree.register_pytree_node.get(kind) is not None  # type: ignore[attr-defined]
+
+
+def children(value: Any) -> tuple[list[Any], Any]:
+    """One level of a registered node."""
+    return optree.tree_flatten(value, is_leaf=lambda x: x is not value, none_is_leaf=True)
+
+
+def replaced(value: Any, by: Mapping[int, Any]) -> Any:
+    """A value with tensors exchanged, by id; containers stay the objects that they are, only their content changes."""
+    kind = type(value)
+    if kind in ATOMS:
+        return value
+    if isinstance(value, torch.Tensor):
+        return by.get(id(value), value)
+    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+        items = [replaced(item, by) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return tuple(items) if kind is tuple else kind(*items)
+    if is_registered(kind) and not isinstance(value, (dict, list)):
+        below, spec = children(value)
+        items = [replaced(item, by) for item in below]
+        if all(a is b for a, b in zip(items, below, strict=True)):
+            return value
+        return _tree.unflatten(spec, items)
+    return value
+
+
+def exchanges(value: Any) -> bool:
+    """Whether `replaced` can give something else for it."""
+    kind = type(value)
+    if kind in ATOMS or isinstance(value, (dict, list)):
+        return False
+    return isinstance(value, (torch.Tensor, tuple)) or is_registered(kind)
+
+
+def tensors_in(value: Any, known: Callable[[Any], bool]) -> Iterator[torch.Tensor]:
+    """The tensors in a value that a unit made, containers and objects taken apart; those that are known are not."""
+    kind = type(value)
+    if kind in ATOMS or known(value):
+        return
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+        items: Iterable[Any] = value
+    elif container_of(value) is not None and (isinstance(value, (dict, list)) or not is_registered(kind)):
+        items = [item for container in containers_of(value) for item in container.found.values()]
+    elif is_registered(kind):
+        items = children(value)[0]
+    else:
+        return
+    for item in items:
+        yield from tensors_in(item, known)
+
+
+class Snapshot:
+    """What dicts and lists held, to be compared by identity: 10 us for the hundred attributes of ten modules.
+
+    Containers are as they were found; `dicts` besides are looked at and not written.
+    """
+
+    __slots__ = ("_dicts", "_keys", "_lengths", "_lists", "_others", "_values")
+
+    def __init__(self, containers: Sequence[Container], dicts: Sequence[Any]) -> None:
+        raw = [own for container in containers if (own := container.raw) is not None]
+        self._dicts = [*(own for own in raw if isinstance(own, dict)), *dicts]
+        self._lists = [own for own in raw if not isinstance(own, dict)]
+        self._others = [container for container in containers if container.raw is None]
+        self._lengths = self._count()
+        self._keys = [*itertools.chain.from_iterable(map(dict.keys, self._dicts))]
+        self._values = [*self._read()]
+
+    def _count(self) -> list[int]:
+        return [*map(dict.__len__, self._dicts), *map(len, self._lists)]
+
+    def _read(self) -> Iterator[Any]:
+        return itertools.chain(
+            itertools.chain.from_iterable(map(dict.values, self._dicts)), itertools.chain.from_iterable(self._lists)
+        )
+
+    def holds(self) -> bool:
+        """Whether everything is as it was."""
+        return (
+            self._count() == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.keys, self._dicts)), self._keys))
+            and all(map(operator.is_, self._read(), self._values))
+            and all(container.differs(container.found) is None for container in self._others)
+        )
