@@ -12,6 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+# Its default arguments are the default group as of its import, which torch.func does in its first pullback: the group
+# then outlives destroy_process_group, and its threads now and then abort the process as it ends.
+import torch.distributed.nn.functional
+
 from fzero._hazards import in_flight
 
 

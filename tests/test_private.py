@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -256,3 +260,31 @@ def test_below_a_tensors_level() -> None:
         return inside, _private.below(x), _private.below(torch.ones(1))
 
     assert seen(look)[0] == (True, False, False)
+
+
+def _group_outlives_its_end() -> list[str]:
+    """The threads that gloo has left after a step and destroy_process_group."""
+    import torch.distributed as dist
+
+    import fzero as fz
+
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+        state, _ = step(step.init({"w": torch.ones(3)}), torch.ones(3))
+        assert state.step == 1
+        del step, state
+        dist.destroy_process_group()
+    gc.collect()
+    names = [(task / "comm").read_text().strip() for task in Path("/proc/self/task").iterdir()]
+    return [name for name in names if "gloo" in name]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_process_group_ends_with_destroy_process_group() -> None:
+    """torch.func imports a module whose default arguments would keep it; its threads may abort the process at exit."""
+    code = "import test_private; assert test_private._group_outlives_its_end() == []"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
