@@ -20,7 +20,7 @@ from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memor
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._random import Replayed
 from fzero._schedule import Facts
-from fzero._surroundings import Reach, Surroundings
+from fzero._surroundings import Filling, Reach, Surroundings, put_again, put_back
 from fzero._traversal import Traversal, current
 
 # (run, index) of the leaves that the unit that is running has; None outside of units
@@ -113,6 +113,7 @@ class Call:
         self._effects: list[tuple[Container, Content]] = []
         self._filled: list[tuple[Container, Content]] = []
         self._mutated: tuple[int, ...] = ()
+        self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._chosen: list[tuple[str, int]] | None = None  # which tensors are put out, and how
         self._recipes: list[Any] = []  # how the outputs come from those
 
@@ -222,28 +223,29 @@ class Call:
         mapping = self._mapping(leaves, tensors)
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
-        before = self.reach.fill(mapping)
+        before = self.reach.clear() if again else None
         try:
+            filling = self.reach.fill(mapping)
             args, kwargs = self._arguments(mapping)
+            self.inner = args, filling
             with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
                 result = self.fn(*args, **kwargs)
             exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
         except BaseException as error:
-            self.reach.restore(before if again else None)
+            self.reach.restore() if before is None else put_back(before)
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise TypeError(twice(self.unit)) from error
             raise
-        if again:
-            self.reach.restore(before)
+        if before is not None:
+            put_back(before)
         else:
             reach = self.reach  # what holds none of the unit's tensors stays as the unit left it
             stays = [c for c, content in effects if reach.entered(c) is c.found and not _has_slots(content)]
             self._effects = [(c, content) for c, content in effects if c not in stays]
-            reach.restore([(c, c.found) for c in reach.containers if c not in stays] if stays else None)
+            reach.leave(stays)
             self._result, self._filled = (template,), exports.filled
-        if not again:
             seen = _private.level() == 0  # of what was copied only some may have been changed
             cloned = sorted(self.facts.mutated) if self._derived else ()
             self._mutated = tuple(i for i in cloned if not seen or _private.version(tensors[i]))
@@ -278,16 +280,19 @@ class Call:
         return out
 
     @contextlib.contextmanager
-    def refilled(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> Iterator[None]:
-        """Around the pullback of a kept graph, which may run parts of the function again (torch.utils.checkpoint)."""
-        mapping = self._mapping(leaves, tensors)
-        before = self.reach.fill(mapping)
-        args, _ = self._arguments(mapping)
+    def refilled(self, leaves: Mapping[int, torch.Tensor], inner: tuple[tuple[Any, ...], Filling]) -> Iterator[None]:
+        """Around the pullback of a kept graph, which may run parts of the function again (torch.utils.checkpoint).
+
+        Args:
+            inner: that of the run which made the graph.
+        """
+        args, filling = inner
+        before = put_again(filling)
         try:
             with inside(self._here(leaves)), self.around(args[0]) if self.around else contextlib.nullcontext():
                 yield
         finally:
-            self.reach.restore(before)
+            put_back(before)
 
     # ---- what is put out
 

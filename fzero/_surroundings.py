@@ -7,7 +7,9 @@ was there, and says what the unit changed, whose tensors become outputs of the n
 
 from __future__ import annotations
 
+import builtins
 import collections
+import dis
 import functools
 import operator
 import types
@@ -37,6 +39,7 @@ from fzero._containers import (
 from fzero._handle import Handle
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
 MANY = 4096  # entries: a longer list or dict holds data, and is not looked through in every call
 
 
@@ -49,7 +52,7 @@ class Found:
         modules: that were passed.
         vacant: dicts of hooks that were empty, of which there are many.
         globals: (a function's globals, names that it reads there, their values).
-        settled: whether `holds` can tell that a search would find the same again.
+        settled: whether it can be kept.
     """
 
     def __init__(self, seen: Iterable[int] = ()) -> None:
@@ -59,7 +62,7 @@ class Found:
         self.ids: set[int] = set(seen)
         self.modules: list[nn.Module] = []
         self.vacant: list[Any] = []
-        self.globals: list[tuple[dict[str, Any], tuple[str, ...], tuple[Any, ...]]] = []
+        self.globals: list[tuple[dict[str, Any], tuple[str, ...], list[Any]]] = []
         self.settled = True
         self._snapshot: Snapshot | None = None
 
@@ -71,18 +74,22 @@ class Found:
     def holds(self) -> bool:
         """Whether all that was found is as it was."""
         if self._snapshot is None:
-            self._snapshot = Snapshot(self.containers, [*self.vacant, *(m._modules for m in self.modules)])
-            return all(container.differs(container.found) is None for container in self.containers)
+            found = all(container.differs(container.found) is None for container in self.containers)
+            return found and not any(self.vacant)
         return self._snapshot.holds() and all(
             all(map(operator.is_, map(own.get, names), values)) for own, names, values in self.globals
         )
 
+    def keep(self) -> None:
+        """Makes `holds` quick and thorough: where it says so, a search would find the same again."""
+        self._snapshot = Snapshot(self.containers, self.vacant)
+
     def search(self, value: Any, argument: bool) -> None:
-        kind = type(value)
-        if kind in ATOMS or id(value) in self.ids:
+        kind, number = type(value), id(value)
+        if number in self.ids or kind in ATOMS:
             return
         if isinstance(value, torch.Tensor):
-            self.ids.add(id(value))
+            self.ids.add(number)
             self.tensors.append((value, argument))
             return
         if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
@@ -106,7 +113,7 @@ class Found:
             self.containers.append(container)
             entries = argument and kind in (dict, list)  # of an argument, which is most likely read
             for item in container.found.values():
-                self.search(item, entries and not isinstance(item, Handle))
+                self.search(item, entries)
             if isinstance(value, nn.Module):
                 self._module(value)
             if isinstance(value, dict) and getattr(value, "__dict__", None):
@@ -146,8 +153,10 @@ class Found:
         self.search(fn.__kwdefaults__, False)
         if fn.__dict__:
             self._content(Attributes(fn))
-        values = tuple(map(fn.__globals__.get, fn.__code__.co_names))
-        self.globals.append((fn.__globals__, fn.__code__.co_names, values))
+        names = _global_names(fn.__code__)
+        values = list(map(fn.__globals__.get, names))
+        if any(value is None or not isinstance(value, _NAMED) for value in values):
+            self.globals.append((fn.__globals__, names, values))
         for value in values:
             if type(value) not in ATOMS and not isinstance(value, torch.Tensor) and not callable(value):
                 self.search(value, False)
@@ -172,6 +181,13 @@ class Found:
             self.search(item, False)
 
 
+@functools.lru_cache(4096)
+def _global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that a function reads, beside those that Python itself has."""
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    return tuple(sorted(names - vars(builtins).keys()))
+
+
 class Surroundings:
     """What a function or a module reaches, found once; at each call it is seen whether that is still so.
 
@@ -190,6 +206,7 @@ class Surroundings:
             found = self._search(())
             if found.settled and not any(_changes(tensor) for tensor, _ in found.tensors):  # it keeps nothing alive
                 self._kept = found
+                found.keep()
         else:
             found = self._kept
         return found if seen.isdisjoint(found.ids) else self._search(seen)
@@ -280,14 +297,11 @@ class Reach:
 
     # ---- filling, and seeing what changed
 
-    def fill(self, mapping: Mapping[int, torch.Tensor]) -> list[tuple[Container, Content]] | None:
-        """Puts the unit's own tensors into the places; `restore` puts back what was there, which is returned."""
-        before = self.now()
+    def fill(self, mapping: Mapping[int, torch.Tensor]) -> Filling:
+        """Puts the unit's own tensors into the places, which are as they were found; what was put, for `put_again`."""
         for part in self._parts:
-            if before is not None:
-                part.restore()
             part.fill(mapping)
-        return before
+        return [(part, dict(part.entered)) for part in self._parts if part.entered]
 
     def entered(self, container: Container) -> Content:
         """What a container was filled with."""
@@ -297,20 +311,24 @@ class Reach:
         """The containers that are not as they were filled, each with its content."""
         return [change for part in self._parts for change in part.changes()]
 
-    def restore(self, contents: Iterable[tuple[Container, Content]] | None = None) -> None:
-        """Puts back what was found, or other contents."""
-        for container, content in contents or ():
-            container.put(content)
+    def leave(self, stays: Sequence[Container] = ()) -> None:
+        """After `changes`: puts back what was found, but for some."""
         for part in self._parts:
-            if contents is None:
-                part.restore()
-            part.entered = {}
+            if part.differs:
+                part.restore([(c, c.found) for c in part.containers if c not in stays])
 
-    def now(self) -> list[tuple[Container, Content]] | None:
-        """What is in the containers at this moment; None for what was found there."""
-        if all(part.is_as_found() for part in self._parts):
-            return None
-        return [(container, container.read()) for container in self.containers]
+    def restore(self) -> None:
+        """Puts back what was found."""
+        for part in self._parts:
+            part.restore()
+
+    def clear(self) -> Before:
+        """Puts back what was found, for a second run at any time later; what was there, for `put_back`."""
+        before = [(part, part.now()) for part in self._parts]
+        for part, contents in before:
+            if contents is not None:
+                part.restore()
+        return before
 
 
 class _Part:
@@ -318,12 +336,14 @@ class _Part:
 
     Attributes:
         entered: id of a container -> what it was filled with, where that is not what was found.
+        differs: whether anything was not as it was found when `changes` was asked for.
     """
 
     def __init__(self, found: Found) -> None:
         self.found = found
         self.containers = found.containers
         self.entered: dict[int, Content] = {}
+        self.differs = False
 
     def is_as_found(self) -> bool:
         if not self.entered and self.found.holds():
@@ -336,12 +356,13 @@ class _Part:
     def fill(self, mapping: Mapping[int, torch.Tensor]) -> None:
         for container in self.found.exchanging:
             content = {key: replaced(value, mapping) for key, value in container.found.items()}
-            if any(content[key] is not value for key, value in container.found.items()):
+            if not all(map(operator.is_, content.values(), container.found.values())):
                 container.write(content)
                 self.entered[id(container)] = content
 
     def changes(self) -> list[tuple[Container, Content]]:
-        if self.is_as_found():
+        self.differs = not self.is_as_found()
+        if not self.differs:
             return []
         return [
             (container, now)
@@ -350,11 +371,41 @@ class _Part:
             and (now := container.differs(self.entered.get(id(container), container.found))) is not None
         ]
 
-    def restore(self) -> None:
-        if not self.is_as_found():
-            for container in self.containers:
-                container.put(container.found)
+    def now(self) -> list[tuple[Container, Content]] | None:
+        """What is in the containers at this moment; None for what was found there."""
+        return None if self.is_as_found() else [(container, container.read()) for container in self.containers]
+
+    def restore(self, contents: Iterable[tuple[Container, Content]] | None = None) -> None:
+        """Puts back what was found, or other contents."""
+        if contents is None and not self.is_as_found():
+            contents = [(container, container.found) for container in self.containers]
+        for container, content in contents or ():
+            container.put(content)
         self.entered = {}
+
+
+Before = list[tuple[_Part, list[tuple[Container, Content]] | None]]
+Filling = list[tuple[_Part, dict[int, Content]]]
+
+
+def put_back(before: Before) -> None:
+    """Puts the places back to what they were before `Reach.clear` or `put_again`."""
+    for part, contents in before:
+        part.restore(contents)
+
+
+def put_again(filling: Filling) -> Before:
+    """Puts what the unit was run with into the places, where parts of it may run again (torch.utils.checkpoint).
+
+    Whatever else such a part reads it finds as it is at that time, in plain torch too.
+    """
+    before: Before = []
+    for part, entered in filling:
+        containers = [container for container in part.containers if id(container) in entered]
+        before.append((part, [(container, container.read()) for container in containers]))
+        for container in containers:
+            container.write(entered[id(container)])
+    return before
 
 
 def _once_empty(hooks: Any) -> Container:

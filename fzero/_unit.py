@@ -167,10 +167,11 @@ class UnitOp(Op):
                 {p: inputs[p - count] for p in wanted if p >= count},
             )
             self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
-            self._pull.surroundings = functools.partial(self.call.refilled, leaves, inputs)
+            self._pull.surroundings = functools.partial(self.call.refilled, leaves, self.call.inner)
             if suspicious:
                 ours = [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
                 refuse_foreign_leaves(self._pull.outputs, ours)
+        self.call.inner = (), []
         return tuple(o.detach() for o in out)
 
     def _watch(self, fulls: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:

@@ -5,6 +5,7 @@ Its other attributes are its own affair, as they are a module's: a counter count
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -95,6 +96,9 @@ class Untouched:
             for path, own in module.named_modules()
             for name in REGISTRIES
         ]
+        self._dicts = [registry.of for registry in self._registries]
+        self._lengths, self._names = [*map(len, self._dicts)], [name for own in self._dicts for name in own]
+        self._values = [value for own in self._dicts for value in own.values()]
         self._constants: list[_Constant] = []
         for number, x in reach.objects.items():
             if number in reach.owned and isinstance(x, torch.Tensor) and number in sources and not isinstance(x, Stale):
@@ -124,9 +128,18 @@ class Untouched:
     def restore(self) -> list[str]:
         said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
         self.broken = self.broken or bool(said)
-        for registry in self._registries:
-            said += registry.restore()
+        if not self._are_as_before():
+            for registry in self._registries:
+                said += registry.restore()
         return said
+
+    def _are_as_before(self) -> bool:
+        """Whether every registry is what it was: one look at all of them, as there are thousands."""
+        return (
+            [*map(len, self._dicts)] == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(map(operator.is_, itertools.chain.from_iterable(self._dicts), self._names))
+        )
 
 
 def refuse_changes(said: list[str]) -> None:
