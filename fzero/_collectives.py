@@ -45,7 +45,7 @@ class Axis:
         self.members, self.others = _members(group), _members(replicas)
         self.component, self.identity = "", ""
         self._runs: dict[int, int] = {}  # update -> runs of the function since then
-        self._run = ""
+        self._run, self._counts = "", dict[str, int]()
         # function -> what its last run showed: the units that it called, which the next will probably call too
         self.records: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -81,7 +81,7 @@ class Axis:
         if len(self._runs) > 8:  # older states are gone back to rarely
             del self._runs[next(iter(self._runs))]
         out = copy.copy(self)
-        out._run = f"{self._runs[step]} after update {step}"
+        out._run, out._counts = f"{self._runs[step]} after update {step}", {}
         return out
 
     @property
@@ -132,8 +132,16 @@ class Axis:
         return lambda call: explained(call, said, group)
 
     def _number(self, operation: str, tag: str) -> int:
-        """What the messages of one collective have in common, and no others have."""
-        return zlib.crc32(f"{operation} {tag} {self.identity} {self._run}".encode()) & 0x7FFFFFFF
+        """What the messages of one collective have in common, and no others have.
+
+        A run may have two collectives of one buffer in flight: a reduction that is delivered, and one that a derivative
+        of a derivative waits for.
+        """
+        said = f"{operation} {tag} {self.identity} {self._run}"
+        if self._run:
+            self._counts[said] = count = self._counts.get(said, 0) + 1
+            said = f"{said} {count}"
+        return zlib.crc32(said.encode()) & 0x7FFFFFFF
 
     # ---- the collectives
 

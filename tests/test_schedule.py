@@ -139,3 +139,20 @@ def test_what_is_in_flight() -> None:
         ("all_reduce", "global_norm"),
         ("all_reduce", "the loss"),
     ]
+
+
+def _two_reductions_of_one_buffer(rank: int) -> None:
+    from fzero._collectives import Axis
+
+    axis = Axis.of(None, "data", None, "a test")
+    for step in range(8):
+        run = axis.of_next_run(step)
+        waits = [run.start_reduce_scatter(torch.full((2,), float(10**i * (1 + rank))), "0/0") for i in range(4)]
+        for _, wait in reversed(waits):
+            wait()
+        assert [out.item() for out, _ in waits] == [1.5, 15.0, 150.0, 1500.0]
+
+
+def test_two_reductions_of_one_buffer_may_be_in_flight() -> None:
+    """One that is delivered, and one that a derivative of a derivative waits for: their messages never meet."""
+    run_ranks(_two_reductions_of_one_buffer, 2, backend="processes", timeout=120)
