@@ -10,8 +10,7 @@ import torch
 from fzero import _private, _tree
 from fzero._call import Again, here
 from fzero._handle import READABLE, Handle, name_of
-from fzero._node import apply
-from fzero._traversal import LeafOp, current
+from fzero._traversal import current, read
 from fzero._watch import writes
 
 
@@ -43,8 +42,7 @@ class ModuleLeaf(Handle):
             raise self._refuse("read where its step's function is not running")
         if _private.below(self.primal):
             raise self._refuse("read inside a torch.autograd.Function, as its argument or otherwise; give it w * 1")
-        op = LeafOp(self.traversal, self.key, self.index)
-        return apply(op, [0] if _private.is_differentiated(self.primal) else [], self.primal)[0]
+        return read(self)
 
 
 class Absent(torch.Tensor):

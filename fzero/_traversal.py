@@ -157,6 +157,12 @@ class LeafOp(Op):
         return {0: shard} if shard is not None else {}
 
 
+def read(handle: Handle) -> torch.Tensor:
+    """A unit's leaf in full, outside that unit, differentiable."""
+    op = LeafOp(handle.traversal, handle.key, handle.index)
+    return apply(op, active((handle.primal,)), handle.primal)[0]
+
+
 class _Leaves(Op):
     """A group that is full where the function sees it: its shard -> its leaves.
 

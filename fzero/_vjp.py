@@ -22,7 +22,7 @@ from fzero._layout import Group
 from fzero._placement import find
 from fzero._sharded import Sharded
 from fzero._state import TrainState
-from fzero._traversal import Traversal
+from fzero._traversal import Traversal, read
 from fzero._unit import used_up
 from fzero._use import Use
 from fzero._watch import is_strict, storage_of, watching_run
@@ -104,11 +104,15 @@ def call_function(
     versions = [_private.version(buffer) for buffer, _ in stored.values()]
     first = not traversal.schedule.ran_before or is_strict()
     watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    leaves = traversal.leaves(primals)
     if first and not step.compiles:
-        watch = watching_run({storage: leaf_of for storage, (_, leaf_of) in stored.items()})
-    tree = _tree.unflatten(state.params.structure, traversal.leaves(primals))
+        full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
+        roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
+        watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
+    tree = _tree.unflatten(state.params.structure, leaves)
     with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
         out = step.fn(tree, *inputs)
+        out = _tree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
     if [_private.version(buffer) for buffer, _ in stored.values()] != versions:
         state.kill(
             "The step's function wrote to the params of this state in place, and what they were is lost. Compute with "
@@ -138,10 +142,19 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Te
     return out
 
 
+def _leaf_of(traversal: Traversal, leaves: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
+    """Names the full leaf, of those that the function has, that a tensor is a view of."""
+    offsets = [
+        (_private.unwrapped(leaf).storage_offset(), row.path)
+        for leaf, row in zip(leaves, traversal.layout.rows, strict=True)
+        if storage_of(leaf) == storage_of(tensor)
+    ]
+    own = _private.unwrapped(tensor).storage_offset()
+    return f"Leaf {max(found for found in offsets if found[0] <= own)[1]!r}"
+
+
 def _apart(value: Any, stored: Mapping[int, Any]) -> Any:
     """What is given out must not be a state's own memory: the caller may write to it."""
-    if isinstance(value, Handle):
-        raise value._refuse("returned from the function")
     return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value
 
 

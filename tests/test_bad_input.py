@@ -54,13 +54,6 @@ def test_any_touch_of_a_handle_names_the_leaf(touch: Any) -> None:
         step.forward(step.init(params))
 
 
-def test_a_handle_returned_from_the_function() -> None:
-    _, params = scenarios.stack()
-    step = fz.remat(fz.train_step(lambda p: p["blocks"][0]["w"], fz.sgd(0.1)))
-    with pytest.raises(TypeError, match=r"returned from the function: leaf 'blocks\.0\.w'"):
-        step.vjp(step.init(params))
-
-
 def test_a_leaf_kept_beyond_its_unit() -> None:
     """Where the keeping can be seen, what is kept is a tensor like any other; elsewhere it is refused."""
 

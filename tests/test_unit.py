@@ -181,6 +181,36 @@ def test_any_arguments_and_outputs() -> None:
     run_ranks(rank_main, 2)
 
 
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_leaves_that_the_function_returns(stage: int) -> None:
+    """Also those of units: as outputs with cotangents, twice, and changed by the caller."""
+    _, params = scenarios.stack()
+    x = torch.ones(5, dtype=torch.float64)
+
+    def fn(p: Any, x: torch.Tensor) -> Any:
+        first, last = (block["w"] for block in p["blocks"][:2])
+        y = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))(p["blocks"][0], x)
+        return {"y": y.sum(), "first": first, "again": [first], "last": last, "all of a unit": p["blocks"][1]}
+
+    want, pull = torch.func.vjp(fn, params, x)
+
+    def rank_main(rank: int) -> None:
+        for remat in (False, True):
+            step = build(stage, remat, fn)
+            state = step.init(params)
+            for _ in range(2):
+                out, pullback = step.vjp(state, x)
+                assert_trees_close(out, want)
+                cotangents = torch.utils._pytree.tree_map(lambda o: torch.full_like(o, 0.5), out)
+                grads, (cotangent,) = pullback(cotangents)
+                expected = pull(cotangents)
+                assert_trees_close((fz.gather(grads), cotangent), expected, rtol=1e-12)
+                out["first"].zero_()  # the caller's own
+                assert_trees_close(step.forward(state, x), want)
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
 def test_a_unit_called_twice_and_a_unit_never_called() -> None:
     block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
     generator = torch.Generator().manual_seed(0)
