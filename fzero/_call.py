@@ -142,6 +142,12 @@ class Call:
         self._replayed.rewind()
         self._forget()
 
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Places of the tensors, leaves first, that are differentiated, as far as nothing is known of the call."""
+        tensors = (*{handle.key: handle.primal for handle in self.reach.handles}.values(), *self.reach.tensors)
+        return tuple(i for i, tensor in enumerate(tensors) if _private.is_differentiated(tensor))
+
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
         """Starts with what earlier runs showed."""
         self.facts, self.first = facts or Facts(), facts is None

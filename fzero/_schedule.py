@@ -39,11 +39,15 @@ class Facts(NamedTuple):
 
 
 class Record:
-    """What the last run of a function called, in order, and what is known of those calls."""
+    """What the last run of a function called, in order, and what is known of those calls.
+
+    Attributes:
+        facts: by a call's number and the places among its tensors of those that are differentiated.
+    """
 
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
-        self.facts: dict[int, Facts] = {}
+        self.facts: dict[tuple[int, tuple[int, ...]], Facts] = {}
         self.as_nodes: set[int] = set()  # plain calls that functorch refuses, by number
 
 
@@ -88,10 +92,14 @@ class Schedule:
 
     # ---- forward
 
-    def expect(self, records: MutableMapping[Any, Record], fn: Any) -> None:
-        """Looks up what the last run of `fn` called, and will note there what this one calls."""
+    def expect(self, records: MutableMapping[Any, dict[Any, Record]], fn: Any, form: Any) -> None:
+        """Looks up what the last run of `fn` called, and will note there what this one calls.
+
+        Args:
+            form: what this run is asked for; of another one it shows little (a forward alone, other derivatives).
+        """
         with contextlib.suppress(TypeError):  # a callable that cannot be referred to weakly is not looked ahead of
-            self.record = records.setdefault(fn, self.record)
+            self.record = records.setdefault(fn, {}).setdefault(form, self.record)
         self.ran_before = self.record.order is not None
         self._expected = self.record.order or ()
 
@@ -112,9 +120,9 @@ class Schedule:
         """Whether this run has called so far what the last one called."""
         return self.ran_before and self._on_track
 
-    def facts(self, number: int) -> Facts | None:
+    def facts(self, number: int, moving: tuple[int, ...]) -> Facts | None:
         """What is known of the latest call; None if nothing is."""
-        return self.record.facts.get(number, Facts()) if self.on_track else None
+        return self.record.facts.get((number, moving)) if self.on_track else None
 
     def plain(self) -> int:
         """Notes a unit that is called plainly; its number."""

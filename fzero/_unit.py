@@ -302,8 +302,8 @@ def call_unit(
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))
-    known = schedule.facts(number)
-    call.knows(traversal, known)
+    moving = call.moving
+    call.knows(traversal, schedule.facts(number, moving))
     with elsewhere():
         while True:
             try:
@@ -311,7 +311,7 @@ def call_unit(
                 break
             except Again as again:  # known from now on
                 call.learn(again)
-    schedule.record.facts[number] = call.known
+    schedule.record.facts[number, moving] = call.known
     return result
 
 

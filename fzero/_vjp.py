@@ -19,6 +19,7 @@ from fzero._delivery import Delivery
 from fzero._formats import Stored
 from fzero._handle import Handle
 from fzero._layout import Group
+from fzero._node import active
 from fzero._placement import find
 from fzero._sharded import Sharded
 from fzero._state import TrainState
@@ -79,7 +80,6 @@ def traversal_of(
         )
     device = next(iter(uses.values())).shard.device.type
     traversal = Traversal(params.layout, uses, stage == 3, step.remats, step.compiles, seed, device)
-    traversal.schedule.expect(params.axis.records, step.fn)
     return traversal, primals, fixed
 
 
@@ -100,6 +100,9 @@ def call_function(
     step: Step, state: TrainState, traversal: Traversal, primals: Mapping[str, Any], inputs: Sequence[Any]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
+    tensors = [x for x in _tree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
+    form = (_private.level(), torch.is_grad_enabled(), tuple(active(tensors)))
+    traversal.schedule.expect(state.params.axis.records, step.fn, form)
     stored = _stored(state.params)
     versions = [_private.version(buffer) for buffer, _ in stored.values()]
     first = not traversal.schedule.ran_before or is_strict()
