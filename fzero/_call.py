@@ -33,9 +33,13 @@ class Again(BaseException):
     """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
 
     def __init__(
-        self, mutated: frozenset[int] = frozenset(), more: Handle | None = None, read: int | None = None
+        self,
+        mutated: frozenset[int] = frozenset(),
+        more: Handle | None = None,
+        read: int | None = None,
+        returned: frozenset[int] = frozenset(),
     ) -> None:
-        self.mutated, self.more, self.read = mutated, more, read
+        self.mutated, self.more, self.read, self.returned = mutated, more, read, returned
 
 
 class _Unread(torch.Tensor):
@@ -102,7 +106,7 @@ class Call:
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
         self._replayed = Replayed(self.reach.generators)
-        self.unit = ""
+        self.unit, self.recomputes = "", False
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._derived = True
@@ -135,8 +139,10 @@ class Call:
         if again.read is not None:
             assert again.read not in read
             read |= {again.read}
-        assert again.more is not None or again.read is not None or not again.mutated <= self.facts.mutated
-        self.facts = self.facts._replace(mutated=self.facts.mutated | again.mutated, more=more, read=read)
+        returned, mutated = self.facts.returned | again.returned, self.facts.mutated | again.mutated
+        facts = self.facts._replace(mutated=mutated, more=more, read=read, returned=returned)
+        assert facts != self.facts
+        self.facts = facts
         self.reach.reads(read)
         self.reach.restore()
         self._replayed.rewind()
@@ -162,12 +168,11 @@ class Call:
         tensors = (*primals, *self.reach.tensors)
         wanted = [i for i, tensor in enumerate(tensors) if _private.is_differentiated(tensor)]
         derived = bool(wanted) or any(_private.is_wrapped(tensor) for tensor in tensors)
-        if derived and (self.first or self.facts.mutated):
+        copied = self.facts.mutated | self.facts.returned
+        if derived and (self.first or copied):
             count = len(primals)
             tensors = tuple(
-                tensor.clone()
-                if i >= count and (i - count in self.facts.mutated or (self.first and i not in wanted))
-                else tensor
+                tensor.clone() if i >= count and (i - count in copied or (self.first and i not in wanted)) else tensor
                 for i, tensor in enumerate(tensors)
             )
         return tensors, wanted
@@ -239,6 +244,7 @@ class Call:
             exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
+            self._need_copies({i for i, x in enumerate(self.reach.tensors) if id(x) in exports.returned})
         except BaseException as error:
             self.reach.restore() if before is None else put_back(before)
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
@@ -315,6 +321,7 @@ class Call:
         for i, tensor in enumerate(out[:count]):
             families.setdefault(memory(tensor), []).append(i)
         self._chosen, self._recipes = [], [None] * len(out)
+        self._need_copies({places[storage] for storage in families if storage in places})
         for storage, members in families.items():
             place = places.get(storage)
             if place is not None and inputs[place].stride() == self.reach.tensors[place].stride():
@@ -329,6 +336,11 @@ class Call:
                 self._put_out_views(out, members)
         for i in range(count, len(out)):
             self._put_out(i, "as it is")
+
+    def _need_copies(self, returned: set[int]) -> None:
+        """A run later needs these tensors as they were, and the caller, who is given them, may change them."""
+        if self.recomputes and self._derived and self.first and not returned <= self.facts.returned:
+            raise Again(returned=frozenset(returned))
 
     def _put_out(self, i: int, how: str) -> Slot:
         assert self._chosen is not None

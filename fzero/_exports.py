@@ -33,6 +33,7 @@ class Exports:
         self._knows, self._origins = knows, origins
         self._index: dict[int, int] = {}
         self._objects: dict[int, Any] = {}
+        self.returned: set[int] = set()  # ids of inputs that were put out as they are
         self.filled: list[tuple[Any, dict[Any, Any]]] = []  # containers that the unit made, with their content
 
     def of(self, value: Any) -> Any:
@@ -47,6 +48,7 @@ class Exports:
     def _tensor(self, tensor: torch.Tensor) -> Any:
         origin = self._origins.get(id(tensor))
         if origin is not None:
+            self.returned.add(id(origin))
             return origin
         index = self._index.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):

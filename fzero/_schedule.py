@@ -30,12 +30,15 @@ class Facts(NamedTuple):
         more: indices of leaves that it reads although it is not given them.
         constant: places among the tensors that it puts out of those that nothing differentiates.
         read: places among the tensors that lie in objects of those that it reads.
+        returned: positions among its tensors of those that it returns, or views of them, where it will be run again:
+            the caller may change them meanwhile.
     """
 
     mutated: frozenset[int] = frozenset()
     more: tuple[int, ...] = ()
     constant: frozenset[int] = frozenset()
     read: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
 
 
 class Record:

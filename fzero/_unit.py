@@ -320,7 +320,7 @@ def _attempt(traversal: Traversal, call: Call, seed: int, number: int) -> Any:
     # a derivative of a derivative recomputes anyway: keep no graph for it
     recompute = traversal.remat or _private.level() > 1
     op = UnitOp(traversal, list(primals), call, recompute, seed, number)
-    call.unit = op.unit
+    call.unit, call.recomputes = op.unit, recompute
     operands, wanted = call.operands(list(primals.values()))
     return call.finish(apply(op, wanted, *operands))
 
