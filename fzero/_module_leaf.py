@@ -40,8 +40,12 @@ class ModuleLeaf(Handle):
             return own
         if current.get() is not self.traversal:
             raise self._refuse("read where its step's function is not running")
-        if _private.below(self.primal):
-            raise self._refuse("read inside a torch.autograd.Function, as its argument or otherwise; give it w * 1")
+        # under plain autograd nothing tells a Function's forward from a block without gradients
+        constant = self.traversal.records and not torch.is_grad_enabled() and self.primal.requires_grad
+        if _private.below(self.primal) or (constant and _private.level() == 0):
+            where = "a torch.autograd.Function, as its argument or otherwise; give it w * 1"
+            block = " (or inside torch.no_grad(); read it before, as w.detach())" if constant else ""
+            raise self._refuse(f"read inside {where}{block}")
         return read(self)
 
 

@@ -38,6 +38,7 @@ class Traversal:
         self.layout, self.uses, self.remat, self.compiles, self.device = layout, uses, remat, compiles, device
         self.acts = sharded or remat or compiles  # whether there is anything to do where a unit is used
         self.retain_graph = False
+        self.records = False  # whether plain autograd was on where the function began
         self.gates = Gates()
         self.tokens: dict[str, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         self.nodes: dict[str, Any] = {}  # group -> its gate's node of the graph
@@ -116,6 +117,7 @@ class Traversal:
     def running(self) -> Iterator[None]:
         """Units that are called inside draw their seeds from here."""
         token, outer = current.set(self), running.set(self.layout)
+        self.records = torch.is_grad_enabled()
         try:
             with seeded(self.next_seed()):
                 yield

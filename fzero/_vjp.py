@@ -114,7 +114,16 @@ def call_function(
         watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
     tree = _tree.unflatten(state.params.structure, leaves)
     with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
-        out = step.fn(tree, *inputs)
+        try:
+            out = step.fn(tree, *inputs)
+        except RuntimeError as error:
+            if "saved tensor hooks" not in str(error):
+                raise
+            raise TypeError(
+                "step: the function uses saved-tensor hooks (torch.utils.checkpoint does) outside of units, where "
+                "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or "
+                "leave the checkpoint out: fz.remat(step) recomputes units."
+            ) from error
         out = _tree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
     if [_private.version(buffer) for buffer, _ in stored.values()] != versions:
         state.kill(

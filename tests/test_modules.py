@@ -239,3 +239,58 @@ def test_a_model_with_its_cache_at_its_default_trains() -> None:
         return out.loss + sum(layer.keys.square().mean() for layer in cache.layers)
 
     check(fn, params, tokens)
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x**3
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * cotangent
+
+
+class Reading(nn.Module):
+    """The parent reads a weight of its block inside a custom Function, or where no gradient is recorded."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks, self.how = nn.ModuleList([nn.Linear(2, 2)]), how
+
+    def forward(self, x: torch.Tensor) -> Any:
+        weight: Any = self.blocks[0].weight
+        x = self.blocks[0](x)
+        if self.how == "constant":
+            weight = weight.detach()
+            with torch.no_grad():
+                norm = weight.norm()
+            return x.sum() * norm
+        return (x @ Cubed.apply(weight * 1 if self.how == "times one" else weight)).sum()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("verb", ["vjp", "tape"])
+@pytest.mark.parametrize("how", ["directly", "times one", "constant"])
+def test_a_weight_inside_a_custom_function(how: str, verb: str) -> None:
+    apply, params = fz.functional(Reading(how))
+    step = fz.remat(fz.train_step(apply, fz.sgd(0.1)))
+    state, x = step.init(params), torch.ones(1, 2)
+
+    def grads() -> Any:
+        if verb == "vjp":
+            return step.vjp(state, x)[1](torch.ones(()))[0]
+        with fz.tape(step, state) as model:
+            model(x).backward()
+            return model.grads()
+
+    if how == "directly" and verb == "tape":  # plain autograd does not say what a Function is given
+        with pytest.raises(TypeError, match=r"read inside a torch\.autograd\.Function.*leaf 'blocks\.0\.weight'"):
+            grads()
+    else:
+        want = torch.func.grad(lambda p: torch.func.functional_call(Reading(how), p, (x,)))(dict(params))
+        assert_trees_close(dict(fz.gather(grads())), want, rtol=1e-5)
