@@ -224,9 +224,9 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
 
     Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. It may use
     what functorch refuses elsewhere, such as `torch.utils.checkpoint` and old-style Functions.
-    Everything differentiable must be an argument, or lie in an argument or in an object that the function refers to.
-    Arguments and outputs may be any pytrees and objects; what the function changes in them is changed for its caller. A
-    unit inside a unit is a plain call.
+    Arguments and outputs may be any pytrees and objects; what the function changes in them is changed for its caller.
+    It may close over tensors and over objects that hold some: each that it reads is one of its inputs. A unit inside a
+    unit is a plain call.
 
     Example:
         >>> block = fz.unit(lambda p, x: torch.tanh(x @ p["w"]))
