@@ -159,9 +159,9 @@ def refuse_foreign_leaves(out: Sequence[torch.Tensor], leaves: Sequence[torch.Te
 
 def closed_over(tensor: torch.Tensor) -> str:
     return (
-        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated; its gradient would "
-        "be lost. Everything differentiable must reach a unit as an argument: pass this tensor to the unit's call, or "
-        "detach() it where no gradient is wanted."
+        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated, in a way that cannot "
+        "be seen (a class's attribute, a global variable, an object of another library); its gradient would be lost. "
+        "Pass this tensor to the unit's call, or detach() it where no gradient is wanted."
     )
 
 
