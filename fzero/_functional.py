@@ -15,7 +15,7 @@ from fzero._arguments import wrong
 from fzero._call import here
 from fzero._compile import compiled
 from fzero._handle import Handle
-from fzero._module_leaf import Absent, in_module
+from fzero._module_leaf import Absent, readable
 from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
 from fzero._places import Places, places_of
@@ -107,11 +107,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 outside = _outside.get()
                 gathered = {leaf.index for leaf in leaves.values() if isinstance(leaf, Handle)}
 
-                def others() -> contextlib.AbstractContextManager[None]:
+                @contextlib.contextmanager
+                def others() -> Iterator[None]:
                     """Installs the leaves of other units that the call is known to read, where no apply does."""
                     indices = [index for _, index in here.get() or () if index not in gathered]
                     known = {name: x for index in indices for name, x in outside.get(index, {}).items()}
-                    return root.installed(known) if known else contextlib.nullcontext()
+                    with root.installed(known) if known else contextlib.nullcontext(), readable():
+                        yield
 
                 @contextlib.contextmanager
                 def around(leaves: Mapping[str, Any]) -> Iterator[None]:
@@ -159,14 +161,15 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 reached, installed = threads.surroundings, threads.places.installed
                 out = call_unit(threads.call, whole, {}, None, threads.fast, reached, installed)
             else:
-                outside = in_module({name: params[leaf] for name, leaf in aliases.items()})
+                outside = {name: params[leaf] for name, leaf in aliases.items()}
                 by_index: dict[int, dict[str, Any]] = {}
                 for name, leaf in outside.items():
                     if isinstance(leaf, Handle):
                         by_index.setdefault(leaf.index, {})[name] = leaf
                 own = _outside.set(by_index)
                 try:
-                    out = threads.places.call(outside, args, kwargs)
+                    with readable():
+                        out = threads.places.call(outside, args, kwargs)
                 finally:
                     _outside.reset(own)
         except RuntimeError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextvars
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,10 +18,18 @@ class HandleError(AttributeError, TypeError):
     """A leaf of a unit was used where it is not gathered. An AttributeError too, so that `hasattr` answers False."""
 
 
+# how a module reads the leaves of its units, while the function that fz.functional made of it runs; None elsewhere
+reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = contextvars.ContextVar(
+    "fzero_reading", default=None
+)
+
+
 class Handle(torch.Tensor):
     """A leaf of a unit, outside that unit: a tensor without values, whose shape, dtype and device can be read.
 
-    What reaches torch's operators all the same, below Python or under a derivative, is refused there.
+    What reaches torch's operators all the same, below Python or under a derivative, is refused there. Not so in a
+    module: an operator that takes it there is given the full tensor, gathered for this one use. What reads it many
+    times had better be a unit itself.
     """
 
     traversal: Traversal
@@ -61,7 +71,14 @@ class Handle(torch.Tensor):
                 return _private.is_differentiated(handle.primal)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
-        raise _first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}")
+        read = reading.get()
+        if read is None:
+            raise _first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}")
+        leaves, spec = _tree.flatten((args, kwargs or {}))
+        if writes(func, kwargs) and isinstance(leaves[0], Handle):
+            raise leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it")
+        args, kwargs = _tree.unflatten(spec, [read(x) if isinstance(x, Handle) else x for x in leaves])
+        return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -111,6 +128,15 @@ READABLE = {
 
 def _first_handle(tree: Any) -> Handle:
     return next(leaf for leaf in _tree.flatten(tree)[0] if isinstance(leaf, Handle))
+
+
+def writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function changes its first argument, or `out`."""
+    name = getattr(func, "__name__", "")
+    if name == "requires_grad_":
+        return False
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    return in_place or bool(kwargs and kwargs.get("out") is not None)
 
 
 def name_of(func: Any) -> str:

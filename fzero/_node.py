@@ -159,8 +159,8 @@ def refuse_foreign_leaves(out: Sequence[torch.Tensor], leaves: Sequence[torch.Te
 
 def closed_over(tensor: torch.Tensor) -> str:
     return (
-        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated, in a way that cannot "
-        "be seen (a class's attribute, a global variable, an object of another library); its gradient would be lost. "
+        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated, where it cannot be "
+        "seen (a class's attribute, a global variable, an object of another library); its gradient would be lost. "
         "Pass this tensor to the unit's call, or detach() it where no gradient is wanted."
     )
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._handle import Handle
+from fzero._handle import Handle, writes
 from fzero._node import closed_over
 
 LeafOf = Callable[[torch.Tensor], str]
@@ -95,15 +95,6 @@ def leaked(tensor: torch.Tensor, unit: str) -> str:
         f"gradient would be lost: unit {unit!r} passed it on in a way that cannot be seen (a class's attribute, an "
         "object of another library). Return it as an output, or keep it in one of the unit's arguments or its module."
     )
-
-
-def writes(func: Any, kwargs: Any) -> bool:
-    """Whether a function changes its first argument, or `out`."""
-    name = getattr(func, "__name__", "")
-    if name == "requires_grad_":
-        return False
-    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
-    return in_place or bool(kwargs and kwargs.get("out") is not None)
 
 
 def storage_of(tensor: torch.Tensor) -> int:
