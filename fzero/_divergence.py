@@ -125,19 +125,17 @@ class Watch:
 
     def _look(self, store: Any, me: int) -> None:
         """Raises where this rank waits for ranks that will never come."""
-        waits: dict[int, Any] = {}
-        for rank in range(_distributed.world_size()):
-            key = f"{self._prefix}/at/{rank}"
-            if store.check([key]):
-                waits[rank] = json.loads(store.get(key))
+        waits = self._waits(store)
         gone = {rank: said for rank, (_, count, _, said) in waits.items() if count < 0}
-        # read after all of `waits`: whoever is missing here was missing all along, so the circle is real
+        # read after all of `waits`: whoever is missing here was missing all along
         missing = {
             rank: [other for other in members if not store.check([self._said(name, count, other)])]
             for rank, (name, count, members, _) in waits.items()
             if count > 0
         }
-        stuck = set(missing)
+        # a rank that has gone on meanwhile was not stuck, and what was said to it may have been deleted since
+        still = self._waits(store)
+        stuck = {rank for rank in missing if still.get(rank) == waits[rank]}
         while free := {rank for rank in stuck if not any(other in stuck or other in gone for other in missing[rank])}:
             stuck -= free
         if me not in stuck:
@@ -147,6 +145,11 @@ class Watch:
         listing += [f"rank {rank} {said}" for rank, said in sorted(gone.items())]
         error = PeerStopped if gone else RuntimeError
         raise error(f"The ranks have diverged and wait for one another: {'; '.join(listing)}. {ADVICE}")
+
+    def _waits(self, store: Any) -> dict[int, Any]:
+        """Rank -> where it is."""
+        keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(_distributed.world_size())}
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     def leave(self, end: str) -> None:
         """Tells those who still wait for this rank that it will not come."""
