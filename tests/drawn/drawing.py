@@ -26,6 +26,7 @@ TOLD = {
     "in-place on a leaf": 85,
     "a leaf outside its unit": 85,
     "a leaf behind detach": 85,
+    "an embedding tied to a head": 60,
 }
 OPTIMIZERS = ("sgd", "clipped", "adamw")
 FORM_DRAWS = (*["scalar"] * 4, *["aux"] * 3, *["outputs"] * 3)
