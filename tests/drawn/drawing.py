@@ -20,13 +20,13 @@ UNITS: list[tuple[str, ...] | None] = [
 # People write it once and then as they are told; so do programs, and at most 5 % of them are refused. What is left is
 # seen refused hundreds of times in 20,000 programs, and in tests/test_drawn.py in every form.
 TOLD = {
-    "a buffer that is assigned": 90,
-    "a regulariser over all leaves": 90,
-    "leaves filtered by isinstance": 90,
-    "in-place on a leaf": 85,
-    "a leaf outside its unit": 85,
-    "a leaf behind detach": 85,
-    "an embedding tied to a head": 60,
+    "a buffer that is assigned": 93,
+    "a regulariser over all leaves": 93,
+    "leaves filtered by isinstance": 93,
+    "in-place on a leaf": 90,
+    "a leaf outside its unit": 90,
+    "a leaf behind detach": 90,
+    "an embedding tied to a head": 75,
 }
 OPTIMIZERS = ("sgd", "clipped", "adamw")
 FORM_DRAWS = (*["scalar"] * 4, *["aux"] * 3, *["outputs"] * 3)
