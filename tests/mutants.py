@@ -1,4 +1,4 @@
-"""Leaves out each wait in turn, and looks whether some test turns red: `make mutants`.
+"""Leaves out each wait in turn, and looks whether some test turns red: `make mutants`, or `mutants.py --only 3 7`.
 
 A wait that no test misses is one that the next change may lose without a word. Prints a line for each, and exits with 1
 if one survives.
@@ -6,81 +6,112 @@ if one survives.
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-TESTS = [
-    "tests/test_schedule.py",
+SCHEDULE, FAULTS, EXACT = "tests/test_schedule.py", "tests/test_faults.py", "tests/test_exact.py"
+ORDERS = (f"{SCHEDULE}::test_orders_that_change", SCHEDULE)
+NOT_PULLED = (f"{SCHEDULE}::test_units_that_are_not_pulled_back", SCHEDULE)
+TWICE = (f"{SCHEDULE}::test_a_unit_that_is_used_twice", SCHEDULE)
+ON_PROCESSES = (f"{SCHEDULE}::test_orders_that_change_on_processes", EXACT)
+FUSED = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group[3-True-1]", FAULTS)
+HELD = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group", FAULTS)
+PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises[1-False]", FAULTS)
+IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FAULTS)
+PENALTY = (
+    "tests/test_written.py::test_is_what_plain_torch_makes_of_it[a penalty on one unit]",
     "tests/test_written.py",
-    "tests/transforms/test_fuse_update.py",
-    "tests/test_exact.py",
-    "tests/test_schemes.py",
-    "tests/test_derivatives.py",
-    "tests/test_faults.py",
+)
+ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
+
+
+class Wait(NamedTuple):
+    """A wait, and what stands in its place.
+
+    Attributes:
+        which: of several places with this text.
+        tests: that can find it, the one that does first.
+    """
+
+    file: str
+    text: str
+    instead: str
+    which: int = 0
+    tests: tuple[str, ...] = ORDERS
+
+
+WAITS = [
+    Wait("_schedule.py", "        wait()\n        return full, True", "        return full, True"),
+    Wait("_schedule.py", "            wait()\n            if self._pulls", "            if self._pulls"),
+    Wait("_schedule.py", "            finish_all([wait for _, wait in ahead.values()])", "            pass"),
+    Wait("_schedule.py", "finish_all([self.finish_reduction, *", "finish_all([*", tests=PULLBACKS),
+    Wait("_schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=FUSED),
+    Wait("_schedule.py", ", self._end_of_gathers])", "])", tests=PENALTY),
+    Wait("_schedule.py", "                self._end_of_gathers()\n", "                pass\n", tests=NOT_PULLED),
+    Wait("_schedule.py", "                self._end_of_pullback()\n", "                pass\n", tests=FUSED),
+    Wait("_unit.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=FUSED),
+    Wait("_unit.py", "self.traversal.schedule.refill(key, full))()", "self.traversal.schedule.refill(key, full))"),
+    Wait("_delivery.py", "        self.traversal.schedule.finish_reduction()\n        assert", "        assert"),
+    Wait("_traversal.py", "        self.schedule.finish_reduction()\n", "", tests=TWICE),
+    Wait("_update.py", "        finish_all(waits)\n", "", tests=HELD),
+    Wait("_update.py", "        finish_all(waits)\n", "", 1, tests=HELD),
+    Wait("_use.py", "        wait()\n        cut =", "        cut =", tests=IN_8_BITS),
+    Wait("_collectives.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)"),
+    Wait("_collectives.py", "            wait()\n            if self.copies > 1", "            if self.copies > 1"),
+    Wait("_collectives.py", "        wait()\n        return out", "        return out", tests=ON_GLOO),
+    Wait("_distributed.py", "        arrived()\n        for total", "        for total", tests=ON_PROCESSES),
+    Wait("_distributed.py", "work.wait()\n        works", "pass\n        works", tests=ON_PROCESSES),
 ]
-# file, the line with the wait, what stands in its place, which of several such lines
-WAITS: list[tuple[str, str, str, int]] = [
-    ("_schedule.py", "        wait()\n        return full, True", "        return full, True", 0),
-    ("_schedule.py", "            wait()\n            if self._pulls", "            if self._pulls", 0),
-    ("_schedule.py", "            finish_all([wait for _, wait in ahead.values()])", "            pass", 0),
-    ("_schedule.py", "finish_all([self.finish_reduction, *", "finish_all([*", 0),
-    ("_schedule.py", "*[op.forget_ahead for op in calls], ", "", 0),
-    ("_schedule.py", ", self._end_of_gathers])", "])", 0),
-    ("_schedule.py", "                self._end_of_gathers()\n", "                pass\n", 0),
-    ("_schedule.py", "                self._end_of_pullback()\n", "                pass\n", 0),
-    ("_unit.py", "            self._arriving.pop(key)()\n", "            self._arriving.pop(key)\n", 0),
-    ("_unit.py", "self.traversal.schedule.refill(key, full))()", "self.traversal.schedule.refill(key, full))", 0),
-    ("_delivery.py", "        self.traversal.schedule.finish_reduction()\n        assert not self._under_way\n", "", 0),
-    ("_traversal.py", "        self.schedule.finish_reduction()\n", "", 0),
-    ("_update.py", "        finish_all(waits)\n", "", 0),
-    ("_update.py", "        finish_all(waits)\n", "", 1),
-    ("_use.py", "        wait()\n        cut =", "        cut =", 0),
-    ("_collectives.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)", 0),
-    ("_collectives.py", "            wait()\n            if self.copies > 1", "            if self.copies > 1", 0),
-    ("_collectives.py", "        wait()\n        return out", "        return out", 0),
-    ("_distributed.py", "        arrived()\n        for total", "        for total", 0),
-    ("_distributed.py", "            work.wait()\n        works.clear()", "            pass\n        works.clear()", 0),
-]
 
 
-def mutated(text: str, old: str, new: str, which: int) -> str:
-    parts = text.split(old)
-    assert len(parts) > which + 1, f"{old!r} is not there {which + 1} times: bring tests/mutants.py up to date"
-    return old.join(parts[: which + 1]) + new + old.join(parts[which + 1 :])
+def mutated(text: str, wait: Wait) -> str:
+    parts = text.split(wait.text)
+    place = wait.which + 1
+    assert len(parts) > place, f"{wait.text!r} is not there {place} times: bring tests/mutants.py up to date"
+    return wait.text.join(parts[:place]) + wait.instead + wait.text.join(parts[place:])
 
 
-def survives(file: str, old: str, new: str, which: int) -> bool:
+def survives(number: int, wait: Wait) -> bool:
     """Whether all tests pass without this wait."""
+    started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
         for name in ("fzero", "tests", "pyproject.toml", "examples", "benchmarks"):
             source = ROOT / name
             copy = shutil.copytree if source.is_dir() else shutil.copy
             copy(source, Path(folder) / name)  # type: ignore[operator]
-        target = Path(folder) / "fzero" / file
-        target.write_text(mutated(target.read_text(), old, new, which))
+        target = Path(folder) / "fzero" / wait.file
+        target.write_text(mutated(target.read_text(), wait))
         paths = os.pathsep.join([folder, str(Path(folder) / "tests")])
-        tests = [test for test in TESTS if (Path(folder) / test).exists()]
         done = subprocess.run(
-            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *tests],
+            [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--timeout=120", *wait.tests],
             cwd=folder,
             env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
             capture_output=True,
             text=True,
         )
-        found = next((line for line in done.stdout.splitlines() if line.startswith("FAILED")), "")
-        word = "SURVIVES" if done.returncode == 0 else "found   "
-        print(f"{word}  {file}: {old.strip().splitlines()[0]}  {found[:100]}", flush=True)
-        return done.returncode == 0
+    lines = done.stdout.splitlines()
+    if done.returncode not in (0, 1) and not any("Timeout" in line for line in lines):  # no test was run, say
+        raise RuntimeError(f"pytest exited with {done.returncode}:\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}")
+    found = next((line for line in lines if line.startswith("FAILED")), lines[-1] if lines else "")
+    word = "SURVIVES" if done.returncode == 0 else "found   "
+    said = f"{number:2} {wait.file}: {wait.text.strip().splitlines()[0]}"
+    print(f"{word} {time.monotonic() - started:5.0f} s  {said:<90}  {found[:140]}", flush=True)
+    return done.returncode == 0
 
 
 def main() -> int:
-    chosen = [WAITS[int(i)] for i in sys.argv[1:]] or WAITS
-    return int(any([survives(*wait) for wait in chosen]))
+    parser = argparse.ArgumentParser(prog="mutants", description=__doc__)
+    parser.add_argument("--only", type=int, nargs="+", help="the numbers of the waits", default=range(len(WAITS)))
+    options = parser.parse_args()
+    return int(any([survives(number, WAITS[number]) for number in options.only]))
 
 
 if __name__ == "__main__":

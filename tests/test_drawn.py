@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import drawn
 import pytest
 from drawn.counting import Report, Tally
+from drawn.drawing import TOLD
 from drawn.language import FEATURES, Action, Program, Statement
 from drawn.remedies import remedy
 from drawn.running import run, run_on_processes, run_plain
@@ -54,6 +55,8 @@ def test_every_feature_is_in_many_programs() -> None:
         tally.add(Report(program, Verdict("equal")))
     assert not tally.rare(SHARE)
     assert set(tally.features) == set(FEATURES)
+    assert set(tally.told) == set(TOLD) and all(FEATURES[name].remedy for name in TOLD)
+    assert all(tally.told[name] < sum(tally.features[name].values()) for name in TOLD)  # some are drawn as refused
 
 
 # ---- one feature at a time

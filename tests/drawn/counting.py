@@ -52,6 +52,7 @@ class Tally:
     remedies: dict[str, Counter[str]] = field(default_factory=lambda: defaultdict(Counter))
     seeds: dict[tuple[str, str], list[int]] = field(default_factory=lambda: defaultdict(list))
     dropped: Counter[str] = field(default_factory=Counter)
+    told: Counter[str] = field(default_factory=Counter)  # features drawn as a refusal tells to write them
 
     def add(self, report: Report) -> None:
         kind, reason = report.verdict.kind, report.verdict.reason
@@ -63,6 +64,7 @@ class Tally:
             return
         for name in {statement.feature for statement in report.program.statements}:
             self.features[name][kind] += 1
+        self.told.update(statement.feature for statement in report.program.statements if statement.remedied)
         for name in traits(report.program):
             self.around[name][kind] += 1
         if kind != "equal":
@@ -84,12 +86,16 @@ class Tally:
 
     def summary(self) -> str:
         said = ", ".join(f"{self.kinds[kind]} {kind}" for kind in KINDS if self.kinds[kind])
-        return f"{sum(self.kinds.values())} programs: {said}"
+        share = 100 * self.kinds["refused"] / max(1, self.counted)
+        return f"{sum(self.kinds.values())} programs: {said} ({share:.1f} % of those counted refused)"
 
     def table(self, seeds: int = 5) -> str:
         """By feature, by what is around, by reason; with the first seeds of what is wrong."""
         out = [self.summary() + "; " + ", ".join(f"{n} on {b}" for b, n in self.backends.items()), ""]
         out += self._rows("feature", {name: self.features[name] for name in FEATURES})
+        if self.told:
+            out += ["", "drawn as a refusal tells to write them:"]
+            out += [f"  {n:6} of {sum(self.features[f].values()):6}  {f}" for f, n in self.told.most_common()]
         out += ["", *self._rows("around", dict(sorted(self.around.items())))]
         for kind in (*BAD, "refused", "uncounted"):
             if self.reasons[kind]:

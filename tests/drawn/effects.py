@@ -176,7 +176,7 @@ def counter(c: Writer) -> None:
         c.do(f"h = {c.call(block, 'h')}")
 
 
-@feature("a buffer that is assigned", kinds="module", rows=False, weight=1.9, remedy=True)
+@feature("a buffer that is assigned", kinds="module", rows=False, weight=2.4, remedy=True)
 def buffer(c: Writer) -> None:
     w, b, _ = c.own()
     change = c.pick(

@@ -108,7 +108,7 @@ class Feature:
         forward_mode: whether it differentiates forward, whose levels in torch are those of a process, not of a thread.
         nests: whether a derivative of a derivative has one answer: what is done under no_grad counts as constant for
             autograd's double backward, and for torch.func only at the innermost level.
-        weight: how often it is drawn, relative to others.
+        weight: how often it is drawn, relative to others: more often where plain torch refuses it often.
         remedy: whether it can be written in another way, which a refusal would tell.
     """
 

@@ -6,6 +6,7 @@ Modules are called by torch.func.functional_call on the real module, one for eac
 from __future__ import annotations
 
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from types import CodeType
@@ -13,6 +14,7 @@ from typing import Any
 
 import optree
 import torch
+import torch.utils.checkpoint
 from torch import nn
 
 from drawn import actions, optimizers
@@ -42,7 +44,8 @@ class Plain:
     """`actions.Component` over all ranks: what differs between ranks is noted as a list with one entry for each.
 
     Args:
-        autograd: differentiate by torch.autograd instead of torch.func; torch.utils.checkpoint is a plain call without.
+        autograd: differentiate by torch.autograd instead of torch.func. Without, torch.utils.checkpoint is a plain call
+            in what are units for fzero, which differentiates those by autograd; elsewhere it is what torch makes of it.
     """
 
     def __init__(self, program: Program, code: CodeType, counted: bool, autograd: bool = False) -> None:
@@ -53,15 +56,20 @@ class Plain:
         for _ in range(program.world):
             modules: list[nn.Module] = []
 
-            def functional(module: nn.Module, modules: list[nn.Module] = modules) -> Callable[..., Any]:
+            checkpointing = Checkpointing()
+
+            def functional(
+                module: nn.Module, modules: list[nn.Module] = modules, checkpointing: Checkpointing = checkpointing
+            ) -> Callable[..., Any]:
                 modules.append(module)
+                checkpointing.watch(module, program.units)
                 if self.autograd:
                     return lambda p, *inputs: _placed(module, p)(*inputs)
                 return lambda p, *inputs: torch.func.functional_call(module, p, inputs)
 
             names = namespace(program.seed, lambda fn: fn, functional, _sum_over)
             if not autograd:
-                names["checkpoint"] = lambda fn, *args, use_reentrant: fn(*args)
+                names["checkpoint"] = checkpointing.checkpoint
             exec(code, names)
             self.fns.append(names["fn"])
             if modules:
@@ -270,6 +278,36 @@ class Plain:
 
     def params(self, state: State) -> None:
         self.see("params", list(state.leaves))
+
+
+class Checkpointing:
+    """torch.utils.checkpoint for torch.func, which refuses it: fzero lets units have it, and only units."""
+
+    def __init__(self) -> None:
+        self._units = math.inf  # calls of units that run: in pure functions everything that checkpoints is one
+
+    def watch(self, module: nn.Module, units: Sequence[str] | None) -> None:
+        """Counts the calls of those blocks of a module that are units."""
+
+        def count(by: int) -> None:
+            self._units += by
+
+        self._units = 0
+        for path, block in module.named_modules():
+            if path.startswith("blocks.") and (units is None or any(_matches(path, pattern) for pattern in units)):
+                block.register_forward_pre_hook(lambda *_: count(1), prepend=True)
+                block.register_forward_hook(lambda *_: count(-1), always_call=True)
+
+    def checkpoint(self, fn: Callable[..., Any], *args: Any, use_reentrant: bool) -> Any:
+        transformed = torch._C._functorch.peek_interpreter_stack() is not None  # type: ignore[attr-defined]
+        if self._units or not transformed:
+            return fn(*args)
+        return torch.utils.checkpoint.checkpoint(fn, *args, use_reentrant=use_reentrant)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    """Whether a module is a unit, or an element of a list that is one."""
+    return fnmatch.fnmatchcase(path, pattern) or path.startswith(f"{pattern}.")
 
 
 @dataclass

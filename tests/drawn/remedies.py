@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from drawn.language import FEATURES, Program
 from drawn.verdicts import Verdict
 
+MOST = 20  # programs that are tried
 OTHER_UNITS = (None, ("head",), ("emb",), ("blocks.0",))
 
 
@@ -36,12 +37,9 @@ def remedy(program: Program, verdict: Verdict, run: Callable[[Program], Verdict]
         verdict: of it.
         run: gives the verdict of a program.
     """
-    before, message = program, verdict.detail
-    for program in _remedied(before, message):
-        verdict = run(program)
-        if verdict.kind == "equal":
-            break
-    else:
+    before = program
+    program, verdict = _search(program, verdict, run)
+    if verdict.kind != "equal":
         return Remedy((), verdict, program)
     for i, statement in enumerate(before.statements):
         if program.statements[i].remedied and not statement.remedied:
@@ -52,6 +50,23 @@ def remedy(program: Program, verdict: Verdict, run: Callable[[Program], Verdict]
     changes += [f"units={program.units}"] if program.units != before.units else []
     changes += [f"without {name}" for name in before.transforms if name not in program.transforms]
     return Remedy(tuple(changes), verdict, program)
+
+
+def _search(program: Program, verdict: Verdict, run: Callable[[Program], Verdict]) -> tuple[Program, Verdict]:
+    """Follows a refusal to the next one, as a program may have several causes; an equal program, or the last tried."""
+    todo, seen = [(program, verdict)], {program}
+    while todo and len(seen) <= MOST:
+        refused, refusal = todo.pop(0)
+        for program in _remedied(refused, refusal.detail):
+            if program in seen:
+                continue
+            seen.add(program)
+            verdict = run(program)
+            if verdict.kind == "equal":
+                return program, verdict
+            if verdict.kind == "refused":
+                todo.append((program, verdict))
+    return program, verdict
 
 
 def _remedied(program: Program, message: str) -> Iterator[Program]:
