@@ -16,7 +16,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._containers import Container, Content, replaced
-from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memory, overlap, span, taken
+from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memory, overlap, reading, span, taken
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._random import Replayed
 from fzero._schedule import Facts
@@ -109,6 +109,7 @@ class Call:
         self.unit, self.recomputes = "", False
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
+        self._leaves: set[int] = set()  # ids of what the graph of the run begins with
         self._derived = True
         self._forget()
 
@@ -196,6 +197,8 @@ class Call:
         """
         self._fulls, self._derived = fulls, derived
         self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
+        self._leaves = {id(x) for x in (*inputs, *leaves.values())}
+        self._refuse_aliases(unit, inputs, derived)
         before, gathered = [_private.version(x) for x in inputs], [_private.version(full) for full in fulls]
         try:
             out = self.body(leaves, inputs, watch)
@@ -220,6 +223,18 @@ class Call:
                 )
             raise Again(mutated=changed)
         return out
+
+    def _refuse_aliases(self, unit: str, inputs: Sequence[torch.Tensor], derived: bool) -> None:
+        """What is changed in place is changed in a copy, of which an input that shares its memory knows nothing."""
+        for i in self.facts.mutated if derived else ():
+            own = memory(_private.unwrapped(self.reach.tensors[i]))
+            for j, other in enumerate(self.reach.tensors):
+                if i != j and memory(_private.unwrapped(other)) == own:
+                    raise ValueError(
+                        f"Unit {unit!r} changes one of its inputs in place, of shape {tuple(inputs[i].shape)}, which "
+                        f"shares its memory with another one, of shape {tuple(other.shape)}. Give the unit one of them "
+                        "and take the other from it inside, or a clone of it."
+                    )
 
     def body(
         self,
@@ -315,59 +330,67 @@ class Call:
             self._recipes = [Slot(i) for i in range(len(out))]
             return
         own = {memory(full) for full in self._fulls}
-        places = {memory(x): i for i, x in enumerate(inputs)}
+        places = {reading(x): i for i, x in enumerate(inputs)}
         count = len(out) - len(self._mutated)
-        families: dict[int, list[int]] = {}
+        families: dict[Any, list[int]] = {}
         for i, tensor in enumerate(out[:count]):
-            families.setdefault(memory(tensor), []).append(i)
+            families.setdefault(reading(tensor), []).append(i)
         self._chosen, self._recipes = [], [None] * len(out)
-        self._need_copies({places[storage] for storage in families if storage in places})
-        for storage, members in families.items():
-            place = places.get(storage)
+        self._need_copies({places[family] for family in families if family in places})
+        first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
+        for family, members in families.items():
+            place = places.get(family)
             if place is not None and inputs[place].stride() == self.reach.tensors[place].stride():
                 outer = self.reach.tensors[place]
                 for i in members:
                     moves = place in self._moving
-                    self._recipes[i] = View(outer, out[i], inputs[place], moves and self._is_constant(i, out[i]))
-            elif storage in own or not overlap([out[i] for i in members]):
+                    self._recipes[i] = View(outer, out[i], inputs[place], moves and self._is_constant(out[i]))
+            elif family[0] in own or first[family[0]] != family:  # of a param, or a real part beside the whole
                 for i in members:
-                    self._put_out(i, "copy" if storage in own else "as it is")
+                    self._put_out(i, "copy", self._is_constant(out[i]))
+            elif not overlap([out[i] for i in members]):
+                for i in members:
+                    self._put_out(i, "as it is", self._is_constant(out[i]))
             else:
                 self._put_out_views(out, members)
         for i in range(count, len(out)):
-            self._put_out(i, "as it is")
+            self._put_out(i, "as it is", False)
 
     def _need_copies(self, returned: set[int]) -> None:
         """A run later needs these tensors as they were, and the caller, who is given them, may change them."""
         if self.recomputes and self._derived and self.first and not returned <= self.facts.returned:
             raise Again(returned=frozenset(returned))
 
-    def _put_out(self, i: int, how: str) -> Slot:
+    def _put_out(self, i: int, how: str, constant: bool) -> Slot:
         assert self._chosen is not None
-        self._recipes[i] = Slot(len(self._chosen))
+        self._recipes[i] = slot = Slot(len(self._chosen), constant)
         self._chosen.append((how, i))
-        return self._recipes[i]
+        return slot
 
     def _put_out_views(self, out: Sequence[torch.Tensor], members: Sequence[int]) -> None:
         """Outputs that overlap: what they are views of leaves the node, and they are views of that outside too."""
-        constant = {i for i in members if self._is_constant(i, out[i])}
+        constant = {i for i in members if self._is_constant(out[i])}
         moving = [i for i in members if i not in constant] or members
         spans = {i: span(out[i]) for i in members}
         whole = max(moving, key=lambda i: out[i].numel())
         low, high = spans[whole]
         covers = out[whole].numel() == high - low and all(low <= a and b <= high for a, b in spans.values())
         base = out[whole] if covers else base_of(out[whole])
-        slot = self._put_out(whole, "as it is" if covers else "base")
+        if reading(base) != reading(out[whole]):  # real and imaginary parts
+            for i in members:
+                self._put_out(i, "copy", i in constant)
+            return
+        slot = self._put_out(whole, "as it is" if covers else "base", False)
         for i in members:
-            self._recipes[i] = View(slot, out[i], base, i in constant and len(constant) < len(members))
+            self._recipes[i] = View(slot, out[i], base, i in constant)
 
-    def _is_constant(self, i: int, tensor: torch.Tensor) -> bool:
-        """Whether nothing differentiates what is put out: seen where a graph is kept, known where there is none."""
-        if torch.is_grad_enabled():
-            if not tensor.requires_grad:
-                self.facts = self.facts._replace(constant=self.facts.constant | {i})
-            return not tensor.requires_grad
-        return i in self.facts.constant
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing differentiates what is put out, where something is differentiated at all."""
+        if not torch.is_grad_enabled():
+            return False
+        # a view that was taken without gradients says that it needs one, as what it is a view of does
+        blind = tensor.grad_fn is None and id(tensor) not in self._leaves
+        return not tensor.requires_grad or blind
 
     def finish(self, out: Sequence[torch.Tensor]) -> Any:
         """The call's result, from what its node put out; what it changed is changed."""

@@ -26,7 +26,8 @@ ATOMS = frozenset(
     }
 )
 # a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
-_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"})
+_OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"} - {"training"})
+_MISSING = object()
 Content = dict[Any, Any]
 
 
@@ -302,7 +303,10 @@ class Snapshot:
         vacant: a module's dicts of hooks that are empty; torch counts the hooks that are put into any.
     """
 
-    __slots__ = ("_dicts", "_hooks", "_lengths", "_lists", "_names", "_others", "_owners", "_vacant", "_values")
+    __slots__ = (
+        *("_dicts", "_hooks", "_keys", "_lengths", "_lists", "_names", "_ordered", "_others", "_owners", "_vacant"),
+        "_values",
+    )
 
     def __init__(self, containers: Sequence[Container], vacant: Sequence[Any]) -> None:
         raw = [own for container in containers if (own := container.raw) is not None]
@@ -317,13 +321,17 @@ class Snapshot:
                 self._names += container.found
                 self._owners += [container.raw] * len(container.found)
         self._values = [*self._read()]
+        # of what users fill the order counts too
+        self._ordered = [c.of for c in containers if isinstance(c.raw, dict) and c.raw is c.of]
+        self._keys = [*itertools.chain.from_iterable(map(dict.keys, self._ordered))]
 
     def _count(self) -> list[int]:
         return [*map(dict.__len__, self._dicts), *map(len, self._lists)]
 
     def _read(self) -> Iterator[Any]:
         """All values; not by iterating, which would touch what every module has and what is none of its content."""
-        return itertools.chain(map(dict.get, self._owners, self._names), itertools.chain.from_iterable(self._lists))
+        found = map(dict.get, self._owners, self._names, itertools.repeat(_MISSING))
+        return itertools.chain(found, itertools.chain.from_iterable(self._lists))
 
     def holds(self) -> bool:
         """Whether everything is as it was."""
@@ -331,6 +339,7 @@ class Snapshot:
             (self._hooks == RemovableHandle.next_id or self._still_vacant())
             and self._count() == self._lengths
             and all(map(operator.is_, self._read(), self._values))
+            and all(map(operator.is_, itertools.chain.from_iterable(self._ordered), self._keys))
             and all(container.differs(container.found) is None for container in self._others)
         )
 

@@ -16,13 +16,13 @@ from fzero._handle import Handle
 class Slot:
     """Stands for a tensor that the call puts out."""
 
-    __slots__ = ("index",)
+    __slots__ = ("constant", "index")
 
-    def __init__(self, index: int) -> None:
-        self.index = index
+    def __init__(self, index: int, constant: bool = False) -> None:
+        self.index, self.constant = index, constant
 
     def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
-        return out[self.index]
+        return out[self.index].detach() if self.constant else out[self.index]
 
 
 class Exports:
@@ -121,7 +121,15 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    return tensor.clone() if how == "copy" else base_of(tensor) if how == "base" else tensor
+    if how == "copy":
+        return tensor.resolve_conj().resolve_neg().clone()
+    return base_of(tensor) if how == "base" else tensor
+
+
+def reading(tensor: torch.Tensor) -> tuple[int, torch.dtype, bool, bool]:
+    """A tensor's memory and how it is read: among those of one reading, a view is told by its size and strides."""
+    strided = tensor.layout == torch.strided
+    return memory(tensor), tensor.dtype, strided and tensor.is_conj(), strided and tensor.is_neg()
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:

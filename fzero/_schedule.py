@@ -28,7 +28,6 @@ class Facts(NamedTuple):
     Attributes:
         mutated: positions among its tensors of those that it changes in place.
         more: indices of leaves that it reads although it is not given them.
-        constant: places among the tensors that it puts out of those that nothing differentiates.
         read: places among the tensors that lie in objects of those that it reads.
         returned: positions among its tensors of those that it returns, or views of them, where it will be run again:
             the caller may change them meanwhile.
@@ -36,7 +35,6 @@ class Facts(NamedTuple):
 
     mutated: frozenset[int] = frozenset()
     more: tuple[int, ...] = ()
-    constant: frozenset[int] = frozenset()
     read: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()
 
@@ -198,6 +196,13 @@ class Schedule:
         self._end_of_gathers()
         self.record.order = tuple(self._called)
         self._expected = ()
+
+    def forget_calls(self) -> None:
+        """Lets go of calls that nobody will pull back."""
+        for reference in self._calls:
+            op = reference()
+            if op is not None and not op.used:
+                op.forget()
 
     # ---- pullback
 

@@ -56,16 +56,15 @@ class UnitOp(Op):
         self._pull: _Pull | None = None
         self._fulls: dict[Any, torch.Tensor] = {}  # of this call's own graph
         self._arriving: dict[Any, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
-        self._used = False
+        self.used = False
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
         self._suspicious = not (traversal.schedule.on_track and _private.single_level()) or is_strict()
         traversal.schedule.runs(self)
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         schedule = self.traversal.schedule
-        # a first run keeps a graph in any case, to see through which outputs no derivative goes
-        graph = wanted if self.call.first or not self.recompute else ()
-        out = self._forward(tensors, graph, bool(wanted), schedule.gather_next)
+        # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
+        out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
         if self.recompute:
             self._pull = None
         if not wanted:
@@ -84,15 +83,15 @@ class UnitOp(Op):
     def back(
         self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor] | None:
-        keep = self.traversal.retain_graph or _private.keeps_graph()
+        keep = ends = self.traversal.retain_graph or _private.keeps_graph()
+        if self.used:
+            raise RuntimeError(used_up(f"unit {self.unit!r}"))
         if self.recompute:
             with torch.no_grad():
                 self._forward(tuple(t.detach() for t in tensors()), wanted, True, self._gather_previous)
             keep = False
             if self.traversal.schedule.lean:
                 self.traversal.schedule.finish_reduction()
-        elif self._used:
-            raise RuntimeError(used_up(f"unit {self.unit!r}"))
         elif self._pull is None:
             return None
         else:
@@ -113,7 +112,7 @@ class UnitOp(Op):
         if keep:
             self._empty()
         else:
-            self._pull, self._used, self._fulls = None, not self.recompute, {}
+            self._pull, self._fulls = None, {}
             pull.outputs, pull.leaves, pull.surroundings = [], [], contextlib.nullcontext
         for key, size in zip(reversed(keys), reversed(sizes), strict=True):
             grads = found[len(found) - size :]
@@ -121,7 +120,14 @@ class UnitOp(Op):
             shard = self.traversal.collect(key, grads) if self.traversal.wants(key) else None
             if shard is not None:
                 out[self.keys.index(key)] = shard
+        if not ends:
+            self.forget()
         return out
+
+    def forget(self) -> None:
+        """Lets go of the call: an output lies in an object that the call knows, and leads to the call by its graph."""
+        self.used, self._pull = True, None
+        del self.call, self.fn
 
     @property
     def unit(self) -> str:
@@ -159,7 +165,12 @@ class UnitOp(Op):
         suspicious = self._suspicious and derived
         with self.surroundings(), _private.saved_tensor_hooks(), grad_mode:
             watch = self._watch(fulls) if suspicious and not traversal.compiles else contextlib.nullcontext()
-            out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch)
+            try:
+                out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch)
+            except Again:  # with what is gathered: the other ranks need not run again
+                for key, full in self._fulls.items():
+                    traversal.schedule.keep(key, full)
+                raise
         if wanted:
             self._pull = _Pull(
                 [self.keys[p] for p in wanted if p < count],

@@ -215,6 +215,7 @@ class Run:
         traversal.schedule.keeps, traversal.schedule.lean = alone, fused and step.remats
         differentiated = [flat[place] for place in self.wanted]
         self.outer = _private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
+        self._leads_on = self.outer  # whether another graph leads to the calls of this one
         # whoever differentiates the pullback too does so with respect to the buffers
         self.split = [] if self.outer or fused else [key for key in primals if traversal.is_split(key)]
         given: dict[str, Any] = dict(primals)
@@ -284,6 +285,7 @@ class Run:
         if self.scale != 1.0:
             cotangents = [c * self.scale for c in cotangents]
         again = retain_graph or self.outer
+        self._leads_on = self._leads_on or create_graph
         traversal = self.traversal
         assert traversal is not None
         traversal.retain_graph = again
@@ -322,7 +324,13 @@ class Run:
 
     def drop(self) -> None:
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
+        if self.traversal is not None and not self._leads_on:
+            self.traversal.schedule.forget_calls()
         self._pull = self.traversal = self.state = None
+
+    def __del__(self) -> None:
+        if getattr(self, "_pull", None) is not None:  # nobody pulled it back
+            self.drop()
 
     def check_structure(self, cotangent: Any) -> None:
         spec = _tree.flatten(cotangent)[1]
