@@ -12,7 +12,7 @@ demo: .venv/.installed
 
 test: lint
 	@echo "== tests"
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: .venv/.installed
 	@echo "== ruff and pyright"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._containers import Container, Content, replaced
+from fzero._containers import Container, Content, replaced, tensors_in
 from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memory, overlap, reading, span, taken
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._random import Replayed
@@ -199,6 +199,7 @@ class Call:
         self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
         self._leaves = {id(x) for x in (*inputs, *leaves.values())}
         self._refuse_aliases(unit, inputs, derived)
+        constants = [_private.version(x) for x in self.reach.constants]
         before, gathered = [_private.version(x) for x in inputs], [_private.version(full) for full in fulls]
         try:
             out = self.body(leaves, inputs, watch)
@@ -211,6 +212,13 @@ class Call:
             raise Again(mutated=frozenset(places)) from None
         finally:
             self._fulls = ()
+        if self.recomputes and derived and [_private.version(x) for x in self.reach.constants] != constants:
+            place = next(i for i, x in enumerate(self.reach.constants) if _private.version(x) != constants[i])
+            raise ValueError(
+                f"Unit {unit!r} changes a tensor in place that it closes over, of shape "
+                f"{tuple(self.reach.constants[place].shape)}, and will run again (fz.remat), which would change it "
+                "twice. Make it an argument of the unit, or assign another tensor to what holds it."
+            )
         if [_private.version(full) for full in fulls] != gathered:
             raise ValueError(_writes_leaf(unit))
         changed = frozenset(i for i, x in enumerate(inputs) if _private.version(x) != before[i])
@@ -261,7 +269,14 @@ class Call:
             effects = self._changes(exports)
             self._need_copies({i for i, x in enumerate(self.reach.tensors) if id(x) in exports.returned})
         except BaseException as error:
-            self.reach.restore() if before is None else put_back(before)
+            if before is not None:
+                put_back(before)
+            elif isinstance(error, Again):
+                self.reach.restore()
+            else:  # whoever catches it finds what the function had done, but for tensors, whose graph is lost
+                changes = self.reach.changes()
+                own = [c for c, now in changes if next(tensors_in(list(now.values()), self.reach.knows), None) is None]
+                self.reach.leave([c for c in own if self.reach.entered(c) is c.found])
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise TypeError(twice(self.unit)) from error
             raise

@@ -174,6 +174,65 @@ class Bound(Container):
         return None
 
 
+class Set(Container):
+    __slots__ = ()
+
+    def read(self) -> Content:
+        return dict(enumerate(self.of))
+
+    def write(self, content: Content) -> None:
+        self.of.clear()
+        self.of.update(content.values())
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
+class Globals(Container):
+    """Global variables that a function reads or writes."""
+
+    __slots__ = ("names",)
+
+    def __init__(self, of: Any, names: Sequence[str]) -> None:
+        self.names = names
+        super().__init__(of)
+
+    def read(self) -> Content:
+        return {name: self.of[name] for name in self.names if name in self.of}
+
+    def write(self, content: Content) -> None:
+        for name in self.names:
+            if name in content:
+                self.of[name] = content[name]
+            else:
+                self.of.pop(name, None)
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
+class ClassAttributes(Container):
+    """What a class has beside its functions and its documentation."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        own = vars(self.of).items()
+        return {k: v for k, v in own if not (k.startswith("__") or callable(v) or hasattr(v, "__get__"))}
+
+    def write(self, content: Content) -> None:
+        for name in [name for name in self.read() if name not in content]:
+            delattr(self.of, name)
+        for name, value in content.items():
+            setattr(self.of, name, value)
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
 class Params(Container):
     """The differentiated params of a module around the unit, which hooks and wrapped forwards inside it may read."""
 
@@ -209,6 +268,8 @@ def container_of(value: Any) -> type[Container] | None:
         return Container
     if kind in (list, collections.deque):
         return _List
+    if kind is set:
+        return Set
     if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, torch.Generator)):
         return None
     if kind.__module__.partition(".")[0] == "fzero" and not isinstance(value, dict):
@@ -252,6 +313,9 @@ def replaced(value: Any, by: Mapping[int, Any]) -> Any:
         return by.get(id(value), value)
     if kind in ATOMS or kind is dict or kind is list:
         return value
+    if kind is frozenset:
+        parts = {replaced(item, by) for item in value}
+        return value if all(any(a is b for b in value) for a in parts) else frozenset(parts)
     if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
         items = [replaced(item, by) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
@@ -271,7 +335,7 @@ def exchanges(value: Any) -> bool:
     kind = type(value)
     if kind in ATOMS or isinstance(value, (dict, list)):
         return False
-    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+    if kind is frozenset or (isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields"))):
         return any(map(exchanges, value))
     return isinstance(value, torch.Tensor) or is_registered(kind)
 

@@ -23,6 +23,16 @@ def first_order() -> bool:
     return not torch.is_grad_enabled() and _private.level() == 0
 
 
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 class Op:
     """`fn(*tensors) -> tuple of tensors`, with the surroundings it was called in.
 
@@ -36,20 +46,26 @@ class Op:
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
         self.fn, self.seed, self.device = fn, seed, device
         self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.default_dtype = torch.get_default_dtype()
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         enabled, dtype = self.autocast
-        with seeded(self.seed):
+        with seeded(self.seed), self._dtype():
             if not enabled and not torch.is_autocast_enabled(self.device):
                 yield
                 return
             with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
                 yield
 
+    def _dtype(self) -> contextlib.AbstractContextManager[Any]:
+        """torch's default dtype, where it is another one now."""
+        same = torch.get_default_dtype() == self.default_dtype
+        return contextlib.nullcontext() if same else _default_dtype(self.default_dtype)
+
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)
-        op.autocast = self.autocast
+        op.autocast, op.default_dtype = self.autocast, self.default_dtype
         return op
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:

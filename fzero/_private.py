@@ -222,6 +222,16 @@ def entry_holders(mapping: dict[str, torch.Tensor], key: str) -> int:
     return sys.getrefcount(mapping[key]) - 2
 
 
+def function_mode() -> Any:
+    """The innermost torch function mode; None where there is none."""
+    return torch.overrides._get_current_function_mode()  # type: ignore[attr-defined]
+
+
+def without_function_mode() -> AbstractContextManager[Any]:
+    """Inside, the innermost torch function mode sees nothing."""
+    return torch.overrides._pop_mode_temporarily()  # type: ignore[attr-defined]
+
+
 def dispatches() -> bool:
     """Whether a mode (of fake tensors, of counting) stands between operators and values."""
     return torch._C._len_torch_dispatch_stack() > 0

@@ -13,7 +13,7 @@ import dis
 import functools
 import operator
 import types
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,9 +25,11 @@ from fzero._containers import (
     Attributes,
     Bound,
     Cell,
+    ClassAttributes,
     Container,
     Content,
     Defaults,
+    Globals,
     Params,
     Snapshot,
     children,
@@ -51,7 +53,6 @@ class Found:
         ids: of everything that was seen, which the containers keep alive.
         modules: that were passed.
         vacant: dicts of hooks that were empty, of which there are many.
-        globals: (a function's globals, names that it reads there, their values).
         settled: whether it can be kept.
     """
 
@@ -62,7 +63,6 @@ class Found:
         self.ids: set[int] = set(seen)
         self.modules: list[nn.Module] = []
         self.vacant: list[Any] = []
-        self.globals: list[tuple[dict[str, Any], tuple[str, ...], list[Any]]] = []
         self.settled = True
         self._snapshot: Snapshot | None = None
 
@@ -76,9 +76,7 @@ class Found:
         if self._snapshot is None:
             found = all(container.differs(container.found) is None for container in self.containers)
             return found and not any(self.vacant)
-        return self._snapshot.holds() and all(
-            all(map(operator.is_, map(own.get, names), values)) for own, names, values in self.globals
-        )
+        return self._snapshot.holds()
 
     def keep(self) -> None:
         """Makes `holds` quick and thorough: where it says so, a search would find the same again."""
@@ -92,7 +90,7 @@ class Found:
             self.ids.add(number)
             self.tensors.append((value, argument))
             return
-        if kind is tuple or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        if kind is tuple or kind is frozenset or (isinstance(value, tuple) and hasattr(value, "_fields")):
             for item in value:
                 self.search(item, argument)
             return
@@ -103,8 +101,13 @@ class Found:
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self.function(value, False)
             return
+        if argument and isinstance(value, Iterator):
+            raise TypeError(
+                f"A unit got a {kind.__name__} as an argument, expected what can be read more than once, a list or a "
+                "tuple: a unit may run again."
+            )
         how = container_of(value)
-        if isinstance(value, (dict, list, collections.deque)) and len(value) > MANY:
+        if isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY:
             self.settled = False
             return
         if how is not None and (isinstance(value, (dict, list)) or not is_registered(kind)):
@@ -151,15 +154,15 @@ class Found:
         if fn.__defaults__:
             self._content(Defaults(fn))
         self.search(fn.__kwdefaults__, False)
-        if fn.__dict__:
-            self._content(Attributes(fn))
+        self._content(Attributes(fn))
         names = _global_names(fn.__code__)
-        values = list(map(fn.__globals__.get, names))
-        if any(value is None or not isinstance(value, _NAMED) for value in values):
-            self.globals.append((fn.__globals__, names, values))
-        for value in values:
-            if type(value) not in ATOMS and not isinstance(value, torch.Tensor) and not callable(value):
-                self.search(value, False)
+        values = {name: fn.__globals__.get(name) for name in names}
+        variables = [name for name, value in values.items() if not isinstance(value, _NAMED)]
+        if variables:
+            self._content(Globals(fn.__globals__, variables))
+        for value in values.values():  # of the same file or notebook
+            if isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__:
+                self.function(value, False)
 
     def _module(self, module: nn.Module) -> None:
         """What its submodules, its hooks and its forward reach."""
@@ -174,6 +177,9 @@ class Found:
                 self.vacant.append(hooks)
         if not type(module).__module__.startswith("torch.nn.modules."):
             self.function(type(module).forward, False)
+            if id(type(module)) not in self.ids:
+                self.ids.add(id(type(module)))
+                self._content(ClassAttributes(type(module)))
 
     def _content(self, container: Container) -> None:
         self.containers.append(container)
@@ -183,8 +189,12 @@ class Found:
 
 @functools.lru_cache(4096)
 def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function reads, beside those that Python itself has."""
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")}
+    """The globals that a function reads or writes, beside those that Python itself has."""
+    operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            names.update(_global_names(inner))
     return tuple(sorted(names - vars(builtins).keys()))
 
 

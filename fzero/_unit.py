@@ -299,29 +299,33 @@ def call_unit(
             lambda: fn(*args, **kwargs),
             lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
         )
-    call = Call(fn, args, kwargs, surroundings or Surroundings(fn), around)
+    with elsewhere():
+        call = Call(fn, args, kwargs, surroundings or Surroundings(fn), around)
+        if call.reach.handles or seed is not None:
+            return _call(call, traversal, seed, compilable)
+    return plain_call(
+        lambda: fn(*args, **kwargs),
+        lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
+    )
+
+
+def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., Any] | None) -> Any:
     handles = call.reach.handles
-    if not handles and seed is None:
-        return plain_call(
-            lambda: fn(*args, **kwargs),
-            lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
-        )
     traversal = handles[0].traversal if handles else traversal
     assert traversal is not None
     if traversal.compiles:
-        call.fn = compilable or compiled(fn)
+        call.fn = compilable or compiled(call.fn)
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))
     moving = call.moving
     call.knows(traversal, schedule.facts(number, moving))
-    with elsewhere():
-        while True:
-            try:
-                result = _attempt(traversal, call, seed, number)
-                break
-            except Again as again:  # known from now on
-                call.learn(again)
+    while True:
+        try:
+            result = _attempt(traversal, call, seed, number)
+            break
+        except Again as again:  # known from now on
+            call.learn(again)
     schedule.record.facts[number, moving] = call.known
     return result
 

@@ -26,7 +26,7 @@ from fzero._state import TrainState
 from fzero._traversal import Traversal, read
 from fzero._unit import used_up
 from fzero._use import Use
-from fzero._watch import is_strict, storage_of, watching_run
+from fzero._watch import guarding_run, is_strict, refuse_leaks, storage_of, watching_run
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -112,11 +112,19 @@ def call_function(
         full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
         roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
         watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
+    elif traversal.acts and not step.compiles:
+        watch = guarding_run()
     tree = _tree.unflatten(state.params.structure, leaves)
     with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
         try:
             out = step.fn(tree, *inputs)
         except RuntimeError as error:
+            if "requires_grad_()" in str(error):
+                raise TypeError(
+                    "step: the function calls requires_grad_() outside of units, which torch.func does not let see its "
+                    "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
+                    "(step.vjp(state, x)), or take plain autograd: fz.tape."
+                ) from error
             if "saved tensor hooks" not in str(error):
                 raise
             raise TypeError(
@@ -125,6 +133,8 @@ def call_function(
                 "leave the checkpoint out: fz.remat(step) recomputes units."
             ) from error
         out = _tree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
+        if traversal.acts and _private.single_level():
+            refuse_leaks(out)
     if [_private.version(buffer) for buffer, _ in stored.values()] != versions:
         state.kill(
             "The step's function wrote to the params of this state in place, and what they were is lost. Compute with "

@@ -89,11 +89,32 @@ class _Watch(torch.overrides.TorchFunctionMode):
             raise ValueError(leaked(tensor, known[1]))
 
 
-def leaked(tensor: torch.Tensor, unit: str) -> str:
+class _Guard(torch.overrides.TorchFunctionMode):
+    """Refuses what a unit passed on unseen, where the function around it uses that: in every run, at little cost.
+
+    Under a functorch level without plain autograd around it nothing else is in a graph and not wrapped.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _elsewhere.get():
+            refuse_leaks((args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def refuse_leaks(tree: Any) -> None:
+    """Refuses tensors of units' own graphs, where a functorch level runs without plain autograd around it."""
+    for x in _tree.flatten(tree)[0]:
+        if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.grad_fn is not None:
+            if not _private.is_wrapped(x) and _private.level() > 0:
+                raise ValueError(leaked(x))
+
+
+def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
+    which = f"unit {unit!r}" if unit else "a unit"
     return (
-        f"A tensor of shape {tuple(tensor.shape)} that unit {unit!r} computed is used outside of it, where its "
-        f"gradient would be lost: unit {unit!r} passed it on in a way that cannot be seen (a class's attribute, an "
-        "object of another library). Return it as an output, or keep it in one of the unit's arguments or its module."
+        f"A tensor of shape {tuple(tensor.shape)} that {which} computed is used outside of it, where its gradient "
+        "would be lost: the unit passed it on in a way that cannot be seen (a class's attribute, an object of another "
+        "library). Return it as an output, or keep it in one of the unit's arguments or its module."
     )
 
 
@@ -115,14 +136,21 @@ def watching(unit: str, protected: Mapping[int, LeafOf]) -> contextlib.AbstractC
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
     """Around a unit's call, which is none of the operations of the function that calls it."""
-    if _made.get() is None:
+    mode = _private.function_mode()
+    if _made.get() is None and not isinstance(mode, _Guard):
         yield
         return
     token = _elsewhere.set(True)
     try:
-        yield
+        with _private.without_function_mode() if isinstance(mode, _Guard) else contextlib.nullcontext():
+            yield
     finally:
         _elsewhere.reset(token)
+
+
+def guarding_run() -> contextlib.AbstractContextManager[Any]:
+    """Around a run of a step's function that is not watched."""
+    return _Guard() if _private.single_level() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager

@@ -288,3 +288,21 @@ def test_a_process_group_ends_with_destroy_process_group() -> None:
         [sys.executable, "-c", code], cwd=Path(__file__).parent, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_function_modes() -> None:
+    class Mode(torch.overrides.TorchFunctionMode):
+        seen = 0
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.seen += 1
+            return func(*args, **(kwargs or {}))
+
+    assert _private.function_mode() is None
+    with Mode() as mode:
+        assert _private.function_mode() is mode
+        with _private.without_function_mode():
+            torch.ones(2).sum()
+        assert mode.seen == 0
+        torch.ones(2).sum()
+        assert mode.seen
