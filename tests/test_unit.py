@@ -192,7 +192,8 @@ def test_leaves_that_the_function_returns(stage: int) -> None:
         y = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))(p["blocks"][0], x)
         return {"y": y.sum(), "first": first, "again": [first], "last": last, "all of a unit": p["blocks"][1]}
 
-    want, pull = torch.func.vjp(fn, params, x)
+    pulled: Any = torch.func.vjp(fn, params, x)
+    want, pull = pulled
 
     def rank_main(rank: int) -> None:
         for remat in (False, True):

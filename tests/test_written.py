@@ -64,8 +64,9 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("name", written.CASES)
 def test_is_what_plain_torch_makes_of_it(name: str) -> None:
-    run_ranks(functools.partial(follows, name=name, world=1, stages=(0,)), 1)
-    run_ranks(functools.partial(follows, name=name, world=2, stages=(1, 2, 3)), 2)
+    run_ranks(functools.partial(follows, name=name, world=1, stages=(0, 3)), 1)
+    if name != "sets and globals and an order":  # which threads share
+        run_ranks(functools.partial(follows, name=name, world=2, stages=(1, 2, 3)), 2)
 
 
 def all_of(rank: int, names: list[str]) -> None:

@@ -456,6 +456,124 @@ def a_param_of_the_root_that_blocks_read() -> Case:
     return of_module(Gained())
 
 
+# ---- what leaves a unit
+
+
+def what_is_detached_inside() -> Case:
+    unit = fz.unit(lambda q, x: (torch.tanh(x @ q["w"]), x.detach(), q["w"].detach()))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        total: Any = 0.0
+        for q in p["blocks"]:
+            x, before, weight = unit(q, x)
+            total = total + (x - before).square().sum() + (x @ weight).sum()
+        return total
+
+    return pure(fn)
+
+
+def _viewing(q: Any, x: torch.Tensor) -> Any:
+    with torch.no_grad():
+        view = x[:, 1:]
+    h = torch.tanh(x @ q["w"])
+    return h, view, h[1:].detach()
+
+
+def views_without_gradients() -> Case:
+    unit = fz.unit(_viewing)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        total: Any = 0.0
+        for q in p["blocks"]:
+            x, view, rest = unit(q, x)
+            total = total + (x[:, 1:] * view).sum() + (x[1:] * rest).sum()
+        return total
+
+    return pure(fn)
+
+
+def _transformed(q: Any, x: torch.Tensor) -> Any:
+    h = torch.fft.fft(x @ q["w"])
+    return h, h.conj(), h.real, h.imag, x.view(torch.int64)
+
+
+def complex_views_of_one_output() -> Case:
+    unit = fz.unit(_transformed)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            h, conjugate, real, imaginary, bits = unit(q, x)
+            x = torch.tanh((h * conjugate).real / 10 + real - 0.5 * imaginary) * (bits == bits)
+        return x.square().sum()
+
+    return pure(fn)
+
+
+# ---- what a unit reads and writes unseen by its arguments
+
+SEEN: set[int] = set()
+COUNT = 0
+LOG: list[torch.Tensor] = []
+
+
+def _note(h: torch.Tensor) -> None:
+    LOG.append(h.pow(3).mean())
+
+
+class Remembering(Block):
+    """Keeps sets, globals, an order, a class's attribute; what it computes depends on them."""
+
+    calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global COUNT
+        COUNT, Remembering.calls = COUNT + 1, Remembering.calls + 1
+        h = torch.tanh(self.lin(x))
+        if len(SEEN) % 2:
+            h = h.sin()
+        SEEN.add(len(SEEN))
+        oldest = next(iter(ORDER))
+        ORDER[oldest] = ORDER.pop(oldest)
+        _note(h)
+        return h * (1 + 0.1 * COUNT + 0.2 * Remembering.calls + 0.3 * ORDER[next(iter(ORDER))])
+
+
+ORDER = {"a": 1.0, "b": 2.0, "c": 4.0}
+
+
+class Resetting(Net):
+    block = Remembering
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        global COUNT
+        COUNT = Remembering.calls = 0
+        SEEN.clear()
+        LOG.clear()
+        ORDER.clear()
+        ORDER.update(a=1.0, b=2.0, c=4.0)
+        return super().forward(x) + sum(LOG)
+
+
+def sets_and_globals_and_an_order() -> Case:
+    return of_module(Resetting())
+
+
+class Switched(Net):
+    class block(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(self.lin(x)) if self.training else torch.sin(self.lin(x))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.blocks.eval()
+        clean = super().forward(x)
+        self.blocks.train()
+        return super().forward(2 * x) - clean
+
+
+def training_that_the_parent_switches() -> Case:
+    return of_module(Switched())
+
+
 CASES: dict[str, Callable[[], Case]] = {
     make.__name__.replace("_", " "): make
     for make in (
@@ -482,5 +600,10 @@ CASES: dict[str, Callable[[], Case]] = {
         tensors_that_units_close_over,
         a_variable_that_changes_after_the_call,
         a_param_of_the_root_that_blocks_read,
+        what_is_detached_inside,
+        views_without_gradients,
+        complex_views_of_one_output,
+        training_that_the_parent_switches,
+        sets_and_globals_and_an_order,
     )
 }

@@ -1,0 +1,221 @@
+"""What a unit reaches and passes on: nothing outlives its pullback, is gathered twice, or is lost unseen."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fzero as fz
+from fzero import _unit
+from fzero.testing import assert_trees_close, run_ranks
+
+F64 = torch.float64
+SHARDS: dict[str, Any] = {"remat": fz.remat, "ZeRO-3": fz.shard_zero3}
+
+
+def params_of(seed: int = 0) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "blocks": [{"w": torch.randn(4, 4, dtype=F64, generator=generator)} for _ in range(2)],
+        "s": torch.ones((), dtype=F64),
+    }
+
+
+X = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
+ONE = torch.ones((), dtype=F64)
+
+
+class Noting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4, dtype=F64)
+        self.aux: Any = None
+
+    def forward(self, x: torch.Tensor, log: list[torch.Tensor], total: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(self.lin(x))
+        self.aux = h.square().mean()
+        log.append(h.mean())
+        total.add_(h.sum())
+        return h
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Noting() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        log: list[torch.Tensor] = []
+        total: Any = torch.zeros((), dtype=F64) * x.sum()
+        for block in self.blocks:
+            x = block(x, log, total)
+        blocks: Any = self.blocks
+        return x.sum() + total + sum(log) + sum(b.aux for b in blocks)
+
+
+@pytest.mark.parametrize("verb", ["step", "vjp", "vjp, not pulled", "tape"])
+@pytest.mark.parametrize("shard", SHARDS)
+def test_calls_end_with_their_pullback(shard: str, verb: str, monkeypatch: Any) -> None:
+    """An output that lies in an object which the call knows leads back to the call: a cycle that nobody collects."""
+    alive: list[weakref.ref[Any]] = []
+    original = _unit.Call.__init__
+
+    def counted(self: Any, *args: Any) -> None:
+        original(self, *args)
+        alive.append(weakref.ref(self))
+
+    def rank_main(rank: int) -> None:
+        apply, params = fz.functional(Net())
+        step = SHARDS[shard](fz.train_step(apply, fz.sgd(0.1)))
+        state = step.init(params)
+        for _ in range(3):
+            if verb == "step":
+                state, _ = step(state, X)
+            elif verb == "tape":
+                with fz.tape(step, state) as model:
+                    model(X).backward()
+            else:
+                _, pullback = step.vjp(state, X)
+                if verb == "vjp":
+                    pullback(ONE)
+                del pullback
+
+    monkeypatch.setattr(_unit.Call, "__init__", counted)
+    run_ranks(rank_main, 1)
+    gc.collect()
+    assert len(alive) >= 6 and sum(reference() is not None for reference in alive) == 0
+
+
+class Holder:
+    h: Any = None
+    reads = False
+
+
+def test_ranks_that_learn_different_things_of_a_call() -> None:
+    """A call that is begun anew, on one rank only, gathers nothing again."""
+
+    @fz.unit
+    def block(q: Any, x: torch.Tensor, held: Holder) -> torch.Tensor:
+        h = torch.tanh(x @ q["w"])
+        return h + held.h if held.reads else h
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        held, expert = Holder(), int(x[0, 0] < 0)
+        held.h = p["s"] * x
+        for i, q in enumerate(p["blocks"]):
+            held.reads = i == expert
+            x = block(q, x, held)
+        return x.square().sum()
+
+    batches = [X, -X]
+    want = [torch.func.grad(loss)(params_of(), x) for x in batches]
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
+        out, pullback = step.vjp(step.init(params_of()), batches[rank])
+        assert_trees_close(out, loss(params_of(), batches[rank]), rtol=1e-12)
+        grads = fz.gather(pullback(ONE)[0])
+        assert_trees_close(grads["s"], (want[0]["s"] + want[1]["s"]) / 2, rtol=1e-12)
+
+    run_ranks(rank_main, 2, checked=False)
+
+
+def refused(fn: Any, *inputs: Any, runs: int = 3, match: str) -> None:
+    """In all runs but the first the function is told to do it."""
+
+    def rank_main(rank: int) -> None:
+        for shard in SHARDS.values():
+            step = shard(fz.train_step(fn, fz.sgd(0.1)))
+            state = step.init(params_of())
+            for run in range(runs - 1):
+                step.vjp(state, *inputs, False)[1](ONE)
+                if run:
+                    step.forward(state, *inputs, False)
+            with pytest.raises((ValueError, TypeError), match=match):
+                step.vjp(state, *inputs, True)[1](ONE)
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_leak_in_a_later_run() -> None:
+    unit = fz.unit(lambda q, x: (h := torch.tanh(x @ q["w"]), lambda: h.pow(3).sum()))
+
+    def fn(p: Any, x: torch.Tensor, leaks: bool) -> torch.Tensor:
+        total: Any = 0.0
+        for q in p["blocks"]:
+            x, later = unit(q, x)
+            total = total + (later() if leaks else 0.0)
+        return x.square().sum() + total
+
+    refused(fn, X, match=r"of shape \(3, 4\) that a unit computed is used outside of it")
+
+
+def test_inputs_that_share_memory() -> None:
+    def body(q: Any, x: torch.Tensor, row: torch.Tensor, changes: bool) -> torch.Tensor:
+        x = x.mul_(2.0) if changes else x * 2
+        return torch.tanh((x + row) @ q["w"])
+
+    def fn(p: Any, x: torch.Tensor, changes: bool) -> torch.Tensor:
+        x = x * 1.5
+        return fz.unit(body)(p["blocks"][0], x, x[:1], changes).sum()
+
+    refused(fn, X, match=r"in place, of shape \(3, 4\), which shares its memory with another one, of shape \(1, 4\)")
+
+
+def test_an_iterator_as_an_argument() -> None:
+    def fn(p: Any, x: torch.Tensor, iterates: bool) -> torch.Tensor:
+        rows: Any = iter([x, x]) if iterates else [x, x]
+        return fz.unit(lambda q, rows: sum(row @ q["w"] for row in rows))(p["blocks"][0], rows).sum()
+
+    refused(fn, X, match="A unit got a list_iterator as an argument, expected what can be read more than once")
+
+
+def test_what_is_caught_keeps_what_was_done() -> None:
+    """A unit that raises halfway, and is tried again by its caller."""
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        trace: list[int] = []
+
+        @fz.unit
+        def block(q: Any, x: torch.Tensor) -> torch.Tensor:
+            trace.append(1)
+            if len(trace) % 2:
+                raise ArithmeticError("once more")
+            return torch.tanh(x @ q["w"]) * len(trace)
+
+        for q in p["blocks"]:
+            for _ in range(3):
+                try:
+                    x = block(q, x)
+                    break
+                except ArithmeticError:
+                    continue
+        return x.square().sum()
+
+    want = torch.func.grad(fn)(params_of(), X)
+
+    def rank_main(rank: int) -> None:
+        for shard in SHARDS.values():
+            step = shard(fz.train_step(fn, fz.sgd(0.1)))
+            assert_trees_close(fz.gather(step.vjp(step.init(params_of()), X)[1](ONE)[0]), want, rtol=1e-12)
+
+    run_ranks(rank_main, 1)
+
+
+def test_the_default_dtype_around_a_unit() -> None:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(F64)
+        try:
+            return fz.unit(lambda q, x: x @ q["w"] * torch.tensor(1 / 3))(p["blocks"][0], x).square().sum()
+        finally:
+            torch.set_default_dtype(before)
+
+    want = torch.func.grad(fn)(params_of(), X)
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
+    assert_trees_close(fz.gather(step.vjp(step.init(params_of()), X)[1](ONE)[0]), want, rtol=1e-12)
