@@ -94,6 +94,11 @@ def is_wrapped(tensor: torch.Tensor) -> bool:
     return _functorch.maybe_get_level(tensor) > 0
 
 
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether a functorch level wraps this tensor or did so, where it has ended."""
+    return bool(_functorch.is_functorch_wrapped_tensor(tensor))
+
+
 def version(tensor: torch.Tensor) -> int:
     """How often a tensor's memory was written to; 0 for a tensor of inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version

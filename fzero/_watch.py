@@ -105,7 +105,7 @@ def refuse_leaks(tree: Any) -> None:
     """Refuses tensors of units' own graphs, where a functorch level runs without plain autograd around it."""
     for x in _tree.flatten(tree)[0]:
         if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.grad_fn is not None:
-            if not _private.is_wrapped(x) and _private.level() > 0:
+            if not _private.is_wrapper(x) and _private.level() > 0:
                 raise ValueError(leaked(x))
 
 
