@@ -48,7 +48,9 @@ class UnitOp(Op):
             leaves: dict[int, torch.Tensor] = {}
             for key, primal in zip(keys, tensors, strict=False):
                 leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
-            return call.body(leaves, tensors[len(keys) :])
+            # what they would run again later is not surrounded by what this run finds
+            with torch.autograd.graph.disable_saved_tensors_hooks("saved tensor hooks in a derivative's derivative"):
+                return call.body(leaves, tensors[len(keys) :])
 
         super().__init__(pure, seed, traversal.device)
         self.traversal, self.keys, self.call, self.recompute, self.number = traversal, keys, call, recompute, number
