@@ -65,10 +65,6 @@ class Container:
         """A dict or list that changes whenever the content does; None where there is none."""
         return self.of
 
-    @property
-    def name(self) -> str:
-        return f"a {type(self.of).__name__}"
-
 
 class _List(Container):
     __slots__ = ()
@@ -103,7 +99,17 @@ class Attributes(Container):
         return vars(self.of)
 
 
-class _Slots(Container):
+class _Behind(Container):
+    """One whose content no dict or list shows."""
+
+    __slots__ = ()
+
+    @property
+    def raw(self) -> Any:
+        return None
+
+
+class _Slots(_Behind):
     __slots__ = ()
 
     def read(self) -> Content:
@@ -117,12 +123,8 @@ class _Slots(Container):
         for name, value in content.items():
             object.__setattr__(self.of, name, value)
 
-    @property
-    def raw(self) -> Any:
-        return None
 
-
-class Cell(Container):
+class Cell(_Behind):
     """A variable that a function shares with the one around it."""
 
     __slots__ = ()
@@ -137,12 +139,8 @@ class Cell(Container):
         if content:
             self.of.cell_contents = content[""]
 
-    @property
-    def raw(self) -> Any:
-        return None
 
-
-class Defaults(Container):
+class Defaults(_Behind):
     """The values of a function's last parameters where a call does not say them."""
 
     __slots__ = ()
@@ -153,12 +151,8 @@ class Defaults(Container):
     def write(self, content: Content) -> None:
         self.of.__defaults__ = tuple(content.values())
 
-    @property
-    def raw(self) -> Any:
-        return None
 
-
-class Bound(Container):
+class Bound(_Behind):
     """The positional arguments that a functools.partial holds."""
 
     __slots__ = ()
@@ -169,12 +163,8 @@ class Bound(Container):
     def write(self, content: Content) -> None:
         self.of.__setstate__((self.of.func, tuple(content.values()), self.of.keywords, vars(self.of)))
 
-    @property
-    def raw(self) -> Any:
-        return None
 
-
-class Set(Container):
+class Set(_Behind):
     __slots__ = ()
 
     def read(self) -> Content:
@@ -184,12 +174,8 @@ class Set(Container):
         self.of.clear()
         self.of.update(content.values())
 
-    @property
-    def raw(self) -> Any:
-        return None
 
-
-class Globals(Container):
+class Globals(_Behind):
     """Global variables that a function reads or writes."""
 
     __slots__ = ("names",)
@@ -208,12 +194,8 @@ class Globals(Container):
             else:
                 self.of.pop(name, None)
 
-    @property
-    def raw(self) -> Any:
-        return None
 
-
-class ClassAttributes(Container):
+class ClassAttributes(_Behind):
     """What a class has beside its functions and its documentation."""
 
     __slots__ = ()
@@ -228,10 +210,6 @@ class ClassAttributes(Container):
         for name, value in content.items():
             setattr(self.of, name, value)
 
-    @property
-    def raw(self) -> Any:
-        return None
-
 
 class Params(Container):
     """The differentiated params of a module around the unit, which hooks and wrapped forwards inside it may read."""
@@ -240,7 +218,7 @@ class Params(Container):
     observed = False  # nobody may write there, which is seen elsewhere
 
     def __init__(self, of: Any) -> None:
-        self.keys = [name for name, value in of.items() if _moves(value)]
+        self.keys = [name for name, x in of.items() if x is not None and not isinstance(x, Handle) and moves(x)]
         super().__init__(of)
 
     def read(self) -> Content:
@@ -250,10 +228,9 @@ class Params(Container):
         self.of.update(content)
 
 
-def _moves(value: Any) -> bool:
-    if value is None or isinstance(value, Handle):
-        return False
-    return _private.is_wrapped(value) or _private.is_differentiated(value)
+def moves(tensor: torch.Tensor) -> bool:
+    """Whether some derivative or map of the moment takes part in a tensor."""
+    return _private.is_wrapped(tensor) or _private.is_differentiated(tensor)
 
 
 def _slot_names(cls: type) -> tuple[str, ...]:

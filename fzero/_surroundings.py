@@ -19,7 +19,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero import _private
 from fzero._containers import (
     ATOMS,
     Attributes,
@@ -36,6 +35,7 @@ from fzero._containers import (
     container_of,
     exchanges,
     is_registered,
+    moves,
     replaced,
 )
 from fzero._handle import Handle
@@ -214,7 +214,9 @@ class Surroundings:
         if self._kept is None or not self._kept.holds():
             self._kept = None
             found = self._search(())
-            if found.settled and not any(_changes(tensor) for tensor, _ in found.tensors):  # it keeps nothing alive
+            if found.settled and not any(
+                isinstance(x, Handle) or moves(x) for x, _ in found.tensors
+            ):  # it keeps nothing alive
                 self._kept = found
                 found.keep()
         else:
@@ -230,10 +232,6 @@ class Surroundings:
         found = Found(seen)
         found.function(self.of, True)
         return found
-
-
-def _changes(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, Handle) or _private.is_wrapped(tensor) or _private.is_differentiated(tensor)
 
 
 class Reach:
@@ -277,7 +275,7 @@ class Reach:
             self.handles.append(tensor)
         elif argument:
             self.tensors.append(tensor)
-        elif _private.is_wrapped(tensor) or _private.is_differentiated(tensor):
+        elif moves(tensor):
             self._elsewhere.append(tensor)
         else:
             self.constants.append(tensor)

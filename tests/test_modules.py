@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.utils.checkpoint
+from drawn.prelude import Cube
 from torch import nn
 
 import fzero as fz
@@ -241,21 +242,6 @@ def test_a_model_with_its_cache_at_its_default_trains() -> None:
     check(fn, params, tokens)
 
 
-class Cubed(torch.autograd.Function):
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x**3
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return 3 * x**2 * cotangent
-
-
 class Reading(nn.Module):
     """The parent reads a weight of its block inside a custom Function, or where no gradient is recorded."""
 
@@ -271,7 +257,7 @@ class Reading(nn.Module):
             with torch.no_grad():
                 norm = weight.norm()
             return x.sum() * norm
-        return (x @ Cubed.apply(weight * 1 if self.how == "times one" else weight)).sum()  # type: ignore[operator]
+        return (x @ Cube.apply(weight * 1 if self.how == "times one" else weight)).sum()  # type: ignore[operator]
 
 
 @pytest.mark.parametrize("verb", ["vjp", "tape"])
