@@ -14,11 +14,11 @@ from typing import Any
 
 import torch
 
-from fzero import _private, _tree
+from fzero import _intercept, _private, _tree
 from fzero._containers import Container, Content, replaced, tensors_in
 from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memory, overlap, reading, span, taken
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
-from fzero._random import Replayed
+from fzero._random import NUMPY, PYTHON, Replayed
 from fzero._schedule import Facts
 from fzero._surroundings import Filling, Reach, Surroundings, put_again, put_back
 from fzero._traversal import Traversal, current
@@ -105,7 +105,7 @@ class Call:
         self.reach = Reach((*args, *self.kwargs.values()), surroundings)
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
-        self._replayed = Replayed(self.reach.generators)
+        self._replayed = Replayed(())
         self.unit, self.recomputes = "", False
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
@@ -118,6 +118,7 @@ class Call:
         self._effects: list[tuple[Container, Content]] = []
         self._filled: list[tuple[Container, Content]] = []
         self._mutated: tuple[int, ...] = ()
+        self._drawn: frozenset[str] = frozenset()  # modules whose own generators the run drew from
         self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._chosen: list[tuple[str, int]] | None = None  # which tensors are put out, and how
         self._recipes: list[Any] = []  # how the outputs come from those
@@ -125,7 +126,8 @@ class Call:
     @property
     def known(self) -> Facts:
         """What this call showed."""
-        return self.facts._replace(mutated=frozenset(self._mutated))
+        draws = self.facts.draws or bool(self._drawn)
+        return self.facts._replace(mutated=frozenset(self._mutated), draws=draws)
 
     # ---- before
 
@@ -146,6 +148,7 @@ class Call:
         self.facts = facts
         self.reach.reads(read)
         self.reach.restore()
+        self._refuse_iterators()
         self._replayed.rewind()
         self._forget()
 
@@ -160,6 +163,8 @@ class Call:
         self.facts, self.first = facts or Facts(), facts is None
         self.reach.reads(self.facts.read)
         self.more = [traversal.handle(index) for index in self.facts.more]
+        shared = (PYTHON, NUMPY) if self.first or self.facts.draws else ()
+        self._replayed = Replayed((*self.reach.generators, *shared))
 
     def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
         """What the node is applied to, and which of it is differentiated.
@@ -232,6 +237,23 @@ class Call:
             raise Again(mutated=changed)
         return out
 
+    def _refuse_iterators(self) -> None:
+        for iterator in self.reach.iterators:
+            raise TypeError(
+                f"Unit {self.unit!r} reaches a {type(iterator).__name__}, and runs again, which would take from it "
+                "twice. Keep a list and an index (self.count += 1), or take from it outside and give the unit what "
+                "came."
+            )
+
+    def _refuse_drawn(self) -> None:
+        """Threads share Python's generators: nothing tells who drew what."""
+        for module in () if _intercept.acts_for_main() else self._drawn:
+            raise TypeError(
+                f"Unit {self.unit!r} draws from the generator of the module {module}, which all threads share, and "
+                "runs again, which would draw other numbers. Give it a generator of its own (random.Random(seed), "
+                "numpy.random.default_rng(seed)), draw by torch.rand, or run each rank in a process."
+            )
+
     def _refuse_aliases(self, unit: str, inputs: Sequence[torch.Tensor], derived: bool) -> None:
         """What is changed in place is changed in a copy, of which an input that shares its memory knows nothing."""
         for i in self.facts.mutated if derived else ():
@@ -252,6 +274,9 @@ class Call:
     ) -> tuple[torch.Tensor, ...]:
         """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
         again = self._result is not None
+        if again:
+            self._refuse_drawn()
+            self._refuse_iterators()
         if self._derived:
             tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
         mapping = self._mapping(leaves, tensors)
@@ -264,6 +289,11 @@ class Call:
             self.inner = args, filling
             with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
                 result = self.fn(*args, **kwargs)
+            if not again:
+                self._drawn = self._replayed.shared()
+            if self.recomputes and self._derived:
+                self._refuse_drawn()
+                self._refuse_iterators()
             exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)

@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import nn
@@ -17,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero import _private, _tree
 from fzero._handle import Handle
+from fzero._random import GENERATORS
 
 ATOMS = frozenset(
     {
@@ -28,6 +30,7 @@ ATOMS = frozenset(
 # a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"} - {"training"})
 _MISSING = object()
+MANY = 4096  # entries: longer lists, dicts and arrays hold data, and are not looked through in every call
 Content = dict[Any, Any]
 
 
@@ -175,6 +178,22 @@ class Set(_Behind):
         self.of.update(content.values())
 
 
+class Array(_Behind):
+    """A numpy array, as bytes."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        return {"": self.of.tobytes()}
+
+    def write(self, content: Content) -> None:
+        np.copyto(self.of, np.frombuffer(content[""], self.of.dtype).reshape(self.of.shape))
+
+    def differs(self, content: Content) -> Content | None:
+        now = self.read()
+        return None if now == content else now
+
+
 class Globals(_Behind):
     """Global variables that a function reads or writes."""
 
@@ -247,7 +266,9 @@ def container_of(value: Any) -> type[Container] | None:
         return _List
     if kind is set:
         return Set
-    if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, torch.Generator)):
+    if kind is np.ndarray:
+        return Array if value.size <= MANY and not value.dtype.hasobject and value.flags.writeable else None
+    if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, *GENERATORS)):
         return None
     if kind.__module__.partition(".")[0] == "fzero" and not isinstance(value, dict):
         return None  # ours: steps, states

@@ -37,8 +37,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 
     The function works on a private copy. Hooks, wrapped forwards and whatever else the module leads to that reads it
     (by a closure, a default argument, a bound method, a global name) read the copy there, also where they hold a param
-    itself; a list that a hook appends to stays the caller's. A call leaves the copy as it found it: attributes that
-    a forward writes last until the call ends.
+    itself; a list that a hook appends to stays the caller's. Attributes that a forward writes are the copy's: a
+    counter counts there from call to call, and the module's own stays as it is.
 
     Args:
         module: any module. Its buffers become constants of the function; a tied weight appears once, under its first

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import functools
+import random
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 
 from fzero import _intercept
@@ -131,6 +133,48 @@ class seeded:
                 default.set_state(state)
 
 
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
+# those that the functions of the modules `random` and `numpy.random` draw from
+PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
+NUMPY: Any = np.random.get_state.__self__
+SHARED = {id(PYTHON): "random", id(NUMPY): "numpy.random"}  # by the modules that they are of
+
+
+def drawn_by(value: Any) -> Any:
+    """The generator that a module or one of its functions draws from, where it is one of the shared; else None."""
+    if value is random:
+        return PYTHON
+    if value is np or value is np.random:
+        return NUMPY
+    own = getattr(value, "__self__", None)
+    return own if id(own) in SHARED else None
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+
+
 class Replayed:
     """Random generators of the user's own that a second run of the same code finds as the first one did.
 
@@ -138,7 +182,7 @@ class Replayed:
     afterwards put back to where the block found them, so that nobody else notices.
 
     Args:
-        generators: those that the code draws from; the default ones belong to `seeded`.
+        generators: those that the code draws from, of torch, numpy or Python; torch's default ones belong to `seeded`.
 
     Example:
         >>> generator = torch.Generator().manual_seed(0)
@@ -153,21 +197,29 @@ class Replayed:
 
     __slots__ = ("found", "states")
 
-    def __init__(self, generators: Iterable[torch.Generator]) -> None:
+    def __init__(self, generators: Iterable[Any]) -> None:
         # keyed by identity: one generator may be found twice, as an argument and in a closure
-        self.states = [(g, g.get_state()) for g in {id(g): g for g in generators}.values()]
-        self.found: list[list[torch.Tensor]] = []
+        self.states = [(g, _state(g)) for g in {id(g): g for g in generators}.values()]
+        self.found: list[list[Any]] = []
+
+    def shared(self) -> frozenset[str]:
+        """The modules whose own generators have been drawn from."""
+        shared = [(g, state) for g, state in self.states if id(g) in SHARED]
+        return frozenset(SHARED[id(g)] for g, state in shared if not _same(_state(g), state))
 
     def rewind(self) -> None:
         """Sets the generators to where they were at first: the first run is begun anew."""
-        for generator, state in self.states:
-            generator.set_state(state)
+        for generator, state in self._own():
+            _set_state(generator, state)
 
     def __enter__(self) -> None:
-        self.found.append([generator.get_state() for generator, _ in self.states])
-        for generator, state in self.states:
-            generator.set_state(state)
+        self.found.append([_state(generator) for generator, _ in self._own()])
+        self.rewind()
 
     def __exit__(self, *exc: Any) -> None:
-        for (generator, _), state in zip(self.states, self.found.pop(), strict=True):
-            generator.set_state(state)
+        for (generator, _), state in zip(self._own(), self.found.pop(), strict=True):
+            _set_state(generator, state)
+
+    def _own(self) -> list[tuple[Any, Any]]:
+        """Those that nobody else draws from meanwhile: threads share the modules' generators."""
+        return [(g, s) for g, s in self.states if id(g) not in SHARED or _intercept.acts_for_main()]

@@ -31,12 +31,14 @@ class Facts(NamedTuple):
         read: places among the tensors that lie in objects of those that it reads.
         returned: positions among its tensors of those that it returns, or views of them, where it will be run again:
             the caller may change them meanwhile.
+        draws: whether it draws from random generators that are Python's or numpy's own.
     """
 
     mutated: frozenset[int] = frozenset()
     more: tuple[int, ...] = ()
     read: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()
+    draws: bool = False
 
 
 class Record:

@@ -21,6 +21,7 @@ from torch import nn
 
 from fzero._containers import (
     ATOMS,
+    MANY,
     Attributes,
     Bound,
     Cell,
@@ -39,10 +40,10 @@ from fzero._containers import (
     replaced,
 )
 from fzero._handle import Handle
+from fzero._random import GENERATORS, drawn_by
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
-MANY = 4096  # entries: a longer list or dict holds data, and is not looked through in every call
 
 
 class Found:
@@ -52,13 +53,16 @@ class Found:
         tensors: each with whether it lies among the arguments.
         ids: of everything that was seen, which the containers keep alive.
         modules: that were passed.
+        generators: random ones.
+        iterators: of Python's own, of which nothing tells where they are.
         vacant: dicts of hooks that were empty, of which there are many.
         settled: whether it can be kept.
     """
 
     def __init__(self, seen: Iterable[int] = ()) -> None:
         self.tensors: list[tuple[torch.Tensor, bool]] = []
-        self.generators: list[torch.Generator] = []
+        self.generators: list[Any] = []
+        self.iterators: list[Iterator[Any]] = []
         self.containers: list[Container] = []
         self.ids: set[int] = set(seen)
         self.modules: list[nn.Module] = []
@@ -94,7 +98,7 @@ class Found:
             for item in value:
                 self.search(item, argument)
             return
-        if isinstance(value, torch.Generator):
+        if isinstance(value, GENERATORS):
             self.ids.add(id(value))
             self.generators.append(value)
             return
@@ -125,6 +129,8 @@ class Found:
             self.settled = False
             for item in children(value)[0]:
                 self.search(item, argument)
+        elif isinstance(value, Iterator):
+            self.iterators.append(value)
 
     def function(self, fn: Any, top: bool) -> None:
         """Looks through what a function closes over, its defaults, its object, and the globals that it names."""
@@ -160,6 +166,7 @@ class Found:
         variables = [name for name, value in values.items() if not isinstance(value, _NAMED)]
         if variables:
             self._content(Globals(fn.__globals__, variables))
+        self.generators += [own for value in values.values() if (own := drawn_by(value)) is not None]
         for value in values.values():  # of the same file or notebook
             if isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__:
                 self.function(value, False)
@@ -214,9 +221,8 @@ class Surroundings:
         if self._kept is None or not self._kept.holds():
             self._kept = None
             found = self._search(())
-            if found.settled and not any(
-                isinstance(x, Handle) or moves(x) for x, _ in found.tensors
-            ):  # it keeps nothing alive
+            # what is kept alive is no tensor of a graph
+            if found.settled and not any(isinstance(x, Handle) or moves(x) for x, _ in found.tensors):
                 self._kept = found
                 found.keep()
         else:
@@ -247,6 +253,7 @@ class Reach:
         constants: the others, which stay where they are.
         handles: in the order in which they were found.
         generators: random ones, which a second run must find as the first one did.
+        iterators: which a second run would find where the first one left them.
     """
 
     def __init__(self, arguments: Sequence[Any], around: Surroundings) -> None:
@@ -259,6 +266,7 @@ class Reach:
         self.constants: list[torch.Tensor] = []
         self.handles: list[Handle] = []
         self.generators = [*own.generators, *other.generators]
+        self.iterators = [*own.iterators, *other.iterators]
         self._elsewhere: list[torch.Tensor] = []  # in objects, and differentiated
         self._read: frozenset[int] = frozenset()
         for tensor, argument in (*own.tensors, *other.tensors):

@@ -105,7 +105,8 @@ def call_function(
     traversal.schedule.expect(state.params.axis.records, step.fn, form)
     stored = _stored(state.params)
     versions = [_private.version(buffer) for buffer, _ in stored.values()]
-    first = not traversal.schedule.ran_before or is_strict()
+    # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
+    first = not traversal.schedule.ran_before or is_strict() or (torch.is_grad_enabled() and _private.level() == 0)
     watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     leaves = traversal.leaves(primals)
     if first and not step.compiles:
@@ -133,7 +134,7 @@ def call_function(
                 "leave the checkpoint out: fz.remat(step) recomputes units."
             ) from error
         out = _tree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
-        if traversal.acts and _private.single_level():
+        if traversal.acts:
             refuse_leaks(out)
     if [_private.version(buffer) for buffer, _ in stored.values()] != versions:
         state.kill(

@@ -102,10 +102,14 @@ class _Guard(torch.overrides.TorchFunctionMode):
 
 
 def refuse_leaks(tree: Any) -> None:
-    """Refuses tensors of units' own graphs, where a functorch level runs without plain autograd around it."""
+    """Refuses tensors of units' own graphs: those that a watch saw, and where one functorch level is alone all."""
+    made, alone = _made.get() or {}, _private.single_level()
     for x in _tree.flatten(tree)[0]:
         if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.grad_fn is not None:
-            if not _private.is_wrapper(x) and _private.level() > 0:
+            known = made.get(id(x))
+            if known is not None and known[0]() is x:
+                raise ValueError(leaked(x, known[1]))
+            if alone and not _private.is_wrapper(x):
                 raise ValueError(leaked(x))
 
 
