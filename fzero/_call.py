@@ -16,7 +16,7 @@ import torch
 
 from fzero import _intercept, _private, _tree
 from fzero._containers import Container, Content, replaced, tensors_in
-from fzero._exports import Exports, Slot, View, base_of, built, has_slots, memory, overlap, reading, span, taken
+from fzero._exports import Exports, Outlets, built, has_slots, memory
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._random import NUMPY, PYTHON, Replayed
 from fzero._schedule import Facts
@@ -120,8 +120,7 @@ class Call:
         self._mutated: tuple[int, ...] = ()
         self._drawn: frozenset[str] = frozenset()  # modules whose own generators the run drew from
         self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
-        self._chosen: list[tuple[str, int]] | None = None  # which tensors are put out, and how
-        self._recipes: list[Any] = []  # how the outputs come from those
+        self._outlets: Outlets | None = None  # which tensors are put out, and how
 
     @property
     def known(self) -> Facts:
@@ -322,10 +321,12 @@ class Call:
             cloned = sorted(self.facts.mutated) if self._derived else ()
             self._mutated = tuple(i for i in cloned if not seen or _private.version(tensors[i]))
         out = [*exports.tensors, *[tensors[place] for place in self._mutated]]
-        if self._chosen is None:
-            self._choose(out, tensors)
-        assert self._chosen is not None
-        return tuple(taken(out[i], how) for how, i in self._chosen)
+        if self._outlets is None:
+            own = {memory(full) for full in self._fulls}
+            count = len(exports.tensors)
+            self._outlets = Outlets(out, count, tensors, self.reach.tensors, own, self._moving, self._leaves)
+            self._need_copies(self._outlets.returned)
+        return self._outlets.taken(out)
 
     def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
@@ -368,81 +369,18 @@ class Call:
 
     # ---- what is put out
 
-    def _choose(self, out: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor]) -> None:
-        """Decides which tensors leave the node, and which are views of those or of inputs outside."""
-        if _private.level() > 0 or any(map(_private.is_wrapped, out)):
-            self._chosen = [("as it is", i) for i in range(len(out))]
-            self._recipes = [Slot(i) for i in range(len(out))]
-            return
-        own = {memory(full) for full in self._fulls}
-        places = {reading(x): i for i, x in enumerate(inputs)}
-        count = len(out) - len(self._mutated)
-        families: dict[Any, list[int]] = {}
-        for i, tensor in enumerate(out[:count]):
-            families.setdefault(reading(tensor), []).append(i)
-        self._chosen, self._recipes = [], [None] * len(out)
-        self._need_copies({places[family] for family in families if family in places})
-        first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
-        for family, members in families.items():
-            place = places.get(family)
-            if place is not None and inputs[place].stride() == self.reach.tensors[place].stride():
-                outer = self.reach.tensors[place]
-                for i in members:
-                    moves = place in self._moving
-                    self._recipes[i] = View(outer, out[i], inputs[place], moves and self._is_constant(out[i]))
-            elif family[0] in own or first[family[0]] != family:  # of a param, or a real part beside the whole
-                for i in members:
-                    self._put_out(i, "copy", self._is_constant(out[i]))
-            elif not overlap([out[i] for i in members]):
-                for i in members:
-                    self._put_out(i, "as it is", self._is_constant(out[i]))
-            else:
-                self._put_out_views(out, members)
-        for i in range(count, len(out)):
-            self._put_out(i, "as it is", False)
-
     def _need_copies(self, returned: set[int]) -> None:
         """A run later needs these tensors as they were, and the caller, who is given them, may change them."""
         if self.recomputes and self._derived and self.first and not returned <= self.facts.returned:
             raise Again(returned=frozenset(returned))
 
-    def _put_out(self, i: int, how: str, constant: bool) -> Slot:
-        assert self._chosen is not None
-        self._recipes[i] = slot = Slot(len(self._chosen), constant)
-        self._chosen.append((how, i))
-        return slot
-
-    def _put_out_views(self, out: Sequence[torch.Tensor], members: Sequence[int]) -> None:
-        """Outputs that overlap: what they are views of leaves the node, and they are views of that outside too."""
-        constant = {i for i in members if self._is_constant(out[i])}
-        moving = [i for i in members if i not in constant] or members
-        spans = {i: span(out[i]) for i in members}
-        whole = max(moving, key=lambda i: out[i].numel())
-        low, high = spans[whole]
-        covers = out[whole].numel() == high - low and all(low <= a and b <= high for a, b in spans.values())
-        base = out[whole] if covers else base_of(out[whole])
-        if reading(base) != reading(out[whole]):  # real and imaginary parts
-            for i in members:
-                self._put_out(i, "copy", i in constant)
-            return
-        slot = self._put_out(whole, "as it is" if covers else "base", False)
-        for i in members:
-            self._recipes[i] = View(slot, out[i], base, i in constant)
-
-    def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing differentiates what is put out, where something is differentiated at all."""
-        if not torch.is_grad_enabled():
-            return False
-        # a view that was taken without gradients says that it needs one, as what it is a view of does
-        blind = tensor.grad_fn is None and id(tensor) not in self._leaves
-        return not tensor.requires_grad or blind
-
     def finish(self, out: Sequence[torch.Tensor]) -> Any:
         """The call's result, from what its node put out; what it changed is changed."""
-        count = len(self._recipes) - len(self._mutated)
-        for place, slot in zip(self._mutated, self._recipes[count:], strict=True):
+        assert self._outlets is not None
+        recipes = self._outlets.recipes
+        for place, slot in zip(self._mutated, recipes[len(recipes) - len(self._mutated) :], strict=True):
             self.reach.tensors[place].copy_(out[slot.index])
-        tensors = [recipe.outside(out) for recipe in self._recipes]
+        tensors = [recipe.outside(out) for recipe in recipes]
         for container, content in (*self._filled, *self._effects):
             container.write({key: built(value, tensors) for key, value in content.items()})
         return built(self._result[0], tensors)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero import _tree
+from fzero import _private, _tree
 from fzero._containers import containers_of
 from fzero._handle import Handle
 
@@ -120,12 +120,6 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._base
 
 
-def taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    if how == "copy":
-        return tensor.resolve_conj().resolve_neg().clone()
-    return base_of(tensor) if how == "base" else tensor
-
-
 def reading(tensor: torch.Tensor) -> tuple[int, torch.dtype, bool, bool]:
     """A tensor's memory and how it is read: among those of one reading, a view is told by its size and strides."""
     strided = tensor.layout == torch.strided
@@ -151,3 +145,101 @@ def memory(tensor: torch.Tensor) -> int:
         return tensor.untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):  # a sparse tensor has none
         return id(tensor)
+
+
+class Outlets:
+    """Which tensors leave the node, and which are views of those, or of inputs, outside.
+
+    Args:
+        out: the tensors of one run: `count` that were put out, then inputs that were changed in place.
+        inputs: the tensors that the run was given.
+        outer: the same outside.
+        own: memory of the gathered buffers.
+        moving: places of the inputs that are differentiated.
+        leaves: ids of what the graph of the run begins with.
+
+    Attributes:
+        recipes: for each of `out`, how it comes from what the node puts out.
+        returned: places of inputs that are put out, or views of them.
+    """
+
+    def __init__(
+        self,
+        out: Sequence[torch.Tensor],
+        count: int,
+        inputs: Sequence[torch.Tensor],
+        outer: Sequence[torch.Tensor],
+        own: Collection[int],
+        moving: Collection[int],
+        leaves: Collection[int],
+    ) -> None:
+        self._leaves = leaves
+        self._chosen: list[tuple[str, int]] = []
+        self.recipes: list[Any] = [None] * len(out)
+        self.returned: set[int] = set()
+        if _private.level() > 0 or any(map(_private.is_wrapped, out)):
+            for i in range(len(out)):
+                self._put_out(i, "as it is", False)
+            return
+        places = {reading(x): i for i, x in enumerate(inputs)}
+        families: dict[Any, list[int]] = {}
+        for i, tensor in enumerate(out[:count]):
+            families.setdefault(reading(tensor), []).append(i)
+        self.returned = {places[family] for family in families if family in places}
+        first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
+        for family, members in families.items():
+            place = places.get(family)
+            if place is not None and inputs[place].stride() == outer[place].stride():
+                for i in members:
+                    constant = place in moving and self._is_constant(out[i])
+                    self.recipes[i] = View(outer[place], out[i], inputs[place], constant)
+            elif family[0] in own or first[family[0]] != family:  # of a param, or a real part beside the whole
+                for i in members:
+                    self._put_out(i, "copy", self._is_constant(out[i]))
+            elif not overlap([out[i] for i in members]):
+                for i in members:
+                    self._put_out(i, "as it is", self._is_constant(out[i]))
+            else:
+                self._put_out_views(out, members)
+        for i in range(count, len(out)):
+            self._put_out(i, "as it is", False)
+
+    def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the node puts out, from the tensors of any of its runs."""
+        return tuple(_taken(out[i], how) for how, i in self._chosen)
+
+    def _put_out(self, i: int, how: str, constant: bool) -> Slot:
+        self.recipes[i] = slot = Slot(len(self._chosen), constant)
+        self._chosen.append((how, i))
+        return slot
+
+    def _put_out_views(self, out: Sequence[torch.Tensor], members: Sequence[int]) -> None:
+        """Outputs that overlap: what they are views of leaves the node, and they are views of that outside too."""
+        constant = {i for i in members if self._is_constant(out[i])}
+        moving = [i for i in members if i not in constant] or members
+        spans = {i: span(out[i]) for i in members}
+        whole = max(moving, key=lambda i: out[i].numel())
+        low, high = spans[whole]
+        covers = out[whole].numel() == high - low and all(low <= a and b <= high for a, b in spans.values())
+        base = out[whole] if covers else base_of(out[whole])
+        if reading(base) != reading(out[whole]):  # real and imaginary parts
+            for i in members:
+                self._put_out(i, "copy", i in constant)
+            return
+        slot = self._put_out(whole, "as it is" if covers else "base", False)
+        for i in members:
+            self.recipes[i] = View(slot, out[i], base, i in constant)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing differentiates what is put out, where something is differentiated at all."""
+        if not torch.is_grad_enabled():
+            return False
+        # a view that was taken without gradients says that it needs one, as what it is a view of does
+        blind = tensor.grad_fn is None and id(tensor) not in self._leaves
+        return not tensor.requires_grad or blind
+
+
+def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "copy":
+        return tensor.resolve_conj().resolve_neg().clone()
+    return base_of(tensor) if how == "base" else tensor
