@@ -9,17 +9,19 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from fzero import _intercept, _private, _tree
+from fzero import _private, _tree
 from fzero._containers import Container, Content, replaced, tensors_in
 from fzero._exports import Exports, Outlets, built, has_slots, memory
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
-from fzero._random import NUMPY, PYTHON, Replayed
+from fzero._refusals import heard, is_ours, noted
 from fzero._schedule import Facts
+from fzero._second_run import SecondRun
 from fzero._surroundings import Filling, Reach, Surroundings, put_again, put_back
 from fzero._traversal import Traversal, current
 
@@ -27,6 +29,10 @@ from fzero._traversal import Traversal, current
 here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = contextvars.ContextVar(
     "fzero_here", default=None
 )
+
+
+# of errors that say what torch refuses, which is dealt with elsewhere
+_TORCHS = ("saved tensor hooks", "leaf Variable that requires grad")
 
 
 class Again(BaseException):
@@ -65,7 +71,7 @@ class _Unread(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise Again(read=next(x.place for x in _tree.flatten((args, kwargs))[0] if isinstance(x, _Unread)))
+        raise noted(Again(read=next(x.place for x in _tree.flatten((args, kwargs))[0] if isinstance(x, _Unread))))
 
 
 class inside:
@@ -105,7 +111,7 @@ class Call:
         self.reach = Reach((*args, *self.kwargs.values()), surroundings)
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
-        self._replayed = Replayed(())
+        self._second = SecondRun(self.reach)
         self.unit, self.recomputes = "", False
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
@@ -118,15 +124,14 @@ class Call:
         self._effects: list[tuple[Container, Content]] = []
         self._filled: list[tuple[Container, Content]] = []
         self._mutated: tuple[int, ...] = ()
-        self._drawn: frozenset[str] = frozenset()  # modules whose own generators the run drew from
+        self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._outlets: Outlets | None = None  # which tensors are put out, and how
 
     @property
     def known(self) -> Facts:
         """What this call showed."""
-        draws = self.facts.draws or bool(self._drawn)
-        return self.facts._replace(mutated=frozenset(self._mutated), draws=draws)
+        return self.facts._replace(mutated=frozenset(self._mutated), draws=self._second.draws)
 
     # ---- before
 
@@ -147,8 +152,9 @@ class Call:
         self.facts = facts
         self.reach.reads(read)
         self.reach.restore()
-        self._refuse_iterators()
-        self._replayed.rewind()
+        self._second.look()
+        self._second.refuse(self.unit)
+        self._second.rewind()
         self._forget()
 
     @property
@@ -162,8 +168,7 @@ class Call:
         self.facts, self.first = facts or Facts(), facts is None
         self.reach.reads(self.facts.read)
         self.more = [traversal.handle(index) for index in self.facts.more]
-        shared = (PYTHON, NUMPY) if self.first or self.facts.draws else ()
-        self._replayed = Replayed((*self.reach.generators, *shared))
+        self._second.begin(self.first, self.facts.draws)
 
     def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
         """What the node is applied to, and which of it is differentiated.
@@ -236,23 +241,6 @@ class Call:
             raise Again(mutated=changed)
         return out
 
-    def _refuse_iterators(self) -> None:
-        for iterator in self.reach.iterators:
-            raise TypeError(
-                f"Unit {self.unit!r} reaches a {type(iterator).__name__}, and runs again, which would take from it "
-                "twice. Keep a list and an index (self.count += 1), or take from it outside and give the unit what "
-                "came."
-            )
-
-    def _refuse_drawn(self) -> None:
-        """Threads share Python's generators: nothing tells who drew what."""
-        for module in () if _intercept.acts_for_main() else self._drawn:
-            raise TypeError(
-                f"Unit {self.unit!r} draws from the generator of the module {module}, which all threads share, and "
-                "runs again, which would draw other numbers. Give it a generator of its own (random.Random(seed), "
-                "numpy.random.default_rng(seed)), draw by torch.rand, or run each rank in a process."
-            )
-
     def _refuse_aliases(self, unit: str, inputs: Sequence[torch.Tensor], derived: bool) -> None:
         """What is changed in place is changed in a copy, of which an input that shares its memory knows nothing."""
         for i in self.facts.mutated if derived else ():
@@ -274,8 +262,8 @@ class Call:
         """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
         again = self._result is not None
         if again:
-            self._refuse_drawn()
-            self._refuse_iterators()
+            self._second.refuse(self.unit)
+            self._second.refuse_changed(self.unit)
         if self._derived:
             tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
         mapping = self._mapping(leaves, tensors)
@@ -286,13 +274,12 @@ class Call:
             filling = self.reach.fill(mapping)
             args, kwargs = self._arguments(mapping)
             self.inner = args, filling
-            with inside(self._here(leaves)), self._replayed if again else contextlib.nullcontext(), watch:
-                result = self.fn(*args, **kwargs)
+            run = functools.partial(self._run, leaves, watch, args, kwargs)
+            result = self._second.run(run) if again else run()
             if not again:
-                self._drawn = self._replayed.shared()
+                self._second.look()
             if self.recomputes and self._derived:
-                self._refuse_drawn()
-                self._refuse_iterators()
+                self._second.refuse(self.unit)
             exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
@@ -302,10 +289,9 @@ class Call:
                 put_back(before)
             elif isinstance(error, Again):
                 self.reach.restore()
-            else:  # whoever catches it finds what the function had done, but for tensors, whose graph is lost
-                changes = self.reach.changes()
-                own = [c for c, now in changes if next(tensors_in(list(now.values()), self.reach.knows), None) is None]
-                self.reach.leave([c for c in own if self.reach.entered(c) is c.found])
+            else:  # whoever catches it finds what the function had done
+                changed = [c for c, _ in self.reach.changes()]
+                self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
             if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
                 raise TypeError(twice(self.unit)) from error
             raise
@@ -327,6 +313,35 @@ class Call:
             self._outlets = Outlets(out, count, tensors, self.reach.tensors, own, self._moving, self._leaves)
             self._need_copies(self._outlets.returned)
         return self._outlets.taken(out)
+
+    def _run(
+        self,
+        leaves: Mapping[int, torch.Tensor],
+        watch: contextlib.AbstractContextManager[Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """What the function returns; what it raises, where that or what it changed holds tensors of its own."""
+        again = self._result is not None
+        with inside(self._here(leaves)), watch:
+            try:
+                with heard():
+                    result = self.fn(*args, **kwargs)
+            except Exception as error:
+                if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
+                    raise
+                self._raises, result = True, error
+                return result
+        if self._raises:
+            raise RuntimeError(f"Unit {self.unit!r} raised an error when it was called, and none when it ran again.")
+        return result
+
+    def _holds_tensors(self, error: Exception) -> bool:
+        """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
+        if isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCHS):
+            return False
+        changed = [list(now.values()) for _, now in self.reach.changes()]
+        return next(tensors_in([error, *changed], self.reach.knows), None) is not None
 
     def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
@@ -383,6 +398,8 @@ class Call:
         tensors = [recipe.outside(out) for recipe in recipes]
         for container, content in (*self._filled, *self._effects):
             container.write({key: built(value, tensors) for key, value in content.items()})
+        if self._raises:
+            raise self._result[0]
         return built(self._result[0], tensors)
 
 

@@ -194,6 +194,19 @@ class Array(_Behind):
         return None if now == content else now
 
 
+class Raised(_Behind):
+    """An error: what it was made with, and its attributes."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        return {**vars(self.of), "args": self.of.args}
+
+    def write(self, content: Content) -> None:
+        self.of.args = content["args"]
+        vars(self.of).update({name: value for name, value in content.items() if name != "args"})
+
+
 class Globals(_Behind):
     """Global variables that a function reads or writes."""
 
@@ -217,7 +230,7 @@ class Globals(_Behind):
 class ClassAttributes(_Behind):
     """What a class has beside its functions and its documentation."""
 
-    __slots__ = ()
+    __slots__ = ("whole",)
 
     def read(self) -> Content:
         own = vars(self.of).items()
@@ -228,6 +241,16 @@ class ClassAttributes(_Behind):
             delattr(self.of, name)
         for name, value in content.items():
             setattr(self.of, name, value)
+
+    def differs(self, content: Content) -> Content | None:
+        whole = [*vars(self.of).values()]
+        if content is self.found and len(whole) == len(self.whole) and all(map(operator.is_, whole, self.whole)):
+            return None
+        return super().differs(content)
+
+    def __init__(self, of: Any) -> None:
+        self.whole = [*vars(of).values()]
+        super().__init__(of)
 
 
 class Params(Container):
@@ -272,6 +295,8 @@ def container_of(value: Any) -> type[Container] | None:
         return None
     if kind.__module__.partition(".")[0] == "fzero" and not isinstance(value, dict):
         return None  # ours: steps, states
+    if isinstance(value, BaseException):
+        return Raised
     if isinstance(value, dict):  # a dict's subclass; what it has as attributes too (ModelOutput) follows its items
         return Container
     if hasattr(value, "__dict__"):

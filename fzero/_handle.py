@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fzero import _private, _tree
+from fzero._refusals import noted
 
 if TYPE_CHECKING:
     from fzero._traversal import Traversal
@@ -73,16 +74,16 @@ class Handle(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         read = reading.get()
         if read is None:
-            raise _first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}")
+            raise noted(_first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}"))
         leaves, spec = _tree.flatten((args, kwargs or {}))
         if writes(func, kwargs) and isinstance(leaves[0], Handle):
-            raise leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it")
+            raise noted(leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it"))
         args, kwargs = _tree.unflatten(spec, [read(x) if isinstance(x, Handle) else x for x in leaves])
         return func(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise _first_handle((args, kwargs))._refuse(f"got operator {func}")
+        raise noted(_first_handle((args, kwargs))._refuse(f"got operator {func}"))
 
 
 def _operator(name: str) -> Any:

@@ -11,6 +11,7 @@ import torch
 from fzero import _private, _tree
 from fzero._call import Again, here
 from fzero._handle import READABLE, Handle, name_of, reading
+from fzero._refusals import noted
 from fzero._traversal import current, read
 
 
@@ -20,16 +21,16 @@ def full(handle: Handle) -> torch.Tensor:
     if leaves is not None:
         own = leaves.get((id(handle.traversal), handle.index))
         if own is None:
-            raise Again(more=handle)
+            raise noted(Again(more=handle))
         return own
     if current.get() is not handle.traversal:
-        raise handle._refuse("read where its step's function is not running")
+        raise noted(handle._refuse("read where its step's function is not running"))
     # under plain autograd nothing tells a Function's forward from a block without gradients
     constant = handle.traversal.records and not torch.is_grad_enabled() and handle.primal.requires_grad
     if _private.below(handle.primal) or (constant and _private.level() == 0):
         where = "a torch.autograd.Function, as its argument or otherwise; give it w * 1"
         block = " (or inside torch.no_grad(); read it before, as w.detach())" if constant else ""
-        raise handle._refuse(f"read inside {where}{block}")
+        raise noted(handle._refuse(f"read inside {where}{block}"))
     return read(handle)
 
 

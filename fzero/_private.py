@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -235,6 +236,32 @@ def function_mode() -> Any:
 def without_function_mode() -> AbstractContextManager[Any]:
     """Inside, the innermost torch function mode sees nothing."""
     return torch.overrides._pop_mode_temporarily()  # type: ignore[attr-defined]
+
+
+def function_modes() -> list[Any]:
+    """All torch function modes that are on, the innermost last."""
+    return torch.overrides._get_current_function_mode_stack()  # type: ignore[attr-defined]
+
+
+@contextlib.contextmanager
+def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+    """Inside, these are the torch function modes that are on, and no others."""
+    before = function_modes()
+    if len(before) == len(modes) and all(map(operator.is_, before, modes)):
+        yield
+        return
+    _exchange_function_modes(len(before), modes)
+    try:
+        yield
+    finally:
+        _exchange_function_modes(len(modes), before)
+
+
+def _exchange_function_modes(count: int, modes: Sequence[Any]) -> None:
+    for _ in range(count):
+        torch.overrides._pop_mode()  # type: ignore[attr-defined]
+    for mode in modes:
+        torch.overrides._push_mode(mode)  # type: ignore[attr-defined]
 
 
 def dispatches() -> bool:

@@ -7,202 +7,16 @@ was there, and says what the unit changed, whose tensors become outputs of the n
 
 from __future__ import annotations
 
-import builtins
-import collections
-import dis
-import functools
 import operator
-import types
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from fzero._containers import (
-    ATOMS,
-    MANY,
-    Attributes,
-    Bound,
-    Cell,
-    ClassAttributes,
-    Container,
-    Content,
-    Defaults,
-    Globals,
-    Params,
-    Snapshot,
-    children,
-    container_of,
-    exchanges,
-    is_registered,
-    moves,
-    replaced,
-)
+from fzero._containers import Container, Content, Params, moves, replaced
+from fzero._found import Found
 from fzero._handle import Handle
-from fzero._random import GENERATORS, drawn_by
-
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
-_NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
-
-
-class Found:
-    """What a search found, without a judgement on its tensors, which derivatives of the moment decide.
-
-    Attributes:
-        tensors: each with whether it lies among the arguments.
-        ids: of everything that was seen, which the containers keep alive.
-        modules: that were passed.
-        generators: random ones.
-        iterators: of Python's own, of which nothing tells where they are.
-        vacant: dicts of hooks that were empty, of which there are many.
-        settled: whether it can be kept.
-    """
-
-    def __init__(self, seen: Iterable[int] = ()) -> None:
-        self.tensors: list[tuple[torch.Tensor, bool]] = []
-        self.generators: list[Any] = []
-        self.iterators: list[Iterator[Any]] = []
-        self.containers: list[Container] = []
-        self.ids: set[int] = set(seen)
-        self.modules: list[nn.Module] = []
-        self.vacant: list[Any] = []
-        self.settled = True
-        self._snapshot: Snapshot | None = None
-
-    @functools.cached_property
-    def exchanging(self) -> list[Container]:
-        """The containers with something that `replaced` may give another for."""
-        return [container for container in self.containers if any(map(exchanges, container.found.values()))]
-
-    def holds(self) -> bool:
-        """Whether all that was found is as it was."""
-        if self._snapshot is None:
-            found = all(container.differs(container.found) is None for container in self.containers)
-            return found and not any(self.vacant)
-        return self._snapshot.holds()
-
-    def keep(self) -> None:
-        """Makes `holds` quick and thorough: where it says so, a search would find the same again."""
-        self._snapshot = Snapshot(self.containers, self.vacant)
-
-    def search(self, value: Any, argument: bool) -> None:
-        kind, number = type(value), id(value)
-        if number in self.ids or kind in ATOMS:
-            return
-        if isinstance(value, torch.Tensor):
-            self.ids.add(number)
-            self.tensors.append((value, argument))
-            return
-        if kind is tuple or kind is frozenset or (isinstance(value, tuple) and hasattr(value, "_fields")):
-            for item in value:
-                self.search(item, argument)
-            return
-        if isinstance(value, GENERATORS):
-            self.ids.add(id(value))
-            self.generators.append(value)
-            return
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
-            self.function(value, False)
-            return
-        if argument and isinstance(value, Iterator):
-            raise TypeError(
-                f"A unit got a {kind.__name__} as an argument, expected what can be read more than once, a list or a "
-                "tuple: a unit may run again."
-            )
-        how = container_of(value)
-        if isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY:
-            self.settled = False
-            return
-        if how is not None and (isinstance(value, (dict, list)) or not is_registered(kind)):
-            self.ids.add(id(value))
-            container = how(value)
-            self.containers.append(container)
-            entries = argument and kind in (dict, list)  # of an argument, which is most likely read
-            for item in container.found.values():
-                self.search(item, entries)
-            if isinstance(value, nn.Module):
-                self._module(value)
-            if isinstance(value, dict) and getattr(value, "__dict__", None):
-                self._content(Attributes(value))
-        elif is_registered(kind):
-            self.settled = False
-            for item in children(value)[0]:
-                self.search(item, argument)
-        elif isinstance(value, Iterator):
-            self.iterators.append(value)
-
-    def function(self, fn: Any, top: bool) -> None:
-        """Looks through what a function closes over, its defaults, its object, and the globals that it names."""
-        if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
-            if top and not isinstance(fn, (types.BuiltinFunctionType, type)):
-                self.search(fn, False)  # an object that is called
-            return
-        if id(fn) in self.ids:
-            return
-        self.ids.add(id(fn))
-        if isinstance(fn, functools.partial):
-            self.function(fn.func, top)
-            self._content(Bound(fn))
-            self.search(fn.keywords, False)
-            return
-        if isinstance(fn, types.MethodType):
-            self.search(fn.__self__, False)
-            fn = fn.__func__
-        if not isinstance(fn, types.FunctionType):
-            return
-        if fn.__globals__.get("__name__", "").startswith("fzero._"):  # ours, around one of the user's
-            if inner := vars(fn).get("__wrapped__"):
-                self.function(inner, top)
-            return
-        for cell in fn.__closure__ or ():
-            self._content(Cell(cell))
-        if fn.__defaults__:
-            self._content(Defaults(fn))
-        self.search(fn.__kwdefaults__, False)
-        self._content(Attributes(fn))
-        names = _global_names(fn.__code__)
-        values = {name: fn.__globals__.get(name) for name in names}
-        variables = [name for name, value in values.items() if not isinstance(value, _NAMED)]
-        if variables:
-            self._content(Globals(fn.__globals__, variables))
-        self.generators += [own for value in values.values() if (own := drawn_by(value)) is not None]
-        for value in values.values():  # of the same file or notebook
-            if isinstance(value, types.FunctionType) and value.__globals__ is fn.__globals__:
-                self.function(value, False)
-
-    def _module(self, module: nn.Module) -> None:
-        """What its submodules, its hooks and its forward reach."""
-        self.modules.append(module)
-        for child in module._modules.values():
-            self.search(child, False)
-        for name in _HOOKS:
-            hooks = vars(module)[name]
-            if hooks:
-                self.search(hooks, False)
-            else:
-                self.vacant.append(hooks)
-        if not type(module).__module__.startswith("torch.nn.modules."):
-            self.function(type(module).forward, False)
-            if id(type(module)) not in self.ids:
-                self.ids.add(id(type(module)))
-                self._content(ClassAttributes(type(module)))
-
-    def _content(self, container: Container) -> None:
-        self.containers.append(container)
-        for item in container.found.values():
-            self.search(item, False)
-
-
-@functools.lru_cache(4096)
-def _global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that a function reads or writes, beside those that Python itself has."""
-    operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            names.update(_global_names(inner))
-    return tuple(sorted(names - vars(builtins).keys()))
 
 
 class Surroundings:
@@ -254,6 +68,7 @@ class Reach:
         handles: in the order in which they were found.
         generators: random ones, which a second run must find as the first one did.
         iterators: which a second run would find where the first one left them.
+        long: lists, dicts and arrays that are too long to be put back.
     """
 
     def __init__(self, arguments: Sequence[Any], around: Surroundings) -> None:
@@ -267,6 +82,7 @@ class Reach:
         self.handles: list[Handle] = []
         self.generators = [*own.generators, *other.generators]
         self.iterators = [*own.iterators, *other.iterators]
+        self.long = [*own.long, *other.long]
         self._elsewhere: list[torch.Tensor] = []  # in objects, and differentiated
         self._read: frozenset[int] = frozenset()
         for tensor, argument in (*own.tensors, *other.tensors):

@@ -21,6 +21,7 @@ from fzero._compile import compiled, without_donation
 from fzero._handle import Handle
 from fzero._node import Op, Tensors, apply, gradients, refuse_foreign_leaves
 from fzero._random import seeded
+from fzero._refusals import is_ours, noted
 from fzero._sharded import is_sharded
 from fzero._surroundings import Surroundings
 from fzero._traversal import Traversal, current
@@ -304,7 +305,12 @@ def call_unit(
     with elsewhere():
         call = Call(fn, args, kwargs, surroundings or Surroundings(fn), around)
         if call.reach.handles or seed is not None:
-            return _call(call, traversal, seed, compilable)
+            try:
+                return _call(call, traversal, seed, compilable)
+            except Exception as error:
+                if is_ours(error):
+                    noted(error)
+                raise
     return plain_call(
         lambda: fn(*args, **kwargs),
         lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
@@ -322,12 +328,15 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))
     moving = call.moving
     call.knows(traversal, schedule.facts(number, moving))
+    again: Again | None = None
     while True:
+        if again is not None:  # known from now on
+            call.learn(again)
         try:
             result = _attempt(traversal, call, seed, number)
             break
-        except Again as again:  # known from now on
-            call.learn(again)
+        except Again as raised:
+            again = raised
     schedule.record.facts[number, moving] = call.known
     return result
 

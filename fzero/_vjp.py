@@ -21,6 +21,7 @@ from fzero._handle import Handle
 from fzero._layout import Group
 from fzero._node import active
 from fzero._placement import find
+from fzero._refusals import heard
 from fzero._sharded import Sharded
 from fzero._state import TrainState
 from fzero._traversal import Traversal, read
@@ -118,7 +119,8 @@ def call_function(
     tree = _tree.unflatten(state.params.structure, leaves)
     with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
         try:
-            out = step.fn(tree, *inputs)
+            with heard():
+                out = step.fn(tree, *inputs)
         except RuntimeError as error:
             if "requires_grad_()" in str(error):
                 raise TypeError(

@@ -17,6 +17,7 @@ import torch
 from fzero import _private, _tree
 from fzero._handle import Handle, writes
 from fzero._node import closed_over
+from fzero._refusals import noted
 
 LeafOf = Callable[[torch.Tensor], str]
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
@@ -63,15 +64,18 @@ class _Watch(torch.overrides.TorchFunctionMode):
         operands = [x for x in _tree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
         for x in operands:
             if self.unit is not None and _private.level() == 0 and _private.is_wrapped(x):
-                raise ValueError(closed_over(x))
+                raise noted(ValueError(closed_over(x)))
             self._refuse_leaked(x)
         if writes(func, kwargs) and operands:
             target = kwargs["out"] if kwargs and isinstance(kwargs.get("out"), torch.Tensor) else operands[0]
             leaf_of = self.protected.get(storage_of(target))
             if leaf_of is not None:
-                raise ValueError(
-                    f"{leaf_of(target)} is written to in place, by {getattr(func, '__name__', func)}. Params change in "
-                    "step.update only: compute with a copy (w = w.clone()), or use the operation that is not in place."
+                raise noted(
+                    ValueError(
+                        f"{leaf_of(target)} is written to in place, by {getattr(func, '__name__', func)}. Params "
+                        "change in step.update only: compute with a copy (w = w.clone()), or use the operation that "
+                        "is not in place."
+                    )
                 )
         out = func(*args, **(kwargs or {}))
         if self.unit is not None and self.made is not None:
@@ -86,7 +90,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
             return
         known = self.made.get(id(tensor))
         if known is not None and known[0]() is tensor:
-            raise ValueError(leaked(tensor, known[1]))
+            raise noted(ValueError(leaked(tensor, known[1])))
 
 
 class _Guard(torch.overrides.TorchFunctionMode):
@@ -101,6 +105,11 @@ class _Guard(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+def is_watch(mode: Any) -> bool:
+    """Whether a torch function mode is one of this file's."""
+    return isinstance(mode, (_Watch, _Guard))
+
+
 def refuse_leaks(tree: Any) -> None:
     """Refuses tensors of units' own graphs: those that a watch saw, and where one functorch level is alone all."""
     made, alone = _made.get() or {}, _private.single_level()
@@ -108,9 +117,9 @@ def refuse_leaks(tree: Any) -> None:
         if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.grad_fn is not None:
             known = made.get(id(x))
             if known is not None and known[0]() is x:
-                raise ValueError(leaked(x, known[1]))
+                raise noted(ValueError(leaked(x, known[1])))
             if alone and not _private.is_wrapper(x):
-                raise ValueError(leaked(x))
+                raise noted(ValueError(leaked(x)))
 
 
 def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:

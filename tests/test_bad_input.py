@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import types
 from typing import Any
 
 import pytest
@@ -70,24 +71,24 @@ def test_a_leaf_kept_beyond_its_unit() -> None:
         assert metrics["loss"] == 2 + 4
         assert metrics["grad_norm"].item() == pytest.approx(5.0)
 
-        unseen = fz.unit(lambda p, x: HIDDEN.put(p["w"].t()) or x @ p["w"])
-        step = fz.with_fn(step, lambda p, x: unseen(p["blocks"][0], x).mean() + HIDDEN.value.square().sum())
+        unseen = fz.unit(lambda p, x: hide(p["w"].t()) or x @ p["w"])
+        step = fz.with_fn(step, lambda p, x: unseen(p["blocks"][0], x).mean() + hidden().value.square().sum())
         with pytest.raises(ValueError, match=r"that unit 'blocks\.0' computed is used outside of it"):
             step(state, torch.ones(1, 2))
 
     run_ranks(rank_main, 1)
 
 
-class Hidden:
-    """Where no look at arguments, closures and objects comes."""
-
-    value: Any = None
-
-    def put(self, value: Any) -> None:
-        type(self).value = value
+sys.modules["nowhere"] = types.ModuleType("nowhere")
 
 
-HIDDEN = Hidden()
+def hidden() -> Any:
+    """A place where no look at arguments, closures, objects and names comes."""
+    return sys.modules["nowhere"]
+
+
+def hide(value: Any) -> None:
+    hidden().value = value
 
 
 def test_a_unit_that_the_module_does_not_know() -> None:
@@ -114,10 +115,10 @@ def test_a_unit_that_the_module_does_not_know() -> None:
         other(other.init(flat), torch.ones(1, 2))
 
 
-def test_strict_capture_finds_what_is_hidden_in_an_object() -> None:
+def test_strict_capture_finds_what_is_hidden() -> None:
     def bad(p: Any, x: torch.Tensor) -> torch.Tensor:
-        HIDDEN.put(p["root"] * 2)
-        return fz.unit(lambda q, x: x @ q["w"] * Hidden.value)(p["blocks"][0], x).mean()
+        hide(p["root"] * 2)
+        return fz.unit(lambda q, x: x @ q["w"] * hidden().value)(p["blocks"][0], x).mean()
 
     params = {"root": torch.ones(()), "blocks": [{"w": torch.ones(2, 2)}]}
     step = fz.remat(fz.train_step(bad, fz.sgd(0.1)))

@@ -1,0 +1,278 @@
+"""The search for what a unit reaches: arguments, closures, objects, modules with their hooks, classes, global names."""
+
+from __future__ import annotations
+
+import builtins
+import collections
+import dis
+import functools
+import sys
+import types
+import weakref
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fzero._containers import (
+    ATOMS,
+    MANY,
+    Attributes,
+    Bound,
+    Cell,
+    ClassAttributes,
+    Container,
+    Defaults,
+    Globals,
+    Snapshot,
+    children,
+    container_of,
+    exchanges,
+    is_registered,
+)
+from fzero._random import GENERATORS, drawn_by
+from fzero._reach import is_library
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
+_UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__"})
+
+
+class Found:
+    """What a search found, without a judgement on its tensors, which derivatives of the moment decide.
+
+    Attributes:
+        tensors: each with whether it lies among the arguments.
+        ids: of everything that was seen, which the containers keep alive.
+        modules: that were passed.
+        generators: random ones.
+        iterators: of Python's own, of which nothing tells where they are.
+        long: what is too long to be looked through.
+        vacant: dicts of hooks that were empty, of which there are many.
+        settled: whether it can be kept.
+    """
+
+    def __init__(self, seen: Iterable[int] = ()) -> None:
+        self.tensors: list[tuple[torch.Tensor, bool]] = []
+        self.generators: list[Any] = []
+        self.iterators: list[Iterator[Any]] = []
+        self.long: list[Any] = []
+        self.containers: list[Container] = []
+        self.ids: set[int] = set(seen)
+        self.modules: list[nn.Module] = []
+        self.vacant: list[Any] = []
+        self.settled = True
+        self._snapshot: Snapshot | None = None
+        self._names = {"forward"}  # of attributes, in all code that was seen
+        self._spaces: list[Any] = []  # classes and modules of the user's, of which what is named is looked at
+
+    @functools.cached_property
+    def exchanging(self) -> list[Container]:
+        """The containers with something that `replaced` may give another for."""
+        return [container for container in self.containers if any(map(exchanges, container.found.values()))]
+
+    def holds(self) -> bool:
+        """Whether all that was found is as it was."""
+        if self._snapshot is None:
+            found = all(container.differs(container.found) is None for container in self.containers)
+            return found and not any(self.vacant)
+        return self._snapshot.holds()
+
+    def keep(self) -> None:
+        """Makes `holds` quick and thorough: where it says so, a search would find the same again."""
+        self._snapshot = Snapshot(self.containers, self.vacant)
+
+    def search(self, value: Any, argument: bool) -> None:
+        kind, number = type(value), id(value)
+        if number in self.ids:
+            return
+        if isinstance(value, (type, types.ModuleType)):
+            self._space(value)
+            return
+        if kind in ATOMS:
+            return
+        if isinstance(value, torch.Tensor):
+            self.ids.add(number)
+            self.tensors.append((value, argument))
+            return
+        if kind is tuple or kind is frozenset or (isinstance(value, tuple) and hasattr(value, "_fields")):
+            for item in value:
+                self.search(item, argument)
+            return
+        if isinstance(value, GENERATORS):
+            self.ids.add(id(value))
+            self.generators.append(value)
+            return
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            self.function(value, False)
+            return
+        if argument and isinstance(value, Iterator):
+            raise TypeError(
+                f"A unit got a {kind.__name__} as an argument, expected what can be read more than once, a list or a "
+                "tuple: a unit may run again."
+            )
+        how = container_of(value)
+        if isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY:
+            self.settled = False
+            self.long.append(value)
+            return
+        if how is not None and (isinstance(value, (dict, list)) or not is_registered(kind)):
+            self.ids.add(id(value))
+            container = how(value)
+            self.containers.append(container)
+            entries = argument and kind in (dict, list)  # of an argument, which is most likely read
+            for item in container.found.values():
+                self.search(item, entries)
+            if isinstance(value, nn.Module):
+                self._module(value)
+            else:
+                self._space(kind)
+            if isinstance(value, dict) and getattr(value, "__dict__", None):
+                self._content(Attributes(value))
+        elif is_registered(kind):
+            self.settled = False
+            for item in children(value)[0]:
+                self.search(item, argument)
+        elif isinstance(value, Iterator) and kind not in weakref.ProxyTypes:
+            self.iterators.append(value)
+        elif isinstance(value, np.ndarray) and value.size > MANY and value.flags.writeable:
+            self.long.append(value)
+
+    def function(self, fn: Any, top: bool) -> None:
+        """Looks through what a function closes over, its defaults, its object, and the globals that it names."""
+        if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
+            if top and not isinstance(fn, (types.BuiltinFunctionType, type)):
+                self.search(fn, False)  # an object that is called
+            return
+        if id(fn) in self.ids:
+            return
+        self.ids.add(id(fn))
+        if isinstance(fn, functools.partial):
+            self.function(fn.func, top)
+            self._content(Bound(fn))
+            self.search(fn.keywords, False)
+            return
+        if isinstance(fn, types.MethodType):
+            self.search(fn.__self__, False)
+            fn = fn.__func__
+        if not isinstance(fn, types.FunctionType):
+            return
+        if fn.__globals__.get("__name__", "").startswith("fzero._"):  # ours, around one of the user's
+            if inner := vars(fn).get("__wrapped__"):
+                self.function(inner, top)
+            return
+        for cell in fn.__closure__ or ():
+            self._content(Cell(cell))
+        if fn.__defaults__:
+            self._content(Defaults(fn))
+        self.search(fn.__kwdefaults__, False)
+        self._content(Attributes(fn))
+        names, attributes = _names(fn.__code__)
+        values = {name: fn.__globals__.get(name) for name in names}
+        self._named(fn.__globals__, values)
+        # of the same file or notebook, or of another of the user's
+        for value in values.values():
+            if isinstance(value, types.FunctionType):
+                if value.__globals__ is fn.__globals__ or _is_users(value.__module__):
+                    self.function(value, False)
+        new = attributes - self._names
+        if new:
+            self._names |= new
+            for space in [*self._spaces]:
+                self._within(space, new)
+
+    def _named(self, where: dict[str, Any], values: Mapping[str, Any]) -> None:
+        """Variables of a file or notebook."""
+        variables = [name for name, value in values.items() if not isinstance(value, _NAMED)]
+        if variables:
+            self._content(Globals(where, variables))
+        for value in values.values():
+            self.generators += [] if (own := drawn_by(value)) is None else [own]
+            if isinstance(value, (type, types.ModuleType)):
+                self._space(value)
+
+    def _space(self, space: Any) -> None:
+        """A class or a module of the user's."""
+        if id(space) in self.ids:
+            return
+        self.ids.add(id(space))
+        if isinstance(space, types.ModuleType):
+            if not _is_users(space.__name__):
+                return
+        else:
+            for base in space.__mro__[1:]:
+                self._space(base)
+            if not _is_users(space.__module__):
+                return
+            self._content(ClassAttributes(space))
+        self._spaces.append(space)
+        self._within(space, self._names)
+
+    def _within(self, space: Any, names: Collection[str]) -> None:
+        """What has one of some names in a class or a module, and what Python calls by itself."""
+        if isinstance(space, types.ModuleType):
+            own = {name: value for name, value in vars(space).items() if name in names}
+            self._named(vars(space), own)
+            for value in own.values():
+                if isinstance(value, types.FunctionType) and _is_users(value.__module__):
+                    self.function(value, False)
+            return
+        for name, value in [*vars(space).items()]:
+            if name in names or (name.startswith("__") and name not in _UNCALLED):
+                value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+                if isinstance(value, types.FunctionType) and _is_users(value.__module__):
+                    self.function(value, False)
+
+    def _module(self, module: nn.Module) -> None:
+        """What its submodules, its hooks and its forward reach."""
+        self.modules.append(module)
+        for child in module._modules.values():
+            self.search(child, False)
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            if hooks:
+                self.search(hooks, False)
+            else:
+                self.vacant.append(hooks)
+        if not type(module).__module__.startswith("torch.nn.modules."):
+            self.function(type(module).forward, False)
+            self._space(type(module))
+            if id(type(module)) not in self.ids:  # of a library
+                self.ids.add(id(type(module)))
+                self._content(ClassAttributes(type(module)))
+
+    def _content(self, container: Container) -> None:
+        self.containers.append(container)
+        for item in container.found.values():
+            self.search(item, False)
+
+
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
+    """The globals that a function reads or writes, beside those that Python itself has; and names of attributes."""
+    operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    names = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
+    attributes = set(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            own, others = _names(inner)
+            names.update(own)
+            attributes |= others
+    return tuple(sorted(names - vars(builtins).keys())), frozenset(attributes)
+
+
+@functools.lru_cache(4096)
+def _is_users(name: str | None) -> bool:
+    """Whether a module is the user's own, and none of an installed library."""
+    if name is None or is_library(name):
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def marks(long: Iterable[Any], thorough: bool) -> list[int]:
+    """What shows that something long was changed: its length; of an array its checksum, which takes a while."""
+    return [len(x) if not isinstance(x, np.ndarray) else zlib.crc32(x.tobytes()) if thorough else 0 for x in long]

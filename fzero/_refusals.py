@@ -1,0 +1,40 @@
+"""Refusals that code around must not swallow: whoever catches every error would go on with something else."""
+
+from __future__ import annotations
+
+import contextvars
+from typing import TypeVar
+
+Error = TypeVar("Error", bound=BaseException)
+_said: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar("fzero_refusals", default=None)
+
+
+def noted(error: Error) -> Error:
+    """The error, of which `heard` will know even where a caller's `except` has taken it."""
+    said = _said.get()
+    if said is not None:
+        said.append(error)
+    return error
+
+
+class heard:
+    """Raises at its end what was noted inside, whatever became of it there."""
+
+    __slots__ = ("said", "token")
+
+    def __enter__(self) -> None:
+        self.said: list[BaseException] = []
+        self.token = _said.set(self.said)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        _said.reset(self.token)
+        if self.said and error is not self.said[0]:
+            raise self.said[0]
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether fzero itself raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("fzero.")
