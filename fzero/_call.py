@@ -22,7 +22,7 @@ from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._refusals import heard, is_ours, noted
 from fzero._schedule import Facts
 from fzero._second_run import SecondRun
-from fzero._surroundings import Filling, Reach, Surroundings, put_again, put_back
+from fzero._surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
 from fzero._traversal import Traversal, current
 
 # (run, index) of the leaves that the unit that is running has; None outside of units
@@ -126,6 +126,7 @@ class Call:
         self._mutated: tuple[int, ...] = ()
         self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
+        self._form: list[Any] = []  # of what the function puts out
         self._outlets: Outlets | None = None  # which tensors are put out, and how
 
     @property
@@ -287,6 +288,8 @@ class Call:
         except BaseException as error:
             if before is not None:
                 put_back(before)
+                if isinstance(error, Again):
+                    raise ValueError(_another_run(self.unit)) from None
             elif isinstance(error, Again):
                 self.reach.restore()
             else:  # whoever catches it finds what the function had done
@@ -312,6 +315,10 @@ class Call:
             count = len(exports.tensors)
             self._outlets = Outlets(out, count, tensors, self.reach.tensors, own, self._moving, self._leaves)
             self._need_copies(self._outlets.returned)
+        form = [(x.shape, x.dtype) for x in out]
+        if again and form != self._form:
+            raise ValueError(_another_run(self.unit))
+        self._form = form
         return self._outlets.taken(out)
 
     def _run(
@@ -333,7 +340,7 @@ class Call:
                 self._raises, result = True, error
                 return result
         if self._raises:
-            raise RuntimeError(f"Unit {self.unit!r} raised an error when it was called, and none when it ran again.")
+            raise ValueError(_another_run(self.unit))
         return result
 
     def _holds_tensors(self, error: Exception) -> bool:
@@ -375,12 +382,12 @@ class Call:
             inner: that of the run which made the graph.
         """
         args, filling = inner
-        before = put_again(filling)
+        put = put_again(filling)
         try:
             with inside(self._here(leaves)), self.around(args[0]) if self.around else contextlib.nullcontext():
                 yield
         finally:
-            put_back(before)
+            take_out(put)
 
     # ---- what is put out
 
@@ -412,6 +419,14 @@ def twice(unit: str) -> str:
         f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once "
         "(by torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the "
         "checkpoint out there: fz.remat(step) recomputes units under any derivative."
+    )
+
+
+def _another_run(unit: str) -> str:
+    return (
+        f"Unit {unit!r} did something else when it ran again than when it was called: it read or put out other "
+        "tensors. What decides that must be the same then: no id() of a tensor, no clock, no state that fzero does not "
+        "see (another library's)."
     )
 
 

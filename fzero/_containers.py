@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import itertools
 import operator
 import types
 import weakref
@@ -14,7 +13,6 @@ import numpy as np
 import optree
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from fzero import _private, _tree
 from fzero._handle import Handle
@@ -29,7 +27,6 @@ ATOMS = frozenset(
 )
 # a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"} - {"training"})
-_MISSING = object()
 MANY = 4096  # entries: longer lists, dicts and arrays hold data, and are not looked through in every call
 Content = dict[Any, Any]
 
@@ -194,6 +191,19 @@ class Array(_Behind):
         return None if now == content else now
 
 
+class Objects(_Behind):
+    """A numpy array of objects."""
+
+    __slots__ = ()
+
+    def read(self) -> Content:
+        return dict(enumerate(self.of.flat))
+
+    def write(self, content: Content) -> None:
+        for place, value in content.items():
+            self.of.flat[place] = value
+
+
 class Raised(_Behind):
     """An error: what it was made with, and its attributes."""
 
@@ -290,7 +300,9 @@ def container_of(value: Any) -> type[Container] | None:
     if kind is set:
         return Set
     if kind is np.ndarray:
-        return Array if value.size <= MANY and not value.dtype.hasobject and value.flags.writeable else None
+        if value.size > MANY or not value.flags.writeable:
+            return None
+        return Objects if value.dtype.hasobject else Array
     if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, *GENERATORS)):
         return None
     if kind.__module__.partition(".")[0] == "fzero" and not isinstance(value, dict):
@@ -324,6 +336,11 @@ def is_registered(kind: type) -> bool:
     return optree.register_pytree_node.get(kind) is not None  # type: ignore[attr-defined]
 
 
+def is_built(value: Any) -> bool:
+    """Whether optree takes it apart, and nothing can be written into it: with other content it is another object."""
+    return is_registered(type(value)) and container_of(value) is None
+
+
 def children(value: Any) -> tuple[list[Any], Any]:
     """One level of a registered node."""
     return optree.tree_flatten(value, is_leaf=lambda x: x is not value, none_is_leaf=True)
@@ -334,7 +351,7 @@ def replaced(value: Any, by: Mapping[int, Any]) -> Any:
     kind = type(value)
     if isinstance(value, torch.Tensor):
         return by.get(id(value), value)
-    if kind in ATOMS or kind is dict or kind is list:
+    if kind in ATOMS or kind is dict or kind is list:  # as `is_built` would find
         return value
     if kind is frozenset:
         parts = {replaced(item, by) for item in value}
@@ -344,7 +361,7 @@ def replaced(value: Any, by: Mapping[int, Any]) -> Any:
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
         return tuple(items) if kind is tuple else kind(*items)
-    if is_registered(kind) and not isinstance(value, (dict, list)):
+    if is_built(value):
         below, spec = children(value)
         items = [replaced(item, by) for item in below]
         if all(a is b for a, b in zip(items, below, strict=True)):
@@ -356,80 +373,29 @@ def replaced(value: Any, by: Mapping[int, Any]) -> Any:
 def exchanges(value: Any) -> bool:
     """Whether `replaced` can give something else for it."""
     kind = type(value)
-    if kind in ATOMS or isinstance(value, (dict, list)):
+    if kind in ATOMS:
         return False
     if kind is frozenset or (isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields"))):
         return any(map(exchanges, value))
-    return isinstance(value, torch.Tensor) or is_registered(kind)
+    return isinstance(value, torch.Tensor) or is_built(value)
 
 
-def tensors_in(value: Any, known: Callable[[Any], bool]) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, known: Callable[[Any], bool], seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """The tensors in a value that a unit made, containers and objects taken apart; those that are known are not."""
-    kind = type(value)
-    if kind in ATOMS or known(value):
+    kind, seen = type(value), set() if seen is None else seen
+    if kind in ATOMS or id(value) in seen or known(value):
         return
+    seen.add(id(value))
     if isinstance(value, torch.Tensor):
         yield value
         return
     if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
         items: Iterable[Any] = value
-    elif container_of(value) is not None and (isinstance(value, (dict, list)) or not is_registered(kind)):
-        items = [item for container in containers_of(value) for item in container.found.values()]
+    elif containers := containers_of(value):
+        items = [item for container in containers for item in container.found.values()]
     elif is_registered(kind):
         items = children(value)[0]
     else:
         return
-    for item in items:
-        yield from tensors_in(item, known)
-
-
-class Snapshot:
-    """What containers held, to be compared by identity: a few microseconds for ten modules.
-
-    Args:
-        vacant: a module's dicts of hooks that are empty; torch counts the hooks that are put into any.
-    """
-
-    __slots__ = (
-        *("_dicts", "_hooks", "_keys", "_lengths", "_lists", "_names", "_ordered", "_others", "_owners", "_vacant"),
-        "_values",
-    )
-
-    def __init__(self, containers: Sequence[Container], vacant: Sequence[Any]) -> None:
-        raw = [own for container in containers if (own := container.raw) is not None]
-        self._dicts = [own for own in raw if isinstance(own, dict)]
-        self._lists = [own for own in raw if not isinstance(own, dict)]
-        self._others = [container for container in containers if container.raw is None]
-        self._vacant, self._hooks = vacant, RemovableHandle.next_id
-        self._lengths = self._count()
-        self._owners, self._names = [], []
-        for container in containers:
-            if isinstance(container.raw, dict):
-                self._names += container.found
-                self._owners += [container.raw] * len(container.found)
-        self._values = [*self._read()]
-        # of what users fill the order counts too
-        self._ordered = [c.of for c in containers if isinstance(c.raw, dict) and c.raw is c.of]
-        self._keys = [*itertools.chain.from_iterable(map(dict.keys, self._ordered))]
-
-    def _count(self) -> list[int]:
-        return [*map(dict.__len__, self._dicts), *map(len, self._lists)]
-
-    def _read(self) -> Iterator[Any]:
-        """All values; not by iterating, which would touch what every module has and what is none of its content."""
-        found = map(dict.get, self._owners, self._names, itertools.repeat(_MISSING))
-        return itertools.chain(found, itertools.chain.from_iterable(self._lists))
-
-    def holds(self) -> bool:
-        """Whether everything is as it was."""
-        return (
-            (self._hooks == RemovableHandle.next_id or self._still_vacant())
-            and self._count() == self._lengths
-            and all(map(operator.is_, self._read(), self._values))
-            and all(map(operator.is_, itertools.chain.from_iterable(self._ordered), self._keys))
-            and all(container.differs(container.found) is None for container in self._others)
-        )
-
-    def _still_vacant(self) -> bool:
-        self._hooks = RemovableHandle.next_id
-        return not any(self._vacant)
+    for item in [*items]:
+        yield from tensors_in(item, known, seen)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._containers import containers_of
+from fzero._containers import container_of, containers_of
 from fzero._handle import Handle
 
 
@@ -40,10 +40,14 @@ class Exports:
         """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, Handle) else self._tensor(value)
-        leaves, spec = _tree.flatten(value, is_leaf=self._knows)
+        leaves, spec = _tree.flatten(value, is_leaf=self._stays)
         if len(leaves) == 1 and leaves[0] is value:
             return self._object(value)
         return _Tree(spec, [self.of(leaf) for leaf in leaves])
+
+    def _stays(self, value: Any) -> bool:
+        """Whether it is the same object outside, with other content: whoever else holds it sees that too."""
+        return self._knows(value) or (not isinstance(value, torch.Tensor) and container_of(value) is not None)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         origin = self._origins.get(id(tensor))

@@ -27,7 +27,6 @@ from fzero._containers import (
     Container,
     Defaults,
     Globals,
-    Snapshot,
     children,
     container_of,
     exchanges,
@@ -35,6 +34,7 @@ from fzero._containers import (
 )
 from fzero._random import GENERATORS, drawn_by
 from fzero._reach import is_library
+from fzero._snapshot import Snapshot
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
@@ -119,8 +119,13 @@ class Found:
             self.settled = False
             self.long.append(value)
             return
-        if how is not None and (isinstance(value, (dict, list)) or not is_registered(kind)):
+        if how is not None:
             self.ids.add(id(value))
+            if isinstance(value, dict) and any(isinstance(key, torch.Tensor) for key in value):
+                raise TypeError(
+                    f"A unit reaches a {kind.__name__} whose keys are tensors, expected other keys: its inputs are "
+                    "other objects inside, which would not be found. Take names or numbers for keys."
+                )
             container = how(value)
             self.containers.append(container)
             entries = argument and kind in (dict, list)  # of an argument, which is most likely read

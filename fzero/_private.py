@@ -46,6 +46,13 @@ def single_level() -> int:
     return 0 if _functorch.CGradInterpreterPtr(interpreter).prevGradMode() else interpreter.level()
 
 
+def _operand(x: Any, level: int) -> Any:
+    """An operand below a level; one of a level that has ended is a constant."""
+    if not isinstance(x, torch.Tensor):
+        return x
+    return _functorch._unwrap_for_grad(unwrapped(x) if _functorch.maybe_get_level(x) == -2 else x, level)
+
+
 def direct(function: Any) -> Any:
     """`apply` of a torch.autograd.Function, quick under a single vjp.
 
@@ -56,7 +63,7 @@ def direct(function: Any) -> Any:
     class Direct(torch.autograd.function._SingleLevelFunction):
         @staticmethod
         def forward(level: int, *operands: Any) -> Any:  # type: ignore[override]
-            plain = [_functorch._unwrap_for_grad(x, level) if isinstance(x, torch.Tensor) else x for x in operands]
+            plain = [_operand(x, level) for x in operands]
             saved = _functorch.pop_dynamic_layer_stack()
             try:
                 out = function.forward(*plain)

@@ -221,23 +221,33 @@ Filling = list[tuple[_Part, dict[int, Content]]]
 
 
 def put_back(before: Before) -> None:
-    """Puts the places back to what they were before `Reach.clear` or `put_again`."""
+    """Puts the places back to what they were before `Reach.clear`."""
     for part, contents in before:
         part.restore(contents)
 
 
-def put_again(filling: Filling) -> Before:
-    """Puts what the unit was run with into the places, where parts of it may run again (torch.utils.checkpoint).
+def put_again(filling: Filling) -> list[tuple[Container, Content, Content]]:
+    """Puts the tensors that the unit was run with into the places, where parts of it may run again, for `take_out`.
 
-    Whatever else such a part reads it finds as it is at that time, in plain torch too.
+    Whatever else such a part (of torch.utils.checkpoint, a hook) reads it finds as it is at that time, and what it
+    writes stays: it is so in plain torch too.
     """
-    before: Before = []
+    put = []
     for part, entered in filling:
-        containers = [container for container in part.containers if id(container) in entered]
-        before.append((part, [(container, container.read()) for container in containers]))
-        for container in containers:
-            container.write(entered[id(container)])
-    return before
+        for container in part.containers:
+            own = entered.get(id(container), {})
+            now = container.read()
+            inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and x is container.found.get(k)}
+            if inner:
+                container.write({**now, **inner})
+                put.append((container, now, inner))
+    return put
+
+
+def take_out(put: Sequence[tuple[Container, Content, Content]]) -> None:
+    for container, before, inner in put:
+        now = container.read()
+        container.write({k: before[k] if k in inner and x is inner[k] else x for k, x in now.items()})
 
 
 def _once_empty(hooks: Any) -> Container:
