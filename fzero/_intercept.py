@@ -6,8 +6,11 @@ include the key, and only by operators that draw: every other operator passes at
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -24,6 +27,20 @@ _BELOW = _C._dispatch_keyset_full_after(_KEY)
 _STREAM, _MAIN = "fzero.stream", "fzero.main"  # autograd's threads inherit these from whoever calls a backward
 _libraries: list[torch.library.Library] = []  # what is registered lasts as long as these
 _once = threading.Lock()
+_stashed: set[int] = set()  # native ids of threads with a stream
+
+
+@atexit.register
+def _wait_for_threads() -> None:
+    """Waits until threads that have ended for Python have ended for the system too.
+
+    What they have stashed is destroyed last of all, under Python's lock; a thread that asks for it while the
+    interpreter ends is ended on the spot, inside a destructor, which aborts the process.
+    """
+    _stashed.difference_update(thread.native_id for thread in threading.enumerate() if thread.native_id)
+    until = time.monotonic() + 0.5
+    while time.monotonic() < until and any(map(os.path.exists, [f"/proc/self/task/{number}" for number in _stashed])):
+        time.sleep(0.001)
 
 
 class Stream(Protocol):
@@ -55,7 +72,11 @@ def swap_stream(stream: Stream | None) -> Stream | None:
     """Makes this thread draw from `stream`, None for the default generators; returns what it drew from before."""
     if not _libraries:
         _install()
-    before = _C._get_obj_in_tls(_STREAM) if _C._is_key_in_tls(_STREAM) else None
+    if not _C._is_key_in_tls(_STREAM):
+        _stashed.add(threading.get_native_id())
+        before = None
+    else:
+        before = _C._get_obj_in_tls(_STREAM)
     _C._stash_obj_in_tls(_STREAM, stream)
     _C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
     return before

@@ -87,7 +87,7 @@ class Group:
         for part, leaf in zip(parts, leaves, strict=True):
             if leaf is None and not small:
                 part.zero_()
-        pairs = [(part, leaf) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
+        pairs = [(part, _dense(leaf)) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
         if pairs:
             torch._foreach_copy_([part for part, _ in pairs], [leaf for _, leaf in pairs])
         return full
@@ -95,7 +95,7 @@ class Group:
     def joined_differentiably(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """The same as a differentiable function of the leaves."""
         gaps = [leaves[0].new_zeros(size) for size in self.split_sizes[::2]]
-        parts = [part for gap, leaf in zip(gaps, leaves, strict=False) for part in (gap, leaf.reshape(-1))]
+        parts = [part for gap, leaf in zip(gaps, leaves, strict=False) for part in (gap, _dense(leaf).reshape(-1))]
         return torch.cat([*parts, gaps[-1]])
 
     def views(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
@@ -193,3 +193,8 @@ class Layout:
         group = self.groups[key]
         leaves = [leaf[slot.leaf].detach() for slot in group.slots]
         return group.join_into(torch.empty(group.numel, dtype=dtype, device=leaves[0].device), leaves)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """torch.nn.Embedding(sparse=True) has sparse ones."""
+    return grad if grad.layout == torch.strided else grad.to_dense()

@@ -7,7 +7,7 @@ are `Node.apply(Op(transformed function))`: any order and nesting of derivatives
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -158,9 +158,15 @@ def gradients(
     )
 
 
-def refuse_foreign_leaves(out: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-    """A tensor that a unit closed over would get a silent zero gradient: look for graph leaves that are not ours."""
-    ours = {id(leaf) for leaf in leaves}
+def refuse_foreign_leaves(
+    out: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor], made: Collection[int] = ()
+) -> None:
+    """A tensor that a unit closed over would get a silent zero gradient: look for graph leaves that are not ours.
+
+    Args:
+        made: ids of tensors that the function made leaves of its own graph.
+    """
+    ours = {*(id(leaf) for leaf in leaves), *made}
     todo, seen = [o.grad_fn for o in out if o.grad_fn is not None], set()
     while todo:
         node = todo.pop()

@@ -184,7 +184,7 @@ class UnitOp(Op):
             self._pull.surroundings = functools.partial(self.call.refilled, leaves, self.call.inner)
             if suspicious:
                 ours = [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
-                refuse_foreign_leaves(self._pull.outputs, ours)
+                refuse_foreign_leaves(self._pull.outputs, ours, getattr(watch, "own", ()))
         self.call.inner = (), []
         return tuple(o.detach() for o in out)
 

@@ -44,12 +44,18 @@ def strict_capture(enabled: bool = True) -> Iterator[None]:
         _strict.reset(token)
 
 
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
 class _Watch(torch.overrides.TorchFunctionMode):
     """Looks at every operation.
 
     Args:
         unit: that is running; None for the function around the units.
         protected: storage -> what names the leaf that a view of it belongs to.
+
+    Attributes:
+        own: ids of what the unit made, or made a leaf of a graph, itself.
     """
 
     def __init__(self, unit: str | None, protected: Mapping[int, LeafOf]) -> None:
@@ -78,11 +84,13 @@ class _Watch(torch.overrides.TorchFunctionMode):
                     )
                 )
         out = func(*args, **(kwargs or {}))
-        if self.unit is not None and self.made is not None:
-            for x in _tree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,):
+        if self.unit is not None:
+            results = _tree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,)
+            for x in results if func is not _SET_REQUIRES_GRAD else args[:1]:
                 if isinstance(x, torch.Tensor) and (x.requires_grad or storage_of(x) in self.protected):
                     self.own.add(id(x))
-                    self.made[id(x)] = weakref.ref(x), self.unit
+                    if self.made is not None:
+                        self.made[id(x)] = weakref.ref(x), self.unit
         return out
 
     def _refuse_leaked(self, tensor: torch.Tensor) -> None:
