@@ -14,6 +14,35 @@ import torch
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
 
+_shared_level = False  # whether rank threads share a level of forward mode, which then says nothing
+
+
+def forward_mode() -> bool:
+    """Whether a level of forward-mode AD is active that somebody asked for."""
+    return not _shared_level and torch.autograd.forward_ad._current_level >= 0
+
+
+@contextlib.contextmanager
+def shared_forward_mode() -> Iterator[None]:
+    """Inside, threads may call torch.func.jvp at the same time.
+
+    Forward mode has one level for the whole process, which the first torch.func.jvp enters and, by a count that is the
+    process's too, leaves: under the feet of the others. Here it lasts until the end, and the count is out of reach.
+    """
+    global _shared_level
+    from torch._functorch import eager_transforms
+
+    if _shared_level or torch.autograd.forward_ad._current_level >= 0:
+        yield
+        return
+    with torch.autograd.forward_ad.dual_level():
+        _shared_level, eager_transforms.JVP_NESTING = True, 1 << 20
+        try:
+            yield
+        finally:
+            _shared_level, eager_transforms.JVP_NESTING = False, 0
+
+
 def level() -> int:
     """How many functorch levels (vjp, jvp, vmap) are active here; 0 for none."""
     if _functorch.peek_interpreter_stack() is None:
@@ -38,7 +67,7 @@ def single_level() -> int:
     Nothing but that vjp then differentiates what runs, and a Function may serve it directly.
     """
     stack = _functorch.get_interpreter_stack()
-    if stack is None or len(stack) != 1 or torch.autograd.forward_ad._current_level >= 0:
+    if stack is None or len(stack) != 1 or forward_mode():
         return 0
     interpreter = stack[0]
     if interpreter.key() != _functorch.TransformType.Grad:
@@ -147,7 +176,7 @@ def will_run(node: Any) -> bool:
 
 def transforms() -> bool:
     """Whether any transform is active here: a functorch level, or forward-mode AD."""
-    return level() > 0 or torch.autograd.forward_ad._current_level >= 0
+    return level() > 0 or forward_mode()
 
 
 def transform_of(tensor: torch.Tensor) -> str | None:

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero import _hazards
+from fzero import _hazards, _private
 from fzero._arguments import is_component, need_int, need_number, wrong
 from fzero._divergence import PeerStopped, checked_collectives
 from fzero.testing._threads import new_store, threaded_world
@@ -87,7 +87,7 @@ def _on_threads(fn: Callable[[int], Any], world_size: int, timeout: float, check
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     seed = _seed_of_hazards()
-    with threaded_world() as fail:
+    with _private.shared_forward_mode(), threaded_world() as fail:
         store = new_store()
 
         def rank_main(rank: int) -> None:
