@@ -253,6 +253,12 @@ def saved_tensor_hooks() -> Iterator[None]:
         autograd._saved_tensors_hooks_disable("torch.func transforms don't support saved tensor hooks outside a unit.")
 
 
+def in_checkpoint() -> bool:
+    """Whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
 def storage_holders(tensor: torch.Tensor) -> int:
     """How many tensors share this tensor's storage, this one counted."""
     storage = tensor.untyped_storage()

@@ -15,10 +15,10 @@ import torch
 
 from fzero import _private, _tree
 from fzero._arguments import need_function, wrong
-from fzero._call import Again, Call, inside
+from fzero._call import Again, Call, here, inside
 from fzero._collectives import done
 from fzero._compile import compiled, without_donation
-from fzero._handle import Handle
+from fzero._handle import Handle, HandleError
 from fzero._node import Op, Tensors, apply, gradients, refuse_foreign_leaves
 from fzero._random import seeded
 from fzero._refusals import is_ours, noted
@@ -265,7 +265,12 @@ def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
     """
     traversal = current.get()
     if traversal is None:
-        return fn()
+        try:
+            return fn()
+        except HandleError as error:
+            if here.get() is not None:
+                raise
+            raise TypeError(_CHECKPOINTED) from error
     seed, number = traversal.next_seed(), traversal.schedule.plain()
     refused = traversal.schedule.record.as_nodes
     if number not in refused:
@@ -302,6 +307,8 @@ def call_unit(
             lambda: fn(*args, **kwargs),
             lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
         )
+    if traversal is not None and traversal.acts and _private.in_checkpoint():
+        raise noted(TypeError(_CHECKPOINTED))
     with elsewhere():
         call = Call(fn, args, kwargs, surroundings or Surroundings(fn), around)
         if call.reach.handles or seed is not None:
@@ -315,6 +322,12 @@ def call_unit(
         lambda: fn(*args, **kwargs),
         lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
     )
+
+
+_CHECKPOINTED = (
+    "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, where its params are not "
+    "gathered for it. Leave the checkpoint out, fz.remat(step) recomputes units; or call the checkpoint inside it."
+)
 
 
 def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., Any] | None) -> Any:
