@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._containers import Container, Content, replaced, tensors_in
-from fzero._exports import Exports, Outlets, built, has_slots, memory
+from fzero._exports import Exports, Outlets, built, memory
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._refusals import heard, is_ours, noted
 from fzero._schedule import Facts
@@ -301,10 +302,10 @@ class Call:
         if before is not None:
             put_back(before)
         else:
-            reach = self.reach  # what holds none of the unit's tensors stays as the unit left it
-            stays = [c for c, content in effects if reach.entered(c) is c.found and not _has_slots(content)]
-            self._effects = [(c, content) for c, content in effects if c not in stays]
-            reach.leave(stays)
+            # what holds none of the unit's tensors stays as the unit left it
+            stays = [c for c, now, content in effects if _is_same(now, content) and self.reach.entered(c) is c.found]
+            self._effects = [(c, content) for c, _, content in effects if c not in stays]
+            self.reach.leave(stays)
             self._result, self._filled = (template,), exports.filled
             seen = _private.level() == 0  # of what was copied only some may have been changed
             cloned = sorted(self.facts.mutated) if self._derived else ()
@@ -363,15 +364,15 @@ class Call:
         handles = (*self.reach.handles, *self.more)
         return {(id(handle.traversal), handle.index): leaves[handle.index] for handle in handles}
 
-    def _changes(self, exports: Exports) -> list[tuple[Container, Content]]:
-        """The containers that the function changed, with templates of their content."""
+    def _changes(self, exports: Exports) -> list[tuple[Container, Content, Content]]:
+        """The containers that the function changed, with their content and its templates."""
         out = []
         for container, now in self.reach.changes():
             content, entered = {}, self.reach.entered(container)
             for key, value in now.items():
                 same = key in entered and entered[key] is value
                 content[key] = container.found[key] if same else exports.of(value)
-            out.append((container, content))
+            out.append((container, now, content))
         return out
 
     @contextlib.contextmanager
@@ -410,8 +411,8 @@ class Call:
         return built(self._result[0], tensors)
 
 
-def _has_slots(content: Content) -> bool:
-    return any(map(has_slots, content.values()))
+def _is_same(now: Content, content: Content) -> bool:
+    return all(map(operator.is_, now.values(), content.values()))
 
 
 def twice(unit: str) -> str:

@@ -86,12 +86,6 @@ def built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     return template
 
 
-def has_slots(template: Any) -> bool:
-    if isinstance(template, _Tree):
-        return any(map(has_slots, template.leaves))
-    return isinstance(template, Slot)
-
-
 class View:
     """A tensor that outside is a view of another: of an input, or of what a slot stands for.
 
