@@ -18,7 +18,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._containers import Container, Content, replaced, tensors_in
-from fzero._exports import Exports, Outlets, built, memory
+from fzero._exports import Exports, Outlets, alike, built, memory
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._refusals import heard, is_ours, noted
 from fzero._schedule import Facts
@@ -124,6 +124,7 @@ class Call:
         self._result: Any = None  # the template of the first run
         self._effects: list[tuple[Container, Content]] = []
         self._filled: list[tuple[Container, Content]] = []
+        self._dressed: dict[int, tuple[type, Content]] = {}  # place of a tensor -> its class, and what was set on it
         self._mutated: tuple[int, ...] = ()
         self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
@@ -268,6 +269,7 @@ class Call:
             self._second.refuse_changed(self.unit)
         if self._derived:
             tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
+        tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
         mapping = self._mapping(leaves, tensors)
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
@@ -306,7 +308,7 @@ class Call:
             stays = [c for c, now, content in effects if _is_same(now, content) and self.reach.entered(c) is c.found]
             self._effects = [(c, content) for c, _, content in effects if c not in stays]
             self.reach.leave(stays)
-            self._result, self._filled = (template,), exports.filled
+            self._result, self._filled, self._dressed = (template,), exports.filled, exports.dressed
             seen = _private.level() == 0  # of what was copied only some may have been changed
             cloned = sorted(self.facts.mutated) if self._derived else ()
             self._mutated = tuple(i for i in cloned if not seen or _private.version(tensors[i]))
@@ -404,6 +406,10 @@ class Call:
         for place, slot in zip(self._mutated, recipes[len(recipes) - len(self._mutated) :], strict=True):
             self.reach.tensors[place].copy_(out[slot.index])
         tensors = [recipe.outside(out) for recipe in recipes]
+        for i, (kind, _) in self._dressed.items():
+            tensors[i] = tensors[i].as_subclass(kind)
+        for i, (_, content) in self._dressed.items():
+            vars(tensors[i]).update({name: built(value, tensors) for name, value in content.items()})
         for container, content in (*self._filled, *self._effects):
             container.write({key: built(value, tensors) for key, value in content.items()})
         if self._raises:

@@ -280,6 +280,11 @@ class Params(Container):
         self.of.update(content)
 
 
+def has_attributes(tensor: torch.Tensor) -> bool:
+    """Whether what its user sets on a tensor is all that it has beside its values."""
+    return type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+
+
 def moves(tensor: torch.Tensor) -> bool:
     """Whether some derivative or map of the moment takes part in a tensor."""
     return _private.is_wrapped(tensor) or _private.is_differentiated(tensor)

@@ -9,8 +9,19 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._containers import container_of, containers_of
+from fzero._containers import container_of, containers_of, has_attributes
 from fzero._handle import Handle
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor inside, of its class, and with one dict for what its user sets on either of the two."""
+    if has_attributes(outer):
+        if type(outer) not in _PLAIN and type(inner) is not type(outer):
+            inner = inner.as_subclass(type(outer))
+        inner.__dict__ = vars(outer)  # type: ignore[assignment]
+    return inner
 
 
 class Slot:
@@ -34,6 +45,7 @@ class Exports:
         self._index: dict[int, int] = {}
         self._objects: dict[int, Any] = {}
         self.returned: set[int] = set()  # ids of inputs that were put out as they are
+        self.dressed: dict[int, tuple[type, dict[str, Any]]] = {}
         self.filled: list[tuple[Any, dict[Any, Any]]] = []  # containers that the unit made, with their content
 
     def of(self, value: Any) -> Any:
@@ -57,6 +69,9 @@ class Exports:
         index = self._index.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)
+            if has_attributes(tensor) and (type(tensor) not in _PLAIN or vars(tensor)):
+                kind = torch.Tensor if type(tensor) in _PLAIN else type(tensor)
+                self.dressed[index] = kind, {name: self.of(value) for name, value in vars(tensor).items()}
         return Slot(index)
 
     def _object(self, value: Any) -> Any:

@@ -30,6 +30,7 @@ from fzero._containers import (
     children,
     container_of,
     exchanges,
+    has_attributes,
     is_registered,
 )
 from fzero._random import GENERATORS, drawn_by
@@ -97,6 +98,8 @@ class Found:
         if isinstance(value, torch.Tensor):
             self.ids.add(number)
             self.tensors.append((value, argument))
+            if has_attributes(value):
+                self._content(Attributes(value))
             return
         if kind is tuple or kind is frozenset or (isinstance(value, tuple) and hasattr(value, "_fields")):
             for item in value:
