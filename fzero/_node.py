@@ -7,6 +7,7 @@ are `Node.apply(Op(transformed function))`: any order and nesting of derivatives
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ class Op:
         self.fn, self.seed, self.device = fn, seed, device
         self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self.default_dtype = torch.get_default_dtype()
+        self.node: weakref.ref[Any] | None = None  # of the graph
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -212,6 +214,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
         ctx.op = inputs[0]
+        ctx.op.node = weakref.ref(_private.node_of(ctx))
         if ctx.op.early:
             _private.pull_back_early(ctx)
         ctx.count = len(inputs) - 2

@@ -169,6 +169,11 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
 
 
+def node_of(ctx: Any) -> Any:
+    """The node of the graph that a Function's context is, or that functorch's own context stands before."""
+    return getattr(ctx, "_pt_inner_ctx", ctx)
+
+
 def will_run(node: Any) -> bool:
     """Inside a backward: whether the running pass will come to this node of the graph."""
     return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]

@@ -207,7 +207,13 @@ class UnitOp(Op):
         self.traversal.schedule.gather_previous(self)
 
     def gather_ahead(self) -> None:
-        """Starts to gather what the pullback of this call will need."""
+        """Starts to gather what the pullback of this call will need, where the pass that is running comes to it.
+
+        That it still exists says nothing: whether what nobody needs is collected yet may differ between ranks.
+        """
+        node = self.node() if self.node is not None else None
+        if node is None or not _private.will_run(node):
+            return
         if self.recompute:
             self.traversal.schedule.gather_ahead(tuple(self.keys))
         elif self._pull is not None:
@@ -260,8 +266,8 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
 def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
     """A unit whose leaves are full tensors already is a plain call, which costs least.
 
-    Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions), it runs as a node, as
-    it does when it is sharded: `node(seed)`.
+    Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions, requires_grad_), it
+    runs as a node, as it does when it is sharded: `node(seed)`.
     """
     traversal = current.get()
     if traversal is None:
@@ -278,7 +284,7 @@ def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
             with seeded(seed), inside(None):
                 return fn()
         except RuntimeError as error:
-            if not any(text in str(error) for text in ("saved tensor hooks", "setup_context")):
+            if not any(text in str(error) for text in ("saved tensor hooks", "setup_context", "requires_grad_()")):
                 raise
         refused.add(number)
     return node(seed)
@@ -344,7 +350,9 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     again: Again | None = None
     while True:
         if again is not None:  # known from now on
-            call.learn(again)
+            known, again = again, None
+            call.learn(known)
+            del known  # it leads to this frame
         try:
             result = _attempt(traversal, call, seed, number)
             break

@@ -9,12 +9,15 @@ import pytest
 import torch
 import torch.utils._pytree as pytree
 import written
+import written_around
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
 
+CASES = written.CASES | written_around.CASES
+SHARED = ("sets and globals and an order", *written_around.SHARED)  # by ranks that are threads
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
@@ -23,7 +26,7 @@ def as_dicts(tree: Any) -> Any:
 
 
 def follows(rank: int, name: str, world: int, stages: tuple[int, ...]) -> None:
-    fn, params, plain = written.CASES[name]()
+    fn, params, plain = CASES[name]()
     batches = [written.X * (1 + i) for i in range(world)]
     pulled = [torch.func.grad(plain, argnums=(0, 1))(as_dicts(params), x) for x in batches]
     mean = pytree.tree_map(lambda *g: torch.stack(g).mean(0), *[g for g, _ in pulled])
@@ -62,10 +65,10 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...]) -> None:
                 assert_trees_close(as_dicts(fz.gather(grads)), mean, rtol=1e-9)
 
 
-@pytest.mark.parametrize("name", written.CASES)
+@pytest.mark.parametrize("name", CASES)
 def test_is_what_plain_torch_makes_of_it(name: str) -> None:
     run_ranks(functools.partial(follows, name=name, world=1, stages=(0, 3)), 1)
-    if name != "sets and globals and an order":  # which threads share
+    if name not in SHARED:
         run_ranks(functools.partial(follows, name=name, world=2, stages=(1, 2, 3)), 2)
 
 
@@ -76,5 +79,5 @@ def all_of(rank: int, names: list[str]) -> None:
 
 @pytest.mark.parametrize("part", range(4))
 def test_on_real_processes(part: int) -> None:
-    names = list(written.CASES)[part::4]
+    names = list(CASES)[part::4]
     run_ranks(functools.partial(all_of, names=names), 2, backend="processes", timeout=200)
