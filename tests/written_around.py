@@ -13,11 +13,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-import optree
 import torch
 from written import F64, PARAMS, Case, pure
 
 import fzero as fz
+from fzero import _tree
 
 Unit = Callable[..., Any]
 
@@ -108,12 +108,7 @@ class Cache:
         self.h = h
 
 
-optree.register_pytree_node(
-    Cache,
-    lambda cache: ((cache.h,), None, None),
-    lambda _, children: Cache(*children),
-    namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
-)
+_tree.register(Cache, lambda cache: ((cache.h,), None), lambda _, children: Cache(*children))
 
 
 def containers_that_pytrees_know() -> Case:
@@ -274,7 +269,8 @@ def a_tangent() -> Case:
         return torch.tanh(x @ q["w"])
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        out, tangent = torch.func.jvp(lambda y: chain(unit)(p, y), (x,), (torch.ones_like(x),))
+        pair: Any = torch.func.jvp(lambda y: chain(unit)(p, y), (x,), (torch.ones_like(x),))
+        out, tangent = pair
         return out.square().mean() + (tangent * out).sum()
 
     return pure(fn)

@@ -1,0 +1,299 @@
+"""What surrounds a second run of a unit is what surrounded its first, or it is refused; nothing caught is lost."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+import sys
+import types
+from contextlib import nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from test_reach import F64, SHARDS, X, params_of
+from torch import nn
+
+import fzero as fz
+from fzero import _intercept
+from fzero.testing import assert_trees_close, run_ranks
+
+
+def block_of(body: Any) -> Any:
+    """fn(params, x), whose units are `body(q, x)`."""
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = unit(q, x)
+        return x.square().mean()
+
+    return fn
+
+
+def refused(fn: Any, error: type[Exception], match: str, shard: Any = fz.remat) -> None:
+    """On two ranks, in the first step."""
+
+    def rank_main(rank: int) -> None:
+        step = shard(fz.train_step(fn, fz.sgd(0.1)))
+        state = step.init(params_of())
+        with pytest.raises(error, match=match):
+            step(state, X)
+
+    run_ranks(rank_main, 2)
+
+
+def test_an_iterator_that_a_second_run_would_advance() -> None:
+    numbers = itertools.count()
+    refused(
+        block_of(lambda q, x: x @ q["w"] * next(numbers)), TypeError, "reaches a count, and runs again.*Keep a list"
+    )
+
+
+def test_a_long_list_that_a_second_run_would_lengthen() -> None:
+    log = [0.0] * 5000
+    fn = block_of(lambda q, x: log.append(1.0) or x @ q["w"])
+    refused(fn, TypeError, "changes a list of more than 4096 entries, and runs again")
+
+
+def test_a_dict_whose_keys_are_tensors() -> None:
+    scale: dict[torch.Tensor, float] = {}
+    unit = fz.unit(lambda q, x: x @ q["w"] * scale.get(x, 1.0))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        scale[x] = 2.0
+        return unit(p["blocks"][0], x).mean()
+
+    refused(fn, TypeError, "a dict whose keys are tensors.*Take names or numbers")
+
+
+def test_a_tensor_that_is_changed_between_two_runs() -> None:
+    running = torch.zeros(4, dtype=F64)
+    unit = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + running))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = unit(q, x)
+            running.add_(1.0)  # torch.func refuses this itself
+        return x.mean()
+
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
+    match = "closes over was changed in place after it was called.*assign another tensor"
+    with fz.tape(step, step.init(params_of())) as model, pytest.raises(ValueError, match=match):
+        model(X).backward()
+
+
+def test_a_second_run_that_is_another() -> None:
+    """What decides lies where nothing is looked for."""
+    sys.modules["elsewhere"] = types.ModuleType("elsewhere")
+    sys.modules["elsewhere"].runs = 0  # type: ignore[attr-defined]
+
+    def body(q: Any, x: torch.Tensor) -> Any:
+        elsewhere: Any = sys.modules["elsewhere"]
+        elsewhere.runs += 1
+        h = x @ q["w"]
+        return (h, h * 2) if elsewhere.runs < 3 else (h,)
+
+    unit = fz.unit(body)
+    step = fz.remat(fz.train_step(lambda p, x: sum(o.mean() for o in unit(p["blocks"][0], x)), fz.sgd(0.1)))
+    state = step.init(params_of())
+    step(state, X)  # the first step: called, and again
+    with pytest.raises(ValueError, match=r"Unit 'blocks\.0' did something else when it ran again"):
+        sys.modules["elsewhere"].runs = 1  # type: ignore[attr-defined]
+        step(state, X)
+
+
+def test_a_refusal_that_the_function_catches() -> None:
+    """It would go on with something else, and nobody would know."""
+
+    def careless(p: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            penalty = (p["blocks"][0]["w"] ** 2).sum()
+        except Exception:
+            penalty = torch.zeros(())
+        return x.square().mean() * p["s"] + penalty
+
+    refused(careless, TypeError, "leaf 'blocks.0.w' belongs to unit 'blocks.0'")
+
+    def writes(q: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            q["w"].mul_(2)
+        except Exception:
+            pass
+        return x @ q["w"]
+
+    refused(block_of(writes), ValueError, "Leaf 'blocks.0.w' is written to in place")
+
+
+def test_a_checkpoint_around_a_unit() -> None:
+    unit = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+
+    def rank_main(rank: int, reentrant: bool) -> None:
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            for q in p["blocks"]:
+                x = torch.utils.checkpoint.checkpoint(unit, q, x, use_reentrant=reentrant)  # type: ignore[assignment]
+            return x.sum()
+
+        step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
+        state = step.init(params_of())
+        match = "A unit is called by torch.utils.checkpoint.*fz.remat"
+        with fz.tape(step, state) as model, pytest.raises(TypeError, match=match):
+            model(X.clone().requires_grad_()).backward()
+
+    for reentrant in (False, True):
+        run_ranks(functools.partial(rank_main, reentrant=reentrant), 2)
+
+
+def test_a_leak_under_plain_autograd_in_a_later_run() -> None:
+    sys.modules["elsewhere"] = types.ModuleType("elsewhere")
+    elsewhere: Any = sys.modules["elsewhere"]
+    runs = [0]
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        h = torch.tanh(x @ q["w"])
+        if runs[0] > 2:
+            setattr(sys.modules["elsewhere"], "h", h * 2)  # noqa: B010
+        return h
+
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        runs[0] += 1
+        h = unit(p["blocks"][0], x)
+        return h.sum() if runs[0] < 3 else h.sum() + sys.modules["elsewhere"].h.sum()  # type: ignore[attr-defined]
+
+    elsewhere.h = None
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
+    state = step.init(params_of())
+    for run in range(3):
+        match = "that unit 'blocks.0' computed is used outside of it"
+        with fz.tape(step, state) as model, pytest.raises(ValueError, match=match) if run == 2 else nullcontext():
+            model(X).backward()
+
+
+class Noticing:
+    """Keeps what it notices beside a tensor that is differentiated."""
+
+    def __init__(self) -> None:
+        self.calls, self.norms = 0, list[float]()
+        self.h: Any = None
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_what_backward_hooks_write_stays(shard: str) -> None:
+    def rank_main(rank: int) -> None:
+        seen = Noticing()
+
+        def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+            def hook(g: torch.Tensor) -> None:
+                seen.calls += 1
+                seen.norms.append(float(g.detach().norm()))
+
+            seen.h = torch.tanh(x @ q["w"])
+            if seen.h.requires_grad:
+                seen.h.register_hook(hook)
+            return seen.h
+
+        step = SHARDS[shard](fz.train_step(block_of(body), fz.sgd(0.1)))
+        state = step.init(params_of())
+        for _ in range(3):
+            state, _ = step(state, X)
+        assert (seen.calls, len(seen.norms)) == (6, 6)
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_rank_that_keeps_what_others_let_go() -> None:
+    """What is gathered ahead must not depend on what still exists: nobody knows when a rank collects its garbage."""
+
+    def rank_main(rank: int) -> None:
+        unit = fz.unit(lambda q, x: torch.tanh(x @ q["w"]))
+        kept = []
+
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            h = unit(p["blocks"][0], x)
+            with torch.enable_grad():
+                z = h.detach().requires_grad_() if not torch._C._functorch.maybe_current_level() else h  # type: ignore[attr-defined]
+                energy = unit(p["blocks"][1], z)
+                (slope,) = torch.autograd.grad(energy.sum(), z, retain_graph=True)
+            kept.append(energy if rank == 0 else None)
+            return unit(p["blocks"][0], unit(p["blocks"][1], h + slope.detach())).square().mean()
+
+        step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
+        state = step.init(params_of())
+        for _ in range(3):
+            out, pullback = step.vjp(state, X)
+            pullback(torch.ones_like(out))
+
+    run_ranks(rank_main, 2)
+
+
+def _draws(rank: int, shard: str) -> None:
+    """Python's and numpy's own generators, where each rank has its own."""
+
+    def scale() -> float:
+        return random.random() + float(np.random.rand())
+
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ q["w"]) * (random.random() + np.random.rand()) * scale()
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            x = unit(q, x)
+        return x.square().mean() * random.random()
+
+    def begin() -> None:
+        random.seed(1)
+        np.random.seed(2)
+
+    begin()
+    params = params_of()
+    wanted = [torch.func.grad(lambda p: fn(p, X))(params) for _ in range(3)]
+    begin()
+    step = SHARDS[shard](fz.train_step(fn, fz.sgd(0.1)))
+    state = step.init(params)
+    for grads in wanted:
+        out, pullback = step.vjp(state, X)
+        assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0]), grads, rtol=1e-10)
+
+
+@pytest.mark.parametrize("shard", SHARDS)
+def test_the_generators_of_python_and_numpy(shard: str) -> None:
+    run_ranks(functools.partial(_draws, shard=shard), 2, backend="processes")
+
+
+def test_the_generators_of_python_and_numpy_on_threads() -> None:
+    """All ranks draw from one: nothing tells who drew what."""
+    fn = block_of(lambda q, x: x @ q["w"] * random.random())
+    refused(fn, TypeError, "draws from the generator of the module random, which all threads share")
+
+
+def test_sparse_gradients() -> None:
+    index = torch.tensor([0, 2, 2])
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.embedding(index, p["blocks"][0]["w"], sparse=True).square().sum() * p["s"]
+
+    wanted = torch.func.grad(lambda p: (p["blocks"][0]["w"][index]).square().sum() * p["s"])(params_of())
+
+    def rank_main(rank: int, shard: Any, units: Any) -> None:
+        step = shard(fz.train_step(fn, fz.sgd(0.1), units=units))
+        with fz.tape(step, step.init(params_of())) as model:
+            model(X).backward()
+            assert_trees_close(fz.gather(model.grads()), wanted, rtol=1e-12)
+
+    for shard in (lambda step: step, fz.shard_zero2):
+        run_ranks(functools.partial(rank_main, shard=shard, units=()), 2)
+
+
+def test_a_thread_that_has_ended_has_ended() -> None:
+    """Or what it leaves behind is destroyed while the interpreter ends, which aborts the process."""
+    step = fz.train_step(lambda p, x: (x @ p["blocks"][0]["w"]).sum(), fz.sgd(0.1))
+    run_ranks(lambda rank: step.forward(step.init(params_of()), X), 2)
+    assert _intercept._stashed
+    _intercept._wait_for_threads()
+    assert not any(os.path.exists(f"/proc/self/task/{number}") for number in _intercept._stashed)
