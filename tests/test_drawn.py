@@ -84,7 +84,6 @@ def variants(name: str) -> Iterator[Program]:
 def test_a_feature_is_equal_or_what_its_refusal_tells_works(name: str) -> None:
     counted = 0
     for program in variants(name):
-        program = program.on_threads
         verdict = run(program)
         check(program, verdict)
         counted += verdict.kind != "uncounted"

@@ -3,7 +3,8 @@
 `python -m drawn --seed 7` (in this folder's parent) shows a program and runs it.
 """
 
-from drawn import control, derivatives, effects, inplace, leaves, values  # the features enter themselves  # noqa: F401
+# the features enter themselves
+from drawn import around, control, derivatives, effects, inplace, leaves, values  # noqa: F401
 from drawn.drawing import from_seed as from_seed
 from drawn.drawing import programs as programs
 from drawn.language import FEATURES as FEATURES

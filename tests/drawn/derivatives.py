@@ -27,7 +27,7 @@ def vjp(c: Writer) -> None:
     _place(c, f"{out}, {pull} = torch.func.vjp(lambda z: {{f}}, h)\nh = h + 0.1 * {pull}(torch.cos({out}))[0]")
 
 
-@feature("torch.func.jvp inside", forward_mode=True)
+@feature("torch.func.jvp inside")
 def jvp(c: Writer) -> None:
     out, moved = c.name("out"), c.name("moved")
     _place(c, f"{out}, {moved} = torch.func.jvp(lambda z: {{f}}, (h,), (torch.sin(h),))\nh = {out} + 0.1 * {moved}")
@@ -38,7 +38,7 @@ def vmap(c: Writer) -> None:
     _place(c, "h = 0.5 * h + 0.5 * torch.func.vmap(lambda z: {f})(h)")
 
 
-@feature("torch.func.hessian inside", forward_mode=True)
+@feature("torch.func.hessian inside")
 def hessian(c: Writer) -> None:
     name = c.name("hess")
     _place(

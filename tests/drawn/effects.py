@@ -120,7 +120,7 @@ def simple(c: Writer) -> None:
         c.do(f"{box} = {c.call(block, 'h')}", f"h = {box}.h", f"total = total + {box}.aux")
 
 
-@feature("an attribute that the parent sets before the call", kinds="module", weight=1.8, remedy=True)
+@feature("an attribute that the parent sets before the call", kinds="module", weight=2.0, remedy=True)
 def attribute_before(c: Writer) -> None:
     w, b, _ = c.own()
     value = c.pick(["h.mean(-1, keepdim=True)", "torch.sin(self.g)", "h * 0.5"])

@@ -80,11 +80,6 @@ class Program:
         return [FEATURES[statement.feature] for statement in self.statements]
 
     @property
-    def on_threads(self) -> Program:
-        """The program as ranks that are threads can run it: forward-mode levels are those of a process."""
-        return self.replace(world=1) if any(feature.forward_mode for feature in self.features) else self
-
-    @property
     def nests(self) -> bool:
         return all(feature.nests for feature in self.features)
 
@@ -105,7 +100,6 @@ class Feature:
         forms: of outputs that can have it.
         rows: whether it treats every row of the batch by itself.
         autograd: whether torch.func refuses it outside of units, and autograd does not: torch.utils.checkpoint.
-        forward_mode: whether it differentiates forward, whose levels in torch are those of a process, not of a thread.
         nests: whether a derivative of a derivative has one answer: what is done under no_grad counts as constant for
             autograd's double backward, and for torch.func only at the innermost level.
         weight: how often it is drawn, relative to others: more often where plain torch refuses it often.
@@ -118,7 +112,6 @@ class Feature:
     forms: tuple[str, ...] = FORMS
     rows: bool = True
     autograd: bool = False
-    forward_mode: bool = False
     nests: bool = True
     weight: float = 1.0
     remedy: bool = False
@@ -134,7 +127,6 @@ def feature(
     forms: str = "scalar aux outputs",
     rows: bool = True,
     autograd: bool = False,
-    forward_mode: bool = False,
     nests: bool = True,
     weight: float = 1.0,
     remedy: bool = False,
@@ -144,7 +136,7 @@ def feature(
     def enter(write: Callable[[Writer], None]) -> Callable[[Writer], None]:
         assert name not in FEATURES
         FEATURES[name] = Feature(
-            name, write, tuple(kinds.split()), tuple(forms.split()), rows, autograd, forward_mode, nests, weight, remedy
+            name, write, tuple(kinds.split()), tuple(forms.split()), rows, autograd, nests, weight, remedy
         )
         return write
 

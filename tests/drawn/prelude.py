@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import collections
+import contextvars
+import random
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
@@ -104,6 +108,7 @@ def namespace(seed: int, unit: Callable[..., Any], functional: Callable[..., Any
         sum_over: `fz.sum_over`, or a sum over leaves.
     """
     return {
+        "__name__": "program",
         "torch": torch,
         "nn": nn,
         "F": F,
@@ -111,6 +116,10 @@ def namespace(seed: int, unit: Callable[..., Any], functional: Callable[..., Any
         "checkpoint": torch.utils.checkpoint.checkpoint,
         "SimpleNamespace": SimpleNamespace,
         "tree_leaves": tree_leaves,
+        "random": random,
+        "np": np,
+        "deque": collections.deque,
+        "ContextVar": contextvars.ContextVar,
         "Config": Config,
         "Pair": Pair,
         "Carry": Carry,

@@ -154,7 +154,6 @@ def run_on_threads(wanted: Wanted, timeout: float = 30.0) -> Verdict:
 
 def run(program: Program, timeout: float = 30.0) -> Verdict:
     """Plain torch, then fzero on threads."""
-    program = program.on_threads
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         wanted = run_plain(program)

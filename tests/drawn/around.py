@@ -1,0 +1,162 @@
+"""What lies around a unit: classes, context variables, errors that are caught, what a caller keeps, other counters."""
+
+from __future__ import annotations
+
+from drawn.language import feature
+from drawn.write import Writer
+
+AUX = "0.1 * h.square().mean()"
+
+
+def _then(c: Writer) -> str:
+    w, b, _ = c.own()
+    return f"h = h + 0.3 * torch.tanh(h @ {w} + {b})"
+
+
+@feature("a class attribute", remedy=True)
+def class_attribute(c: Writer) -> None:
+    """Set around a call, counted up, read where it is differentiated, or left for the caller."""
+    hold, form = c.name("Hold"), c.number(4)
+    w, b, _ = c.own()
+    c.top.append(f"class {hold}:\n    value = 1.0")
+    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    if form == 0:
+        block = c.unit("h", f"return {what} * {hold}.value")
+        c.do(f"{hold}.value = 0.8", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.1")
+    elif form == 1:
+        block = c.unit("h", f"{hold}.value += 0.1", f"return {what} * {hold}.value")
+        c.do(f"{hold}.value = 1.0", f"h = {c.call(block, 'h')}", f"h = {c.call(block, 'h')} * {hold}.value")
+    elif form == 2:
+        block = c.unit("h", f"return {what} * {hold}.value")
+        c.do(f"{hold}.value = torch.sin(h)", f"h = {c.call(block, 'h')}", f"{hold}.value = 1.0")
+    else:
+        block = c.unit("h", _then(c), f"{hold}.value = {AUX}", "return h")
+        c.do(f"h = {c.call(block, 'h')}", f"total = total + {hold}.value", f"{hold}.value = 1.0")
+
+
+@feature("an error that the caller catches", rows=False, remedy=True)
+def error(c: Writer) -> None:
+    form, log = c.number(3), c.name("log")
+    w, b, _ = c.own()
+    what = f"0.3 * torch.tanh(h @ {w} + {b})"
+    if form == 0:  # in some steps
+        block = c.unit("h, n", "if n % 2:\n    raise ValueError('odd')", f"return h + {what}")
+        c.do("try:", f"    h = {c.call(block, f'h, {c.n}')}", "except ValueError:", "    h = 0.9 * h")
+    elif form == 1:  # the error carries a tensor
+        block = c.unit("h", f"h = h + {what}", "raise KeyError(h)")
+        c.do("try:", f"    h = {c.call(block, 'h')}", "except KeyError as error:", "    h = error.args[0]")
+    else:  # what was done before it stays
+        block = c.unit("h, log", f"h = h + {what}", "log.append(h)", "raise StopIteration")
+        c.do(f"{log} = []", "try:", f"    h = {c.call(block, f'h, {log}')}")
+        c.do("except StopIteration:", f"    h = {log}[-1]")
+
+
+@feature("an input that is kept", remedy=True)
+def kept(c: Writer) -> None:
+    form, box = c.number(4), c.name("box")
+    made, keep, back = [
+        ("[]", "box.append(h)", "{}[0]"),
+        ("{}", "box['h'] = h", "{}['h']"),
+        ("SimpleNamespace()", "box.h = h", "{}.h"),
+        ("deque([None], maxlen=1)", "box.append(h)", "{}[0]"),
+    ][form]
+    block = c.unit("h, box", keep, _then(c), "return h")
+    c.do(f"{box} = {made}", f"h = {c.call(block, f'h, {box}')}", f"h = 0.7 * h + 0.3 * torch.sin({back.format(box)})")
+
+
+@feature("a deque that is filled", remedy=True)
+def filled(c: Writer) -> None:
+    kept, form = c.name("kept"), c.number(2)
+    w, b, _ = c.own()
+    if form:
+        block = c.unit("kept", f"kept.append(kept[-1] + 0.3 * torch.tanh(kept[0] @ {w} + {b}))")
+        c.do(f"{kept} = deque([torch.cos(h), h], maxlen=2)", c.call(block, kept), f"h = {kept}[-1] + 0.1 * {kept}[0]")
+    else:
+        block = c.unit("h, kept", "h = h + 0.1 * kept.popleft()", _then(c), f"kept.append({AUX})", "return h")
+        c.do(f"{kept} = deque([torch.cos(h)])", f"h = {c.call(block, f'h, {kept}')}")
+        c.do(f"total = total + sum({kept})")
+
+
+@feature("a context variable around a call", remedy=True)
+def variable(c: Writer) -> None:
+    var, token = c.name("var"), c.name("token")
+    w, b, _ = c.own()
+    c.top.append(f"{var} = ContextVar('{var}', default=1.0)")
+    block = c.unit("h", f"return h + 0.3 * torch.tanh(h @ {w} + {b}) * {var}.get()")
+    c.do(f"{token} = {var}.set(0.5)", f"h = {c.call(block, 'h')}", f"{var}.reset({token})")
+    if c.number(2):
+        c.do(f"h = {c.call(block, 'h')}")
+
+
+@feature("attributes of a tensor", remedy=True)
+def on_tensor(c: Writer) -> None:
+    a, form = c.name("a"), c.number(3)
+    w, b, _ = c.own()
+    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    if form == 0:
+        block = c.unit("h", f"return ({what}) * h.factor")
+        c.do(f"{a} = h * 1.0", f"{a}.factor = 0.9", f"h = {c.call(block, a)}")
+    elif form == 1:
+        block = c.unit("h", f"out = {what}", "out.note = [0.1 * out.square().mean()]", "return out")
+        c.do(f"{a} = {c.call(block, 'h')}", f"total = total + {a}.note[0]", f"h = {a} * 1.0")
+    else:
+        block = c.unit("h", f"out = {what}", "h.seen = out.mean()", "return out")
+        c.do(f"{a} = h * 1.0", f"h = {c.call(block, a)}", f"total = total + 0.1 * {a}.seen")
+
+
+@feature("generators and counters that are not torch's", rows=False)
+def counters(c: Writer) -> None:
+    of = c.name("of")
+    w, b, _ = c.own()
+    made, draw = [
+        ("random.Random(3)", "of.random()"),
+        ("np.random.default_rng(3)", "float(of.random())"),
+        ("np.random.RandomState(3)", "float(of.rand())"),
+        ("np.zeros(2)", "float(of[1])"),
+    ][c.number(4)]
+    first = ["of[1] += 0.3"] if made.startswith("np.z") else []
+    block = c.unit("h, of", *first, f"return h + {draw} * torch.tanh(h @ {w} + {b})")
+    c.do(f"{of} = {made}")
+    for _ in range(1 + c.number(2)):
+        c.do(f"h = {c.call(block, f'h, {of}')}")
+
+
+@feature("an iterator that a unit takes from", remedy=True)
+def iterator(c: Writer) -> None:
+    of = c.name("of")
+    w, b, _ = c.own()
+    what = f"h + 0.3 * torch.tanh(h @ {w} + {b})"
+    if c.remedied or c.number(4):  # outside, as the refusal says
+        block = c.unit("h, factor", f"return {what} * factor")
+        c.do(f"{of} = iter([0.8, 0.9, 1.1])", f"h = {c.call(block, f'h, next({of})')}")
+        c.do(f"h = {c.call(block, f'h, factor=next({of})')}")
+    else:
+        block = c.unit("h, box", f"return {what} * next(box.scale)")
+        c.do(f"{of} = Config(iter([0.8, 0.9, 1.1]))", f"h = {c.call(block, f'h, {of}')}")
+        c.do(f"h = {c.call(block, f'h, {of}')}")
+
+
+@feature("an argument given twice", remedy=True)
+def twice(c: Writer) -> None:
+    a, form = c.name("a"), c.number(7)
+    w, b, _ = c.own()
+    then = f"h + 0.3 * torch.tanh(v @ {w} + {b})"
+    if form < 3:
+        block = c.unit("h, v", f"return {then}")
+        c.do(f"h = {c.call(block, ['h, h', 'h, h[...]', 'h, h.view(h.shape)'][form])}")
+    elif form < 5:
+        block = c.unit("h, v", f"return {then}, v")
+        c.do(f"h, {a} = {c.call(block, ['h, h', 'h, h.T.T'][form - 3])}", f"h = h + 0.1 * {a}")
+    else:  # and changed
+        more = ["v = v.clone()"] if c.remedied else []
+        block = c.unit("h, v", *more, "v.mul_(0.5)", f"return {then}, v")
+        given = f"{a}, {a}.clone()" if c.remedied else f"{a}, {a}" + ["", "[...]"][form - 5]
+        c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, given)}", f"h = h + 0.1 * {a}")
+
+
+@feature("data that decide what a unit reads", kinds="pure", rows=False, weight=1.8, remedy=True)
+def decided(c: Writer) -> None:
+    a, block, form = c.name("a"), c.leaves(), c.number(2)
+    c.do(f"{a} = [torch.sin(h)]")
+    taken = f"({a}[0] if float(x.sum()) > 0 else h)" if form else f"(h if float(x.sum()) > 0 else {a}[0])"
+    c.do(f"h = unit(lambda q, h: h + 0.3 * torch.tanh({taken} @ q['w'] + q['b']))(p['blocks'][{block}], h)")
