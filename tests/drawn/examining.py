@@ -14,7 +14,7 @@ from drawn.verdicts import Verdict
 
 
 def on_threads(seed: int) -> Report:
-    program = from_seed(seed).on_threads
+    program = from_seed(seed)
     verdict = run(program)
     return report(program, verdict, "threads")
 
