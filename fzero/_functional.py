@@ -36,10 +36,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     """A pure function and its params from a module, which is left as it is.
 
     The function works on a private copy of the module as it is now: what is changed in the module later (`eval()`, an
-    attribute, another hook) the next `functional` sees. Hooks, wrapped forwards and whatever else the module leads to that reads it
-    (by a closure, a default argument, a bound method, a global name) read the copy there, also where they hold a param
-    itself; a list that a hook appends to stays the caller's. Attributes that a forward writes are the copy's: a
-    counter counts there from call to call, and the module's own stays as it is.
+    attribute, another hook) the next `functional` sees. Hooks, wrapped forwards and whatever else the module leads to
+    that reads it (by a closure, a default argument, a bound method, a global name) read the copy there, also where they
+    hold a param itself; a list that a hook appends to stays the caller's. Attributes that a forward writes are the
+    copy's: a counter counts there from call to call, and the module's own stays as it is.
 
     Args:
         module: any module. Its buffers become constants of the function; a tied weight appears once, under its first
