@@ -13,7 +13,7 @@ def _then(c: Writer) -> str:
     return f"h = h + 0.3 * torch.tanh(h @ {w} + {b})"
 
 
-@feature("a class attribute", remedy=True)
+@feature("a class attribute")
 def class_attribute(c: Writer) -> None:
     """Set around a call, counted up, read where it is differentiated, or left for the caller."""
     hold, form = c.name("Hold"), c.number(4)
@@ -34,7 +34,7 @@ def class_attribute(c: Writer) -> None:
         c.do(f"h = {c.call(block, 'h')}", f"total = total + {hold}.value", f"{hold}.value = 1.0")
 
 
-@feature("an error that the caller catches", rows=False, remedy=True)
+@feature("an error that the caller catches", rows=False)
 def error(c: Writer) -> None:
     form, log = c.number(3), c.name("log")
     w, b, _ = c.own()
@@ -51,7 +51,7 @@ def error(c: Writer) -> None:
         c.do("except StopIteration:", f"    h = {log}[-1]")
 
 
-@feature("an input that is kept", remedy=True)
+@feature("an input that is kept")
 def kept(c: Writer) -> None:
     form, box = c.number(4), c.name("box")
     made, keep, back = [
@@ -64,7 +64,7 @@ def kept(c: Writer) -> None:
     c.do(f"{box} = {made}", f"h = {c.call(block, f'h, {box}')}", f"h = 0.7 * h + 0.3 * torch.sin({back.format(box)})")
 
 
-@feature("a deque that is filled", remedy=True)
+@feature("a deque that is filled")
 def filled(c: Writer) -> None:
     kept, form = c.name("kept"), c.number(2)
     w, b, _ = c.own()
@@ -77,7 +77,7 @@ def filled(c: Writer) -> None:
         c.do(f"total = total + sum({kept})")
 
 
-@feature("a context variable around a call", remedy=True)
+@feature("a context variable around a call")
 def variable(c: Writer) -> None:
     var, token = c.name("var"), c.name("token")
     w, b, _ = c.own()
@@ -88,7 +88,7 @@ def variable(c: Writer) -> None:
         c.do(f"h = {c.call(block, 'h')}")
 
 
-@feature("attributes of a tensor", remedy=True)
+@feature("attributes of a tensor")
 def on_tensor(c: Writer) -> None:
     a, form = c.name("a"), c.number(3)
     w, b, _ = c.own()
@@ -147,14 +147,16 @@ def twice(c: Writer) -> None:
     elif form < 5:
         block = c.unit("h, v", f"return {then}, v")
         c.do(f"h, {a} = {c.call(block, ['h, h', 'h, h.T.T'][form - 3])}", f"h = h + 0.1 * {a}")
+    elif c.remedied:
+        block = c.unit("h", "v = h * 0.5", "h = v", f"return {then}, v")
+        c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, a)}", f"h = h + 0.1 * {a}")
     else:  # and changed
-        more = ["v = v.clone()"] if c.remedied else []
-        block = c.unit("h, v", *more, "v.mul_(0.5)", f"return {then}, v")
-        given = f"{a}, {a}.clone()" if c.remedied else f"{a}, {a}" + ["", "[...]"][form - 5]
+        block = c.unit("h, v", "v.mul_(0.5)", f"return {then}, v")
+        given = f"{a}, {a}" + ["", "[...]"][form - 5]
         c.do(f"{a} = h * 1.0", f"h, {a} = {c.call(block, given)}", f"h = h + 0.1 * {a}")
 
 
-@feature("data that decide what a unit reads", kinds="pure", rows=False, weight=1.8, remedy=True)
+@feature("data that decide what a unit reads", kinds="pure", rows=False, weight=1.8)
 def decided(c: Writer) -> None:
     a, block, form = c.name("a"), c.leaves(), c.number(2)
     c.do(f"{a} = [torch.sin(h)]")

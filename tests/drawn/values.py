@@ -6,7 +6,7 @@ from drawn.language import feature
 from drawn.write import Writer
 
 
-@feature("a closure over an activation", kinds="pure", weight=1.6, remedy=True)
+@feature("a closure over an activation", kinds="pure", weight=1.8, remedy=True)
 def over_activation(c: Writer) -> None:
     a, block = c.name("a"), c.leaves()
     c.do(f"{a} = torch.sin(h)")
@@ -28,7 +28,7 @@ def over_constant(c: Writer) -> None:
         c.inside(c.plain(), f"h = h * {const}")
 
 
-@feature("a closure over a list of leaves", kinds="pure", weight=1.6, remedy=True)
+@feature("a closure over a list of leaves", kinds="pure", weight=1.8, remedy=True)
 def over_leaves(c: Writer) -> None:
     ws, block, form = c.name("ws"), c.leaves(), c.number(3)
     c.do(
