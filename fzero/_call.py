@@ -128,6 +128,7 @@ class Call:
         self._mutated: tuple[int, ...] = ()
         self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
+        self._changed: set[int] = set()  # ids of what the function changed
         self._form: list[Any] = []  # of what the function puts out
         self._outlets: Outlets | None = None  # which tensors are put out, and how
 
@@ -367,9 +368,12 @@ class Call:
         return {(id(handle.traversal), handle.index): leaves[handle.index] for handle in handles}
 
     def _changes(self, exports: Exports) -> list[tuple[Container, Content, Content]]:
-        """The containers that the function changed, with their content and its templates."""
-        out = []
-        for container, now in self.reach.changes():
+        """The containers that the function changed (of a second run: the first one), with content and templates."""
+        out, again, changes = [], self._result is not None, self.reach.changes()
+        self._changed = self._changed if again else {id(container.of) for container, _ in changes}
+        for container, now in changes:
+            if id(container.of) not in self._changed:
+                continue
             content, entered = {}, self.reach.entered(container)
             for key, value in now.items():
                 same = key in entered and entered[key] is value

@@ -10,7 +10,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._containers import container_of, containers_of, has_attributes
-from fzero._handle import Handle
+from fzero._handle import Valueless
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -51,7 +51,7 @@ class Exports:
     def of(self, value: Any) -> Any:
         """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
         if isinstance(value, torch.Tensor):
-            return value if isinstance(value, Handle) else self._tensor(value)
+            return value if isinstance(value, Valueless) else self._tensor(value)
         leaves, spec = _tree.flatten(value, is_leaf=self._stays)
         if len(leaves) == 1 and leaves[0] is value:
             return self._object(value)

@@ -52,7 +52,7 @@ class Found:
         generators: random ones.
         iterators: of Python's own, of which nothing tells where they are.
         long: what is too long to be looked through.
-        vacant: dicts of hooks that were empty, of which there are many.
+        vacant: dicts of hooks, and of arguments' attributes, that were empty, of which there are many.
         settled: whether it can be kept.
     """
 
@@ -99,7 +99,11 @@ class Found:
             self.ids.add(number)
             self.tensors.append((value, argument))
             if has_attributes(value):
-                self._content(Attributes(value))
+                own = vars(value)
+                if own or not argument:
+                    self._content(Attributes(value))
+                else:
+                    self.vacant.append(own)
             return
         if kind is tuple or kind is frozenset or (isinstance(value, tuple) and hasattr(value, "_fields")):
             for item in value:
@@ -203,21 +207,15 @@ class Found:
                 self._space(value)
 
     def _space(self, space: Any) -> None:
-        """A class or a module of the user's."""
-        if id(space) in self.ids:
-            return
-        self.ids.add(id(space))
-        if isinstance(space, types.ModuleType):
-            if not _is_users(space.__name__):
-                return
-        else:
-            for base in space.__mro__[1:]:
-                self._space(base)
-            if not _is_users(space.__module__):
-                return
-            self._content(ClassAttributes(space))
-        self._spaces.append(space)
-        self._within(space, self._names)
+        """A class, with those that it is made of, or a module, where it is the user's."""
+        for own in space.__mro__ if isinstance(space, type) else (space,):
+            if id(own) in self.ids or not _is_users(own.__module__ if isinstance(own, type) else own.__name__):
+                continue
+            self.ids.add(id(own))
+            if isinstance(own, type):
+                self._content(ClassAttributes(own))
+            self._spaces.append(own)
+            self._within(own, self._names)
 
     def _within(self, space: Any, names: Collection[str]) -> None:
         """What has one of some names in a class or a module, and what Python calls by itself."""

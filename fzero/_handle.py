@@ -25,7 +25,11 @@ reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = conte
 )
 
 
-class Handle(torch.Tensor):
+class Valueless(torch.Tensor):
+    """Stands for a leaf where that cannot be read, and is passed on as it is."""
+
+
+class Handle(Valueless):
     """A leaf of a unit, outside that unit: a tensor without values, whose shape, dtype and device can be read.
 
     What reaches torch's operators all the same, below Python or under a derivative, is refused there. Not so in a

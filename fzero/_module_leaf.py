@@ -10,7 +10,7 @@ import torch
 
 from fzero import _private, _tree
 from fzero._call import Again, here
-from fzero._handle import READABLE, Handle, name_of, reading
+from fzero._handle import READABLE, Handle, Valueless, name_of, reading
 from fzero._refusals import noted
 from fzero._traversal import current, read
 
@@ -44,7 +44,7 @@ def readable() -> Iterator[None]:
         reading.reset(token)
 
 
-class Absent(torch.Tensor):
+class Absent(Valueless):
     """A module's param where its function is not running: its values are not there, and nobody is to go on without."""
 
     path: str
