@@ -28,6 +28,10 @@ ATOMS = frozenset(
 # a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"} - {"training"})
 MANY = 4096  # entries: longer lists, dicts and arrays hold data, and are not looked through in every call
+# ours (steps, states), and what leads to much that no function computes with
+_CLOSED = frozenset(
+    "fzero logging threading importlib inspect multiprocessing concurrent asyncio socket pathlib".split()
+)
 Content = dict[Any, Any]
 
 
@@ -310,8 +314,8 @@ def container_of(value: Any) -> type[Container] | None:
         return Objects if value.dtype.hasobject else Array
     if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, *GENERATORS)):
         return None
-    if kind.__module__.partition(".")[0] == "fzero" and not isinstance(value, dict):
-        return None  # ours: steps, states
+    if kind.__module__.partition(".")[0] in _CLOSED and not isinstance(value, dict):
+        return None
     if isinstance(value, BaseException):
         return Raised
     if isinstance(value, dict):  # a dict's subclass; what it has as attributes too (ModelOutput) follows its items

@@ -68,7 +68,8 @@ class Found:
         self.settled = True
         self._snapshot: Snapshot | None = None
         self._names = {"forward"}  # of attributes, in all code that was seen
-        self._spaces: list[Any] = []  # classes and modules of the user's, of which what is named is looked at
+        self._spaces: dict[int, Any] = {}  # classes and modules of the user's, of which what is named is looked at
+        self._classes: list[type] = []  # of modules of libraries
 
     @functools.cached_property
     def exchanging(self) -> list[Container]:
@@ -170,6 +171,9 @@ class Found:
         if isinstance(fn, types.MethodType):
             self.search(fn.__self__, False)
             fn = fn.__func__
+            if id(fn) in self.ids:
+                return
+            self.ids.add(id(fn))
         if not isinstance(fn, types.FunctionType):
             return
         if fn.__globals__.get("__name__", "").startswith("fzero._"):  # ours, around one of the user's
@@ -193,7 +197,7 @@ class Found:
         new = attributes - self._names
         if new:
             self._names |= new
-            for space in [*self._spaces]:
+            for space in [*self._spaces.values()]:
                 self._within(space, new)
 
     def _named(self, where: dict[str, Any], values: Mapping[str, Any]) -> None:
@@ -209,12 +213,11 @@ class Found:
     def _space(self, space: Any) -> None:
         """A class, with those that it is made of, or a module, where it is the user's."""
         for own in space.__mro__ if isinstance(space, type) else (space,):
-            if id(own) in self.ids or not _is_users(own.__module__ if isinstance(own, type) else own.__name__):
+            if id(own) in self._spaces or not _is_users(own.__module__ if isinstance(own, type) else own.__name__):
                 continue
-            self.ids.add(id(own))
+            self._spaces[id(own)] = own  # not among the ids: arguments are often of a class that the function names
             if isinstance(own, type):
                 self._content(ClassAttributes(own))
-            self._spaces.append(own)
             self._within(own, self._names)
 
     def _within(self, space: Any, names: Collection[str]) -> None:
@@ -227,7 +230,8 @@ class Found:
                     self.function(value, False)
             return
         for name, value in [*vars(space).items()]:
-            if name in names or (name.startswith("__") and name not in _UNCALLED):
+            made = name == "__init__" and issubclass(space, nn.Module)  # elsewhere
+            if name in names or (name.startswith("__") and name not in _UNCALLED and not made):
                 value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
                 if isinstance(value, types.FunctionType) and _is_users(value.__module__):
                     self.function(value, False)
@@ -246,8 +250,8 @@ class Found:
         if not type(module).__module__.startswith("torch.nn.modules."):
             self.function(type(module).forward, False)
             self._space(type(module))
-            if id(type(module)) not in self.ids:  # of a library
-                self.ids.add(id(type(module)))
+            if type(module) not in (*self._spaces.values(), *self._classes):
+                self._classes.append(type(module))
                 self._content(ClassAttributes(type(module)))
 
     def _content(self, container: Container) -> None:
