@@ -249,6 +249,8 @@ class _Copier:
 
     def _state(self, state: Any) -> Any:
         """A state that only its object's class understands; the object is not in the reach itself."""
+        if type(state) is list:  # of a dataclass with slots: it must be full at once
+            return [self(value) for value in state]
         if id(state) in self.reach.objects:
             return self(state)
         if type(state) is dict:

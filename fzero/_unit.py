@@ -263,6 +263,10 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
+# what functorch says of functions that it refuses, and of operators that read the memory which its tensors have not
+_REFUSED = ("saved tensor hooks", "setup_context", "requires_grad_()", "doesn't have storage")
+
+
 def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
     """A unit whose leaves are full tensors already is a plain call, which costs least.
 
@@ -284,7 +288,7 @@ def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
             with seeded(seed), inside(None):
                 return fn()
         except RuntimeError as error:
-            if not any(text in str(error) for text in ("saved tensor hooks", "setup_context", "requires_grad_()")):
+            if not any(text in str(error) for text in _REFUSED):
                 raise
         refused.add(number)
     return node(seed)

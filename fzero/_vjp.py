@@ -128,6 +128,12 @@ def call_function(
                     "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
                     "(step.vjp(state, x)), or take plain autograd: fz.tape."
                 ) from error
+            if "doesn't have storage" in str(error):
+                raise TypeError(
+                    "step: the function calls an operator outside of units that torch.func cannot run, as it reads its "
+                    "tensors' memory (ctc_loss does). Make what calls it a unit (fz.unit, also without params), or "
+                    "take plain autograd: fz.tape."
+                ) from error
             if "saved tensor hooks" not in str(error):
                 raise
             raise TypeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import os
@@ -297,3 +298,40 @@ def test_a_thread_that_has_ended_has_ended() -> None:
     assert _intercept._stashed
     _intercept._wait_for_threads()
     assert not any(os.path.exists(f"/proc/self/task/{number}") for number in _intercept._stashed)
+
+
+@dataclasses.dataclass(slots=True, frozen=True)
+class Options:
+    scale: float = 2.0
+    shift: Any = None
+
+
+class WithOptions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.options = nn.Linear(4, 4, dtype=F64), Options()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.lin(x) * self.options.scale
+
+
+def test_a_dataclass_with_slots_in_a_module() -> None:
+    module = WithOptions()
+    apply, params = fz.functional(module)
+    assert_trees_close(apply(params, X), module(X).detach())
+
+
+def test_an_operator_that_reads_memory() -> None:
+    """torch.func's tensors have none. In a unit it runs on plain ones."""
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        targets = (x[:1, :1] * 0 + 1).long()
+        scores = (x[:, None] * p["s"]).log_softmax(-1)
+        return nn.functional.ctc_loss(scores, targets, targets[0] * 3, targets[0])
+
+    params = params_of()
+    params["s"].requires_grad_()
+    loss(params, X).backward()
+    step = fz.train_step(fz.unit(loss), fz.sgd(0.1))
+    out, pullback = step.vjp(step.init(params_of()), X)
+    assert_trees_close(fz.gather(pullback(torch.ones_like(out))[0])["s"], params["s"].grad)
