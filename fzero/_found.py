@@ -189,11 +189,6 @@ class Found:
         names, attributes = _names(fn.__code__)
         values = {name: fn.__globals__.get(name) for name in names}
         self._named(fn.__globals__, values)
-        # of the same file or notebook, or of another of the user's
-        for value in values.values():
-            if isinstance(value, types.FunctionType):
-                if value.__globals__ is fn.__globals__ or _is_users(value.__module__):
-                    self.function(value, False)
         new = attributes - self._names
         if new:
             self._names |= new
@@ -201,7 +196,7 @@ class Found:
                 self._within(space, new)
 
     def _named(self, where: dict[str, Any], values: Mapping[str, Any]) -> None:
-        """Variables of a file or notebook."""
+        """Variables of a file or notebook, and what its names stand for there or in others of the user's."""
         variables = [name for name, value in values.items() if not isinstance(value, _NAMED)]
         if variables:
             self._content(Globals(where, variables))
@@ -209,6 +204,9 @@ class Found:
             self.generators += [] if (own := drawn_by(value)) is None else [own]
             if isinstance(value, (type, types.ModuleType)):
                 self._space(value)
+            elif isinstance(value, types.FunctionType):
+                if value.__globals__ is where or _is_users(value.__module__):
+                    self.function(value, False)
 
     def _space(self, space: Any) -> None:
         """A class, with those that it is made of, or a module, where it is the user's."""
@@ -223,11 +221,7 @@ class Found:
     def _within(self, space: Any, names: Collection[str]) -> None:
         """What has one of some names in a class or a module, and what Python calls by itself."""
         if isinstance(space, types.ModuleType):
-            own = {name: value for name, value in vars(space).items() if name in names}
-            self._named(vars(space), own)
-            for value in own.values():
-                if isinstance(value, types.FunctionType) and _is_users(value.__module__):
-                    self.function(value, False)
+            self._named(vars(space), {name: value for name, value in vars(space).items() if name in names})
             return
         for name, value in [*vars(space).items()]:
             made = name == "__init__" and issubclass(space, nn.Module)  # elsewhere

@@ -20,10 +20,7 @@ from fzero._handle import Handle
 
 
 class Surroundings:
-    """What a function or a module reaches, found once; at each call it is seen whether that is still so.
-
-    A search takes 0.2 ms in a transformer's block, the look 0.01 ms.
-    """
+    """What a function or a module reaches, found once; at each call it is seen whether that is still so."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
@@ -235,7 +232,9 @@ def put_again(filling: Filling) -> list[tuple[Container, Content, Content]]:
     put = []
     for part, entered in filling:
         for container in part.containers:
-            own = entered.get(id(container), {})
+            own = entered.get(id(container))
+            if own is None:
+                continue
             now = container.read()
             inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and x is container.found.get(k)}
             if inner:

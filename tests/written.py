@@ -574,36 +574,37 @@ def training_that_the_parent_switches() -> Case:
     return of_module(Switched())
 
 
-CASES: dict[str, Callable[[], Case]] = {
-    make.__name__.replace("_", " "): make
-    for make in (
-        a_weight_read_by_the_parent,
-        a_weight_that_two_blocks_share,
-        a_weight_of_a_sibling,
-        an_embedding_tied_to_a_head,
-        attributes_that_the_parent_sums,
-        an_attribute_that_a_unit_reads,
-        a_dataclass_in_and_out,
-        a_dict_that_the_unit_fills,
-        a_stashed_view,
-        a_counter,
-        an_input_changed_inside,
-        a_unit_that_begins_with_relu_in_place,
-        outputs_that_overlap,
-        an_input_that_is_returned_and_changed,
-        complex_outputs_beside_real_ones,
-        a_gradient_penalty,
-        a_penalty_on_one_unit,
-        energy_to_forces,
-        a_sum_over_all_leaves,
-        a_checkpoint_over_a_modules_own_weights,
-        tensors_that_units_close_over,
-        a_variable_that_changes_after_the_call,
-        a_param_of_the_root_that_blocks_read,
-        what_is_detached_inside,
-        views_without_gradients,
-        complex_views_of_one_output,
-        training_that_the_parent_switches,
-        sets_and_globals_and_an_order,
-    )
-}
+def named(*makes: Callable[[], Case]) -> dict[str, Callable[[], Case]]:
+    return {make.__name__.replace("_", " "): make for make in makes}
+
+
+CASES = named(
+    a_weight_read_by_the_parent,
+    a_weight_that_two_blocks_share,
+    a_weight_of_a_sibling,
+    an_embedding_tied_to_a_head,
+    attributes_that_the_parent_sums,
+    an_attribute_that_a_unit_reads,
+    a_dataclass_in_and_out,
+    a_dict_that_the_unit_fills,
+    a_stashed_view,
+    a_counter,
+    an_input_changed_inside,
+    a_unit_that_begins_with_relu_in_place,
+    outputs_that_overlap,
+    an_input_that_is_returned_and_changed,
+    complex_outputs_beside_real_ones,
+    a_gradient_penalty,
+    a_penalty_on_one_unit,
+    energy_to_forces,
+    a_sum_over_all_leaves,
+    a_checkpoint_over_a_modules_own_weights,
+    tensors_that_units_close_over,
+    a_variable_that_changes_after_the_call,
+    a_param_of_the_root_that_blocks_read,
+    what_is_detached_inside,
+    views_without_gradients,
+    complex_views_of_one_output,
+    training_that_the_parent_switches,
+    sets_and_globals_and_an_order,
+)

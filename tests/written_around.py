@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from written import F64, PARAMS, Case, pure
+from written import F64, PARAMS, Case, named, pure
 
 import fzero as fz
 from fzero import _tree
@@ -278,18 +278,15 @@ def a_tangent() -> Case:
 
 # those whose state is the process's, which ranks that are threads share
 SHARED = ("what is set around a call", "what begins in a later run")
-CASES: dict[str, Callable[[], Case]] = {
-    make.__name__.replace("_", " "): make
-    for make in (
-        what_an_except_takes,
-        an_error_that_carries_tensors,
-        its_input_that_it_keeps,
-        containers_that_pytrees_know,
-        what_is_set_around_a_call,
-        what_begins_in_a_later_run,
-        generators_and_counters_in_arrays,
-        tensors_with_attributes,
-        leaves_that_it_makes_itself,
-        a_tangent,
-    )
-}
+CASES = named(
+    what_an_except_takes,
+    an_error_that_carries_tensors,
+    its_input_that_it_keeps,
+    containers_that_pytrees_know,
+    what_is_set_around_a_call,
+    what_begins_in_a_later_run,
+    generators_and_counters_in_arrays,
+    tensors_with_attributes,
+    leaves_that_it_makes_itself,
+    a_tangent,
+)
