@@ -32,10 +32,6 @@ here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = co
 )
 
 
-# of errors that say what torch refuses, which is dealt with elsewhere
-_TORCHS = ("saved tensor hooks", "leaf Variable that requires grad")
-
-
 class Again(BaseException):
     """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
 
@@ -212,12 +208,11 @@ class Call:
         self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
         self._leaves = {id(x) for x in (*inputs, *leaves.values())}
         self._refuse_aliases(unit, inputs, derived)
-        constants = [_private.version(x) for x in self.reach.constants]
         before, gathered = [_private.version(x) for x in inputs], [_private.version(full) for full in fulls]
         try:
             out = self.body(leaves, inputs, watch)
         except RuntimeError as error:
-            if "leaf Variable that requires grad" not in str(error):
+            if not _private.says(error, _private.WRITES_LEAF):
                 raise
             places = {i for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
             if places <= self.facts.mutated:
@@ -225,13 +220,6 @@ class Call:
             raise Again(mutated=frozenset(places)) from None
         finally:
             self._fulls = ()
-        if self.recomputes and derived and [_private.version(x) for x in self.reach.constants] != constants:
-            place = next(i for i, x in enumerate(self.reach.constants) if _private.version(x) != constants[i])
-            raise ValueError(
-                f"Unit {unit!r} changes a tensor in place that it closes over, of shape "
-                f"{tuple(self.reach.constants[place].shape)}, and will run again (fz.remat), which would change it "
-                "twice. Make it an argument of the unit, or assign another tensor to what holds it."
-            )
         if [_private.version(full) for full in fulls] != gathered:
             raise ValueError(_writes_leaf(unit))
         changed = frozenset(i for i, x in enumerate(inputs) if _private.version(x) != before[i])
@@ -267,7 +255,6 @@ class Call:
         again = self._result is not None
         if again:
             self._second.refuse(self.unit)
-            self._second.refuse_changed(self.unit)
         if self._derived:
             tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
         tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
@@ -299,7 +286,7 @@ class Call:
             else:  # whoever catches it finds what the function had done
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
-            if isinstance(error, RuntimeError) and "saved tensor hooks" in str(error):
+            if _private.says(error, _private.SAVED_HOOKS):
                 raise TypeError(twice(self.unit)) from error
             raise
         if before is not None:
@@ -349,8 +336,8 @@ class Call:
 
     def _holds_tensors(self, error: Exception) -> bool:
         """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
-        if isinstance(error, RuntimeError) and any(text in str(error) for text in _TORCHS):
-            return False
+        if _private.says(error, _private.SAVED_HOOKS, _private.WRITES_LEAF):
+            return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]
         return next(tensors_in([error, *changed], self.reach.knows), None) is not None
 

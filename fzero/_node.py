@@ -194,7 +194,7 @@ def _saved(ctx: Any) -> Tensors:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if "modified by an inplace operation" not in str(error):
+        if not _private.says(error, _private.WRITES_SAVED):
             raise
         raise ValueError(
             f"An input of {ctx.op.name} was changed in place after it was called, and pulling it back needs what was "

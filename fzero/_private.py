@@ -13,6 +13,20 @@ import torch
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
+# what torch says where it refuses something, which nothing but its words tells
+SAVED_HOOKS = "saved tensor hooks"  # torch.utils.checkpoint under functorch
+OLD_FUNCTION = "setup_context"  # an autograd.Function without one under functorch
+REQUIRES_GRAD = "requires_grad_()"  # called under functorch
+NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
+WRITES_LEAF = "leaf Variable that requires grad"
+WRITES_CAPTURED = "would mutate a captured Tensor"
+WRITES_SAVED = "modified by an inplace operation"
+
+
+def says(error: BaseException, *texts: str) -> bool:
+    """Whether torch refused something for one of these reasons."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
 
 _shared_level = False  # whether rank threads share a level of forward mode, which then says nothing
 

@@ -26,7 +26,6 @@ class SecondRun:
         self._variables = contextvars.copy_context()
         self._modes = _private.function_modes()
         self._drawn: frozenset[str] = frozenset()  # modules whose own generators the first run drew from
-        self._constants: list[int] = []  # versions after the first run
 
     def begin(self, first: bool, draws: bool) -> None:
         """Before the first run.
@@ -38,11 +37,12 @@ class SecondRun:
         self._first, self._draws = first, draws
         self._replayed = Replayed((*self._reach.generators, *((PYTHON, NUMPY) if first or draws else ())))
         self._before = self._after = marks(self._reach.long, first)
+        self._entered = self._left = self._versions()
 
     def look(self) -> None:
         """After the first run."""
         self._drawn = self._replayed.shared()
-        self._constants = [_private.version(x) for x in self._reach.constants]
+        self._left = self._versions()
         self._after = marks(self._reach.long, self._first)
 
     @property
@@ -84,13 +84,20 @@ class SecondRun:
                 "again, which would draw other numbers. Give it a generator of its own (random.Random(seed), "
                 "numpy.random.default_rng(seed)), draw by torch.rand, or run each rank in a process."
             )
-
-    def refuse_changed(self, unit: str) -> None:
-        """What a unit closes over is not saved for it, as its inputs are."""
-        for x, version in zip(self._reach.constants, self._constants, strict=True):
-            if _private.version(x) != version:
+        now = self._versions()
+        for x, entered, left, version in zip(self._reach.constants, self._entered, self._left, now, strict=True):
+            if entered != left:
+                raise ValueError(
+                    f"Unit {unit!r} changes a tensor in place that it closes over, of shape {tuple(x.shape)}, and runs "
+                    "again, which would change it twice. Make it an argument of the unit, or assign another tensor to "
+                    "what holds it."
+                )
+            if left != version:  # it is not saved for the unit, as its inputs are
                 raise ValueError(
                     f"A tensor of shape {tuple(x.shape)} that unit {unit!r} closes over was changed in place after it "
                     "was called, and pulling it back runs it again, which needs what was there (fz.remat, or a "
                     "derivative of a derivative). Pass it to the unit's call, or assign another tensor."
                 )
+
+    def _versions(self) -> list[int]:
+        return [_private.version(x) for x in self._reach.constants]

@@ -263,8 +263,8 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# what functorch says of functions that it refuses, and of operators that read the memory which its tensors have not
-_REFUSED = ("saved tensor hooks", "setup_context", "requires_grad_()", "doesn't have storage")
+# what functorch refuses, and what runs in a node
+_REFUSED = (_private.SAVED_HOOKS, _private.OLD_FUNCTION, _private.REQUIRES_GRAD, _private.NO_MEMORY)
 
 
 def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
@@ -288,7 +288,7 @@ def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
             with seeded(seed), inside(None):
                 return fn()
         except RuntimeError as error:
-            if not any(text in str(error) for text in _REFUSED):
+            if not _private.says(error, *_REFUSED):
                 raise
         refused.add(number)
     return node(seed)

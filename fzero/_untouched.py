@@ -154,7 +154,7 @@ def refuse_changes(said: list[str]) -> None:
 
 def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     """Names the submodule that a functorch level did not let write to its buffer."""
-    if "would mutate a captured Tensor" not in str(error):
+    if not _private.says(error, _private.WRITES_CAPTURED):
         return
     paths = {id(child): path for path, child in module.named_modules()}
     place, trace = None, error.__traceback__

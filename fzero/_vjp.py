@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -122,25 +124,10 @@ def call_function(
             with heard():
                 out = step.fn(tree, *inputs)
         except RuntimeError as error:
-            if "requires_grad_()" in str(error):
-                raise TypeError(
-                    "step: the function calls requires_grad_() outside of units, which torch.func does not let see its "
-                    "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
-                    "(step.vjp(state, x)), or take plain autograd: fz.tape."
-                ) from error
-            if "doesn't have storage" in str(error):
-                raise TypeError(
-                    "step: the function calls an operator outside of units that torch.func cannot run, as it reads its "
-                    "tensors' memory (ctc_loss does). Make what calls it a unit (fz.unit, also without params), or "
-                    "take plain autograd: fz.tape."
-                ) from error
-            if "saved tensor hooks" not in str(error):
-                raise
-            raise TypeError(
-                "step: the function uses saved-tensor hooks (torch.utils.checkpoint does) outside of units, where "
-                "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or "
-                "leave the checkpoint out: fz.remat(step) recomputes units."
-            ) from error
+            for text, what in _REFUSED.items():
+                if _private.says(error, text):
+                    raise TypeError(f"step: the function {what.format(place=_place_of(error))}") from error
+            raise
         out = _tree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
         if traversal.acts:
             refuse_leaks(out)
@@ -154,6 +141,26 @@ def call_function(
             "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
         )
     return _tree.map_leaves(lambda x: _apart(x, stored), out)
+
+
+# what functorch refuses outside of units, and what to write instead
+_REFUSED = {
+    _private.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
+    "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
+    "(step.vjp(state, x)), or take plain autograd: fz.tape.",
+    _private.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
+    "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
+    "also without params), or take plain autograd: fz.tape.",
+    _private.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
+    "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
+    "checkpoint out: fz.remat(step) recomputes units.",
+}
+
+
+def _place_of(error: BaseException) -> str:
+    """Where an error was raised, by the innermost function of Python's."""
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
 def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]]:

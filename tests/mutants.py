@@ -24,12 +24,9 @@ TWICE = (f"{SCHEDULE}::test_a_unit_that_is_used_twice", SCHEDULE)
 ON_PROCESSES = (f"{SCHEDULE}::test_orders_that_change_on_processes", EXACT)
 FUSED = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group[3-True-1]", FAULTS)
 HELD = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group", FAULTS)
-PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises[1-False]", FAULTS)
+PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises[1-False-False]", FAULTS)
+RECOMPUTED = (f"{FAULTS}::test_a_pullback_that_raises[3-False-True]", FAULTS)
 IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FAULTS)
-PENALTY = (
-    "tests/test_written.py::test_is_what_plain_torch_makes_of_it[a penalty on one unit]",
-    "tests/test_written.py",
-)
 ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
 
 
@@ -54,7 +51,7 @@ WAITS = [
     Wait("_schedule.py", "            finish_all([wait for _, wait in ahead.values()])", "            pass"),
     Wait("_schedule.py", "finish_all([self.finish_reduction, *", "finish_all([*", tests=PULLBACKS),
     Wait("_schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=FUSED),
-    Wait("_schedule.py", ", self._end_of_gathers])", "])", tests=PENALTY),
+    Wait("_schedule.py", ", self._end_of_gathers])", "])", tests=RECOMPUTED),
     Wait("_schedule.py", "                self._end_of_gathers()\n", "                pass\n", tests=NOT_PULLED),
     Wait("_schedule.py", "                self._end_of_pullback()\n", "                pass\n", tests=FUSED),
     Wait("_unit.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=FUSED),

@@ -84,7 +84,7 @@ class _Fails(torch.autograd.Function):
         raise KeyError("the user's own")
 
 
-def raises_in_the_pullback(rank: int, stage: int, fused: bool) -> None:
+def raises_in_the_pullback(rank: int, stage: int, fused: bool, remat: bool) -> None:
     _, params = scenarios.stack(blocks=4)
     block = fz.unit(lambda q, x: torch.tanh(x @ q["w"] + q["b"]))
 
@@ -96,6 +96,7 @@ def raises_in_the_pullback(rank: int, stage: int, fused: bool) -> None:
         return ((x @ p["head"]["w"] + p["head"]["b"] - y) ** 2).mean()
 
     good = build(0.1, stage, fused)
+    good = fz.remat(good) if remat else good
     state = good.init(params)
     for _ in range(2):
         with pytest.raises(KeyError, match="the user's own"):
@@ -103,10 +104,12 @@ def raises_in_the_pullback(rank: int, stage: int, fused: bool) -> None:
     goes_on(rank, good, state, reference())
 
 
+@pytest.mark.parametrize("remat", [False, True])
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("stage", [1, 2, 3])
-def test_a_pullback_that_raises(stage: int, fused: bool) -> None:
-    run_ranks(functools.partial(raises_in_the_pullback, stage=stage, fused=fused), 2, backend="processes")
+def test_a_pullback_that_raises(stage: int, fused: bool, remat: bool) -> None:
+    run = functools.partial(raises_in_the_pullback, stage=stage, fused=fused, remat=remat)
+    run_ranks(run, 2, backend="processes")
 
 
 def raises_in_the_forward(rank: int) -> None:

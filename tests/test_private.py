@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.autograd import forward_ad
 
 from fzero import _private
@@ -306,3 +307,53 @@ def test_function_modes() -> None:
         assert mode.seen == 0
         torch.ones(2).sum()
         assert mode.seen
+
+
+class _Old(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+
+def _checkpointed(x: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(torch.sin, x, use_reentrant=False)  # type: ignore[return-value]
+
+
+def _ctc(x: torch.Tensor) -> torch.Tensor:
+    lengths: Any = [4], [2]  # of tensors it reads no memory
+    return torch.nn.functional.ctc_loss(x.expand(4, 1, 2).log_softmax(-1), torch.tensor([[1, 1]]), *lengths)
+
+
+def _writes_a_leaf() -> None:
+    torch.ones(2, requires_grad=True).add_(1.0)
+
+
+def _writes_what_is_captured() -> None:
+    captured = torch.ones(2)
+    torch.func.vjp(lambda x: captured.add_(x).sum(), torch.ones(2))
+
+
+def _writes_what_is_saved() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x.exp()
+    y.add_(1.0)
+    y.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("text", "refused"),
+    [
+        (_private.SAVED_HOOKS, lambda: seen(_checkpointed)),
+        (_private.OLD_FUNCTION, lambda: seen(_Old.apply)),
+        (_private.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
+        (_private.NO_MEMORY, lambda: seen(_ctc)),
+        (_private.WRITES_LEAF, _writes_a_leaf),
+        (_private.WRITES_CAPTURED, _writes_what_is_captured),
+        (_private.WRITES_SAVED, _writes_what_is_saved),
+    ],
+)
+def test_what_torch_says_where_it_refuses(text: str, refused: Any) -> None:
+    with pytest.raises(RuntimeError) as caught:
+        refused()
+    assert _private.says(caught.value, text)
+    assert not _private.says(ValueError(text), text)

@@ -87,6 +87,18 @@ def test_a_tensor_that_is_changed_between_two_runs() -> None:
         model(X).backward()
 
 
+@pytest.mark.parametrize("shard", [fz.shard_zero3, fz.remat])
+def test_a_tensor_that_a_run_has_changed_before_it_is_begun_anew(shard: Any) -> None:
+    running = torch.zeros(4, dtype=F64)
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        running.add_(1.0)
+        return torch.tanh(x.mul_(2.0) @ q["w"] + running)  # that the input is changed shows only now
+
+    match = r"Unit 'blocks\.0' changes a tensor in place that it closes over, of shape \(4,\), and runs again"
+    refused(block_of(body), ValueError, match, shard)
+
+
 def test_a_second_run_that_is_another() -> None:
     """What decides lies where nothing is looked for."""
     sys.modules["elsewhere"] = types.ModuleType("elsewhere")
