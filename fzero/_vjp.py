@@ -158,8 +158,11 @@ _REFUSED = {
 
 
 def _place_of(error: BaseException) -> str:
-    """Where an error was raised, by the innermost function of Python's."""
-    frame = traceback.extract_tb(error.__traceback__)[-1]
+    """Where an error was raised: the innermost function of the user's, or of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = [Path(file).parent for file in (torch.__file__, __file__)]
+    users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
+    frame = (users or frames)[-1]
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
 

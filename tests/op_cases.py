@@ -155,7 +155,7 @@ def judge(error: BaseException, case: Case) -> tuple[str, str]:
     frames = traceback.extract_tb(error.__traceback__)
     own = bool(frames) and Path(fz.__file__).parent in Path(frames[-1].filename).parents
     names = re.search(r"['\"]blocks\.\d", text) or any(f"'{name}'" in text for name in case.params)
-    names = names or re.search(r" \(in '\w+', \w+\.py, line \d+\)", text)  # what has no params is named by its place
+    names = names or re.search(r" \(in '[\w<>]+', \S+, line \d+\)", text)  # what has no params is named by its place
     refused = own and isinstance(error, (ValueError, TypeError)) and names and REMEDY.search(str(error))
     return ("refused" if refused else "raw"), text
 

@@ -4,7 +4,7 @@
 """
 
 # the features enter themselves
-from drawn import around, control, derivatives, effects, inplace, leaves, values  # noqa: F401
+from drawn import around, between, control, derivatives, effects, inplace, leaves, values  # noqa: F401
 from drawn.drawing import from_seed as from_seed
 from drawn.drawing import programs as programs
 from drawn.language import FEATURES as FEATURES

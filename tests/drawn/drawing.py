@@ -90,7 +90,7 @@ def draw(source: Source, seed: int) -> Program:
     kind, form = pick(source, KINDS), pick(source, FORM_DRAWS)
     allowed = [f for f in FEATURES.values() if kind in f.kinds and form in f.forms]
     statements: list[Statement] = []
-    while len(statements) < 2 or (len(statements) < 11 and chance(source, 84)):
+    while len(statements) < 2 or (len(statements) < 12 and chance(source, 86)):
         chosen = weighted(source, allowed)
         allowed = [f for f in allowed if f is not chosen]
         statements.append(Statement(chosen.name, numbers(source)))

@@ -144,8 +144,9 @@ class Plain:
     # ---- the component
 
     def _mean(self, grads: Sequence[Flat]) -> Flat:
-        """Over ranks."""
-        return [torch.stack(parts).mean(0) for parts in zip(*grads, strict=True)]
+        """Over ranks. Those of F.embedding(sparse=True) are sparse."""
+        dense = ([g.to_dense() if g.layout != torch.strided else g for g in of] for of in grads)
+        return [torch.stack(parts).mean(0) for parts in zip(*dense, strict=True)]
 
     def _cotangents(self, run: _Run, rank: int, number: int) -> list[torch.Tensor]:
         found = [

@@ -1,0 +1,118 @@
+"""What comes between a unit and its derivative: hooks of tensors, modes, checkpoints, an `except` for everything."""
+
+from __future__ import annotations
+
+from drawn.language import feature
+from drawn.write import Writer
+
+
+def _what(c: Writer, of: str = "h") -> str:
+    w, b, _ = c.own()
+    return f"0.3 * torch.tanh({of} @ {w} + {b})"
+
+
+@feature("a hook on a tensor", rows=False, nests=False)
+def tensor_hook(c: Writer) -> None:
+    """That changes the cotangent, or keeps what the next step reads."""
+    form, seen = c.number(4), c.name("seen")
+    if form == 0:
+        change = "if v.requires_grad:\n    v.register_hook(lambda g: 0.5 * g)"
+        block = c.unit("h", f"v = {_what(c)}", change, "return h + v")
+        c.do(f"h = {c.call(block, 'h')}")
+        return
+    c.top.append(f"{seen} = Config([])")
+    keep = f"if v.requires_grad:\n    v.register_hook(lambda g: {seen}.scale.append(0.1 if g is not None else 0.0))"
+    factor = f"(1 + 0.1 * min(len({seen}.scale), 5))"
+    if form == 1:
+        block = c.unit("h", f"v = {_what(c)}", keep, "return h + v")
+        c.do(f"h = {c.call(block, 'h')} * {factor}")
+    elif form == 2:  # read where it is written
+        block = c.unit("h", f"v = {_what(c)} * {factor}", keep, "return h + v")
+        c.do(f"h = {c.call(block, 'h')}")
+    else:  # of what a unit puts out
+        block = c.unit("h", f"return {_what(c)}")
+        c.do(f"v = {c.call(block, 'h')}", keep, f"h = h + v * {factor}")
+
+
+@feature("a function mode around a call")
+def function_mode(c: Writer) -> None:
+    form = c.number(3)
+    block = c.unit("h", f"return h + {_what(c)}")
+    if form == 0:
+        c.do("with Doubling():", f"    h = {c.call(block, 'h')}")
+    elif form == 1:  # and without
+        c.do("with Doubling():", f"    h = {c.call(block, 'h')}", f"h = {c.call(block, 'h')}")
+    else:
+        inner = c.unit("h", "with Doubling():", f"    v = {_what(c)}", "return h + v")
+        c.do(f"h = {c.call(inner, 'h')}", "with Doubling():", f"    h = {c.call(block, 'h')}")
+
+
+@feature("an except that takes everything")
+def takes_everything(c: Writer) -> None:
+    form, held = c.number(4), c.name("held")
+    taken = ["except Exception:", "except:"][c.number(2)]
+    given = ["torch.sin(h)", c.root("g") if c.pure else "self.g * 1.0"][c.number(2)]
+    if form == 3:  # of its own making
+        block = c.unit(
+            "h", "try:", "    v = h @ torch.zeros(7, 2, dtype=F64)", taken, f"    v = {_what(c)}", "return h + v"
+        )
+        c.do(f"h = {c.call(block, 'h')}")
+        return
+    c.top.append(f"{held} = Config(None)")
+    read = [f"{held}.scale * 1.0", f"torch.cos({held}.scale)", f"{held}.scale.sum(-1, keepdim=True)"][form]
+    block = c.unit("h", "try:", f"    v = {read}", taken, "    v = 2.0", f"return h + {_what(c)} * v")
+    c.do(f"{held}.scale = {given}", f"h = {c.call(block, 'h')}", f"{held}.scale = None")
+
+
+@feature("what begins in a later step", rows=False)
+def later(c: Writer) -> None:
+    """A place that is empty in the first steps."""
+    held, form = c.name("held"), c.number(3)
+    value = ["torch.sin(h)", "h.mean(-1, keepdim=True)", c.root("g") if c.pure else "self.g * 1.0"][form]
+    c.top.append(f"{held} = Config(None)")
+    read = f"(1.0 if {held}.scale is None else {held}.scale)"
+    block = c.unit("h", f"return h + {_what(c)} * {read}")
+    c.do(f"{held}.scale = {value} if {c.n} > {c.number(2)} else None", f"h = {c.call(block, 'h')}")
+    if c.number(2):
+        c.do(f"h = {c.call(block, 'h')}")
+    c.do(f"{held}.scale = None")
+
+
+@feature("an array of objects")
+def objects(c: Writer) -> None:
+    kept, form = c.name("kept"), c.number(3)
+    if form == 0:
+        block = c.unit("kept", f"return kept[0] + {_what(c, 'kept[1]')}")
+        c.do(f"{kept} = np.empty(2, dtype=object)", f"{kept}[0], {kept}[1] = h, torch.sin(h)")
+        c.do(f"h = {c.call(block, kept)}")
+    elif form == 1:
+        block = c.unit("h, kept", f"kept[1] = h + {_what(c)}", "return h * 0.9")
+        c.do(f"{kept} = np.empty(2, dtype=object)", f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[1]")
+    else:
+        block = c.unit("h, kept", f"kept[0] = kept[0] + {_what(c, 'kept[0]')}", "return h * 0.9")
+        c.do(f"{kept} = np.empty(1, dtype=object)", f"{kept}[0] = h")
+        c.do(f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[0]")
+
+
+@feature("an embedding with sparse gradients", nests=False, weight=1.5)
+def sparse(c: Writer) -> None:
+    form = c.number(3)
+    table = 'q["table"]' if c.pure else "self.table"
+    found = f"F.embedding(k % 3, {table}, sparse=True)"
+    if form == 0:  # its only use
+        block = c.unit("h, k", f"return h + {found} + {_what(c)}", table="3, 4")
+    elif form == 1:
+        block = c.unit("h, k", f"return h + {found} * {table}.sum(0) + {_what(c)}", table="3, 4")
+    else:
+        block = c.unit("h, k", f"return h + {found} + 0.1 * {found}.sin() + {_what(c)}", table="3, 4")
+    c.do(f"h = {c.call(block, 'h, k')}")
+
+
+@feature("a checkpoint around a unit", autograd=True, remedy=True)
+def around_unit(c: Writer) -> None:
+    """Refused: fz.remat recomputes units."""
+    block = c.unit("h", f"return h + {_what(c)}")
+    if c.remedied or c.number(8):
+        c.do(f"h = {c.call(block, 'h')}")
+    else:
+        c.do(f"h = checkpoint(lambda h: {c.call(block, 'h')}, h, use_reentrant=False)")
