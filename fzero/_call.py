@@ -17,7 +17,8 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._containers import Container, Content, replaced, tensors_in
+from fzero._containers import Container, Content
+from fzero._contents import replaced, tensors_in
 from fzero._exports import Exports, Outlets, alike, built, memory
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
 from fzero._refusals import heard, is_ours, noted
@@ -41,8 +42,9 @@ class Again(BaseException):
         more: Handle | None = None,
         read: int | None = None,
         returned: frozenset[int] = frozenset(),
+        watched: bool = False,
     ) -> None:
-        self.mutated, self.more, self.read, self.returned = mutated, more, read, returned
+        self.mutated, self.more, self.read, self.returned, self.watched = mutated, more, read, returned, watched
 
 
 class _Unread(torch.Tensor):
@@ -109,7 +111,7 @@ class Call:
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
         self._second = SecondRun(self.reach)
-        self.unit, self.recomputes = "", False
+        self.unit, self.recomputes, self.guards = "", False, True
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._leaves: set[int] = set()  # ids of what the graph of the run begins with
@@ -147,7 +149,8 @@ class Call:
             assert again.read not in read
             read |= {again.read}
         returned, mutated = self.facts.returned | again.returned, self.facts.mutated | again.mutated
-        facts = self.facts._replace(mutated=mutated, more=more, read=read, returned=returned)
+        watched = self.facts.watched or again.watched
+        facts = self.facts._replace(mutated=mutated, more=more, read=read, returned=returned, watched=watched)
         assert facts != self.facts
         self.facts = facts
         self.reach.reads(read)
@@ -188,6 +191,15 @@ class Call:
         return tensors, wanted
 
     # ---- the run
+
+    def guarded(self, watched: bool = False) -> contextlib.AbstractContextManager[Any]:
+        """Around a run: whatever the function reaches of a level that is not active shows itself, as an error.
+
+        Args:
+            watched: whether each operation is looked at.
+        """
+        watched = watched or self.facts.watched or not self.guards
+        return contextlib.nullcontext() if watched else _private.without_dead_wrappers()
 
     def run(
         self,
@@ -307,7 +319,8 @@ class Call:
             self._outlets = Outlets(out, count, tensors, self.reach.tensors, own, self._moving, self._leaves)
             self._need_copies(self._outlets.returned)
         form = [(x.shape, x.dtype) for x in out]
-        if again and form != self._form:
+        compared = self._derived and (self.recomputes or self.first)
+        if (again and form != self._form) or (compared and not self._second.weigh(out, again)):
             raise ValueError(_another_run(self.unit))
         self._form = form
         return self._outlets.taken(out)
@@ -326,6 +339,8 @@ class Call:
                 with heard():
                     result = self.fn(*args, **kwargs)
             except Exception as error:
+                if _private.says(error, _private.NO_MEMORY, _private.NO_STORAGE) and not self.facts.watched:
+                    raise Again(watched=True) from None
                 if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
                     raise
                 self._raises, result = True, error
@@ -422,9 +437,9 @@ def twice(unit: str) -> str:
 
 def _another_run(unit: str) -> str:
     return (
-        f"Unit {unit!r} did something else when it ran again than when it was called: it read or put out other "
-        "tensors. What decides that must be the same then: no id() of a tensor, no clock, no state that fzero does not "
-        "see (another library's)."
+        f"Unit {unit!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was "
+        "called: it read or put out other tensors. What decides that must be the same then: no clock, no file, no "
+        "counter in an object of another library, no id() of a tensor. Take what changes as an argument of the unit."
     )
 
 

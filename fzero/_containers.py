@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
+import abc
+import array
 import collections
+import functools
+import io
 import operator
 import types
-import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import optree
 import torch
 from torch import nn
 
-from fzero import _private, _tree
+from fzero import _private
 from fzero._handle import Handle
-from fzero._random import GENERATORS
 
-ATOMS = frozenset(
-    {
-        *(type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis)),
-        *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, type(torch)),
-        *(types.BuiltinFunctionType, types.MethodWrapperType, types.GetSetDescriptorType, type),
-    }
-)
 # a module's own, which say what it is; recurrent layers keep lists of their weights, written anew in every forward
 _OWN = frozenset({*vars(nn.Module()), "_flat_weights", "_flat_weight_refs"} - {"training"})
-MANY = 4096  # entries: longer lists, dicts and arrays hold data, and are not looked through in every call
-# ours (steps, states), and what leads to much that no function computes with
-_CLOSED = frozenset(
-    "fzero logging threading importlib inspect multiprocessing concurrent asyncio socket pathlib".split()
+# what a class consists of
+_OF_CLASSES = (
+    *(types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType),
+    *(types.MemberDescriptorType, types.GetSetDescriptorType, types.ClassMethodDescriptorType, type, type(abc.ABC)),
+    *(classmethod, staticmethod, property, functools.cached_property),
 )
 Content = dict[Any, Any]
 
@@ -70,15 +65,16 @@ class Container:
         return self.of
 
 
-class _List(Container):
+class List(Container):
     __slots__ = ()
 
     def read(self) -> Content:
-        return dict(enumerate(self.of))
+        return dict(enumerate(_kind_of(self.of).__iter__(self.of)))
 
     def write(self, content: Content) -> None:
-        self.of.clear()
-        self.of.extend(content.values())
+        own = _kind_of(self.of)  # not a subclass's
+        own.clear(self.of)
+        own.extend(self.of, content.values())
 
 
 class Attributes(Container):
@@ -113,11 +109,11 @@ class _Behind(Container):
         return None
 
 
-class _Slots(_Behind):
+class Slots(_Behind):
     __slots__ = ()
 
     def read(self) -> Content:
-        names = [name for cls in type(self.of).__mro__ for name in _slot_names(cls)]
+        names = [name for cls in type(self.of).__mro__ for name in slot_names(cls)]
         return {name: getattr(self.of, name) for name in names if hasattr(self.of, name)}
 
     def write(self, content: Content) -> None:
@@ -172,11 +168,50 @@ class Set(_Behind):
     __slots__ = ()
 
     def read(self) -> Content:
-        return dict(enumerate(self.of))
+        return dict(enumerate(set.__iter__(self.of)))
 
     def write(self, content: Content) -> None:
-        self.of.clear()
-        self.of.update(content.values())
+        set.clear(self.of)
+        set.update(self.of, content.values())
+
+
+BYTES = (bytearray, array.array, io.StringIO, io.BytesIO)
+
+
+def size_of(value: Any) -> int:
+    """Of one of `BYTES`."""
+    return (
+        value.getbuffer().nbytes
+        if isinstance(value, io.BytesIO)
+        else value.tell()
+        if isinstance(value, io.StringIO)
+        else len(value)
+    )
+
+
+class Bytes(_Behind):
+    __slots__ = ()
+
+    def read(self) -> Content:
+        if isinstance(self.of, (io.StringIO, io.BytesIO)):
+            return {"": (self.of.getvalue(), self.of.tell())}
+        return {"": bytes(self.of) if isinstance(self.of, bytearray) else self.of.tobytes()}
+
+    def write(self, content: Content) -> None:
+        if isinstance(self.of, (io.StringIO, io.BytesIO)):
+            value, place = content[""]
+            self.of.seek(0)
+            self.of.truncate()
+            self.of.write(value)
+            self.of.seek(place)
+        elif isinstance(self.of, bytearray):
+            self.of[:] = content[""]
+        else:
+            self.of[:] = array.array(self.of.typecode, content[""])
+
+    def differs(self, content: Content) -> Content | None:
+        now = self.read()
+        return None if now == content else now
 
 
 class Array(_Behind):
@@ -248,7 +283,7 @@ class ClassAttributes(_Behind):
 
     def read(self) -> Content:
         own = vars(self.of).items()
-        return {k: v for k, v in own if not (k.startswith("__") or callable(v) or hasattr(v, "__get__"))}
+        return {k: v for k, v in own if not (k.startswith("__") or isinstance(v, _OF_CLASSES))}
 
     def write(self, content: Content) -> None:
         for name in [name for name in self.read() if name not in content]:
@@ -294,117 +329,10 @@ def moves(tensor: torch.Tensor) -> bool:
     return _private.is_wrapped(tensor) or _private.is_differentiated(tensor)
 
 
-def _slot_names(cls: type) -> tuple[str, ...]:
+def slot_names(cls: type) -> tuple[str, ...]:
     slots = cls.__dict__.get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(n for n in slots if n not in ("__dict__", "__weakref__"))
 
 
-def container_of(value: Any) -> type[Container] | None:
-    """How an object is read and written, if it is mutable and its content can be seen."""
-    kind = type(value)
-    if kind in (dict, collections.OrderedDict, collections.defaultdict):
-        return Container
-    if kind in (list, collections.deque):
-        return _List
-    if kind is set:
-        return Set
-    if kind is np.ndarray:
-        if value.size > MANY or not value.flags.writeable:
-            return None
-        return Objects if value.dtype.hasobject else Array
-    if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, *GENERATORS)):
-        return None
-    if kind.__module__.partition(".")[0] in _CLOSED and not isinstance(value, dict):
-        return None
-    if isinstance(value, BaseException):
-        return Raised
-    if isinstance(value, dict):  # a dict's subclass; what it has as attributes too (ModelOutput) follows its items
-        return Container
-    if hasattr(value, "__dict__"):
-        return Attributes
-    return _Slots if any(_slot_names(cls) for cls in kind.__mro__) and _is_users(kind) else None
-
-
-def _is_users(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "collections", "weakref", "re")
-
-
-def containers_of(value: Any) -> list[Container]:
-    """How one object is read and written: a dict's subclass by its items, and by its attributes if it has some."""
-    how = container_of(value)
-    if how is None:
-        return []
-    found = [how(value)]
-    if isinstance(value, dict) and getattr(value, "__dict__", None):
-        found.append(Attributes(value))
-    return found
-
-
-def is_registered(kind: type) -> bool:
-    """Whether optree takes a type apart by its own rules."""
-    return optree.register_pytree_node.get(kind) is not None  # type: ignore[attr-defined]
-
-
-def is_built(value: Any) -> bool:
-    """Whether optree takes it apart, and nothing can be written into it: with other content it is another object."""
-    return is_registered(type(value)) and container_of(value) is None
-
-
-def children(value: Any) -> tuple[list[Any], Any]:
-    """One level of a registered node."""
-    return optree.tree_flatten(value, is_leaf=lambda x: x is not value, none_is_leaf=True)
-
-
-def replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """A value with tensors exchanged, by id; containers stay the objects that they are, only their content changes."""
-    kind = type(value)
-    if isinstance(value, torch.Tensor):
-        return by.get(id(value), value)
-    if kind in ATOMS or kind is dict or kind is list:  # as `is_built` would find
-        return value
-    if kind is frozenset:
-        parts = {replaced(item, by) for item in value}
-        return value if all(any(a is b for b in value) for a in parts) else frozenset(parts)
-    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
-        items = [replaced(item, by) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
-            return value
-        return tuple(items) if kind is tuple else kind(*items)
-    if is_built(value):
-        below, spec = children(value)
-        items = [replaced(item, by) for item in below]
-        if all(a is b for a, b in zip(items, below, strict=True)):
-            return value
-        return _tree.unflatten(spec, items)
-    return value
-
-
-def exchanges(value: Any) -> bool:
-    """Whether `replaced` can give something else for it."""
-    kind = type(value)
-    if kind in ATOMS:
-        return False
-    if kind is frozenset or (isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields"))):
-        return any(map(exchanges, value))
-    return isinstance(value, torch.Tensor) or is_built(value)
-
-
-def tensors_in(value: Any, known: Callable[[Any], bool], seen: set[int] | None = None) -> Iterator[torch.Tensor]:
-    """The tensors in a value that a unit made, containers and objects taken apart; those that are known are not."""
-    kind, seen = type(value), set() if seen is None else seen
-    if kind in ATOMS or id(value) in seen or known(value):
-        return
-    seen.add(id(value))
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
-        items: Iterable[Any] = value
-    elif containers := containers_of(value):
-        items = [item for container in containers for item in container.found.values()]
-    elif is_registered(kind):
-        items = children(value)[0]
-    else:
-        return
-    for item in [*items]:
-        yield from tensors_in(item, known, seen)
+def _kind_of(value: Any) -> Any:
+    return list if isinstance(value, list) else collections.deque

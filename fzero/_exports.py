@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero import _private, _tree
-from fzero._containers import container_of, containers_of, has_attributes
+from fzero._containers import Cell, has_attributes
+from fzero._contents import container_of, containers_of
 from fzero._handle import Valueless
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -78,7 +80,12 @@ class Exports:
         if self._knows(value) or id(value) in self._objects:
             return value
         self._objects[id(value)] = value
+        if isinstance(value, types.MethodType):
+            self.of(value.__self__)
+            return value
         for container in containers_of(value):
+            if isinstance(container, Cell) and self._knows(container.of):
+                continue
             count = len(self.tensors)
             content = {key: self.of(item) for key, item in container.found.items()}
             if len(self.tensors) > count or any(content[k] is not v for k, v in container.found.items()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import array
 import builtins
 import collections
 import dis
@@ -18,8 +19,7 @@ import torch
 from torch import nn
 
 from fzero._containers import (
-    ATOMS,
-    MANY,
+    BYTES,
     Attributes,
     Bound,
     Cell,
@@ -27,18 +27,17 @@ from fzero._containers import (
     Container,
     Defaults,
     Globals,
-    children,
-    container_of,
-    exchanges,
     has_attributes,
-    is_registered,
+    size_of,
 )
+from fzero._contents import ATOMS, MANY, children, container_of, exchanges, has_own, is_registered
 from fzero._random import GENERATORS, drawn_by
 from fzero._reach import is_library
 from fzero._snapshot import Snapshot
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)  # functions of Python's own; those of an object know it
 _UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__"})
 
 
@@ -96,6 +95,9 @@ class Found:
             return
         if kind in ATOMS:
             return
+        if kind in _BOUND:
+            self.search(value.__self__, False)
+            return
         if isinstance(value, torch.Tensor):
             self.ids.add(number)
             self.tensors.append((value, argument))
@@ -123,7 +125,8 @@ class Found:
                 "tuple: a unit may run again."
             )
         how = container_of(value)
-        if isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY:
+        many = isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY
+        if many or (kind in BYTES and size_of(value) > MANY):
             self.settled = False
             self.long.append(value)
             return
@@ -143,7 +146,7 @@ class Found:
                 self._module(value)
             else:
                 self._space(kind)
-            if isinstance(value, dict) and getattr(value, "__dict__", None):
+            if has_own(value):
                 self._content(Attributes(value))
         elif is_registered(kind):
             self.settled = False
@@ -181,14 +184,20 @@ class Found:
                 self.function(inner, top)
             return
         for cell in fn.__closure__ or ():
+            self.ids.add(id(cell))
             self._content(Cell(cell))
         if fn.__defaults__:
             self._content(Defaults(fn))
         self.search(fn.__kwdefaults__, False)
         self._content(Attributes(fn))
-        names, attributes = _names(fn.__code__)
+        names, attributes, imports = _names(fn.__code__)
         values = {name: fn.__globals__.get(name) for name in names}
         self._named(fn.__globals__, values)
+        for name in imports:  # of a package's own modules the whole name is not told
+            where = sys.modules.get(name) or sys.modules.get(f"{fn.__globals__.get('__package__')}.{name}")
+            if where is not None:
+                self._space(where)
+            self.generators += [] if (own := drawn_by(where)) is None else [own]
         new = attributes - self._names
         if new:
             self._names |= new
@@ -197,7 +206,7 @@ class Found:
 
     def _named(self, where: dict[str, Any], values: Mapping[str, Any]) -> None:
         """Variables of a file or notebook, and what its names stand for there or in others of the user's."""
-        variables = [name for name, value in values.items() if not isinstance(value, _NAMED)]
+        variables = [name for name, value in values.items() if not isinstance(value, _NAMED) or _is_bound(value)]
         if variables:
             self._content(Globals(where, variables))
         for value in values.values():
@@ -255,17 +264,24 @@ class Found:
 
 
 @functools.lru_cache(4096)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str]]:
-    """The globals that a function reads or writes, beside those that Python itself has; and names of attributes."""
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str], tuple[str, ...]]:
+    """Of a function the globals that are not Python's own, the names of attributes, and what it imports."""
     operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-    names = {i.argval for i in dis.get_instructions(code) if i.opname in operations}
+    instructions = [*dis.get_instructions(code)]
+    names = {i.argval for i in instructions if i.opname in operations}
+    imports = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
     attributes = set(code.co_names)
     for inner in code.co_consts:
         if isinstance(inner, types.CodeType):
-            own, others = _names(inner)
+            own, others, more = _names(inner)
             names.update(own)
+            imports.update(more)
             attributes |= others
-    return tuple(sorted(names - vars(builtins).keys())), frozenset(attributes)
+    return tuple(sorted(names - vars(builtins).keys())), frozenset(attributes), tuple(sorted(imports))
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, _BOUND) and not isinstance(value.__self__, (types.ModuleType, type(None)))
 
 
 @functools.lru_cache(4096)
@@ -278,5 +294,18 @@ def _is_users(name: str | None) -> bool:
 
 
 def marks(long: Iterable[Any], thorough: bool) -> list[int]:
-    """What shows that something long was changed: its length; of an array its checksum, which takes a while."""
-    return [len(x) if not isinstance(x, np.ndarray) else zlib.crc32(x.tobytes()) if thorough else 0 for x in long]
+    """What shows that something long was changed: its length; thoroughly also what is in it, which takes a while."""
+    return [_mark(x) if thorough else 0 if isinstance(x, np.ndarray) else _length(x) for x in long]
+
+
+def _length(long: Any) -> int:
+    return size_of(long) if isinstance(long, BYTES) else len(long)
+
+
+def _mark(long: Any) -> int:
+    if isinstance(long, np.ndarray):
+        return zlib.crc32(long.tobytes())
+    if isinstance(long, BYTES):
+        return hash(bytes(long) if isinstance(long, (bytearray, array.array)) else long.getvalue())
+    values = long.values() if isinstance(long, dict) else ()
+    return hash((len(long), *map(id, long), *map(id, values)))

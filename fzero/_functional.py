@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
@@ -101,8 +102,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
             leaves = _units.get().get(path)
+            caller = sys._getframe(1).f_locals.get("self")
+            if caller is not own and isinstance(caller, nn.Module) and vars(caller).get("forward") is forward:
+                # a shallow copy: it has this function, and attributes of its own
+                return getattr(run_forward, "__func__", run_forward)(caller, *args, **kwargs)
             if leaves is None:
                 return run_forward(*args, **kwargs)
+            leaves = places.now(leaves)
 
             def node(seed: int | None = None) -> Any:
                 outside = _outside.get()

@@ -82,7 +82,10 @@ class Handle(Valueless):
         leaves, spec = _tree.flatten((args, kwargs or {}))
         if writes(func, kwargs) and isinstance(leaves[0], Handle):
             raise noted(leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it"))
-        args, kwargs = _tree.unflatten(spec, [read(x) if isinstance(x, Handle) else x for x in leaves])
+        full = [read(x) if isinstance(x, Handle) else x for x in leaves]
+        if func is torch.Tensor.__deepcopy__:  # of a result of operations torch makes none
+            return full[0].detach().clone()
+        args, kwargs = _tree.unflatten(spec, full)
         return func(*args, **kwargs)
 
     @classmethod

@@ -37,6 +37,13 @@ class Places:
         held = {name: param for name, (owner, own) in self.of.items() if (param := owner[own]) is not None}
         self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
 
+    def now(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What stands for the module's params, if others were put there (torch.func.functional_call)."""
+        places = [(name, *self.of[name]) for name in leaves]
+        if all(owner.get(own) is leaves[name] for name, owner, own in places):
+            return leaves
+        return {name: owner[own] for name, owner, own in places if owner.get(own) is not None}
+
     def call(self, leaves: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
         """Runs with these leaves for the module's params; every name of a tied one is among them."""
         with self.installed(leaves):

@@ -18,6 +18,7 @@ SAVED_HOOKS = "saved tensor hooks"  # torch.utils.checkpoint under functorch
 OLD_FUNCTION = "setup_context"  # an autograd.Function without one under functorch
 REQUIRES_GRAD = "requires_grad_()"  # called under functorch
 NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
+NO_STORAGE = "Cannot access storage of TensorWrapper"
 WRITES_LEAF = "leaf Variable that requires grad"
 WRITES_CAPTURED = "would mutate a captured Tensor"
 WRITES_SAVED = "modified by an inplace operation"
@@ -162,6 +163,15 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def is_mapped(tensor: torch.Tensor) -> bool:
+    """Whether a map is among the functorch levels that a tensor takes part in."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        if _functorch.is_batchedtensor(tensor):
+            return True
+        tensor = _functorch.get_unwrapped(tensor)
+    return False
+
+
 def below(tensor: torch.Tensor) -> bool:
     """Whether what runs now runs below the level of this tensor, where its derivative would be lost."""
     return _functorch.maybe_get_level(tensor) > level()
@@ -241,6 +251,17 @@ def below_transforms(at: int = 0) -> Iterator[None]:
     finally:
         while saved:
             _functorch.push_dynamic_layer_stack(saved.pop())
+
+
+_WRAPPERS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchGradWrapper)  # type: ignore[attr-defined]
+
+
+def without_dead_wrappers() -> AbstractContextManager[Any]:
+    """Inside, an operator on a tensor of a functorch level that is not active raises NO_MEMORY or NO_STORAGE.
+
+    Otherwise functorch takes its value for a constant, without a word.
+    """
+    return torch._C._ExcludeDispatchKeyGuard(_WRAPPERS)  # type: ignore[attr-defined]
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import contextvars
+import traceback
+from pathlib import Path
 from typing import TypeVar
+
+import torch
 
 Error = TypeVar("Error", bound=BaseException)
 _said: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar("fzero_refusals", default=None)
@@ -38,3 +42,12 @@ def is_ours(error: BaseException) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("fzero.")
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised: the innermost function of the user's, or of all."""
+    frames = traceback.extract_tb(error.__traceback__)
+    libraries = [Path(file).parent for file in (torch.__file__, __file__)]
+    users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
+    frame = (users or frames)[-1]
+    return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"

@@ -32,6 +32,8 @@ class Facts(NamedTuple):
         returned: positions among its tensors of those that it returns, or views of them, where it will be run again:
             the caller may change them meanwhile.
         draws: whether it draws from random generators that are Python's or numpy's own.
+        watched: whether it computes with tensors of functorch levels that have ended, so that each operation must be
+            looked at to tell them from those of levels that go on.
     """
 
     mutated: frozenset[int] = frozenset()
@@ -39,6 +41,7 @@ class Facts(NamedTuple):
     read: frozenset[int] = frozenset()
     returned: frozenset[int] = frozenset()
     draws: bool = False
+    watched: bool = False
 
 
 class Record:

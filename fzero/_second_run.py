@@ -1,17 +1,22 @@
 """What a second run of a unit's call finds as its first run did, beside tensors; what it cannot find so is refused.
 
 That are context variables, torch function modes and random generators. A unit runs again where it is recomputed
-(fz.remat, derivatives of derivatives), and where its first run showed what must be known beforehand.
+(fz.remat, derivatives of derivatives), and where its first run showed what must be known beforehand. Whatever else
+makes another run something else (a counter that nobody can see, a clock, a file) shows in what is put out, which is
+compared.
 """
 
 from __future__ import annotations
 
 import contextvars
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from fzero import _intercept, _private
-from fzero._containers import MANY
+from fzero._contents import MANY
 from fzero._found import marks
 from fzero._random import NUMPY, PYTHON, Replayed
 from fzero._surroundings import Reach
@@ -34,7 +39,7 @@ class SecondRun:
             first: whether nothing is known of the call.
             draws: whether it is known to draw from generators that are Python's or numpy's own.
         """
-        self._first, self._draws = first, draws
+        self._first, self._draws, self._weights = first, draws, None
         self._replayed = Replayed((*self._reach.generators, *((PYTHON, NUMPY) if first or draws else ())))
         self._before = self._after = marks(self._reach.long, first)
         self._entered = self._left = self._versions()
@@ -99,5 +104,43 @@ class SecondRun:
                     "derivative of a derivative). Pass it to the unit's call, or assign another tensor."
                 )
 
+    def weigh(self, out: Sequence[torch.Tensor], again: bool) -> bool:
+        """Whether a run put out what the first one did, as far as sums tell; of the first one they are kept.
+
+        On an accelerator, where reading a sum waits for the device, only the first runs of a call are compared.
+        """
+        if any(x.device.type != "cpu" for x in out) and not self._first:
+            return True
+        weights = _weights(out)
+        if not again:
+            self._weights = weights
+        return not again or self._weights is None or weights is None or all(map(_agree, self._weights, weights))
+
     def _versions(self) -> list[int]:
         return [_private.version(x) for x in self._reach.constants]
+
+
+def _weights(out: Sequence[torch.Tensor]) -> list[tuple[float, float, float]] | None:
+    """Of each tensor its sum, that of its magnitudes, and what is lost of these to rounding; None under a map."""
+    found = []
+    with _private.below_transforms(), torch.no_grad():
+        for x in out:
+            if _private.is_mapped(x):
+                return None
+            x = _private.unwrapped(x).detach()
+            if x.layout != torch.strided or x.is_meta or x.is_quantized:
+                continue
+            x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+            dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
+            lost = torch.finfo(x.dtype).eps ** 0.75 if x.is_floating_point() else 0.0
+            x = x if x.is_floating_point() else x.to(dtype)
+            found.append((x.sum(dtype=dtype).item(), torch.linalg.vector_norm(x, 1, dtype=dtype).item(), lost))
+    return found
+
+
+def _agree(one: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
+    """Whether sums are the same but for rounding; what is not finite says nothing."""
+    bound = one[2] * max(one[1], other[1])
+    return all(
+        a == b or not math.isfinite(a - b) or abs(a - b) <= bound for a, b in zip(one[:2], other[:2], strict=True)
+    )

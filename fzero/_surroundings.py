@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero._containers import Container, Content, Params, moves, replaced
+from fzero._containers import Container, Content, Params, moves
+from fzero._contents import replaced
 from fzero._found import Found
 from fzero._handle import Handle
 

@@ -25,7 +25,7 @@ from fzero._refusals import is_ours, noted
 from fzero._sharded import is_sharded
 from fzero._surroundings import Surroundings
 from fzero._traversal import Traversal, current
-from fzero._watch import elsewhere, is_strict, storage_of, watching
+from fzero._watch import begins, elsewhere, is_begun, is_strict, storage_of, watching
 
 
 class _Pull:
@@ -50,7 +50,10 @@ class UnitOp(Op):
             for key, primal in zip(keys, tensors, strict=False):
                 leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
             # what they would run again later is not surrounded by what this run finds
-            with torch.autograd.graph.disable_saved_tensors_hooks("saved tensor hooks in a derivative's derivative"):
+            refusing = torch.autograd.graph.disable_saved_tensors_hooks(
+                "saved tensor hooks in a derivative's derivative"
+            )
+            with refusing, call.guarded():
                 return call.body(leaves, tensors[len(keys) :])
 
         super().__init__(pure, seed, traversal.device)
@@ -165,11 +168,16 @@ class UnitOp(Op):
             if position >= count:
                 inputs[position - count] = inputs[position - count].detach().requires_grad_()
         grad_mode = torch.enable_grad() if wanted else contextlib.nullcontext()
-        suspicious = self._suspicious and derived
-        with self.surroundings(), _private.saved_tensor_hooks(), grad_mode:
-            watch = self._watch(fulls) if suspicious and not traversal.compiles else contextlib.nullcontext()
+        begin = [
+            *(leaf for group in differentiated for leaf in group),
+            *(inputs[p - count] for p in wanted if p >= count),
+        ]
+        begins(self.unit, begin)
+        thorough = (self._suspicious and derived) or self.call.facts.watched
+        with self.surroundings(), _private.saved_tensor_hooks(), self.call.guarded(thorough), grad_mode:
+            watch = self._watch(fulls, begin) if thorough and not traversal.compiles else None
             try:
-                out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch)
+                out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())
             except Again:  # with what is gathered: the other ranks need not run again
                 for key, full in self._fulls.items():
                     traversal.schedule.keep(key, full)
@@ -182,13 +190,12 @@ class UnitOp(Op):
             )
             self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
             self._pull.surroundings = functools.partial(self.call.refilled, leaves, self.call.inner)
-            if suspicious:
-                ours = [*(leaf for group in differentiated for leaf in group), *self._pull.inputs.values()]
-                refuse_foreign_leaves(self._pull.outputs, ours, getattr(watch, "own", ()))
+            is_foreign = is_begun if watch is None else lambda leaf: id(leaf) not in watch.own
+            refuse_foreign_leaves(self._pull.outputs, begin, is_foreign)
         self.call.inner = (), []
         return tuple(o.detach() for o in out)
 
-    def _watch(self, fulls: Sequence[torch.Tensor]) -> contextlib.AbstractContextManager[Any]:
+    def _watch(self, fulls: Sequence[torch.Tensor], begin: Sequence[torch.Tensor]) -> Any:
         groups = [self.traversal.layout.groups[key] for key in self.keys]
         return watching(
             self.unit,
@@ -196,6 +203,7 @@ class UnitOp(Op):
                 storage_of(full): lambda x, group=group: f"Leaf {group.leaf_at(int(x.storage_offset()))!r}"
                 for full, group in zip(fulls, groups, strict=True)
             },
+            {*map(id, begin)},
         )
 
     def _empty(self) -> None:
@@ -345,7 +353,7 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     traversal = handles[0].traversal if handles else traversal
     assert traversal is not None
     if traversal.compiles:
-        call.fn = compilable or compiled(call.fn)
+        call.fn, call.guards = compilable or compiled(call.fn), False
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))

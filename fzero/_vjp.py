@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,20 +14,20 @@ from fzero import _private, _tree
 from fzero._arguments import need_bool
 from fzero._checks import nothing_to_pull, split_result
 from fzero._collectives import Axis
-from fzero._containers import tensors_in
+from fzero._contents import tensors_in
 from fzero._delivery import Delivery
 from fzero._formats import Stored
 from fzero._handle import Handle
 from fzero._layout import Group
 from fzero._node import active
 from fzero._placement import find
-from fzero._refusals import heard
+from fzero._refusals import heard, place_of
 from fzero._sharded import Sharded
 from fzero._state import TrainState
 from fzero._traversal import Traversal, read
 from fzero._unit import used_up
 from fzero._use import Use
-from fzero._watch import guarding_run, is_strict, refuse_leaks, storage_of, watching_run
+from fzero._watch import is_strict, refuse_leaks, storage_of, watching_run
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -117,7 +115,7 @@ def call_function(
         roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
         watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
     elif traversal.acts and not step.compiles:
-        watch = guarding_run()
+        watch = watching_run(None)
     tree = _tree.unflatten(state.params.structure, leaves)
     with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
         try:
@@ -126,7 +124,7 @@ def call_function(
         except RuntimeError as error:
             for text, what in _REFUSED.items():
                 if _private.says(error, text):
-                    raise TypeError(f"step: the function {what.format(place=_place_of(error))}") from error
+                    raise TypeError(f"step: the function {what.format(place=place_of(error))}") from error
             raise
         out = _tree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
         if traversal.acts:
@@ -155,15 +153,6 @@ _REFUSED = {
     "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
     "checkpoint out: fz.remat(step) recomputes units.",
 }
-
-
-def _place_of(error: BaseException) -> str:
-    """Where an error was raised: the innermost function of the user's, or of all."""
-    frames = traceback.extract_tb(error.__traceback__)
-    libraries = [Path(file).parent for file in (torch.__file__, __file__)]
-    users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
-    frame = (users or frames)[-1]
-    return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 
 
 def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,8 @@ from fzero._refusals import noted
 
 LeafOf = Callable[[torch.Tensor], str]
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
-# of the run that is watched: id of a tensor that a unit made -> (the tensor, the unit)
+# of the run: id of a tensor that a unit made -> (the tensor, the unit); where nothing is watched only what its graph
+# begins with
 _made: contextvars.ContextVar[dict[int, tuple[weakref.ref[torch.Tensor], str]] | None] = contextvars.ContextVar(
     "fzero_made", default=None
 )
@@ -58,11 +59,11 @@ class _Watch(torch.overrides.TorchFunctionMode):
         own: ids of what the unit made, or made a leaf of a graph, itself.
     """
 
-    def __init__(self, unit: str | None, protected: Mapping[int, LeafOf]) -> None:
+    def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Collection[int] = ()) -> None:
         super().__init__()
         self.unit, self.protected = unit, protected
         self.made = _made.get()
-        self.own: set[int] = set()
+        self.own = {*own}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.unit is None and _elsewhere.get():
@@ -70,7 +71,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
         operands = [x for x in _tree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
         for x in operands:
             if self.unit is not None and _private.level() == 0 and _private.is_wrapped(x):
-                raise noted(ValueError(closed_over(x)))
+                raise noted(ValueError(closed_over(f"a tensor of shape {tuple(x.shape)}")))
             self._refuse_leaked(x)
         if writes(func, kwargs) and operands:
             target = kwargs["out"] if kwargs and isinstance(kwargs.get("out"), torch.Tensor) else operands[0]
@@ -122,12 +123,25 @@ def refuse_leaks(tree: Any) -> None:
     """Refuses tensors of units' own graphs: those that a watch saw, and where one functorch level is alone all."""
     made, alone = _made.get() or {}, _private.single_level()
     for x in _tree.flatten(tree)[0]:
-        if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.grad_fn is not None:
+        if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.requires_grad:
             known = made.get(id(x))
             if known is not None and known[0]() is x:
                 raise noted(ValueError(leaked(x, known[1])))
-            if alone and not _private.is_wrapper(x):
+            if alone and x.grad_fn is not None and not _private.is_wrapper(x):
                 raise noted(ValueError(leaked(x)))
+
+
+def begins(unit: str, leaves: Sequence[torch.Tensor]) -> None:
+    """Notes what a unit's graph begins with: no other unit, and nobody outside, may compute with that."""
+    made = _made.get()
+    if made is not None:
+        made.update((id(leaf), (weakref.ref(leaf), unit)) for leaf in leaves)
+
+
+def is_begun(leaf: torch.Tensor) -> bool:
+    """Whether a unit's graph begins with a tensor."""
+    known = (_made.get() or {}).get(id(leaf))
+    return known is not None and known[0]() is leaf
 
 
 def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
@@ -149,9 +163,9 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def watching(unit: str, protected: Mapping[int, LeafOf]) -> contextlib.AbstractContextManager[Any]:
-    """Around a unit's function; `protected` as for the run."""
-    return _Watch(unit, protected)
+def watching(unit: str, protected: Mapping[int, LeafOf], own: Collection[int]) -> _Watch:
+    """Around a unit's function; `protected` as for the run, `own` what its graph begins with."""
+    return _Watch(unit, protected, own)
 
 
 @contextlib.contextmanager
@@ -169,17 +183,13 @@ def elsewhere() -> Iterator[None]:
         _elsewhere.reset(token)
 
 
-def guarding_run() -> contextlib.AbstractContextManager[Any]:
-    """Around a run of a step's function that is not watched."""
-    return _Guard() if _private.single_level() else contextlib.nullcontext()
-
-
 @contextlib.contextmanager
-def watching_run(protected: Mapping[int, LeafOf]) -> Iterator[None]:
-    """Around a run of a step's function."""
+def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
+    """Around a run of a step's function; thoroughly where it is said what is protected."""
     token = _made.set({})
+    guard = _Guard() if _private.single_level() else contextlib.nullcontext()
     try:
-        with _Watch(None, protected):
+        with guard if protected is None else _Watch(None, protected):
             yield
     finally:
         _made.reset(token)

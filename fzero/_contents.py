@@ -1,0 +1,176 @@
+"""Which objects a unit's call takes apart, and how: what is mutable is filled, what is not is built anew."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import optree
+import torch
+
+from fzero import _tree
+from fzero._containers import (
+    BYTES,
+    Array,
+    Attributes,
+    Bound,
+    Bytes,
+    Cell,
+    Container,
+    Defaults,
+    List,
+    Objects,
+    Raised,
+    Set,
+    Slots,
+    slot_names,
+)
+from fzero._random import GENERATORS
+
+ATOMS = frozenset(
+    {
+        *(type(None), bool, int, float, complex, str, bytes, slice, range, type(Ellipsis)),
+        *(torch.dtype, torch.device, torch.Size, torch.memory_format, torch.layout, type(torch)),
+        *(types.GetSetDescriptorType, type),
+    }
+)
+MANY = 4096  # entries: longer lists, dicts and arrays hold data, and are not looked through in every call
+# ours (steps, states), and what leads to much that no function computes with
+_CLOSED = frozenset(
+    "fzero logging threading importlib inspect multiprocessing concurrent asyncio socket pathlib".split()
+)
+
+
+def container_of(value: Any) -> type[Container] | None:
+    """How an object is read and written, if it is mutable and its content can be seen."""
+    kind = type(value)
+    if kind in (dict, collections.OrderedDict, collections.defaultdict):
+        return Container
+    if kind in (list, collections.deque):
+        return List
+    if kind is set:
+        return Set
+    if kind in BYTES:
+        return Bytes
+    if kind is np.ndarray:
+        if value.size > MANY or not value.flags.writeable:
+            return None
+        return Objects if value.dtype.hasobject else Array
+    if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, *GENERATORS)):
+        return None
+    if kind.__module__.partition(".")[0] in _CLOSED and not isinstance(value, dict):
+        return None
+    if isinstance(value, BaseException):
+        return Raised
+    if isinstance(value, dict):  # a subclass; what it has as attributes too (ModelOutput) follows its items
+        return Container
+    if isinstance(value, (list, collections.deque)):
+        return List
+    if isinstance(value, set):
+        return Set
+    if hasattr(value, "__dict__"):
+        return Attributes
+    return Slots if any(slot_names(cls) for cls in kind.__mro__) and _is_users(kind) else None
+
+
+def _is_users(kind: type) -> bool:
+    return kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "collections", "weakref", "re")
+
+
+def containers_of(value: Any) -> list[Container]:
+    """How one object is read and written: a dict's or list's subclass by its items and its attributes.
+
+    Of a function that is what it closes over, its defaults and its attributes.
+    """
+    if isinstance(value, types.FunctionType):
+        cells = [Cell(cell) for cell in value.__closure__ or ()]
+        return [*cells, *([Defaults(value)] if value.__defaults__ else []), Attributes(value)]
+    if isinstance(value, functools.partial):
+        return [Bound(value), Attributes(value)]
+    how = container_of(value)
+    if how is None:
+        return []
+    found = [how(value)]
+    if has_own(value):
+        found.append(Attributes(value))
+    return found
+
+
+def has_own(value: Any) -> bool:
+    """Whether something that is read by its items has attributes too."""
+    return isinstance(value, (dict, list, set, collections.deque)) and bool(getattr(value, "__dict__", None))
+
+
+def is_registered(kind: type) -> bool:
+    """Whether optree takes a type apart by its own rules."""
+    return optree.register_pytree_node.get(kind) is not None  # type: ignore[attr-defined]
+
+
+def is_built(value: Any) -> bool:
+    """Whether optree takes it apart, and nothing can be written into it: with other content it is another object."""
+    return is_registered(type(value)) and container_of(value) is None
+
+
+def children(value: Any) -> tuple[list[Any], Any]:
+    """One level of a registered node."""
+    return optree.tree_flatten(value, is_leaf=lambda x: x is not value, none_is_leaf=True)
+
+
+def replaced(value: Any, by: Mapping[int, Any]) -> Any:
+    """A value with tensors exchanged, by id; containers stay the objects that they are, only their content changes."""
+    kind = type(value)
+    if isinstance(value, torch.Tensor):
+        return by.get(id(value), value)
+    if kind in ATOMS or kind is dict or kind is list:  # as `is_built` would find
+        return value
+    if kind is frozenset:
+        parts = {replaced(item, by) for item in value}
+        return value if all(any(a is b for b in value) for a in parts) else frozenset(parts)
+    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+        items = [replaced(item, by) for item in value]
+        if all(a is b for a, b in zip(items, value, strict=True)):
+            return value
+        return tuple(items) if kind is tuple else kind(*items)
+    if is_built(value):
+        below, spec = children(value)
+        items = [replaced(item, by) for item in below]
+        if all(a is b for a, b in zip(items, below, strict=True)):
+            return value
+        return _tree.unflatten(spec, items)
+    return value
+
+
+def exchanges(value: Any) -> bool:
+    """Whether `replaced` can give something else for it."""
+    kind = type(value)
+    if kind in ATOMS:
+        return False
+    if kind is frozenset or (isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields"))):
+        return any(map(exchanges, value))
+    return isinstance(value, torch.Tensor) or is_built(value)
+
+
+def tensors_in(value: Any, known: Callable[[Any], bool], seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+    """The tensors in a value that a unit made, containers and objects taken apart; those that are known are not."""
+    kind, seen = type(value), set() if seen is None else seen
+    if kind in ATOMS or id(value) in seen or known(value):
+        return
+    seen.add(id(value))
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
+        items: Iterable[Any] = value
+    elif containers := containers_of(value):
+        items = [item for container in containers for item in container.found.values()]
+    elif is_registered(kind):
+        items = children(value)[0]
+    else:
+        return
+    for item in [*items]:
+        yield from tensors_in(item, known, seen)
