@@ -21,7 +21,7 @@ from fzero._containers import Container, Content
 from fzero._contents import replaced, tensors_in
 from fzero._exports import Exports, Outlets, alike, built, memory
 from fzero._handle import READABLE, REQUIRES_GRAD, Handle
-from fzero._refusals import heard, is_ours, noted
+from fzero._refusals import another_run, heard, is_ours, noted, reshapes, twice, writes_leaf
 from fzero._schedule import Facts
 from fzero._second_run import SecondRun
 from fzero._surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
@@ -111,7 +111,7 @@ class Call:
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
         self._second = SecondRun(self.reach)
-        self.unit, self.recomputes, self.guards = "", False, True
+        self.unit, self.recomputes, self.compiles = "", False, False
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._leaves: set[int] = set()  # ids of what the graph of the run begins with
@@ -192,15 +192,6 @@ class Call:
 
     # ---- the run
 
-    def guarded(self, watched: bool = False) -> contextlib.AbstractContextManager[Any]:
-        """Around a run: whatever the function reaches of a level that is not active shows itself, as an error.
-
-        Args:
-            watched: whether each operation is looked at.
-        """
-        watched = watched or self.facts.watched or not self.guards
-        return contextlib.nullcontext() if watched else _private.without_dead_wrappers()
-
     def run(
         self,
         leaves: Mapping[int, torch.Tensor],
@@ -228,12 +219,12 @@ class Call:
                 raise
             places = {i for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
             if places <= self.facts.mutated:
-                raise ValueError(_writes_leaf(unit)) from error
+                raise ValueError(writes_leaf(unit)) from error
             raise Again(mutated=frozenset(places)) from None
         finally:
             self._fulls = ()
         if [_private.version(full) for full in fulls] != gathered:
-            raise ValueError(_writes_leaf(unit))
+            raise ValueError(writes_leaf(unit))
         changed = frozenset(i for i, x in enumerate(inputs) if _private.version(x) != before[i])
         if derived and not changed <= self.facts.mutated:
             if not self.first:
@@ -267,10 +258,13 @@ class Call:
         again = self._result is not None
         if again:
             self._second.refuse(self.unit)
-        if self._derived:
-            tensors = [x.clone() if i in self.facts.mutated else x for i, x in enumerate(tensors)]
+        fresh = self._derived and self.first and not (again or self.compiles or _private.level())
+        copied = [False] * len(tensors)
+        if self._derived:  # a leaf of a graph could not be written to
+            copied = [i in self.facts.mutated or (fresh and x.requires_grad) for i, x in enumerate(tensors)]
+            tensors = [x.clone() if own else x for x, own in zip(tensors, copied, strict=True)]
         tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
-        mapping = self._mapping(leaves, tensors)
+        mapping, shapes = self._mapping(leaves, tensors), [_geometry(x) for x in tensors]
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
         before = self.reach.clear() if again else None
@@ -279,11 +273,16 @@ class Call:
             args, kwargs = self._arguments(mapping)
             self.inner = args, filling
             run = functools.partial(self._run, leaves, watch, args, kwargs)
-            result = self._second.run(run) if again else run()
+            result = self._second.run(run) if again else self._second.first(run)
             if not again:
                 self._second.look()
             if self.recomputes and self._derived:
                 self._second.refuse(self.unit)
+            written = {i for i, x in enumerate(tensors) if fresh and copied[i] and _private.version(x)}
+            if not written <= self.facts.mutated:
+                raise Again(mutated=frozenset(written))
+            if shapes != [_geometry(x) for x in tensors]:
+                raise ValueError(reshapes(self.unit))
             exports = Exports(self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
@@ -292,7 +291,7 @@ class Call:
             if before is not None:
                 put_back(before)
                 if isinstance(error, Again):
-                    raise ValueError(_another_run(self.unit)) from None
+                    raise ValueError(another_run(self.unit)) from None
             elif isinstance(error, Again):
                 self.reach.restore()
             else:  # whoever catches it finds what the function had done
@@ -321,7 +320,7 @@ class Call:
         form = [(x.shape, x.dtype) for x in out]
         compared = self._derived and (self.recomputes or self.first)
         if (again and form != self._form) or (compared and not self._second.weigh(out, again)):
-            raise ValueError(_another_run(self.unit))
+            raise ValueError(another_run(self.unit))
         self._form = form
         return self._outlets.taken(out)
 
@@ -346,7 +345,7 @@ class Call:
                 self._raises, result = True, error
                 return result
         if self._raises:
-            raise ValueError(_another_run(self.unit))
+            raise ValueError(another_run(self.unit))
         return result
 
     def _holds_tensors(self, error: Exception) -> bool:
@@ -427,24 +426,5 @@ def _is_same(now: Content, content: Content) -> bool:
     return all(map(operator.is_, now.values(), content.values()))
 
 
-def twice(unit: str) -> str:
-    return (
-        f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once "
-        "(by torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the "
-        "checkpoint out there: fz.remat(step) recomputes units under any derivative."
-    )
-
-
-def _another_run(unit: str) -> str:
-    return (
-        f"Unit {unit!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was "
-        "called: it read or put out other tensors. What decides that must be the same then: no clock, no file, no "
-        "counter in an object of another library, no id() of a tensor. Take what changes as an argument of the unit."
-    )
-
-
-def _writes_leaf(unit: str) -> str:
-    return (
-        f"Unit {unit!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
-        "(w = w.clone()), or use the operation that is not in place."
-    )
+def _geometry(x: torch.Tensor) -> Any:
+    return (x.shape, x.stride()) if x.layout == torch.strided else x.shape

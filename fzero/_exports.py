@@ -64,6 +64,11 @@ class Exports:
         return self._knows(value) or (not isinstance(value, torch.Tensor) and container_of(value) is not None)
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_nested:
+            raise TypeError(
+                "A unit puts out a nested tensor, expected ordinary ones, whose memory can be told. Return its values "
+                "and offsets, and make the nested tensor outside."
+            )
         origin = self._origins.get(id(tensor))
         if origin is not None:
             self.returned.add(id(origin))

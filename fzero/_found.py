@@ -53,6 +53,7 @@ class Found:
         long: what is too long to be looked through.
         vacant: dicts of hooks, and of arguments' attributes, that were empty, of which there are many.
         settled: whether it can be kept.
+        names: of attributes and globals, in all code that was seen.
     """
 
     def __init__(self, seen: Iterable[int] = ()) -> None:
@@ -66,7 +67,7 @@ class Found:
         self.vacant: list[Any] = []
         self.settled = True
         self._snapshot: Snapshot | None = None
-        self._names = {"forward"}  # of attributes, in all code that was seen
+        self.names = {"forward"}
         self._spaces: dict[int, Any] = {}  # classes and modules of the user's, of which what is named is looked at
         self._classes: list[type] = []  # of modules of libraries
 
@@ -99,6 +100,11 @@ class Found:
             self.search(value.__self__, False)
             return
         if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                raise TypeError(
+                    "A unit got or reaches a nested tensor, expected ordinary ones, whose memory can be told. Give it "
+                    "the values and the offsets, and make the nested tensor inside."
+                )
             self.ids.add(number)
             self.tensors.append((value, argument))
             if has_attributes(value):
@@ -119,13 +125,15 @@ class Found:
         if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self.function(value, False)
             return
-        if argument and isinstance(value, Iterator):
+        if argument and isinstance(value, Iterator) and kind not in BYTES:
             raise TypeError(
                 f"A unit got a {kind.__name__} as an argument, expected what can be read more than once, a list or a "
                 "tuple: a unit may run again."
             )
         how = container_of(value)
         many = isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY
+        if many and argument:  # numbers, or what is an input
+            many = {*map(type, value.values() if isinstance(value, dict) else value)} <= ATOMS
         if many or (kind in BYTES and size_of(value) > MANY):
             self.settled = False
             self.long.append(value)
@@ -198,9 +206,9 @@ class Found:
             if where is not None:
                 self._space(where)
             self.generators += [] if (own := drawn_by(where)) is None else [own]
-        new = attributes - self._names
+        new = attributes - self.names
         if new:
-            self._names |= new
+            self.names |= new
             for space in [*self._spaces.values()]:
                 self._within(space, new)
 
@@ -225,7 +233,7 @@ class Found:
             self._spaces[id(own)] = own  # not among the ids: arguments are often of a class that the function names
             if isinstance(own, type):
                 self._content(ClassAttributes(own))
-            self._within(own, self._names)
+            self._within(own, self.names)
 
     def _within(self, space: Any, names: Collection[str]) -> None:
         """What has one of some names in a class or a module, and what Python calls by itself."""

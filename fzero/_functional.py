@@ -20,10 +20,11 @@ from fzero._module_leaf import Absent, readable
 from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
 from fzero._places import Places, places_of
+from fzero._plain_unit import plain_call
 from fzero._private_copy import private_copy, refuse_kinds
 from fzero._surroundings import Surroundings
 from fzero._traversal import origins_of, running
-from fzero._unit import call_unit, plain_call
+from fzero._unit import call_unit
 from fzero._untouched import Untouched, refuse_changes, refuse_in_place
 
 Params = Mapping[str, Any]
@@ -136,7 +137,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
-            return plain_call(lambda: run_forward(*args, **kwargs), node)  # its params are in place already
+            # its params are in place already
+            return plain_call(lambda: run_forward(*args, **kwargs), node, (args, kwargs), surroundings)
 
         own.forward = forward
 
@@ -225,6 +227,12 @@ def _module_units(
         if named and path in modules:
             paths[unit] = path
         elif name in handles:
+            if path in modules:
+                raise ValueError(
+                    f"apply: leaf {full!r} of unit {unit!r} stands for the module's param {name!r}, which is not that "
+                    "unit's. Give each param under its own name; to exchange layers, exchange their tensors before "
+                    "init, or what the module calls."
+                )
             raise ValueError(
                 f"apply: leaf {full!r} belongs to unit {unit!r}, but the module has no submodule {unit!r} to gather it "
                 f"in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in train_step as paths of modules, "

@@ -117,7 +117,8 @@ def check_leaf(path: str, leaf: Any) -> None:
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
             f"params[{path!r}]: got {type(leaf).__name__}, expected a floating tensor (or a callable that makes one). "
-            "Keep what is not a tensor out of the params."
+            "Keep what is not a tensor out of the params; a class of your own that holds some is registered with "
+            "optree (optree.register_pytree_node)."
         )
     if not leaf.is_floating_point():
         raise TypeError(

@@ -17,6 +17,7 @@ _functorch = torch._C._functorch  # type: ignore[attr-defined]
 SAVED_HOOKS = "saved tensor hooks"  # torch.utils.checkpoint under functorch
 OLD_FUNCTION = "setup_context"  # an autograd.Function without one under functorch
 REQUIRES_GRAD = "requires_grad_()"  # called under functorch
+BACKWARD = "backward() called inside a functorch transform"
 NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
 NO_STORAGE = "Cannot access storage of TensorWrapper"
 WRITES_LEAF = "leaf Variable that requires grad"

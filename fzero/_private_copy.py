@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fzero import _private, _tree
+from fzero._handle import READABLE
 from fzero._reach import BOUND, MAPPINGS, SEQUENCES, WEAK, Reach, contents, globals_of, is_atom, names_of, referent
 
 
@@ -86,6 +87,10 @@ def refuse_kinds(module: nn.Module) -> None:
             )
 
 
+_LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
+_LOOKS |= {torch.Tensor.is_inference}
+
+
 class Stale(torch.Tensor):
     """Stands in the copy for a tensor that was computed from the original's params before: reading it is an error."""
 
@@ -93,6 +98,9 @@ class Stale(torch.Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE or func in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
         where = next(leaf.where for leaf in _tree.leaves((args, kwargs or {})) if isinstance(leaf, Stale))
         raise ValueError(
             f"apply: {where} was computed from the module's params before fz.functional, so its gradient would be "

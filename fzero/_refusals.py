@@ -51,3 +51,36 @@ def place_of(error: BaseException) -> str:
     users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
     frame = (users or frames)[-1]
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
+
+
+# ---- of what a unit does
+
+
+def twice(unit: str) -> str:
+    return (
+        f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once "
+        "(by torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the "
+        "checkpoint out there: fz.remat(step) recomputes units under any derivative."
+    )
+
+
+def another_run(unit: str) -> str:
+    return (
+        f"Unit {unit!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was "
+        "called: it read or put out other tensors. What decides that must be the same then: no clock, no file, no "
+        "counter in an object of another library, no id() of a tensor. Take what changes as an argument of the unit."
+    )
+
+
+def reshapes(unit: str) -> str:
+    return (
+        f"Unit {unit!r} gives one of its inputs another shape in place (unsqueeze_, squeeze_, resize_, transpose_), "
+        "which its caller would not see. Take the form that is not in place: x = x.unsqueeze(0)."
+    )
+
+
+def writes_leaf(unit: str) -> str:
+    return (
+        f"Unit {unit!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
+        "(w = w.clone()), or use the operation that is not in place."
+    )

@@ -54,7 +54,8 @@ class Record:
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
         self.facts: dict[tuple[int, tuple[int, ...]], Facts] = {}
-        self.as_nodes: set[int] = set()  # plain calls that functorch refuses, by number
+        self.as_nodes: set[Any] = set()  # the code of plain units that functorch refuses
+        self.may_be: dict[Any, bool] = {}  # that of those that were called -> whether it names what functorch refuses
 
 
 def finish_all(waits: Sequence[Callable[[], None]]) -> None:
@@ -84,7 +85,7 @@ class Schedule:
 
     def __init__(self, uses: Mapping[str, Use]) -> None:
         self.uses = uses
-        self._pulls, self._plain = False, 0
+        self._pulls = False
         self.keeps, self.ran_before, self.lean = True, False, False
         self._calls: list[Callable[[], UnitOp | None]] = []
         self._called: list[Keys] = []
@@ -129,11 +130,6 @@ class Schedule:
     def facts(self, number: int, moving: tuple[int, ...]) -> Facts | None:
         """What is known of the latest call; None if nothing is."""
         return self.record.facts.get((number, moving)) if self.on_track else None
-
-    def plain(self) -> int:
-        """Notes a unit that is called plainly; its number."""
-        self._plain += 1
-        return self._plain
 
     def is_last(self) -> bool:
         """Whether the call that runs is probably the last of the forward, and may keep its buffers."""

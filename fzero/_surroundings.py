@@ -102,6 +102,10 @@ class Reach:
         else:
             self.constants.append(tensor)
 
+    def names(self, words: frozenset[str]) -> bool:
+        """Whether some code that was seen names one of these words."""
+        return any(not part.found.names.isdisjoint(words) for part in self._parts)
+
     def knows(self, value: Any) -> bool:
         return any(id(value) in part.found.ids for part in self._parts)
 

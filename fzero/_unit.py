@@ -15,12 +15,12 @@ import torch
 
 from fzero import _private, _tree
 from fzero._arguments import need_function, wrong
-from fzero._call import Again, Call, here, inside
+from fzero._call import Again, Call
 from fzero._collectives import done
 from fzero._compile import compiled, without_donation
-from fzero._handle import Handle, HandleError
+from fzero._handle import Handle
 from fzero._node import Op, Tensors, apply, gradients, refuse_foreign_leaves
-from fzero._random import seeded
+from fzero._plain_unit import CHECKPOINTED, plain_call
 from fzero._refusals import is_ours, noted
 from fzero._sharded import is_sharded
 from fzero._surroundings import Surroundings
@@ -50,10 +50,7 @@ class UnitOp(Op):
             for key, primal in zip(keys, tensors, strict=False):
                 leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
             # what they would run again later is not surrounded by what this run finds
-            refusing = torch.autograd.graph.disable_saved_tensors_hooks(
-                "saved tensor hooks in a derivative's derivative"
-            )
-            with refusing, call.guarded():
+            with torch.autograd.graph.disable_saved_tensors_hooks("saved tensor hooks in a derivative's derivative"):
                 return call.body(leaves, tensors[len(keys) :])
 
         super().__init__(pure, seed, traversal.device)
@@ -174,7 +171,9 @@ class UnitOp(Op):
         ]
         begins(self.unit, begin)
         thorough = (self._suspicious and derived) or self.call.facts.watched
-        with self.surroundings(), _private.saved_tensor_hooks(), self.call.guarded(thorough), grad_mode:
+        # what is no input shows itself, as an error, or to the watch
+        guard = contextlib.nullcontext() if thorough or traversal.compiles else _private.without_dead_wrappers()
+        with self.surroundings(), _private.saved_tensor_hooks(), guard, grad_mode:
             watch = self._watch(fulls, begin) if thorough and not traversal.compiles else None
             try:
                 out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())
@@ -271,37 +270,6 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-# what functorch refuses, and what runs in a node
-_REFUSED = (_private.SAVED_HOOKS, _private.OLD_FUNCTION, _private.REQUIRES_GRAD, _private.NO_MEMORY)
-
-
-def plain_call(fn: Callable[[], Any], node: Callable[[int], Any]) -> Any:
-    """A unit whose leaves are full tensors already is a plain call, which costs least.
-
-    Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions, requires_grad_), it
-    runs as a node, as it does when it is sharded: `node(seed)`.
-    """
-    traversal = current.get()
-    if traversal is None:
-        try:
-            return fn()
-        except HandleError as error:
-            if here.get() is not None:
-                raise
-            raise TypeError(_CHECKPOINTED) from error
-    seed, number = traversal.next_seed(), traversal.schedule.plain()
-    refused = traversal.schedule.record.as_nodes
-    if number not in refused:
-        try:
-            with seeded(seed), inside(None):
-                return fn()
-        except RuntimeError as error:
-            if not _private.says(error, *_REFUSED):
-                raise
-        refused.add(number)
-    return node(seed)
-
-
 def call_unit(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
@@ -319,16 +287,20 @@ def call_unit(
         surroundings: what the function reads and writes beside its arguments; what it closes over by default.
         around: `around(args[0])` surrounds the pullback, which may run parts of the function again.
     """
-    traversal = current.get()
+    traversal, around_it = current.get(), surroundings or Surroundings(fn)
+    plainly = functools.partial(
+        plain_call,
+        lambda: fn(*args, **kwargs),
+        lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
+        (*args, *kwargs.values()),
+        around_it,
+    )
     if seed is None and (traversal is None or not traversal.acts):
-        return plain_call(
-            lambda: fn(*args, **kwargs),
-            lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
-        )
+        return plainly()
     if traversal is not None and traversal.acts and _private.in_checkpoint():
-        raise noted(TypeError(_CHECKPOINTED))
+        raise noted(TypeError(CHECKPOINTED))
     with elsewhere():
-        call = Call(fn, args, kwargs, surroundings or Surroundings(fn), around)
+        call = Call(fn, args, kwargs, around_it, around)
         if call.reach.handles or seed is not None:
             try:
                 return _call(call, traversal, seed, compilable)
@@ -336,16 +308,7 @@ def call_unit(
                 if is_ours(error):
                     noted(error)
                 raise
-    return plain_call(
-        lambda: fn(*args, **kwargs),
-        lambda seed: call_unit(fn, args, kwargs, seed, compilable, surroundings, around),
-    )
-
-
-_CHECKPOINTED = (
-    "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, where its params are not "
-    "gathered for it. Leave the checkpoint out, fz.remat(step) recomputes units; or call the checkpoint inside it."
-)
+    return plainly()
 
 
 def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., Any] | None) -> Any:
@@ -353,7 +316,7 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     traversal = handles[0].traversal if handles else traversal
     assert traversal is not None
     if traversal.compiles:
-        call.fn, call.guards = compilable or compiled(call.fn), False
+        call.fn, call.compiles = compilable or compiled(call.fn), True
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))

@@ -114,7 +114,7 @@ def call_function(
         full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
         roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
         watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
-    elif traversal.acts and not step.compiles:
+    elif traversal.acts:
         watch = watching_run(None)
     tree = _tree.unflatten(state.params.structure, leaves)
     with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
@@ -149,6 +149,11 @@ _REFUSED = {
     _private.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
     "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
     "also without params), or take plain autograd: fz.tape.",
+    _private.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
+    "inside by torch.func.grad or torch.func.vjp, or make what calls it a unit (fz.unit).",
+    _private.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
+    "does not support (a full backward hook on a module that is a unit is one: put it on a module inside). Make what "
+    "calls it a unit (fz.unit), or take plain autograd: fz.tape.",
     _private.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
     "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
     "checkpoint out: fz.remat(step) recomputes units.",

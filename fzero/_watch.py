@@ -114,6 +114,10 @@ class _Guard(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
+for _mode in (_Watch, _Guard):  # torch.compile in the function must not compile these
+    _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
 def is_watch(mode: Any) -> bool:
     """Whether a torch function mode is one of this file's."""
     return isinstance(mode, (_Watch, _Guard))

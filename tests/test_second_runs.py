@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextvars
 import dataclasses
 import functools
 import itertools
 import os
 import random
 import sys
+import time
 import types
 from contextlib import nullcontext
 from typing import Any
@@ -97,6 +99,95 @@ def test_a_tensor_that_a_run_has_changed_before_it_is_begun_anew(shard: Any) -> 
 
     match = r"Unit 'blocks\.0' changes a tensor in place that it closes over, of shape \(4,\), and runs again"
     refused(block_of(body), ValueError, match, shard)
+
+
+def test_inputs_in_a_long_list() -> None:
+    unit = fz.unit(lambda q, x, of: torch.tanh(x @ q["w"]) * torch.stack(of).mean())
+
+    def fn(p: Any, x: torch.Tensor, long: bool) -> torch.Tensor:
+        return unit(p["blocks"][0], x, [*p["s"].expand(4200 if long else 2).unbind()]).square().mean()
+
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
+    state = step.init(params_of())
+    step.vjp(state, X, False)
+    grads = fz.gather(step.vjp(state, X, True)[1](torch.ones((), dtype=F64))[0])
+    assert_trees_close(grads, torch.func.grad(fn)(params_of(), X, True), rtol=1e-10)
+
+
+def test_what_begins_unseen_in_a_later_step() -> None:
+    """By a way that nothing looks through: what is differentiated shows itself."""
+    variable: contextvars.ContextVar[Any] = contextvars.ContextVar("variable")
+    views = fz.unit(lambda q, x, of: torch.tanh(x @ q["w"]) * sum(of, start=1.0))
+    by_variable = fz.unit(lambda q, x: torch.tanh(x @ q["w"]) * variable.get())
+
+    def in_a_view(p: Any, x: torch.Tensor, begins: bool) -> torch.Tensor:
+        return views(p["blocks"][0], x, ({"s": p["s"]} if begins else {}).values()).mean()
+
+    def in_a_variable(p: Any, x: torch.Tensor, begins: bool) -> torch.Tensor:
+        variable.set(p["s"] * 2 if begins else 1.0)
+        return by_variable(p["blocks"][0], x).mean()
+
+    def from_unit_to_unit(p: Any, x: torch.Tensor, begins: bool) -> torch.Tensor:
+        variable.set(1.0)
+
+        def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+            h = torch.tanh(x @ q["w"]) * variable.get()
+            variable.set(h.mean() if begins else 1.0)
+            return h
+
+        for q in p["blocks"]:
+            x = fz.unit(body)(q, x)
+        return x.mean()
+
+    for fn in (in_a_view, in_a_variable, from_unit_to_unit):
+        for shard in (fz.remat, fz.shard_zero3):
+
+            def rank_main(rank: int, fn: Any = fn, shard: Any = shard) -> None:
+                step = shard(fz.train_step(fn, fz.sgd(0.1)))
+                state = step.init(params_of())
+                for _ in range(2):
+                    step(state, X, False)
+                with pytest.raises(ValueError, match=r"closes over a tensor of shape .*Pass this tensor"):
+                    step(state, X, True)
+                step(state, X, False)
+
+            run_ranks(rank_main, 1)
+
+
+def test_a_view_of_an_input_in_place() -> None:
+    refused(block_of(lambda q, x: x.unsqueeze_(0)[0] @ q["w"]), ValueError, "another shape in place.*not in place")
+
+
+def test_a_unit_that_tells_the_time() -> None:
+    began = time.monotonic()
+    fn = block_of(lambda q, x: x @ q["w"] * (1 + time.monotonic() - began))
+    refused(fn, ValueError, "did something else when it ran again.*no clock")
+
+
+def test_a_library_that_begins_to_checkpoint() -> None:
+    """What its unit had done by then is not known, but the next call of the step notes it."""
+    library = types.ModuleType("library")
+    code = "import torch.utils.checkpoint as c\nmul = lambda x, w: c.checkpoint(x.matmul, w, use_reentrant=False)"
+    exec(code, vars(library))
+    calls = [0]
+
+    def body(q: Any, x: torch.Tensor, begins: bool) -> torch.Tensor:
+        calls[0] += 1
+        return (getattr(library, "mul")(x, q["w"]) if begins else x @ q["w"]) * calls[0]  # noqa: B009
+
+    unit = fz.unit(body)
+
+    def fn(p: Any, x: torch.Tensor, begins: bool) -> torch.Tensor:
+        calls[0] = 0
+        return unit(p["blocks"][0], x, begins).mean()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    state = step.init(params_of())
+    before, _ = step(state, X, False)
+    with pytest.raises(TypeError, match="Call the step again with the same state"):
+        step(state, X, True)
+    after, _ = step(state, X, True)
+    assert_trees_close(fz.gather(after.params), fz.gather(before.params), rtol=1e-12)
 
 
 def test_a_second_run_that_is_another() -> None:

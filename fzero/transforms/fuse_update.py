@@ -28,6 +28,8 @@ def fuse_update(step: Step, norm: str = "auto") -> Step:
     needs the norm, a loss that is not finite skips the update, and of a gradient that is not finite only those elements
     are left out; in the other ways the update is skipped, as without.
 
+    Where the pullback runs twice, so do hooks of a backward (`tensor.register_hook`): take "held" where they count.
+
     A pullback that fails once units have been updated leaves a donated state between two updates; a note on its error
     says so. Without `fz.donate` the state passed in stays as it was.
 

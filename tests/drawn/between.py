@@ -112,7 +112,7 @@ def sparse(c: Writer) -> None:
 def around_unit(c: Writer) -> None:
     """Refused: fz.remat recomputes units."""
     block = c.unit("h", f"return h + {_what(c)}")
-    if c.remedied or c.number(8):
+    if c.remedied or c.number(12):
         c.do(f"h = {c.call(block, 'h')}")
     else:
         c.do(f"h = checkpoint(lambda h: {c.call(block, 'h')}, h, use_reentrant=False)")

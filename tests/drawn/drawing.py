@@ -27,6 +27,9 @@ TOLD = {
     "a leaf outside its unit": 90,
     "a leaf behind detach": 90,
     "an embedding tied to a head": 75,
+    "an iterator that a unit takes from": 50,
+    "an argument given twice": 40,
+    "torch.utils.checkpoint over a unit's own weights": 40,
 }
 OPTIMIZERS = ("sgd", "clipped", "adamw")
 FORM_DRAWS = (*["scalar"] * 4, *["aux"] * 3, *["outputs"] * 3)
@@ -121,7 +124,8 @@ def _transforms(source: Source, program: Program) -> tuple[str, ...]:
     out: list[str] = []
     while chosen:  # in any order
         out.append(chosen.pop(source.number(len(chosen))))
-    return tuple(out)
+    hooks = "a hook on a tensor" in {s.feature for s in program.statements}  # which run as often as the pullback does
+    return tuple(name for name in out if not (hooks and name == "fuse_update"))
 
 
 def _actions(source: Source, program: Program) -> tuple[Action, ...]:

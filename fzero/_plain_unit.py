@@ -1,0 +1,113 @@
+"""A unit where nothing is gathered or recomputed: a plain call, or a node where functorch refuses what it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fzero import _private
+from fzero._call import here, inside
+from fzero._handle import HandleError
+from fzero._random import seeded
+from fzero._refusals import place_of
+from fzero._second_run import SecondRun
+from fzero._surroundings import Reach, Surroundings
+from fzero._traversal import current
+from fzero._watch import elsewhere
+
+CHECKPOINTED = (
+    "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, or by another thread: its params "
+    "are not gathered for it there. Leave the checkpoint out, fz.remat(step) recomputes units; or call the checkpoint "
+    "inside it; and call units on the thread that runs the step's function."
+)
+
+# what functorch refuses, and what runs in a node
+_NAMES = frozenset(
+    "checkpoint checkpoint_sequential apply requires_grad_ backward saved_tensors_hooks save_on_cpu ctc_loss".split()
+)
+_REFUSED = (
+    *(_private.SAVED_HOOKS, _private.OLD_FUNCTION, _private.REQUIRES_GRAD, _private.BACKWARD),
+    *(_private.NO_MEMORY, _private.NO_STORAGE),
+)
+
+
+class _Undo:
+    """What a plain call has done by the time that functorch refuses something in it: it is then run as a node."""
+
+    def __init__(self, arguments: Sequence[Any], surroundings: Surroundings) -> None:
+        self._refusal: TypeError | None = None
+        try:
+            self.reach = Reach(arguments, surroundings)
+        except TypeError as error:  # of what another run could not do, should there be one
+            self._refusal = error
+            return
+        self._second, self._versions = SecondRun(self.reach), [*map(_private.version, self.reach.tensors)]
+        self._second.begin(True, False)
+
+    @property
+    def may_be(self) -> bool:
+        """Whether the unit's code names something that functorch refuses."""
+        return self._refusal is not None or self.reach.names(_NAMES)
+
+    def __call__(self, error: BaseException) -> None:
+        if self._refusal is not None:
+            raise self._refusal
+        what = f"A unit{place_of(error)}"
+        for x, version in zip(self.reach.tensors, self._versions, strict=True):
+            if _private.version(x) != version:
+                raise ValueError(
+                    f"{what} changes one of its inputs in place, of shape {tuple(x.shape)}, and does then what "
+                    f"torch.func refuses ({_first_words(error)}), so that it runs again. Change a copy: x = x.clone()."
+                ) from error
+        self.reach.restore()
+        self._second.look()
+        self._second.refuse(what)
+        self._second.rewind()
+
+
+def plain_call(
+    fn: Callable[[], Any], node: Callable[[int], Any], arguments: Sequence[Any], surroundings: Surroundings
+) -> Any:
+    """A unit whose leaves are full tensors already is a plain call, which costs least.
+
+    Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions, requires_grad_), it
+    runs as a node, as it does when it is sharded: `node(seed)`.
+
+    Args:
+        arguments: and what it reaches besides: what it has changed there until it is refused is put back.
+    """
+    traversal = current.get()
+    if traversal is None:
+        try:
+            return fn()
+        except HandleError as error:
+            if here.get() is not None:
+                raise
+            raise TypeError(CHECKPOINTED) from error
+    seed, record = traversal.next_seed(), traversal.schedule.record
+    code = getattr(surroundings.of, "__code__", id(surroundings.of))
+    if code not in record.as_nodes:
+        undo = None
+        if record.may_be.get(code, True):
+            with elsewhere():
+                undo = _Undo(arguments, surroundings)
+            record.may_be[code] = undo.may_be
+        try:
+            with seeded(seed), inside(None):
+                return fn()
+        except RuntimeError as error:
+            if not _private.says(error, *_REFUSED):
+                raise
+            record.as_nodes.add(code)
+            if undo is None:
+                raise TypeError(
+                    f"A unit{place_of(error)} does what torch.func refuses ({_first_words(error)}), in code of a "
+                    "library's, which it did not when it was called before: what it had done until then was not noted. "
+                    "Call the step again with the same state: it is dealt with from now on."
+                ) from error
+            undo(error)
+    return node(seed)
+
+
+def _first_words(error: BaseException) -> str:
+    return str(error).partition(". ")[0][:100]

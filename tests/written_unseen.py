@@ -1,0 +1,312 @@
+"""Functions as people write them: tensors and effects that go by ways which are easily overlooked.
+
+Cases as in `written`.
+"""
+
+from __future__ import annotations
+
+import array
+import collections
+import copy
+import functools
+import io
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import nn
+from written import F64, Case, Net, filled, named, pure
+from written_around import chain
+
+import fzero as fz
+
+Unit = Callable[..., Any]
+
+
+def module(made: Any) -> Case:
+    """A module, and the same in plain autograd's eyes: functional_call on it."""
+    made = filled(made)
+    apply, params = fz.functional(made)
+    return apply, dict(params), lambda p, x: torch.func.functional_call(made, dict(p), (x,))
+
+
+# ---- what a unit gives away
+
+
+def functions_that_it_returns() -> Case:
+    class Kept:
+        def __init__(self, h: torch.Tensor) -> None:
+            self.h = h
+
+        def mean(self) -> torch.Tensor:
+            return self.h.mean()
+
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor) -> Any:
+        h, w = torch.tanh(x @ q["w"]), q["w"]
+        return h, lambda y: (y @ w) * x, functools.partial(torch.mul, h), Kept(h * 2).mean
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        total: Any = 0.0
+        for q in p["blocks"]:
+            x, closure, partial, method = unit(q, x)
+            total = total + closure(x).mean() + partial(x).sum() * method()
+        return x.square().mean() + total
+
+    return pure(fn)
+
+
+class Skips(list[Any]):
+    """A list with a method of its own, and an attribute."""
+
+    last: Any = None
+
+    def keep(self, h: torch.Tensor) -> None:
+        self.append(h)
+        self.last = h
+
+
+class Queue(collections.deque[Any]):
+    pass
+
+
+def subclasses_of_lists() -> Case:
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor, skips: Skips, queue: Queue) -> torch.Tensor:
+        h = torch.tanh(x @ q["w"]) + (0.1 * skips[-1] if skips else 0.0)
+        skips.keep(x)
+        queue.append(h)
+        return h
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        skips, queue, h = Skips(), Queue(maxlen=2), x @ p["head"]
+        for q in p["blocks"]:
+            h = unit(q, h, skips, queue)
+        return h.square().mean() + torch.stack([*skips]).sin().sum() + queue[0].mean() * skips.last.sum()
+
+    return pure(fn)
+
+
+def methods_that_are_bound_before() -> Case:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        log: list[torch.Tensor] = []
+        counts = {"calls": 0}
+        append, count = log.append, counts.__setitem__
+
+        @fz.unit
+        def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
+            append(x)
+            count("calls", counts["calls"] + 1)
+            return torch.tanh(x @ q["w"]) * counts["calls"]
+
+        return chain(unit)(p, x @ p["head"]).square().mean() + torch.stack(log).sin().sum()
+
+    return pure(fn)
+
+
+# ---- what a second run would do twice
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self) -> int:
+        self.calls += 1
+        return self.calls
+
+
+class Counted:
+    count = Counting()
+
+
+def counters_of_many_kinds() -> Case:
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor, of: list[Any]) -> torch.Tensor:
+        import elsewhere
+
+        elsewhere.calls += 1
+        numbers, raw, text, stream = of
+        numbers[0] += 1
+        raw.append(1)
+        text.write("1")
+        stream.write(b"1")
+        k = numbers[0] + len(raw) + len(text.getvalue()) + stream.tell() + elsewhere.calls + Counted.count()
+        return torch.tanh(x @ q["w"] * (0.1 * k))
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        import elsewhere
+
+        elsewhere.calls = Counted.count.calls = 0
+        of = [array.array("i", [0]), bytearray(), io.StringIO(), io.BytesIO()]
+        h = chain(unit, of)(p, x)
+        return h.square().mean() * (elsewhere.calls + Counted.count.calls + of[0][0] + len(of[1]))
+
+    return pure(fn)
+
+
+def effects_before_a_checkpoint() -> Case:
+    """What functorch refuses outside of a node is found when the unit has begun."""
+
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor, log: list[torch.Tensor], counts: dict[str, int]) -> Any:
+        log.append(x.square().mean())
+        counts["calls"] += 1
+        inner = functools.partial(torch.matmul, x)
+        return torch.tanh(torch.utils.checkpoint.checkpoint(inner, q["w"], use_reentrant=False)) * counts["calls"]
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        log: list[torch.Tensor] = []
+        counts = {"calls": 0}
+        return chain(unit, log, counts)(p, x).square().mean() + torch.stack(log).sum() * counts["calls"]
+
+    def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
+        def own(q: Any, x: torch.Tensor, log: list[torch.Tensor], counts: dict[str, int]) -> torch.Tensor:
+            log.append(x.square().mean())
+            counts["calls"] += 1
+            return torch.tanh(x @ q["w"]) * counts["calls"]
+
+        log: list[torch.Tensor] = []
+        counts = {"calls": 0}
+        return chain(own, log, counts)(p, x).square().mean() + torch.stack(log).sum() * counts["calls"]
+
+    return fn, pure(fn)[1], plain
+
+
+def what_escapes_a_derivative_inside() -> Case:
+    """Values of a level that has ended are constants."""
+
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
+        seen: list[torch.Tensor] = []
+
+        def energy(y: torch.Tensor) -> torch.Tensor:
+            seen.append((y @ y.T).sin().sum())
+            return seen[-1]
+
+        slope = torch.func.grad(energy)(x.detach())
+        return torch.tanh((x + 0.1 * slope) @ q["w"]) * seen[0].detach()
+
+    return pure(lambda p, x: chain(unit)(p, x @ p["head"]).square().mean())
+
+
+def a_write_that_a_leaf_would_refuse() -> Case:
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            x.mul_(2.0)
+        except RuntimeError:
+            x = x * 3.0
+        return torch.tanh(x @ q["w"])
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        h = x @ p["head"]
+        for q in p["blocks"]:
+            h = unit(q, h * 1.0)
+        return h.square().mean()
+
+    return pure(fn)
+
+
+def a_backward_inside() -> Case:
+    @fz.unit
+    def unit(q: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            own = torch.ones(4, dtype=F64, requires_grad=True)
+            (own.sin() * x.detach()).sum().backward()
+        assert own.grad is not None
+        return torch.tanh(x @ q["w"]) * own.grad
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return chain(unit)(p, x).square().mean()
+
+    def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
+        def own(q: Any, x: torch.Tensor) -> torch.Tensor:
+            slope = torch.ones(4, dtype=F64).cos() * x.detach().sum(0)
+            return torch.tanh(x @ q["w"]) * slope
+
+        return chain(own)(p, x).square().mean()
+
+    return fn, pure(fn)[1], plain
+
+
+# ---- modules whose units are called in other ways
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = nn.Linear(4, 4, dtype=F64)
+        self.scale = 1.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(self.lin(x)) * self.scale
+
+
+class Calls(Net):
+    block = Scaled
+
+
+class FunctionalCall(Calls):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, *_ = self.blocks
+        own = dict(first.named_parameters())
+        h = torch.func.functional_call(first, {name: 2 * value for name, value in own.items()}, (x,))
+        h = torch.func.functional_call(second, own, (h,))
+        constant = {name: value.detach() for name, value in second.named_parameters()}
+        h = h - torch.func.functional_call(second, constant, (h,))
+        for block in self.blocks:
+            h = block(h)
+        return h.square().mean()
+
+
+class ShallowCopy(Calls):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        other: Any = copy.copy(self.blocks[0])
+        other.scale = 3.0
+        return (other(x) + self.blocks[0](x)).square().mean()
+
+
+class OldWeightNorm(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for block in self.blocks:
+                nn.utils.weight_norm(block.lin)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def functional_call_on_a_unit() -> Case:
+    return module(FunctionalCall())
+
+
+def a_shallow_copy_of_a_unit() -> Case:
+    return module(ShallowCopy())
+
+
+def weights_that_a_hook_computes() -> Case:
+    return module(OldWeightNorm())
+
+
+# those whose state is the process's, which ranks that are threads share
+SHARED = ("counters of many kinds",)
+CASES = named(
+    functions_that_it_returns,
+    subclasses_of_lists,
+    methods_that_are_bound_before,
+    counters_of_many_kinds,
+    effects_before_a_checkpoint,
+    what_escapes_a_derivative_inside,
+    a_write_that_a_leaf_would_refuse,
+    a_backward_inside,
+    functional_call_on_a_unit,
+    a_shallow_copy_of_a_unit,
+    weights_that_a_hook_computes,
+)
