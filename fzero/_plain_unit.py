@@ -61,7 +61,7 @@ class _Undo:
                 ) from error
         self.reach.restore()
         self._second.look()
-        self._second.refuse(what)
+        self._second.refuse(place_of(error).strip(" ()"))
         self._second.rewind()
 
 

@@ -98,6 +98,8 @@ def test_what_a_refusal_tells_computes_the_same(name: str) -> None:
     """In plain torch: the program as it was drawn, and as it is written instead."""
     compared = 0
     for program in variants(name):
+        kept = run_plain(program).program.actions  # some that torch.func refuses are left out
+        program = program.replace(actions=tuple(action for action in kept if action.verb != "none"))
         statement = program.statements[0]._replace(remedied=True)
         one, other = run_plain(program), run_plain(program.replace(statements=(statement,)))
         assert not other.refused
