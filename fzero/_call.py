@@ -278,8 +278,8 @@ class Call:
                 self._second.look()
             if self.recomputes and self._derived:
                 self._second.refuse(self.unit)
-            written = {i for i, x in enumerate(tensors) if fresh and copied[i] and _private.version(x)}
-            if not written <= self.facts.mutated:
+            written = [i for i, own in enumerate(copied) if own and _private.version(tensors[i])] if fresh else []
+            if not self.facts.mutated.issuperset(written):
                 raise Again(mutated=frozenset(written))
             if shapes != [_geometry(x) for x in tensors]:
                 raise ValueError(reshapes(self.unit))

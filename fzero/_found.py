@@ -100,11 +100,6 @@ class Found:
             self.search(value.__self__, False)
             return
         if isinstance(value, torch.Tensor):
-            if value.is_nested:
-                raise TypeError(
-                    "A unit got or reaches a nested tensor, expected ordinary ones, whose memory can be told. Give it "
-                    "the values and the offsets, and make the nested tensor inside."
-                )
             self.ids.add(number)
             self.tensors.append((value, argument))
             if has_attributes(value):

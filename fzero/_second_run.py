@@ -8,6 +8,7 @@ compared.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import math
 from collections.abc import Callable, Sequence
@@ -56,6 +57,8 @@ class SecondRun:
 
     def first(self, run: Callable[[], Any]) -> Any:
         """The first run. A higher-order operator on the way has taken the function modes off, one after another."""
+        if not self._modes:
+            return run()
         with _private.under_function_modes(self._modes):
             return run()
 
@@ -114,9 +117,7 @@ class SecondRun:
 
         On an accelerator, where reading a sum waits for the device, only the first runs of a call are compared.
         """
-        if any(x.device.type != "cpu" for x in out) and not self._first:
-            return True
-        weights = _weights(out)
+        weights = _weights(out, self._first)
         if not again:
             self._weights = weights
         return not again or self._weights is None or weights is None or all(map(_agree, self._weights, weights))
@@ -125,26 +126,35 @@ class SecondRun:
         return [_private.version(x) for x in self._reach.constants]
 
 
-def _weights(out: Sequence[torch.Tensor]) -> list[tuple[float, float, float]] | None:
-    """Of each tensor its sum, that of its magnitudes, and what is lost of these to rounding; None under a map."""
-    found = []
-    with _private.below_transforms(), torch.no_grad():
+def _weights(out: Sequence[torch.Tensor], thorough: bool) -> list[tuple[float, float, float]] | None:
+    """Of each tensor its sum, that of its magnitudes, and the part of these that rounding takes; None under a map."""
+    with _private.below_transforms() if _private.level() else contextlib.nullcontext():
+        found = []
         for x in out:
             if _private.is_mapped(x):
                 return None
             x = _private.unwrapped(x).detach()
-            if x.layout != torch.strided or x.is_meta or x.is_quantized:
+            lost = _LOST.get(x.dtype)
+            if not (thorough or x.is_cpu) or x.layout != torch.strided or x.is_meta or x.is_quantized:
                 continue
-            x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-            dtype = x.dtype if x.dtype in (torch.float32, torch.float64) else torch.float32
-            lost = torch.finfo(x.dtype).eps ** 0.75 if x.is_floating_point() else 0.0
-            x = x if x.is_floating_point() else x.to(dtype)
-            found.append((x.sum(dtype=dtype).item(), torch.linalg.vector_norm(x, 1, dtype=dtype).item(), lost))
-    return found
+            if lost is None:
+                x = torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+                lost, x = _LOST.get(x.dtype, 0.0), x.to(torch.float64)
+            if x.itemsize < 4:
+                found.append((x.sum(dtype=_F32).item(), torch.linalg.vector_norm(x, 1, dtype=_F32).item(), lost))
+            else:
+                found.append((x.sum().item(), torch.linalg.vector_norm(x, 1).item(), lost))
+        return found
+
+
+_F32 = torch.float32
+_LOST = {d: torch.finfo(d).eps ** 0.75 for d in (torch.float64, _F32, torch.bfloat16, torch.float16)}
 
 
 def _agree(one: tuple[float, float, float], other: tuple[float, float, float]) -> bool:
     """Whether sums are the same but for rounding; what is not finite says nothing."""
+    if one == other:
+        return True
     bound = one[2] * max(one[1], other[1])
     return all(
         a == b or not math.isfinite(a - b) or abs(a - b) <= bound for a, b in zip(one[:2], other[:2], strict=True)

@@ -95,6 +95,11 @@ class Reach:
     def _tensor(self, tensor: torch.Tensor, argument: bool) -> None:
         if isinstance(tensor, Handle):
             self.handles.append(tensor)
+        elif tensor.is_nested:
+            raise TypeError(
+                "A unit got or reaches a nested tensor, expected ordinary ones, whose memory can be told. Give it the "
+                "values and the offsets, and make the nested tensor inside."
+            )
         elif argument:
             self.tensors.append(tensor)
         elif moves(tensor):
