@@ -20,7 +20,7 @@ from fzero._module_leaf import Absent, readable
 from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
 from fzero._places import Places, places_of
-from fzero._plain_unit import plain_call
+from fzero._plain_unit import CHECKPOINTED, plain_call
 from fzero._private_copy import private_copy, refuse_kinds
 from fzero._surroundings import Surroundings
 from fzero._traversal import origins_of, running
@@ -102,7 +102,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 
         @functools.wraps(run_forward)
         def forward(*args: Any, **kwargs: Any) -> Any:
-            leaves = _units.get().get(path)
+            running_units = _units.get(None)
+            if running_units is None:
+                raise TypeError(CHECKPOINTED)
+            leaves = running_units.get(path)
             caller = sys._getframe(1).f_locals.get("self")
             if caller is not own and isinstance(caller, nn.Module) and vars(caller).get("forward") is forward:
                 # a shallow copy: it has this function, and attributes of its own

@@ -251,6 +251,31 @@ def test_a_checkpoint_around_a_unit() -> None:
         run_ranks(functools.partial(rank_main, reentrant=reentrant), 2)
 
 
+@pytest.mark.parametrize("stage", ["ZeRO-1", "ZeRO-3"])
+def test_a_checkpoint_around_a_module_under_plain_autograd(stage: str) -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.Linear(4, 4, dtype=F64) for _ in range(2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)  # type: ignore[assignment]
+            return x.sum()
+
+    def rank_main(rank: int) -> None:
+        apply, params = fz.functional(Net())
+        step = (fz.shard_zero1 if stage == "ZeRO-1" else fz.shard_zero3)(fz.train_step(apply, fz.sgd(0.1)))
+        state = step.init(params)
+        with (
+            fz.tape(step, state) as model,
+            pytest.raises(TypeError, match=r"called by torch.utils.checkpoint.*fz\.remat"),
+        ):
+            model(X).backward()
+
+    run_ranks(rank_main, 1)
+
+
 def test_a_leak_under_plain_autograd_in_a_later_run() -> None:
     sys.modules["elsewhere"] = types.ModuleType("elsewhere")
     elsewhere: Any = sys.modules["elsewhere"]

@@ -125,24 +125,24 @@ class Counted:
 def counters_of_many_kinds() -> Case:
     @fz.unit
     def unit(q: Any, x: torch.Tensor, of: list[Any]) -> torch.Tensor:
-        import elsewhere
+        import tally
 
-        elsewhere.calls += 1
+        tally.calls += 1
         numbers, raw, text, stream = of
         numbers[0] += 1
         raw.append(1)
         text.write("1")
         stream.write(b"1")
-        k = numbers[0] + len(raw) + len(text.getvalue()) + stream.tell() + elsewhere.calls + Counted.count()
+        k = numbers[0] + len(raw) + len(text.getvalue()) + stream.tell() + tally.calls + Counted.count()
         return torch.tanh(x @ q["w"] * (0.1 * k))
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        import elsewhere
+        import tally
 
-        elsewhere.calls = Counted.count.calls = 0
+        tally.calls = Counted.count.calls = 0
         of = [array.array("i", [0]), bytearray(), io.StringIO(), io.BytesIO()]
         h = chain(unit, of)(p, x)
-        return h.square().mean() * (elsewhere.calls + Counted.count.calls + of[0][0] + len(of[1]))
+        return h.square().mean() * (tally.calls + Counted.count.calls + of[0][0] + len(of[1]))
 
     return pure(fn)
 
