@@ -180,13 +180,9 @@ BYTES = (bytearray, array.array, io.StringIO, io.BytesIO)
 
 def size_of(value: Any) -> int:
     """Of one of `BYTES`."""
-    return (
-        value.getbuffer().nbytes
-        if isinstance(value, io.BytesIO)
-        else value.tell()
-        if isinstance(value, io.StringIO)
-        else len(value)
-    )
+    if isinstance(value, io.BytesIO):
+        return value.getbuffer().nbytes
+    return value.tell() if isinstance(value, io.StringIO) else len(value)
 
 
 class Bytes(_Behind):

@@ -194,13 +194,10 @@ class Found:
         self.search(fn.__kwdefaults__, False)
         self._content(Attributes(fn))
         names, attributes, imports = _names(fn.__code__)
-        values = {name: fn.__globals__.get(name) for name in names}
-        self._named(fn.__globals__, values)
-        for name in imports:  # of a package's own modules the whole name is not told
-            where = sys.modules.get(name) or sys.modules.get(f"{fn.__globals__.get('__package__')}.{name}")
-            if where is not None:
-                self._space(where)
-            self.generators += [] if (own := drawn_by(where)) is None else [own]
+        self._named(fn.__globals__, {name: fn.__globals__.get(name) for name in names})
+        package = fn.__globals__.get("__package__")  # of whose own modules the whole name is not told
+        imported = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in imports}
+        self._named(fn.__globals__, {name: module for name, module in imported.items() if module is not None})
         new = attributes - self.names
         if new:
             self.names |= new

@@ -182,14 +182,14 @@ def refuse_foreign_leaves(
             continue
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in ours and is_foreign(variable):
-            raise ValueError(closed_over(f"a tensor of shape {tuple(variable.shape)}"))
+            raise ValueError(closed_over(variable))
 
 
-def closed_over(what: str) -> str:
+def closed_over(tensor: torch.Tensor) -> str:
     return (
-        f"A unit closes over {what} that is being differentiated, where it cannot be seen (an object of another "
-        "library, a cache); its gradient would be lost. Pass this tensor to the unit's call, or detach() it where no "
-        "gradient is wanted."
+        f"A unit closes over a tensor of shape {tuple(tensor.shape)} that is being differentiated, where it cannot be "
+        "seen (an object of another library, a cache); its gradient would be lost. Pass this tensor to the unit's "
+        "call, or detach() it where no gradient is wanted."
     )
 
 

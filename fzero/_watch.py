@@ -71,7 +71,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
         operands = [x for x in _tree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
         for x in operands:
             if self.unit is not None and _private.level() == 0 and _private.is_wrapped(x):
-                raise noted(ValueError(closed_over(f"a tensor of shape {tuple(x.shape)}")))
+                raise noted(ValueError(closed_over(x)))
             self._refuse_leaked(x)
         if writes(func, kwargs) and operands:
             target = kwargs["out"] if kwargs and isinstance(kwargs.get("out"), torch.Tensor) else operands[0]
@@ -191,9 +191,13 @@ def elsewhere() -> Iterator[None]:
 def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     """Around a run of a step's function; thoroughly where it is said what is protected."""
     token = _made.set({})
-    guard = _Guard() if _private.single_level() else contextlib.nullcontext()
+    mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if protected is not None:
+        mode = _Watch(None, protected)
+    elif _private.single_level():
+        mode = _Guard()
     try:
-        with guard if protected is None else _Watch(None, protected):
+        with mode:
             yield
     finally:
         _made.reset(token)

@@ -324,6 +324,21 @@ def _ctc(x: torch.Tensor) -> torch.Tensor:
     return torch.nn.functional.ctc_loss(x.expand(4, 1, 2).log_softmax(-1), torch.tensor([[1, 1]]), *lengths)
 
 
+def _without_its_level(operator: Any) -> None:
+    escaped: Any = seen(lambda x: x * 2)[0]
+    assert operator(escaped).shape == (2,)
+    with _private.without_dead_wrappers():
+        assert torch.func.grad(lambda y: y.sin().sum())(torch.zeros(2)).tolist() == [1, 1]
+        operator(escaped)
+
+
+def test_a_map_among_the_levels() -> None:
+    assert not seen(_private.is_mapped)[0]
+    maps: list[bool] = []
+    torch.func.vmap(lambda x: (maps.append(_private.is_mapped(x)), x)[1])(torch.ones(2))
+    assert maps == [True]
+
+
 def _writes_a_leaf() -> None:
     torch.ones(2, requires_grad=True).add_(1.0)
 
@@ -347,6 +362,9 @@ def _writes_what_is_saved() -> None:
         (_private.OLD_FUNCTION, lambda: seen(_Old.apply)),
         (_private.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
         (_private.NO_MEMORY, lambda: seen(_ctc)),
+        (_private.BACKWARD, lambda: seen(lambda x: x.sum().backward())),
+        (_private.NO_STORAGE, lambda: _without_its_level(torch.Tensor.t)),
+        (_private.NO_MEMORY, lambda: _without_its_level(torch.sin)),
         (_private.WRITES_LEAF, _writes_a_leaf),
         (_private.WRITES_CAPTURED, _writes_what_is_captured),
         (_private.WRITES_SAVED, _writes_what_is_saved),
