@@ -33,6 +33,9 @@ here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = co
 )
 
 
+_UNSEEN = (_private.NO_MEMORY, _private.NO_STORAGE)  # of a tensor that came unseen
+
+
 class Again(BaseException):
     """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
 
@@ -283,7 +286,7 @@ class Call:
                 raise Again(mutated=frozenset(written))
             if shapes != [_geometry(x) for x in tensors]:
                 raise ValueError(reshapes(self.unit))
-            exports = Exports(self.reach.knows, origins)
+            exports = Exports(self.unit, self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
             self._need_copies({i for i, x in enumerate(self.reach.tensors) if id(x) in exports.returned})
@@ -297,8 +300,8 @@ class Call:
             else:  # whoever catches it finds what the function had done
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
-            if _private.says(error, _private.SAVED_HOOKS):
-                raise TypeError(twice(self.unit)) from error
+            if _private.level() and _private.says(error, *_private.REFUSED):
+                raise TypeError(twice(self.unit, error)) from error
             raise
         if before is not None:
             put_back(before)
@@ -338,7 +341,7 @@ class Call:
                 with heard():
                     result = self.fn(*args, **kwargs)
             except Exception as error:
-                if _private.says(error, _private.NO_MEMORY, _private.NO_STORAGE) and not self.facts.watched:
+                if not (_private.level() or self.facts.watched) and _private.says(error, *_UNSEEN):
                     raise Again(watched=True) from None
                 if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
                     raise
@@ -350,7 +353,7 @@ class Call:
 
     def _holds_tensors(self, error: Exception) -> bool:
         """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
-        if _private.says(error, _private.SAVED_HOOKS, _private.WRITES_LEAF):
+        if _private.says(error, _private.WRITES_LEAF) or (_private.level() and _private.says(error, *_private.REFUSED)):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]
         return next(tensors_in([error, *changed], self.reach.knows), None) is not None

@@ -41,8 +41,9 @@ class Slot:
 class Exports:
     """The tensors that one run put out, and what they lie in."""
 
-    def __init__(self, knows: Callable[[Any], bool], origins: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, unit: str, knows: Callable[[Any], bool], origins: Mapping[int, torch.Tensor]) -> None:
         self.tensors: list[torch.Tensor] = []
+        self._unit = unit
         self._knows, self._origins = knows, origins
         self._index: dict[int, int] = {}
         self._objects: dict[int, Any] = {}
@@ -66,8 +67,15 @@ class Exports:
     def _tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_nested:
             raise TypeError(
-                "A unit puts out a nested tensor, expected ordinary ones, whose memory can be told. Return its values "
-                "and offsets, and make the nested tensor outside."
+                f"Unit {self._unit!r} puts out a nested tensor, expected ordinary ones, whose memory can be told. "
+                "Return its values and offsets, and make the nested tensor outside."
+            )
+        if tensor.layout in _private.COMPRESSED:
+            if self._knows(tensor):
+                return tensor
+            raise TypeError(
+                f"Unit {self._unit!r} puts out a sparse tensor in compressed form (CSR, CSC, BSR, BSC), expected COO "
+                "or dense ones. Return x.to_sparse() or its values, and make the compressed tensor where it is used."
             )
         origin = self._origins.get(id(tensor))
         if origin is not None:

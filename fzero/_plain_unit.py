@@ -9,7 +9,7 @@ from fzero import _private
 from fzero._call import here, inside
 from fzero._handle import HandleError
 from fzero._random import seeded
-from fzero._refusals import place_of
+from fzero._refusals import first_words, place_of
 from fzero._second_run import SecondRun
 from fzero._surroundings import Reach, Surroundings
 from fzero._traversal import current
@@ -23,11 +23,9 @@ CHECKPOINTED = (
 
 # what functorch refuses, and what runs in a node
 _NAMES = frozenset(
-    "checkpoint checkpoint_sequential apply requires_grad_ backward saved_tensors_hooks save_on_cpu ctc_loss".split()
-)
-_REFUSED = (
-    *(_private.SAVED_HOOKS, _private.OLD_FUNCTION, _private.REQUIRES_GRAD, _private.BACKWARD),
-    *(_private.NO_MEMORY, _private.NO_STORAGE),
+    "checkpoint checkpoint_sequential apply requires_grad_ backward saved_tensors_hooks save_on_cpu ctc_loss "
+    "to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
+    "sparse_bsc_tensor sparse_compressed_tensor".split()
 )
 
 
@@ -46,8 +44,10 @@ class _Undo:
 
     @property
     def may_be(self) -> bool:
-        """Whether the unit's code names something that functorch refuses."""
-        return self._refusal is not None or self.reach.names(_NAMES)
+        """Whether the unit's code names something that functorch refuses, or the unit reaches such a tensor."""
+        if self._refusal is not None or self.reach.names(_NAMES):
+            return True
+        return any(x.layout in _private.COMPRESSED for x in (*self.reach.tensors, *self.reach.constants))
 
     def __call__(self, error: BaseException) -> None:
         if self._refusal is not None:
@@ -57,7 +57,7 @@ class _Undo:
             if _private.version(x) != version:
                 raise ValueError(
                     f"{what} changes one of its inputs in place, of shape {tuple(x.shape)}, and does then what "
-                    f"torch.func refuses ({_first_words(error)}), so that it runs again. Change a copy: x = x.clone()."
+                    f"torch.func refuses ({first_words(error)}), so that it runs again. Change a copy: x = x.clone()."
                 ) from error
         self.reach.restore()
         self._second.look()
@@ -96,18 +96,14 @@ def plain_call(
             with seeded(seed), inside(None):
                 return fn()
         except RuntimeError as error:
-            if not _private.says(error, *_REFUSED):
+            if not _private.says(error, *_private.REFUSED):
                 raise
             record.as_nodes.add(code)
             if undo is None:
                 raise TypeError(
-                    f"A unit{place_of(error)} does what torch.func refuses ({_first_words(error)}), in code of a "
+                    f"A unit{place_of(error)} does what torch.func refuses ({first_words(error)}), in code of a "
                     "library's, which it did not when it was called before: what it had done until then was not noted. "
                     "Call the step again with the same state: it is dealt with from now on."
                 ) from error
             undo(error)
     return node(seed)
-
-
-def _first_words(error: BaseException) -> str:
-    return str(error).partition(". ")[0][:100]

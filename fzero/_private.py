@@ -20,9 +20,13 @@ REQUIRES_GRAD = "requires_grad_()"  # called under functorch
 BACKWARD = "backward() called inside a functorch transform"
 NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
 NO_STORAGE = "Cannot access storage of TensorWrapper"
+NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
 WRITES_LEAF = "leaf Variable that requires grad"
 WRITES_CAPTURED = "would mutate a captured Tensor"
 WRITES_SAVED = "modified by an inplace operation"
+# what functorch refuses, and plain autograd does
+REFUSED = (SAVED_HOOKS, OLD_FUNCTION, REQUIRES_GRAD, BACKWARD, NO_MEMORY, NO_STORAGE, NO_STRIDES)
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)  # of which it says NO_STRIDES
 
 
 def says(error: BaseException, *texts: str) -> bool:

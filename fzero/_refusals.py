@@ -46,7 +46,15 @@ def is_ours(error: BaseException) -> bool:
 
 def place_of(error: BaseException) -> str:
     """Where an error was raised: the innermost function of the user's, or of all."""
-    frames = traceback.extract_tb(error.__traceback__)
+    return _place(traceback.extract_tb(error.__traceback__))
+
+
+def place_now() -> str:
+    """The same of what is running."""
+    return _place(traceback.extract_stack())
+
+
+def _place(frames: traceback.StackSummary) -> str:
     libraries = [Path(file).parent for file in (torch.__file__, __file__)]
     users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
     frame = (users or frames)[-1]
@@ -56,12 +64,18 @@ def place_of(error: BaseException) -> str:
 # ---- of what a unit does
 
 
-def twice(unit: str) -> str:
+def twice(unit: str, error: BaseException) -> str:
     return (
-        f"Unit {unit!r} uses saved-tensor hooks (torch.utils.checkpoint does), and is differentiated more than once "
-        "(by torch.func inside the step's function, fz.hvp, vmap), which torch does not let them see. Leave the "
-        "checkpoint out there: fz.remat(step) recomputes units under any derivative."
+        f"Unit {unit!r} does what torch.func refuses ({first_words(error)}), and is differentiated more than once (by "
+        "torch.func inside the step's function, fz.hvp, vmap), where torch.func runs it. Leave the operation out, or "
+        "write one in its place that torch.func takes: of torch.utils.checkpoint fz.remat(step), which recomputes "
+        "units under any derivative; of an autograd.Function one with setup_context; of tensors whose memory is read "
+        "(indices, lengths) lists of numbers; of compressed sparse tensors COO or dense ones."
     )
+
+
+def first_words(error: BaseException) -> str:
+    return str(error).partition(". ")[0][:100]
 
 
 def another_run(unit: str) -> str:

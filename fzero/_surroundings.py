@@ -14,10 +14,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from fzero import _private
 from fzero._containers import Container, Content, Params, moves
 from fzero._contents import replaced
 from fzero._found import Found
 from fzero._handle import Handle
+from fzero._refusals import place_now
 
 
 class Surroundings:
@@ -60,8 +62,8 @@ class Reach:
         around: what the unit's function or module reaches.
 
     Attributes:
-        tensors: that enter the unit: every one among the arguments; elsewhere those that something differentiates and
-            that it reads.
+        tensors: that enter the unit: every one among the arguments, but compressed sparse ones; elsewhere those that
+            something differentiates and that it reads.
         constants: the others, which stay where they are.
         handles: in the order in which they were found.
         generators: random ones, which a second run must find as the first one did.
@@ -97,9 +99,17 @@ class Reach:
             self.handles.append(tensor)
         elif tensor.is_nested:
             raise TypeError(
-                "A unit got or reaches a nested tensor, expected ordinary ones, whose memory can be told. Give it the "
-                "values and the offsets, and make the nested tensor inside."
+                f"A unit{place_now()} got or reaches a nested tensor, expected ordinary ones, whose memory can be "
+                "told. Give it the values and the offsets, and make the nested tensor inside."
             )
+        elif tensor.layout in _private.COMPRESSED:  # no operator under functorch takes it: it enters as it is
+            if moves(tensor):
+                raise TypeError(
+                    f"A unit{place_now()} got or reaches a sparse tensor in compressed form (CSR, CSC, BSR, BSC) that "
+                    "is differentiated, expected COO or dense ones. Give it x.to_sparse() or its values, and make the "
+                    "compressed tensor inside."
+                )
+            self.constants.append(tensor)
         elif argument:
             self.tensors.append(tensor)
         elif moves(tensor):

@@ -149,6 +149,8 @@ _REFUSED = {
     _private.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
     "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
     "also without params), or take plain autograd: fz.tape.",
+    _private.NO_STRIDES: "uses a sparse tensor in compressed form (CSR, CSC, BSR, BSC) outside of units{place}, which "
+    "torch.func does not support. Make what uses it a unit (fz.unit, also without params), or take COO: to_sparse().",
     _private.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
     "inside by torch.func.grad or torch.func.vjp, or make what calls it a unit (fz.unit).",
     _private.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "

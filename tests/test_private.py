@@ -363,6 +363,7 @@ def _writes_what_is_saved() -> None:
         (_private.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
         (_private.NO_MEMORY, lambda: seen(_ctc)),
         (_private.BACKWARD, lambda: seen(lambda x: x.sum().backward())),
+        (_private.NO_STRIDES, lambda: seen(lambda x: x.reshape(1, -1).to_sparse_csr())),
         (_private.NO_STORAGE, lambda: _without_its_level(torch.Tensor.t)),
         (_private.NO_MEMORY, lambda: _without_its_level(torch.sin)),
         (_private.WRITES_LEAF, _writes_a_leaf),

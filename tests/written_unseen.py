@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from written import F64, Case, Net, filled, named, pure
+from written import F64, PARAMS, Case, Net, draw, filled, named, pure
 from written_around import chain
 
 import fzero as fz
@@ -295,6 +295,37 @@ def weights_that_a_hook_computes() -> Case:
     return module(OldWeightNorm())
 
 
+def graphs_in_compressed_form() -> Case:
+    """Neighbours of a graph's nodes: reached, given, given back, and made inside; torch.func takes none of these."""
+    adjacency = (draw(3, 3) > 0) * draw(3, 3, seed=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        sparse, other = adjacency.to_sparse_csr(), adjacency.T.to_sparse_csc()
+
+    def fn(p: Any, x: torch.Tensor, units: bool = True) -> torch.Tensor:
+        unit = fz.unit if units else (lambda f: f)
+        mix: Any = (sparse, other) if units else (adjacency, adjacency.T)
+
+        @unit
+        def reaches(q: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(mix[0] @ (x @ q["w"]))
+
+        @unit
+        def is_given(q: Any, x: torch.Tensor, by: torch.Tensor) -> Any:
+            return torch.tanh(by @ (x @ q["w"])), by
+
+        @unit
+        def makes(q: Any, x: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+            own = x @ q["w"]
+            return (own.to_sparse_csr().to_dense() if units else own) + by @ x
+
+        first, second, third = p["blocks"]
+        x, by = is_given(second, reaches(first, x), mix[1])
+        return makes(third, x, by).square().mean()
+
+    return fn, PARAMS, functools.partial(fn, units=False)
+
+
 # those whose state is the process's, which ranks that are threads share
 SHARED = ("counters of many kinds",)
 CASES = named(
@@ -309,4 +340,5 @@ CASES = named(
     functional_call_on_a_unit,
     a_shallow_copy_of_a_unit,
     weights_that_a_hook_computes,
+    graphs_in_compressed_form,
 )
