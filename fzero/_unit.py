@@ -25,7 +25,7 @@ from fzero._refusals import is_ours, noted
 from fzero._sharded import is_sharded
 from fzero._surroundings import Surroundings
 from fzero._traversal import Traversal, current
-from fzero._watch import begins, elsewhere, is_begun, is_strict, storage_of, watching
+from fzero._watch import begins, begun, elsewhere, is_strict, storage_of, watching
 
 
 class _Pull:
@@ -58,6 +58,7 @@ class UnitOp(Op):
         self.name = f"unit {self.unit!r}"
         self._pull: _Pull | None = None
         self._fulls: dict[Any, torch.Tensor] = {}  # of this call's own graph
+        self._is_begun = begun()
         self._arriving: dict[Any, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self.used = False
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
@@ -104,6 +105,8 @@ class UnitOp(Op):
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
         inputs = list(pull.inputs.values())
+        # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
+        refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._is_begun)
         with without_donation() if keep and self.traversal.compiles else contextlib.nullcontext(), pull.surroundings():
             found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
         out = {
@@ -189,8 +192,8 @@ class UnitOp(Op):
             )
             self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
             self._pull.surroundings = functools.partial(self.call.refilled, leaves, self.call.inner)
-            is_foreign = is_begun if watch is None else lambda leaf: id(leaf) not in watch.own
-            refuse_foreign_leaves(self._pull.outputs, begin, is_foreign)
+            if watch is not None:
+                refuse_foreign_leaves(self._pull.outputs, begin, lambda leaf: id(leaf) not in watch.own)
         self.call.inner = (), []
         return tuple(o.detach() for o in out)
 

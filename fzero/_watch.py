@@ -21,11 +21,17 @@ from fzero._refusals import noted
 
 LeafOf = Callable[[torch.Tensor], str]
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
-# of the run: id of a tensor that a unit made -> (the tensor, the unit); where nothing is watched only what its graph
-# begins with
-_made: contextvars.ContextVar[dict[int, tuple[weakref.ref[torch.Tensor], str]] | None] = contextvars.ContextVar(
-    "fzero_made", default=None
-)
+
+
+class _Of(weakref.ref[torch.Tensor]):
+    """A tensor, and the unit that it is of."""
+
+    __slots__ = ("unit",)
+    unit: str
+
+
+# of the run: id of a tensor that a unit made -> it; where nothing is watched only what its graph begins with
+_made: contextvars.ContextVar[dict[int, _Of] | None] = contextvars.ContextVar("fzero_made", default=None)
 
 
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_elsewhere", default=False)
@@ -91,15 +97,15 @@ class _Watch(torch.overrides.TorchFunctionMode):
                 if isinstance(x, torch.Tensor) and (x.requires_grad or storage_of(x) in self.protected):
                     self.own.add(id(x))
                     if self.made is not None:
-                        self.made[id(x)] = weakref.ref(x), self.unit
+                        _note(self.made, x, self.unit)
         return out
 
     def _refuse_leaked(self, tensor: torch.Tensor) -> None:
         if self.made is None or id(tensor) in self.own:
             return
         known = self.made.get(id(tensor))
-        if known is not None and known[0]() is tensor:
-            raise noted(ValueError(leaked(tensor, known[1])))
+        if known is not None and known() is tensor:
+            raise noted(ValueError(leaked(tensor, known.unit)))
 
 
 class _Guard(torch.overrides.TorchFunctionMode):
@@ -129,23 +135,34 @@ def refuse_leaks(tree: Any) -> None:
     for x in _tree.flatten(tree)[0]:
         if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.requires_grad:
             known = made.get(id(x))
-            if known is not None and known[0]() is x:
-                raise noted(ValueError(leaked(x, known[1])))
+            if known is not None and known() is x:
+                raise noted(ValueError(leaked(x, known.unit)))
             if alone and x.grad_fn is not None and not _private.is_wrapper(x):
                 raise noted(ValueError(leaked(x)))
+
+
+def _note(made: dict[int, _Of], tensor: torch.Tensor, unit: str) -> None:
+    made[id(tensor)] = own = _Of(tensor)
+    own.unit = unit
 
 
 def begins(unit: str, leaves: Sequence[torch.Tensor]) -> None:
     """Notes what a unit's graph begins with: no other unit, and nobody outside, may compute with that."""
     made = _made.get()
     if made is not None:
-        made.update((id(leaf), (weakref.ref(leaf), unit)) for leaf in leaves)
+        for leaf in leaves:
+            _note(made, leaf, unit)
 
 
-def is_begun(leaf: torch.Tensor) -> bool:
-    """Whether a unit's graph begins with a tensor."""
-    known = (_made.get() or {}).get(id(leaf))
-    return known is not None and known[0]() is leaf
+def begun() -> Callable[[torch.Tensor], bool]:
+    """Tells of a tensor whether a unit's graph begins with it, in the run that is going on; at any time."""
+    made = _made.get() or {}
+
+    def is_begun(leaf: torch.Tensor) -> bool:
+        known = made.get(id(leaf))
+        return known is not None and known() is leaf
+
+    return is_begun
 
 
 def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
