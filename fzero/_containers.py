@@ -327,7 +327,9 @@ def moves(tensor: torch.Tensor) -> bool:
 
 def slot_names(cls: type) -> tuple[str, ...]:
     slots = cls.__dict__.get("__slots__", ())
-    return (slots,) if isinstance(slots, str) else tuple(n for n in slots if n not in ("__dict__", "__weakref__"))
+    names = (slots,) if isinstance(slots, str) else tuple(n for n in slots if n not in ("__dict__", "__weakref__"))
+    own = cls.__name__.lstrip("_")  # as Python names what is private to a class
+    return tuple(f"_{own}{n}" if own and n.startswith("__") and not n.endswith("__") else n for n in names)
 
 
 def _kind_of(value: Any) -> Any:

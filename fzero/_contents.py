@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -65,6 +66,8 @@ def container_of(value: Any) -> type[Container] | None:
         return None
     if kind.__module__.partition(".")[0] in _CLOSED and not isinstance(value, dict):
         return None
+    if is_tuple(kind):
+        return None
     if isinstance(value, BaseException):
         return Raised
     if isinstance(value, dict):  # a subclass; what it has as attributes too (ModelOutput) follows its items
@@ -89,21 +92,41 @@ def containers_of(value: Any) -> list[Container]:
     """
     if isinstance(value, types.FunctionType):
         cells = [Cell(cell) for cell in value.__closure__ or ()]
-        return [*cells, *([Defaults(value)] if value.__defaults__ else []), Attributes(value)]
+        defaults = [Defaults(value)] if value.__defaults__ else []
+        return [*cells, *defaults, *([Container(own)] if (own := value.__kwdefaults__) else []), Attributes(value)]
     if isinstance(value, functools.partial):
-        return [Bound(value), Attributes(value)]
+        return [Bound(value), Container(value.keywords), Attributes(value)]
+    if is_tuple(type(value)):  # its items are its own for ever
+        return [Container(own)] if (own := attributes_of(value)) else []
     how = container_of(value)
     if how is None:
         return []
     found = [how(value)]
-    if has_own(value):
+    if how not in (Attributes, Raised) and getattr(value, "__dict__", None):
         found.append(Attributes(value))
+    if how not in (Slots, Raised) and _is_users(type(value)) and any(map(slot_names, type(value).__mro__)):
+        found.append(Slots(value))
     return found
 
 
-def has_own(value: Any) -> bool:
-    """Whether something that is read by its items has attributes too."""
-    return isinstance(value, (dict, list, set, collections.deque)) and bool(getattr(value, "__dict__", None))
+@functools.lru_cache(4096)
+def is_tuple(kind: type) -> bool:
+    """Whether objects of a type are a tuple, perhaps with a name and attributes; not a record of Python's own."""
+    return issubclass(kind, tuple) and kind is not torch.Size and not optree.is_structseq_class(kind)
+
+
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes of an object of a subclass of tuple."""
+    return getattr(value, "__dict__", None)
+
+
+def tuple_of(kind: type, items: Iterable[Any], own: dict[str, Any] | None) -> Any:
+    """A tuple with other items; what its user sets on either of the two is one."""
+    made = tuple.__new__(kind, items)
+    if own is not None:
+        vars(made)  # makes room for it
+        made.__dict__ = own
+    return made
 
 
 def is_registered(kind: type) -> bool:
@@ -131,11 +154,11 @@ def replaced(value: Any, by: Mapping[int, Any]) -> Any:
     if kind is frozenset:
         parts = {replaced(item, by) for item in value}
         return value if all(any(a is b for b in value) for a in parts) else frozenset(parts)
-    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
-        items = [replaced(item, by) for item in value]
-        if all(a is b for a, b in zip(items, value, strict=True)):
+    if is_tuple(kind):
+        items = [replaced(item, by) for item in tuple.__iter__(value)]
+        if all(map(operator.is_, items, tuple.__iter__(value))):
             return value
-        return tuple(items) if kind is tuple else kind(*items)
+        return tuple(items) if kind is tuple else tuple_of(kind, items, attributes_of(value))
     if is_built(value):
         below, spec = children(value)
         items = [replaced(item, by) for item in below]
@@ -150,7 +173,9 @@ def exchanges(value: Any) -> bool:
     kind = type(value)
     if kind in ATOMS:
         return False
-    if kind is frozenset or (isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields"))):
+    if is_tuple(kind):
+        return any(map(exchanges, tuple.__iter__(value)))
+    if kind is frozenset:
         return any(map(exchanges, value))
     return isinstance(value, torch.Tensor) or is_built(value)
 
@@ -164,8 +189,8 @@ def tensors_in(value: Any, known: Callable[[Any], bool], seen: set[int] | None =
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if isinstance(value, tuple) and (kind is tuple or hasattr(value, "_fields")):
-        items: Iterable[Any] = value
+    if is_tuple(kind):
+        items: Iterable[Any] = [*tuple.__iter__(value), *(attributes_of(value) or {}).values()]
     elif containers := containers_of(value):
         items = [item for container in containers for item in container.found.values()]
     elif is_registered(kind):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 
 from fzero import _private, _tree
 from fzero._containers import Cell, has_attributes
-from fzero._contents import container_of, containers_of
+from fzero._contents import attributes_of, container_of, containers_of, is_tuple, tuple_of
 from fzero._handle import Valueless
 
+_LAZY = (map(str, ()), filter(None, ()))
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -55,6 +57,20 @@ class Exports:
         """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, Valueless) else self._tensor(value)
+        if type(value) is not tuple and is_tuple(type(value)) and not self._knows(value):
+            items, own = [self.of(item) for item in tuple.__iter__(value)], attributes_of(value)
+            if own:
+                self.of(own)
+            if all(map(operator.is_, items, tuple.__iter__(value))):
+                return value
+            return _Tuple(type(value), items, own)
+        if isinstance(value, (types.GeneratorType, *map(type, _LAZY))) and not self._knows(value):
+            raise TypeError(
+                f"Unit {self._unit!r} puts out a {type(value).__name__}, which would compute when the unit has ended, "
+                "expected what is computed. Return a list: list(...)."
+            )
+        if type(value) is frozenset:
+            return _Tree(None, [self.of(item) for item in value])
         leaves, spec = _tree.flatten(value, is_leaf=self._stays)
         if len(leaves) == 1 and leaves[0] is value:
             return self._object(value)
@@ -62,7 +78,9 @@ class Exports:
 
     def _stays(self, value: Any) -> bool:
         """Whether it is the same object outside, with other content: whoever else holds it sees that too."""
-        return self._knows(value) or (not isinstance(value, torch.Tensor) and container_of(value) is not None)
+        if self._knows(value) or (type(value) is not tuple and is_tuple(type(value))):
+            return True
+        return not isinstance(value, torch.Tensor) and container_of(value) is not None
 
     def _tensor(self, tensor: torch.Tensor) -> Any:
         if tensor.is_nested:
@@ -113,11 +131,22 @@ class _Tree:
         self.spec, self.leaves = spec, leaves
 
 
+class _Tuple:
+    __slots__ = ("items", "kind", "own")
+
+    def __init__(self, kind: type, items: list[Any], own: dict[str, Any] | None) -> None:
+        self.kind, self.items, self.own = kind, items, own
+
+
 def built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(template, Slot):
         return tensors[template.index]
+    if isinstance(template, _Tree) and template.spec is None:
+        return frozenset(built(leaf, tensors) for leaf in template.leaves)
     if isinstance(template, _Tree):
         return _tree.unflatten(template.spec, [built(leaf, tensors) for leaf in template.leaves])
+    if isinstance(template, _Tuple):
+        return tuple_of(template.kind, [built(item, tensors) for item in template.items], template.own)
     return template
 
 

@@ -30,7 +30,17 @@ from fzero._containers import (
     has_attributes,
     size_of,
 )
-from fzero._contents import ATOMS, MANY, children, container_of, exchanges, has_own, is_registered
+from fzero._contents import (
+    ATOMS,
+    MANY,
+    attributes_of,
+    children,
+    container_of,
+    containers_of,
+    exchanges,
+    is_registered,
+    is_tuple,
+)
 from fzero._random import GENERATORS, drawn_by
 from fzero._reach import is_library
 from fzero._snapshot import Snapshot
@@ -109,9 +119,18 @@ class Found:
                 else:
                     self.vacant.append(own)
             return
-        if kind is tuple or kind is frozenset or (isinstance(value, tuple) and hasattr(value, "_fields")):
+        if kind is tuple or kind is frozenset:
             for item in value:
                 self.search(item, argument)
+            return
+        if is_tuple(kind):
+            for item in tuple.__iter__(value):
+                self.search(item, argument)
+            own = attributes_of(value)
+            if own:
+                self.search(own, False)
+            elif own is not None:
+                self.vacant.append(own)
             return
         if isinstance(value, GENERATORS):
             self.ids.add(id(value))
@@ -140,7 +159,7 @@ class Found:
                     f"A unit reaches a {kind.__name__} whose keys are tensors, expected other keys: its inputs are "
                     "other objects inside, which would not be found. Take names or numbers for keys."
                 )
-            container = how(value)
+            container, *more = containers_of(value)
             self.containers.append(container)
             entries = argument and kind in (dict, list)  # of an argument, which is most likely read
             for item in container.found.values():
@@ -149,8 +168,8 @@ class Found:
                 self._module(value)
             else:
                 self._space(kind)
-            if has_own(value):
-                self._content(Attributes(value))
+            for container in more:
+                self._content(container)
         elif is_registered(kind):
             self.settled = False
             for item in children(value)[0]:

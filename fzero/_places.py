@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from fzero._contents import attributes_of, tuple_of
 from fzero._handle import Handle
 from fzero._reach import BOUND, Reach
 
@@ -92,16 +93,17 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     """
     own = {id(m._parameters) for m in module.modules()}
     found: dict[int, list[Place]] = {}
+    known: dict[Any, Place] = {}  # one that holds several params is filled with all of them
     for name, param in module.named_parameters():
-        waiting, seen = [id(param)], set[int]()
+        waiting, seen = [id(param)], set[tuple[int, int]]()
         while waiting:
             value = reach.objects[waiting.pop()]
             for user in reach.users.get(id(value), ()):
-                if user in seen or user in own or user not in reach.objects:
+                if (id(value), user) in seen or user in own or user not in reach.objects:
                     continue
-                seen.add(user)
+                seen.add((id(value), user))
                 holder = reach.objects[user]
-                places = list(_places_in(holder, value))
+                places = [known.setdefault(where, place) for where, place in _places_in(holder, value)]
                 found.setdefault(id(param), []).extend(places)
                 if isinstance(holder, FIXED):  # whoever holds it holds another one instead
                     waiting.append(user)
@@ -114,12 +116,13 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     return {number: places for number, places in found.items() if places}
 
 
-def _places_in(holder: Any, value: Any) -> Iterator[Place]:
+def _places_in(holder: Any, value: Any) -> Iterator[tuple[Any, Place]]:
+    """Each with what says which one it is."""
     if isinstance(holder, types.CellType):
-        yield Place(lambda: holder.cell_contents, lambda x: setattr(holder, "cell_contents", x))
+        yield id(holder), Place(lambda: holder.cell_contents, lambda x: setattr(holder, "cell_contents", x))
     elif isinstance(holder, types.FunctionType):
         if any(default is value for default in holder.__defaults__ or ()):
-            yield Place(lambda: holder.__defaults__, lambda x: setattr(holder, "__defaults__", x))
+            yield id(holder), Place(lambda: holder.__defaults__, lambda x: setattr(holder, "__defaults__", x))
         for mapping in (holder.__kwdefaults__ or {}, vars(holder), getattr(holder.__globals__, "mapped", {})):
             yield from _places_in(mapping, value)
     elif isinstance(holder, dict):
@@ -130,8 +133,8 @@ def _places_in(holder: Any, value: Any) -> Iterator[Place]:
         yield from _places_in(vars(holder), value)
 
 
-def _item(holder: Any, key: Any) -> Place:
-    return Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
+def _item(holder: Any, key: Any) -> tuple[Any, Place]:
+    return (id(holder), key), Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
 
 
 def _with(x: Any, now: Mapping[int, Any]) -> Any:
@@ -143,8 +146,7 @@ def _with(x: Any, now: Mapping[int, Any]) -> Any:
     if id(x) in now:
         return now[id(x)]
     if isinstance(x, tuple):
-        parts = [inner(part) for part in x]
-        return type(x)(*parts) if hasattr(x, "_fields") else type(x)(parts)
+        return tuple_of(type(x), map(inner, tuple.__iter__(x)), attributes_of(x))
     if isinstance(x, functools.partial):
         return type(x)(inner(x.func), *map(inner, x.args), **{k: inner(v) for k, v in x.keywords.items()})
     if isinstance(x, weakref.ref):

@@ -10,6 +10,7 @@ import torch
 import torch.utils._pytree as pytree
 import written
 import written_around
+import written_kinds
 import written_unseen
 
 import fzero as fz
@@ -17,7 +18,7 @@ from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
 
-CASES = written.CASES | written_around.CASES | written_unseen.CASES
+CASES = written.CASES | written_around.CASES | written_unseen.CASES | written_kinds.CASES
 SHARED = ("sets and globals and an order", *written_around.SHARED, *written_unseen.SHARED)  # by ranks that are threads
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 

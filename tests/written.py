@@ -6,10 +6,13 @@ Each case is `make() -> (fn, params, plain)`: `plain(params, *inputs)` is the sa
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
+import threading
 import types
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +31,17 @@ def draw(*shape: int, seed: int = 0) -> torch.Tensor:
 
 X = draw(3, 4)
 PARAMS = {"blocks": [{"w": draw(4, 4, seed=i)} for i in range(3)], "head": draw(4, 4, seed=7)}
+
+
+_one_at_a_time = threading.Lock()
+
+
+@contextlib.contextmanager
+def quietly() -> Iterator[None]:
+    """Without warnings of torch's; ranks that are threads have one list of what is ignored."""
+    with _one_at_a_time, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def filled(module: Any) -> Any:

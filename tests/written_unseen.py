@@ -10,14 +10,13 @@ import collections
 import copy
 import functools
 import io
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
 from torch import nn
-from written import F64, PARAMS, Case, Net, draw, filled, named, pure
+from written import F64, PARAMS, Case, Net, draw, filled, named, pure, quietly
 from written_around import chain
 
 import fzero as fz
@@ -272,8 +271,7 @@ class ShallowCopy(Calls):
 class OldWeightNorm(Net):
     def __init__(self) -> None:
         super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with quietly():
             for block in self.blocks:
                 nn.utils.weight_norm(block.lin)  # type: ignore[arg-type]
 
@@ -298,8 +296,7 @@ def weights_that_a_hook_computes() -> Case:
 def graphs_in_compressed_form() -> Case:
     """Neighbours of a graph's nodes: reached, given, given back, and made inside; torch.func takes none of these."""
     adjacency = (draw(3, 3) > 0) * draw(3, 3, seed=1)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with quietly():
         sparse, other = adjacency.to_sparse_csr(), adjacency.T.to_sparse_csc()
 
     def fn(p: Any, x: torch.Tensor, units: bool = True) -> torch.Tensor:

@@ -94,6 +94,25 @@ def objects(c: Writer) -> None:
         c.do(f"h = {c.call(block, f'h, {kept}')}", f"h = h + 0.1 * {kept}[0]")
 
 
+@feature("a tuple of a class of its own")
+def records(c: Writer) -> None:
+    """In and out, with what it has beside its items."""
+    form, r = c.number(4), c.name("r")
+    if form == 0:
+        made = c.unit("h", f"return Row((h, {_what(c)}))")
+        block = c.unit("r", f"return r[0] + {_what(c, 'r[1]')}")
+        c.do(f"h = {c.call(block, c.call(made, 'h'))}")
+    elif form == 1:
+        made = c.unit("h", f"r = Record({_what(c)})", "r.note = torch.sin(r.h)", "return r")
+        c.do(f"{r} = {c.call(made, 'h')}", f"h = h + {r}.k * {r}.note + 0.1 * {r}[0]")
+    elif form == 2:  # an attribute that a unit sets
+        block = c.unit("r", f"r.note = {_what(c, 'r.h')}", "return r.k * 0.2")
+        c.do(f"{r} = Record(h)", f"h = h + {c.call(block, r)} + {r}.note")
+    else:  # given back
+        block = c.unit("r", f"r.note = {_what(c, 'r.h')}", "return r")
+        c.do(f"{r} = Record(h)", f"{r} = {c.call(block, r)}", f"h = {r}.h + {r}.note * 0.5")
+
+
 @feature("an embedding with sparse gradients", nests=False, weight=1.5)
 def sparse(c: Writer) -> None:
     form = c.number(3)
