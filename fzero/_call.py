@@ -16,12 +16,24 @@ from typing import Any
 
 import torch
 
-from fzero import _private, _tree
+from fzero import _private
+from fzero._again import Again, Unread
 from fzero._containers import Container, Content
 from fzero._contents import replaced, tensors_in
 from fzero._exports import Exports, Outlets, alike, built, memory
-from fzero._handle import READABLE, REQUIRES_GRAD, Handle
-from fzero._refusals import another_run, heard, is_ours, noted, reshapes, twice, writes_leaf
+from fzero._handle import Handle
+from fzero._refusals import (
+    another_run,
+    clear_frames,
+    freed,
+    heard,
+    is_ours,
+    place_of,
+    reshapes,
+    twice,
+    unseen_write,
+    writes_leaf,
+)
 from fzero._schedule import Facts
 from fzero._second_run import SecondRun
 from fzero._surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
@@ -34,46 +46,6 @@ here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = co
 
 
 _UNSEEN = (_private.NO_MEMORY, _private.NO_STORAGE)  # of a tensor that came unseen
-
-
-class Again(BaseException):
-    """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
-
-    def __init__(
-        self,
-        mutated: frozenset[int] = frozenset(),
-        more: Handle | None = None,
-        read: int | None = None,
-        returned: frozenset[int] = frozenset(),
-        watched: bool = False,
-    ) -> None:
-        self.mutated, self.more, self.read, self.returned, self.watched = mutated, more, read, returned, watched
-
-
-class _Unread(torch.Tensor):
-    """Stands in an object for a tensor from outside; who reads it makes it one of the unit's inputs.
-
-    What a unit does not read it does not depend on: a loss of the last step that is still kept somewhere, say.
-    """
-
-    place: int
-
-    @staticmethod
-    def __new__(cls, tensor: torch.Tensor, place: int) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self.place = place
-        return self
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READABLE and func is not REQUIRES_GRAD:
-            with torch._C.DisableTorchFunctionSubclass():
-                return func(*args, **(kwargs or {}))
-        return cls.__torch_dispatch__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise noted(Again(read=next(x.place for x in _tree.flatten((args, kwargs))[0] if isinstance(x, _Unread))))
 
 
 class inside:
@@ -127,11 +99,16 @@ class Call:
         self._filled: list[tuple[Container, Content]] = []
         self._dressed: dict[int, tuple[type, Content]] = {}  # place of a tensor -> its class, and what was set on it
         self._mutated: tuple[int, ...] = ()
+        self._errors: list[BaseException] = []  # that the function kept
         self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._changed: set[int] = set()  # ids of what the function changed
         self._form: list[Any] = []  # of what the function puts out
         self._outlets: Outlets | None = None  # which tensors are put out, and how
+
+    def forget(self) -> None:
+        """Lets go of everything: an error that the unit kept leads here by its frames, and to the next one so."""
+        vars(self).clear()
 
     @property
     def known(self) -> Facts:
@@ -171,10 +148,10 @@ class Call:
 
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
         """Starts with what earlier runs showed."""
-        self.facts, self.first = facts or Facts(), facts is None
+        self.facts, self.first, self._record = facts or Facts(), facts is None, traversal.schedule.record
         self.reach.reads(self.facts.read)
         self.more = [traversal.handle(index) for index in self.facts.more]
-        self._second.begin(self.first, self.facts.draws)
+        self._second.begin(self.first, self.facts.draws or self._record.draws)
 
     def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
         """What the node is applied to, and which of it is differentiated.
@@ -182,7 +159,8 @@ class Call:
         What the function may change in place is given as a copy, as a second run needs what was there.
         """
         tensors = (*primals, *self.reach.tensors)
-        wanted = [i for i, tensor in enumerate(tensors) if _private.is_differentiated(tensor)]
+        records = torch.is_grad_enabled()
+        wanted = [i for i, tensor in enumerate(tensors) if records and _private.is_differentiated(tensor)]
         derived = bool(wanted) or any(_private.is_wrapped(tensor) for tensor in tensors)
         copied = self.facts.mutated | self.facts.returned
         if derived and (self.first or copied):
@@ -286,6 +264,8 @@ class Call:
                 raise Again(mutated=frozenset(written))
             if shapes != [_geometry(x) for x in tensors]:
                 raise ValueError(reshapes(self.unit))
+            if fresh and not _private.dispatch_modes() and any(map(_differs_unseen, tensors, self.reach.tensors)):
+                raise ValueError(unseen_write(self.unit))
             exports = Exports(self.unit, self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
@@ -300,7 +280,7 @@ class Call:
             else:  # whoever catches it finds what the function had done
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
-            if _private.level() and _private.says(error, *_private.REFUSED):
+            if _private.says(error, *(_private.REFUSED if _private.level() else (_private.SAVED_HOOKS,))):
                 raise TypeError(twice(self.unit, error)) from error
             raise
         if before is not None:
@@ -309,6 +289,7 @@ class Call:
             # what holds none of the unit's tensors stays as the unit left it
             stays = [c for c, now, content in effects if _is_same(now, content) and self.reach.entered(c) is c.found]
             self._effects = [(c, content) for c, _, content in effects if c not in stays]
+            self._errors = [x for _, now, _ in effects for x in now.values() if isinstance(x, BaseException)]
             self.reach.leave(stays)
             self._result, self._filled, self._dressed = (template,), exports.filled, exports.dressed
             seen = _private.level() == 0  # of what was copied only some may have been changed
@@ -323,6 +304,7 @@ class Call:
         form = [(x.shape, x.dtype) for x in out]
         compared = self._derived and (self.recomputes or self.first)
         if (again and form != self._form) or (compared and not self._second.weigh(out, again)):
+            self._record.draws = True
             raise ValueError(another_run(self.unit))
         self._form = form
         return self._outlets.taken(out)
@@ -343,6 +325,8 @@ class Call:
             except Exception as error:
                 if not (_private.level() or self.facts.watched) and _private.says(error, *_UNSEEN):
                     raise Again(watched=True) from None
+                if _private.says(error, *_private.FREED):
+                    raise ValueError(freed(f"Unit {self.unit!r}{place_of(error)}")) from error
                 if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
                     raise
                 self._raises, result = True, error
@@ -353,7 +337,8 @@ class Call:
 
     def _holds_tensors(self, error: Exception) -> bool:
         """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
-        if _private.says(error, _private.WRITES_LEAF) or (_private.level() and _private.says(error, *_private.REFUSED)):
+        refused = _private.REFUSED if _private.level() else (_private.SAVED_HOOKS,)
+        if _private.says(error, _private.WRITES_LEAF, *refused):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]
         return next(tensors_in([error, *changed], self.reach.knows), None) is not None
@@ -361,7 +346,7 @@ class Call:
     def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         mapping.update((id(handle), leaves[handle.index]) for handle in self.reach.handles)
-        mapping.update(self.reach.stand_ins(_Unread))
+        mapping.update(self.reach.stand_ins(Unread))
         return mapping
 
     def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -420,6 +405,9 @@ class Call:
             vars(tensors[i]).update({name: built(value, tensors) for name, value in content.items()})
         for container, content in (*self._filled, *self._effects):
             container.write({key: built(value, tensors) for key, value in content.items()})
+        errors, self._errors = self._errors, []
+        for error in errors:
+            clear_frames(error)
         if self._raises:
             raise self._result[0]
         return built(self._result[0], tensors)
@@ -427,6 +415,18 @@ class Call:
 
 def _is_same(now: Content, content: Content) -> bool:
     return all(map(operator.is_, now.values(), content.values()))
+
+
+def _differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
+    """Whether the values of a copy differ from those that it was made of, although no operation wrote to it."""
+    outer = _private.unwrapped(outer)
+    if inner.layout != torch.strided or inner.is_meta or _private.version(inner):
+        return False
+    if inner.data_ptr() == outer.data_ptr():
+        return False
+    both = [x.detach().resolve_conj().resolve_neg() for x in (inner, outer)]
+    one, other = [torch.view_as_real(x) if x.is_complex() else x for x in both]
+    return not bool(((one == other) | ((one != one) & (other != other))).all())
 
 
 def _geometry(x: torch.Tensor) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,12 @@ class HandleError(AttributeError, TypeError):
 # how a module reads the leaves of its units, while the function that fz.functional made of it runs; None elsewhere
 reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = contextvars.ContextVar(
     "fzero_reading", default=None
+)
+
+
+# of a run: storage of the copy that was read of a leaf -> the leaf, and what has that storage
+copies: contextvars.ContextVar[dict[int, tuple[Handle, list[weakref.ref[torch.Tensor]]]] | None] = (
+    contextvars.ContextVar("fzero_copies", default=None)
 )
 
 
@@ -72,10 +79,12 @@ class Handle(Valueless):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in READABLE:
             handle = args[0]
-            if func is REQUIRES_GRAD:
+            if func == REQUIRES_GRAD:  # which is another object at each look
                 return _private.is_differentiated(handle.primal)
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
+        if func in _OF_THE_GRAPH:
+            raise noted(_first_handle((args, kwargs))._refuse(f"got {name_of(func)!r}, which a copy would answer"))
         read = reading.get()
         if read is None:
             raise noted(_first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}"))
@@ -86,7 +95,13 @@ class Handle(Valueless):
         if func is torch.Tensor.__deepcopy__:  # of a result of operations torch makes none
             return full[0].detach().clone()
         args, kwargs = _tree.unflatten(spec, full)
-        return func(*args, **kwargs)
+        copied = [(x, copy, _version(copy)) for x, copy in zip(leaves, full, strict=True) if isinstance(x, Handle)]
+        out = func(*args, **kwargs)
+        for leaf, copy, version in copied:
+            if _version(copy) != version:
+                raise noted(leaf._refuse(f"got {name_of(func)!r}, which writes to it"))
+            _note(leaf, copy, out)
+        return out
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -122,6 +137,11 @@ def _without(name: str) -> Any:
 
 for _name in ("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"):
     setattr(Handle, _name, _without(_name))
+_OF_THE_GRAPH = {
+    *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
+    *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
+}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 READABLE = {
     *(
@@ -144,10 +164,41 @@ def writes(func: Any, kwargs: Any) -> bool:
     if name == "requires_grad_":
         return False
     in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    in_place = in_place or (name == "__set__" and func == _SET_DATA)
     return in_place or bool(kwargs and kwargs.get("out") is not None)
+
+
+def _version(copy: torch.Tensor) -> int:
+    return _private.version(_private.unwrapped(copy))
+
+
+def _note(handle: Handle, copy: torch.Tensor, out: Any) -> None:
+    """Notes what was read of a leaf: a copy; a write to it, or to a view of it, would be lost."""
+    noted = copies.get()
+    if noted is not None:
+        views = [x for x in _tree.flatten(out)[0] if isinstance(x, torch.Tensor)]
+        alive = [weakref.ref(x) for x in (copy, *views) if storage_of(x) == storage_of(copy)]
+        noted[storage_of(copy)] = handle, alive
+
+
+def copy_of(tensor: torch.Tensor) -> Handle | None:
+    """The leaf that a tensor is a copy of, or a view of one, as it was read outside of the leaf's unit."""
+    handle, alive = (copies.get() or {}).get(storage_of(tensor), (None, []))
+    return handle if any(x() is not None for x in alive) else None
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The storage below every functorch level; 0 for a tensor without one."""
+    if isinstance(tensor, Handle):
+        return 0
+    try:
+        return _private.unwrapped(tensor).untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 def name_of(func: Any) -> str:
     """What a user calls it: a property's getter by the property's name."""
     name = getattr(func, "__name__", str(func))
-    return getattr(getattr(func, "__self__", None), "__name__", name) if name == "__get__" else name
+    own = getattr(getattr(func, "__self__", None), "__name__", name)
+    return {"__get__": own, "__set__": f".{own} = ..."}.get(name, name)

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._call import Again, here
+from fzero._again import Again
+from fzero._call import here
 from fzero._handle import READABLE, Handle, Valueless, name_of, reading
 from fzero._refusals import noted
 from fzero._traversal import current, read

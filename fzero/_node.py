@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -42,6 +42,7 @@ class Op:
     """
 
     name = "a unit"
+    joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
     early = False  # whether it is pulled back as soon as its cotangents are there
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
@@ -164,11 +165,13 @@ def refuse_foreign_leaves(
     out: Sequence[torch.Tensor],
     leaves: Sequence[torch.Tensor],
     is_foreign: Callable[[torch.Tensor], bool] = lambda leaf: True,
+    text: Callable[[torch.Tensor], str] | None = None,
 ) -> None:
     """A tensor that a unit closed over would get a silent zero gradient: look for graph leaves that are not ours.
 
     Args:
         is_foreign: of a leaf that is not among `leaves`, whether it is not one that the function made itself.
+        text: what is said of one.
     """
     ours = {id(leaf) for leaf in leaves}
     todo = [o.grad_fn for o in out if o.grad_fn is not None]
@@ -182,7 +185,29 @@ def refuse_foreign_leaves(
             continue
         variable = getattr(node, "variable", None)
         if variable is not None and id(variable) not in ours and is_foreign(variable):
-            raise ValueError(closed_over(variable))
+            raise ValueError((text or closed_over)(variable))
+
+
+def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[Any, int]]:
+    """What tensors depend on in their graph: (node, which of its outputs)."""
+    todo: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr) for x in out if x.grad_fn is not None]
+    seen, nodes = set(todo), {node for node, _ in todo}
+    for node, _ in todo:
+        for edge in node.next_functions:
+            if edge[0] is not None:
+                seen.add(edge)
+                if edge[0] not in nodes:
+                    nodes.add(edge[0])
+                    todo.append(edge)
+    return seen
+
+
+def joint_outputs(out: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
+    """Of the outputs of one run: each -> those others that depend on it, in its graph."""
+    real = {i: (x.grad_fn, x.output_nr) for i, x in enumerate(out) if x.grad_fn is not None}
+    reached = {i: edges_to((out[i],)) for i in real} if len(real) > 1 else {}
+    found = {i: frozenset(j for j in reached if j != i and edge in reached[j]) for i, edge in real.items()}
+    return {i: others for i, others in found.items() if others}
 
 
 def closed_over(tensor: torch.Tensor) -> str:

@@ -23,9 +23,9 @@ CHECKPOINTED = (
 
 # what functorch refuses, and what runs in a node
 _NAMES = frozenset(
-    "checkpoint checkpoint_sequential apply requires_grad_ backward saved_tensors_hooks save_on_cpu ctc_loss "
-    "to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_csr_tensor sparse_csc_tensor sparse_bsr_tensor "
-    "sparse_bsc_tensor sparse_compressed_tensor".split()
+    "checkpoint checkpoint_sequential apply requires_grad_ backward deepcopy data saved_tensors_hooks save_on_cpu "
+    "ctc_loss to_sparse_csr to_sparse_csc to_sparse_bsr to_sparse_bsc sparse_csr_tensor sparse_csc_tensor "
+    "sparse_bsr_tensor sparse_bsc_tensor sparse_compressed_tensor".split()
 )
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import traceback
 from pathlib import Path
 from typing import TypeVar
 
 import torch
+
+from fzero import _private
 
 Error = TypeVar("Error", bound=BaseException)
 _said: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar("fzero_refusals", default=None)
@@ -55,10 +58,21 @@ def place_now() -> str:
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    libraries = [Path(file).parent for file in (torch.__file__, __file__)]
+    libraries = [Path(file).parent for file in (torch.__file__, __file__, contextlib.__file__)]
     users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
     frame = (users or frames)[-1]
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
+
+
+def clear_frames(error: BaseException) -> None:
+    """Lets go of what fzero's own frames hold, to which an error that the unit keeps leads: the last one, for one."""
+    trace = error.__traceback__
+    frame = trace.tb_frame if trace is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("fzero."):
+            with contextlib.suppress(RuntimeError):  # it is running
+                frame.clear()
+        frame = frame.f_back
 
 
 # ---- of what a unit does
@@ -82,7 +96,24 @@ def another_run(unit: str) -> str:
     return (
         f"Unit {unit!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was "
         "called: it read or put out other tensors. What decides that must be the same then: no clock, no file, no "
-        "counter in an object of another library, no id() of a tensor. Take what changes as an argument of the unit."
+        "counter in an object of another library, no id() of a tensor. Take what changes as an argument of the unit. "
+        "Random numbers of Python's or numpy's own that a unit begins to draw in a later step are replayed from the "
+        "next call on: call the step again with the same state."
+    )
+
+
+def unseen_write(unit: str) -> str:
+    return (
+        f"Unit {unit!r} writes to one of its inputs in a way that autograd does not see (x.data, x.numpy()), and is "
+        "run on a copy, so that its caller would not see it either. Write to x itself (x.mul_(2)), or to a copy of it."
+    )
+
+
+def freed(what: str) -> str:
+    return (
+        f"{what} reads a leaf of a unit whose memory was given back when that unit ended: it was kept in a way that "
+        "cannot be seen (a lazy iterator, a cache, an object of another library). Return what is computed of it, or "
+        "keep a copy (w.clone())."
     )
 
 
@@ -98,3 +129,49 @@ def writes_leaf(unit: str) -> str:
         f"Unit {unit!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
         "(w = w.clone()), or use the operation that is not in place."
     )
+
+
+# ---- of what a step's function does
+
+# what functorch refuses outside of units, and what to write instead
+_OUTSIDE = {
+    _private.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
+    "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
+    "(step.vjp(state, x)), or take plain autograd: fz.tape.",
+    _private.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
+    "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
+    "also without params), or take plain autograd: fz.tape.",
+    _private.NO_STORAGE: "copies a tensor or asks for its memory outside of units{place}, as copy.deepcopy does, which "
+    "torch.func does not let. Take x.detach().clone(), make what calls it a unit (fz.unit), or take plain autograd: "
+    "fz.tape.",
+    _private.NO_COPY: "calls copy.deepcopy outside of units{place} with what leads to a param, which is computed here. "
+    "Take copies before the step runs, or x.detach().clone() of tensors.",
+    _private.SETS_DATA: "assigns to x.data outside of units{place}, which torch.func does not support. Assign to the "
+    "name, x = ..., or write to a copy.",
+    _private.NO_LEAF: "sets requires_grad of a tensor that is computed, as params are{place}. Take "
+    "x = x.detach() where no gradient is wanted; params that are not trained are said by fz.freeze.",
+    _private.RETAIN_GRAD: "calls retain_grad{place}, which torch.func does not support: there is no x.grad. Ask for "
+    "the gradient by torch.func.grad inside, or take plain autograd: fz.tape.",
+    _private.NOT_USED: "asks torch.autograd.grad for a derivative{place} that its run does not know: by an input that "
+    "its caller set requires_grad of, say, while torch.func differentiates. Take torch.func.grad or torch.func.vjp "
+    "inside, or plain autograd: fz.tape.",
+    _private.NO_STRIDES: "uses a sparse tensor in compressed form (CSR, CSC, BSR, BSC) outside of units{place}, which "
+    "torch.func does not support. Make what uses it a unit (fz.unit, also without params), or take COO: to_sparse().",
+    _private.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
+    "inside by torch.func.grad or torch.func.vjp, or make what calls it a unit (fz.unit).",
+    _private.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
+    "does not support (a full backward hook on a module that is a unit is one: put it on a module inside). Make what "
+    "calls it a unit (fz.unit), or take plain autograd: fz.tape.",
+    _private.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
+    "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
+    "checkpoint out: fz.remat(step) recomputes units.",
+}
+
+
+def refuse_outside(error: RuntimeError) -> None:
+    """Refuses what torch refused outside of units, by the words of this library."""
+    for text, what in _OUTSIDE.items():
+        if _private.says(error, text):
+            raise TypeError(f"step: the function {what.format(place=place_of(error))}") from error
+    if _private.says(error, *_private.FREED):
+        raise ValueError(freed(f"step: the function{place_of(error)}")) from error

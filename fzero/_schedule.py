@@ -34,6 +34,7 @@ class Facts(NamedTuple):
         draws: whether it draws from random generators that are Python's or numpy's own.
         watched: whether it computes with tensors of functorch levels that have ended, so that each operation must be
             looked at to tell them from those of levels that go on.
+        joint: of the tensors that it puts out, each -> the others that depend on it inside.
     """
 
     mutated: frozenset[int] = frozenset()
@@ -42,6 +43,7 @@ class Facts(NamedTuple):
     returned: frozenset[int] = frozenset()
     draws: bool = False
     watched: bool = False
+    joint: Mapping[int, frozenset[int]] = {}
 
 
 class Record:
@@ -55,6 +57,7 @@ class Record:
         self.order: tuple[Keys, ...] | None = None
         self.facts: dict[tuple[int, tuple[int, ...]], Facts] = {}
         self.as_nodes: set[Any] = set()  # the code of plain units that functorch refuses
+        self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
         self.may_be: dict[Any, bool] = {}  # that of those that were called -> whether it names what functorch refuses
 
 
@@ -164,8 +167,9 @@ class Schedule:
     def _gather(self, key: str) -> tuple[torch.Tensor, Callable[[], None]]:
         """Starts to gather a group into a new buffer."""
         use = self.uses[key]
-        full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.shard.device)
-        return full, self._fill(key, full)
+        with torch.inference_mode(False):  # a unit that is called outside of it may use what was gathered ahead inside
+            full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.shard.device)
+            return full, self._fill(key, full)
 
     def _fill(self, key: str, full: torch.Tensor) -> Callable[[], None]:
         # a call's own graph saved views of its buffer, and is pulled back with the same values in it
@@ -182,8 +186,9 @@ class Schedule:
     @staticmethod
     def empty(full: torch.Tensor) -> None:
         """Gives back the memory of a call's buffer, which its graph still refers to."""
-        if not _hazards.poison(full):
-            full.untyped_storage().resize_(0)
+        storage = full.untyped_storage()
+        if not _hazards.poison(full) and storage.resizable():  # it is not where numpy sees it too
+            storage.resize_(0)
 
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:

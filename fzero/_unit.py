@@ -14,18 +14,19 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
+from fzero._again import Again
 from fzero._arguments import need_function, wrong
-from fzero._call import Again, Call
+from fzero._call import Call
 from fzero._collectives import done
 from fzero._compile import compiled, without_donation
-from fzero._handle import Handle
-from fzero._node import Op, Tensors, apply, gradients, refuse_foreign_leaves
+from fzero._handle import Handle, storage_of
+from fzero._node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
 from fzero._plain_unit import CHECKPOINTED, plain_call
 from fzero._refusals import is_ours, noted
 from fzero._sharded import is_sharded
 from fzero._surroundings import Surroundings
 from fzero._traversal import Traversal, current
-from fzero._watch import begins, begun, elsewhere, is_strict, storage_of, watching
+from fzero._watch import begins, begun, elsewhere, is_strict, refuse_leaks, watching
 
 
 class _Pull:
@@ -58,7 +59,7 @@ class UnitOp(Op):
         self.name = f"unit {self.unit!r}"
         self._pull: _Pull | None = None
         self._fulls: dict[Any, torch.Tensor] = {}  # of this call's own graph
-        self._is_begun = begun()
+        self._is_begun, self._records, self._watched = begun(), torch.is_grad_enabled(), False
         self._arriving: dict[Any, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self.used = False
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
@@ -106,7 +107,8 @@ class UnitOp(Op):
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
         inputs = list(pull.inputs.values())
         # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
-        refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._is_begun)
+        if not self._watched:
+            refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._is_begun)
         with without_donation() if keep and self.traversal.compiles else contextlib.nullcontext(), pull.surroundings():
             found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
         out = {
@@ -133,6 +135,7 @@ class UnitOp(Op):
     def forget(self) -> None:
         """Lets go of the call: an output lies in an object that the call knows, and leads to the call by its graph."""
         self.used, self._pull = True, None
+        self.call.forget()
         del self.call, self.fn
 
     @property
@@ -167,7 +170,7 @@ class UnitOp(Op):
         for position in wanted:
             if position >= count:
                 inputs[position - count] = inputs[position - count].detach().requires_grad_()
-        grad_mode = torch.enable_grad() if wanted else contextlib.nullcontext()
+        grad_mode = torch.set_grad_enabled(self._records)
         begin = [
             *(leaf for group in differentiated for leaf in group),
             *(inputs[p - count] for p in wanted if p >= count),
@@ -178,12 +181,17 @@ class UnitOp(Op):
         guard = contextlib.nullcontext() if thorough or traversal.compiles else _private.without_dead_wrappers()
         with self.surroundings(), _private.saved_tensor_hooks(), guard, grad_mode:
             watch = self._watch(fulls, begin) if thorough and not traversal.compiles else None
+            self._watched = watch is not None
             try:
                 out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())
             except Again:  # with what is gathered: the other ranks need not run again
                 for key, full in self._fulls.items():
                     traversal.schedule.keep(key, full)
                 raise
+        every = frozenset(range(len(out)))
+        if watch is not None and wanted:
+            self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
+        self.joint = {i: every for i in every} if traversal.compiles else self.call.facts.joint
         if wanted:
             self._pull = _Pull(
                 [self.keys[p] for p in wanted if p < count],
@@ -341,6 +349,7 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
 
 
 def _attempt(traversal: Traversal, call: Call, seed: int, number: int) -> Any:
+    refuse_leaks(call.reach.tensors)
     primals = {handle.key: handle.primal for handle in (*call.reach.handles, *call.more)}
     # a derivative of a derivative recomputes anyway: keep no graph for it
     recompute = traversal.remat or _private.level() > 1

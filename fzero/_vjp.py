@@ -17,17 +17,17 @@ from fzero._collectives import Axis
 from fzero._contents import tensors_in
 from fzero._delivery import Delivery
 from fzero._formats import Stored
-from fzero._handle import Handle
+from fzero._handle import Handle, storage_of
 from fzero._layout import Group
 from fzero._node import active
 from fzero._placement import find
-from fzero._refusals import heard, place_of
+from fzero._refusals import heard, refuse_outside
 from fzero._sharded import Sharded
 from fzero._state import TrainState
 from fzero._traversal import Traversal, read
 from fzero._unit import used_up
 from fzero._use import Use
-from fzero._watch import is_strict, refuse_leaks, storage_of, watching_run
+from fzero._watch import is_strict, refuse_leaks, watching_run
 
 if TYPE_CHECKING:
     from fzero._step import Step
@@ -110,6 +110,7 @@ def call_function(
     first = not traversal.schedule.ran_before or is_strict() or (torch.is_grad_enabled() and _private.level() == 0)
     watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     leaves = traversal.leaves(primals)
+    entered = [None if isinstance(x, Handle) else _private.version(_private.unwrapped(x)) for x in leaves]
     if first and not step.compiles:
         full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
         roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
@@ -122,9 +123,7 @@ def call_function(
             with heard():
                 out = step.fn(tree, *inputs)
         except RuntimeError as error:
-            for text, what in _REFUSED.items():
-                if _private.says(error, text):
-                    raise TypeError(f"step: the function {what.format(place=place_of(error))}") from error
+            refuse_outside(error)
             raise
         out = _tree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
         if traversal.acts:
@@ -138,28 +137,14 @@ def call_function(
             "step: the function wrote to its params in place, which this state did not survive. Params change in "
             "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
         )
+    for row, leaf, version in zip(state.params.layout.rows, leaves, entered, strict=True):
+        if version is not None and _private.version(_private.unwrapped(leaf)) != version:
+            raise ValueError(
+                f"step: the function writes to leaf {row.path!r} in place, outside of units (as "
+                "nn.Embedding(max_norm=...) does). Params change in step.update only: compute with a copy (w = "
+                "w.clone()), or use operations that are not in place."
+            )
     return _tree.map_leaves(lambda x: _apart(x, stored), out)
-
-
-# what functorch refuses outside of units, and what to write instead
-_REFUSED = {
-    _private.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
-    "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
-    "(step.vjp(state, x)), or take plain autograd: fz.tape.",
-    _private.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
-    "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
-    "also without params), or take plain autograd: fz.tape.",
-    _private.NO_STRIDES: "uses a sparse tensor in compressed form (CSR, CSC, BSR, BSC) outside of units{place}, which "
-    "torch.func does not support. Make what uses it a unit (fz.unit, also without params), or take COO: to_sparse().",
-    _private.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
-    "inside by torch.func.grad or torch.func.vjp, or make what calls it a unit (fz.unit).",
-    _private.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
-    "does not support (a full backward hook on a module that is a unit is one: put it on a module inside). Make what "
-    "calls it a unit (fz.unit), or take plain autograd: fz.tape.",
-    _private.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
-    "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
-    "checkpoint out: fz.remat(step) recomputes units.",
-}
 
 
 def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]]:

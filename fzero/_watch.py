@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from fzero import _private, _tree
-from fzero._handle import Handle, writes
-from fzero._node import closed_over
+from fzero._handle import Handle, copies, copy_of, name_of, storage_of, writes
+from fzero._node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero._refusals import noted
 
 LeafOf = Callable[[torch.Tensor], str]
@@ -24,10 +24,10 @@ _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_cap
 
 
 class _Of(weakref.ref[torch.Tensor]):
-    """A tensor, and the unit that it is of."""
+    """A tensor, and the unit that it is of; None for one that is known to be of no unit."""
 
     __slots__ = ("unit",)
-    unit: str
+    unit: str | None
 
 
 # of the run: id of a tensor that a unit made -> it; where nothing is watched only what its graph begins with
@@ -51,6 +51,7 @@ def strict_capture(enabled: bool = True) -> Iterator[None]:
         _strict.reset(token)
 
 
+_ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
@@ -80,20 +81,17 @@ class _Watch(torch.overrides.TorchFunctionMode):
                 raise noted(ValueError(closed_over(x)))
             self._refuse_leaked(x)
         if writes(func, kwargs) and operands:
-            target = kwargs["out"] if kwargs and isinstance(kwargs.get("out"), torch.Tensor) else operands[0]
-            leaf_of = self.protected.get(storage_of(target))
-            if leaf_of is not None:
-                raise noted(
-                    ValueError(
-                        f"{leaf_of(target)} is written to in place, by {getattr(func, '__name__', func)}. Params "
-                        "change in step.update only: compute with a copy (w = w.clone()), or use the operation that "
-                        "is not in place."
-                    )
-                )
+            for target in _targets(args, kwargs):
+                leaf_of = self.protected.get(storage_of(target))
+                if leaf_of is not None:
+                    raise noted(ValueError(written(leaf_of(target), func)))
+            _refuse_writes(func, args, kwargs)
+        if func in _ASKS:
+            _refuse_parts(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
         if self.unit is not None:
             results = _tree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,)
-            for x in results if func is not _SET_REQUIRES_GRAD else args[:1]:
+            for x in results if func != _SET_REQUIRES_GRAD else args[:1]:
                 if isinstance(x, torch.Tensor) and (x.requires_grad or storage_of(x) in self.protected):
                     self.own.add(id(x))
                     if self.made is not None:
@@ -104,7 +102,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
         if self.made is None or id(tensor) in self.own:
             return
         known = self.made.get(id(tensor))
-        if known is not None and known() is tensor:
+        if known is not None and known() is tensor and known.unit is not None:
             raise noted(ValueError(leaked(tensor, known.unit)))
 
 
@@ -117,11 +115,56 @@ class _Guard(torch.overrides.TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _elsewhere.get():
             refuse_leaks((args, kwargs or {}))
+            if func in _ASKS:
+                _refuse_parts(func, args, kwargs or {})
+            if copies.get() and writes(func, kwargs):
+                _refuse_writes(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
 
 for _mode in (_Watch, _Guard):  # torch.compile in the function must not compile these
     _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _targets(args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+    """What an operation in place, or one with `out`, writes to."""
+    out = (kwargs or {}).get("out")
+    return [x for x in _tree.flatten(args[:1] if out is None else out)[0] if isinstance(x, torch.Tensor)]
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Any) -> None:
+    for target in _targets(args, kwargs):
+        leaf = copy_of(target)
+        if leaf is not None:
+            raise noted(ValueError(written(f"Leaf {leaf.path!r}", func)))
+
+
+def written(what: str, func: Any) -> str:
+    return (
+        f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute with a copy "
+        "(w = w.clone()), or use the operation that is not in place. What follows another param slowly (a momentum "
+        "encoder) is computed from a state's params between steps."
+    )
+
+
+def _refuse_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses to tell the gradient by one of several tensors that a unit puts out: their ways inside are not known."""
+    is_grad = func == torch.autograd.grad
+    given = dict(zip(("outputs", "inputs") if is_grad else ("inputs",), args, strict=False)) | dict(kwargs)
+    for x in _tree.flatten(given["inputs"])[0]:
+        node: Any = getattr(x, "grad_fn", None)
+        op: Any = getattr(node, "op", None)
+        others = op.joint.get(x.output_nr, ()) if isinstance(op, Op) else ()
+        if is_grad and others:  # those that what is differentiated depends on
+            others = edges_to(_tree.flatten(given["outputs"])[0]) & {(node, other) for other in others}
+        if others:
+            raise noted(
+                ValueError(
+                    f"{name_of(func)!r} by one of {len(node.real)} tensors that {op.name} puts out, of shape "
+                    f"{tuple(x.shape)}: another one depends on it inside, which is not seen outside. Differentiate "
+                    "inside the unit, or compute the other one of it outside."
+                )
+            )
 
 
 def is_watch(mode: Any) -> bool:
@@ -131,17 +174,23 @@ def is_watch(mode: Any) -> bool:
 
 def refuse_leaks(tree: Any) -> None:
     """Refuses tensors of units' own graphs: those that a watch saw, and where one functorch level is alone all."""
-    made, alone = _made.get() or {}, _private.single_level()
+    made, alone = _made.get(), None
+    if made is None:
+        return
     for x in _tree.flatten(tree)[0]:
         if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.requires_grad:
             known = made.get(id(x))
             if known is not None and known() is x:
-                raise noted(ValueError(leaked(x, known.unit)))
+                if known.unit is not None:
+                    raise noted(ValueError(leaked(x, known.unit)))
+                continue
+            alone = _private.single_level() if alone is None else alone
             if alone and x.grad_fn is not None and not _private.is_wrapper(x):
-                raise noted(ValueError(leaked(x)))
+                refuse_foreign_leaves((x,), (), begun(), lambda leaf: leaked(x, made[id(leaf)].unit))
+                _note(made, x, None)  # of a graph around the step, where it is a constant
 
 
-def _note(made: dict[int, _Of], tensor: torch.Tensor, unit: str) -> None:
+def _note(made: dict[int, _Of], tensor: torch.Tensor, unit: str | None) -> None:
     made[id(tensor)] = own = _Of(tensor)
     own.unit = unit
 
@@ -160,7 +209,7 @@ def begun() -> Callable[[torch.Tensor], bool]:
 
     def is_begun(leaf: torch.Tensor) -> bool:
         known = made.get(id(leaf))
-        return known is not None and known() is leaf
+        return known is not None and known() is leaf and known.unit is not None
 
     return is_begun
 
@@ -172,16 +221,6 @@ def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
         "would be lost: the unit passed it on in a way that cannot be seen (a class's attribute, an object of another "
         "library). Return it as an output, or keep it in one of the unit's arguments or its module."
     )
-
-
-def storage_of(tensor: torch.Tensor) -> int:
-    """The storage below every functorch level; 0 for a tensor without one."""
-    if isinstance(tensor, Handle):
-        return 0
-    try:
-        return _private.unwrapped(tensor).untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):
-        return 0
 
 
 def watching(unit: str, protected: Mapping[int, LeafOf], own: Collection[int]) -> _Watch:
@@ -207,7 +246,7 @@ def elsewhere() -> Iterator[None]:
 @contextlib.contextmanager
 def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     """Around a run of a step's function; thoroughly where it is said what is protected."""
-    token = _made.set({})
+    token, read = _made.set({}), copies.set({})
     mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if protected is not None:
         mode = _Watch(None, protected)
@@ -218,3 +257,4 @@ def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
             yield
     finally:
         _made.reset(token)
+        copies.reset(read)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import subprocess
 import sys
@@ -339,6 +340,16 @@ def test_a_map_among_the_levels() -> None:
     assert maps == [True]
 
 
+def _leaf() -> torch.Tensor:
+    return torch.ones(2, requires_grad=True)
+
+
+def _emptied() -> torch.Tensor:
+    x = torch.ones(4)
+    x.untyped_storage().resize_(0)
+    return x
+
+
 def _writes_a_leaf() -> None:
     torch.ones(2, requires_grad=True).add_(1.0)
 
@@ -363,6 +374,14 @@ def _writes_what_is_saved() -> None:
         (_private.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
         (_private.NO_MEMORY, lambda: seen(_ctc)),
         (_private.BACKWARD, lambda: seen(lambda x: x.sum().backward())),
+        (_private.NO_LEAF, lambda: (torch.ones(2, requires_grad=True) * 2).requires_grad_(False)),
+        (_private.NO_COPY, lambda: copy.deepcopy(torch.ones(2, requires_grad=True) * 2)),
+        (_private.NO_STORAGE, lambda: seen(copy.deepcopy)),
+        (_private.SETS_DATA, lambda: seen(lambda x: setattr(x.detach(), "data", x * 2))),
+        (_private.RETAIN_GRAD, lambda: seen(lambda x: x.exp().retain_grad())),
+        (_private.NOT_USED, lambda: torch.autograd.grad(_leaf().sum(), _leaf())),
+        (_private.FREED[0], lambda: _emptied().view(2, 2) @ torch.ones(2, 2)),
+        (_private.FREED[1], lambda: _emptied().as_strided((2,), (1,))),
         (_private.NO_STRIDES, lambda: seen(lambda x: x.reshape(1, -1).to_sparse_csr())),
         (_private.NO_STORAGE, lambda: _without_its_level(torch.Tensor.t)),
         (_private.NO_MEMORY, lambda: _without_its_level(torch.sin)),

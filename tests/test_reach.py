@@ -152,7 +152,7 @@ def test_a_leak_in_a_later_run() -> None:
             total = total + (next(later).sum() if leaks else 0.0)
         return x.square().sum() + total
 
-    refused(fn, X, match=r"of shape \(3, 4\) that a unit computed is used outside of it")
+    refused(fn, X, match=r"of shape \(3, 4\) that unit 'blocks.0' computed is used outside of it")
 
 
 def test_inputs_that_share_memory() -> None:

@@ -164,6 +164,45 @@ def test_a_unit_that_tells_the_time() -> None:
     refused(fn, ValueError, "did something else when it ran again.*no clock")
 
 
+@pytest.fixture
+def library(monkeypatch: Any) -> Any:
+    """A module that is none of the user's own, so that nobody looks into it."""
+    made: Any = types.ModuleType("somebodys_library")
+    made.__file__ = "site-packages/somebodys_library.py"
+    code = "import itertools, random\ncount = itertools.count()\ndef turn():\n    return next(count)\n"
+    exec(code + "def draw():\n    return random.random()", vars(made))
+    monkeypatch.setitem(sys.modules, "somebodys_library", made)
+    return made
+
+
+@pytest.mark.parametrize("dims", [0, 1])
+def test_a_hidden_order_of_entries(library: Any, dims: int) -> None:
+    """Which no plain sum tells apart."""
+    fn = block_of(lambda q, x: torch.tanh(x @ q["w"]).roll(library.turn() % 3, dims))
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
+    with pytest.raises(ValueError, match="did something else when it ran again"):
+        step(step.init(params_of()), X)
+
+
+def test_a_library_that_begins_to_draw(library: Any) -> None:
+    """The second run shows it; from the next call on its draws are replayed."""
+    begins = [False]
+    fn = block_of(lambda q, x: torch.tanh(x @ q["w"]) * (library.draw() if begins[0] else 1.0))
+    step = fz.remat(fz.train_step(fn, fz.sgd(0.1)))
+    state = step.init(params_of())
+    for _ in range(2):
+        step(state, X)
+    begins[0] = True
+    with pytest.raises(ValueError, match=r"did something else when it ran again.*call the step again"):
+        step(state, X)
+    random.seed(0)
+    _, pullback = step.vjp(state, X)
+    grads = fz.gather(pullback(torch.ones((), dtype=F64))[0])
+    random.seed(0)
+    _, pullback = fz.train_step(fn, fz.sgd(0.1)).vjp(fz.train_step(fn, fz.sgd(0.1)).init(params_of()), X)
+    assert_trees_close(grads, fz.gather(pullback(torch.ones((), dtype=F64))[0]), rtol=1e-12)
+
+
 def test_a_library_that_begins_to_checkpoint() -> None:
     """What its unit had done by then is not known, but the next call of the step notes it."""
     library = types.ModuleType("library")

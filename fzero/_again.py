@@ -1,0 +1,56 @@
+"""Why a call of a unit is begun anew: what a run showed of it, and what shows which tensors in objects it reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero import _private, _tree
+from fzero._handle import READABLE, REQUIRES_GRAD, Handle
+from fzero._refusals import noted
+
+_DETACHED = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+class Again(BaseException):
+    """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
+
+    def __init__(
+        self,
+        mutated: frozenset[int] = frozenset(),
+        more: Handle | None = None,
+        read: int | None = None,
+        returned: frozenset[int] = frozenset(),
+        watched: bool = False,
+    ) -> None:
+        self.mutated, self.more, self.read, self.returned, self.watched = mutated, more, read, returned, watched
+
+
+class Unread(torch.Tensor):
+    """Stands in an object for a tensor from outside; who reads it makes it one of the unit's inputs.
+
+    What a unit does not read it does not depend on: a loss of the last step that is still kept somewhere, say.
+    """
+
+    place: int
+    tensor: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, place: int) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.place, self.tensor = place, tensor
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE and func != REQUIRES_GRAD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _DETACHED and not (_private.level() or _private.is_wrapper(args[0].tensor)):
+            return args[0].tensor.detach()  # a constant, as the last step's state is that is carried on
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise noted(Again(read=next(x.place for x in _tree.flatten((args, kwargs))[0] if isinstance(x, Unread))))
