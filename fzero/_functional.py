@@ -21,7 +21,7 @@ from fzero._module_params import ModuleParams, refuse_lost
 from fzero._placement import ROOT, Row
 from fzero._places import Places, places_of
 from fzero._plain_unit import CHECKPOINTED, plain_call
-from fzero._private_copy import private_copy, refuse_kinds
+from fzero._private_copy import private_copy, refuse_kinds, refuse_params
 from fzero._surroundings import Surroundings
 from fzero._traversal import origins_of, running
 from fzero._unit import call_unit
@@ -65,6 +65,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     if not isinstance(module, nn.Module):
         raise wrong("functional", "module", module, "a torch.nn.Module")
     refuse_kinds(module)
+    refuse_params(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
     memo = {id(param): Absent(name, param) for name, param in module.named_parameters()}
@@ -86,7 +87,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             threads.surroundings = Surroundings(module)
             whole = threads.untouched = Untouched(module, reach, sources)
             fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs), module), threads.elsewhere)
-            threads.call, threads.fast = whole.around(threads.places.call), whole.around(fast.call)
+            threads.call, threads.fast = _as_one(whole.around(threads.places.call)), _as_one(whole.around(fast.call))
             threads.twin = module
         return threads.twin
 
@@ -161,10 +162,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         if frozen and (rows := running.get()) is not None:
             refuse_lost(params, origins, frozen, rows)
         for path in structure:
-            if path not in threads.paths:
+            if path not in threads.paths and path != ROOT:
                 patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in structure.items()}
-        token = _units.set({} if ROOT in units else units)
+        token = _units.set(units)
         untouched = threads.untouched
         untouched.enter()
         try:
@@ -195,6 +196,19 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         return out
 
     return apply, params
+
+
+def _as_one(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The whole module as one unit: none below it is one, also where it runs again."""
+
+    def run(*args: Any) -> Any:
+        token = _units.set({})
+        try:
+            return call(*args)
+        finally:
+            _units.reset(token)
+
+    return run
 
 
 def _check_names(params: Params, names: Mapping[str, None]) -> None:

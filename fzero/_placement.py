@@ -123,12 +123,13 @@ def check_leaf(path: str, leaf: Any) -> None:
     if not leaf.is_floating_point():
         raise TypeError(
             f"params[{path!r}]: got dtype {leaf.dtype}, expected a floating dtype. "
-            "Pass integer tensors as inputs of the function, or let it close over them."
+            "Pass integer tensors as inputs of the function, or let it close over them; of a complex param hold "
+            "torch.view_as_real(w), and take torch.view_as_complex of it in the function."
         )
     if leaf.numel() == 0:
         raise ValueError(
             f"params[{path!r}]: got shape {tuple(leaf.shape)}, which has no elements; expected at least one. "
-            "Drop the leaf from the params."
+            "Drop the leaf from the params; of a module make it a buffer."
         )
 
 

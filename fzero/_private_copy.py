@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from fzero import _private, _tree
-from fzero._handle import READABLE
+from fzero._exports import overlap
+from fzero._handle import READABLE, storage_of
 from fzero._reach import BOUND, MAPPINGS, SEQUENCES, WEAK, Reach, contents, globals_of, is_atom, names_of, referent
 
 
@@ -91,6 +92,25 @@ _LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn"
 _LOOKS |= {torch.Tensor.is_inference}
 
 
+def refuse_params(module: nn.Module) -> None:
+    """Refuses params that are more than their values."""
+    seen: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, param in module.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"fz.functional: param {name!r} has a hook on its gradient (register_hook), which a param that is an "
+                "argument does not have. Compute in forward with what the hook makes of it (w * mask + "
+                "(w * (1 - mask)).detach()), or change gradients between a pullback and step.update."
+            )
+        for other, one in seen.setdefault(storage_of(param), []):
+            if overlap((one, param)):
+                raise ValueError(
+                    f"fz.functional: the params {other!r} and {name!r} are two that share memory, and would be updated "
+                    "apart. Make them one param: other.weight = one.weight."
+                )
+        seen[storage_of(param)].append((name, param))
+
+
 class Stale(torch.Tensor):
     """Stands in the copy for a tensor that was computed from the original's params before: reading it is an error."""
 
@@ -103,8 +123,8 @@ class Stale(torch.Tensor):
                 return func(*args, **(kwargs or {}))
         where = next(leaf.where for leaf in _tree.leaves((args, kwargs or {})) if isinstance(leaf, Stale))
         raise ValueError(
-            f"apply: {where} was computed from the module's params before fz.functional, so its gradient would be "
-            "lost. Compute it in forward before it is read."
+            f"apply: {where}, so that its gradient and its changes would be lost. Compute it in forward, of the param "
+            "itself, before it is read."
         )
 
 
@@ -127,6 +147,7 @@ class _Copier:
 
     def __init__(self, reach: Reach, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
         self.reach, self.params = reach, {id(param) for param in module.parameters()}
+        self.trained = {storage_of(x): name for name, x in module.named_parameters() if x.requires_grad}
         self.leading = reach.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
         data = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
         self.concerned = data | reach.reaching(data)
@@ -227,7 +248,14 @@ class _Copier:
             return x
         if _private.is_wrapped(x) or (x.grad_fn is not None and _leads_to(x.grad_fn, self.params)):
             stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
-            stale.where = self.reach.way(id(x))
+            stale.where = f"{self.reach.way(id(x))} was computed from the module's params before fz.functional"
+            return stale
+        name = self.trained.get(storage_of(x))
+        if name is not None and x.numel():
+            stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
+            stale.where = (
+                f"{self.reach.way(id(x))} shares its memory with param {name!r}, and here is none that follows it"
+            )
             return stale
         return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
 

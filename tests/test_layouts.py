@@ -5,7 +5,6 @@ Those that are computed right are a case of `written_unseen`; here is what is re
 
 from __future__ import annotations
 
-import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -31,7 +30,7 @@ def _without_their_beta_warnings() -> Any:
 @pytest.mark.parametrize("form", ["csr", "csc", "bsr", "bsc"])
 def test_a_unit_puts_out_a_compressed_tensor(form: str, shard: Any) -> None:
     size: Any = ((1, 1),) if form.startswith("b") else ()
-    convert: Callable[[Any], Any] = lambda x: getattr(x, f"to_sparse_{form}")(*size)  # noqa: E731 - of one test
+    convert: Callable[[Any], Any] = lambda x: getattr(x, f"to_sparse_{form}")(*size)
     fn = block_of(lambda q, x: convert(x @ q["w"]))
     refused(fn, TypeError, r"Unit 'blocks.0' puts out a sparse tensor in compressed form.*Return x.to_sparse", shard)
 
@@ -69,7 +68,7 @@ def test_what_torch_func_refuses_under_a_second_derivative(reads: str, shard: An
         first, *_ = torch.tensor_split(x @ q["w"], torch.tensor([2]))
         return first.square()
 
-    of_strides = lambda q, x: (x @ q["w"]).to_sparse_csr().to_dense().square()  # noqa: E731
+    of_strides = lambda q, x: (x @ q["w"]).to_sparse_csr().to_dense().square()
     unit = fz.unit(of_memory if reads == "memory" else of_strides)
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
