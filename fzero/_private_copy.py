@@ -102,13 +102,14 @@ def refuse_params(module: nn.Module) -> None:
                 "argument does not have. Compute in forward with what the hook makes of it (w * mask + "
                 "(w * (1 - mask)).detach()), or change gradients between a pullback and step.update."
             )
-        for other, one in seen.setdefault(storage_of(param), []):
-            if overlap((one, param)):
+        memory = storage_of(param)  # 0 for one that has none
+        for other, one in seen.setdefault(memory, []):
+            if memory and (one.requires_grad or param.requires_grad) and overlap((one, param)):
                 raise ValueError(
                     f"fz.functional: the params {other!r} and {name!r} are two that share memory, and would be updated "
                     "apart. Make them one param: other.weight = one.weight."
                 )
-        seen[storage_of(param)].append((name, param))
+        seen[memory].append((name, param))
 
 
 class Stale(torch.Tensor):
@@ -147,7 +148,7 @@ class _Copier:
 
     def __init__(self, reach: Reach, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
         self.reach, self.params = reach, {id(param) for param in module.parameters()}
-        self.trained = {storage_of(x): name for name, x in module.named_parameters() if x.requires_grad}
+        self.trained = [(name, x, storage_of(x)) for name, x in module.named_parameters() if x.requires_grad]
         self.leading = reach.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
         data = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
         self.concerned = data | reach.reaching(data)
@@ -250,8 +251,8 @@ class _Copier:
             stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
             stale.where = f"{self.reach.way(id(x))} was computed from the module's params before fz.functional"
             return stale
-        name = self.trained.get(storage_of(x))
-        if name is not None and x.numel():
+        memory = storage_of(x)
+        for name in [name for name, own, of in self.trained if memory and of == memory and overlap((own, x))]:
             stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
             stale.where = (
                 f"{self.reach.way(id(x))} shares its memory with param {name!r}, and here is none that follows it"

@@ -170,7 +170,7 @@ class UnitOp(Op):
         for position in wanted:
             if position >= count:
                 inputs[position - count] = inputs[position - count].detach().requires_grad_()
-        grad_mode = torch.set_grad_enabled(self._records)
+        grad_mode = torch.enable_grad() if self._records else torch.no_grad()
         begin = [
             *(leaf for group in differentiated for leaf in group),
             *(inputs[p - count] for p in wanted if p >= count),
