@@ -70,7 +70,8 @@ class Exports:
                 "expected what is computed. Return a list: list(...)."
             )
         if type(value) is frozenset:
-            return _Tree(None, [self.of(item) for item in value])
+            items = [self.of(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else _Tree(None, items)
         leaves, spec = _tree.flatten(value, is_leaf=self._stays)
         if len(leaves) == 1 and leaves[0] is value:
             return self._object(value)

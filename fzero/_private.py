@@ -38,6 +38,16 @@ REFUSED = (
 COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)  # of which it says NO_STRIDES
 
 
+def without_autocast() -> AbstractContextManager[Any]:
+    """Inside, what is computed has the dtype of what it is computed from."""
+    if not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
+        return contextlib.nullcontext()
+    stack = contextlib.ExitStack()
+    for device in ("cpu", *(["cuda"] if torch.cuda.is_available() else [])):
+        stack.enter_context(torch.autocast(device, enabled=False))
+    return stack
+
+
 def dispatch_modes() -> bool:
     """Whether a mode looks at every operator, as one that traces them does, for which values do not exist."""
     return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]

@@ -131,7 +131,7 @@ class SecondRun:
 
 def _weights(out: Sequence[torch.Tensor], thorough: bool) -> list[list[float]] | None:
     """Of each tensor a sum, that of its magnitudes, and the part of these that rounding takes; None under a map."""
-    with _private.below_transforms() if _private.level() else contextlib.nullcontext():
+    with _private.below_transforms() if _private.level() else contextlib.nullcontext(), _private.without_autocast():
         found = []
         for x in out:
             if _private.is_mapped(x):

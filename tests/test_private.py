@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero import _private
 
@@ -395,3 +397,22 @@ def test_what_torch_says_where_it_refuses(text: str, refused: Any) -> None:
         refused()
     assert _private.says(caught.value, text)
     assert not _private.says(ValueError(text), text)
+
+
+def test_what_is_computed_without_autocast() -> None:
+    x = torch.ones(2, 2)
+    assert isinstance(_private.without_autocast(), contextlib.nullcontext)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ x).dtype == torch.bfloat16
+        with _private.without_autocast():
+            assert (x @ x).dtype == torch.float32
+        assert (x @ x).dtype == torch.bfloat16
+
+
+def test_whether_a_mode_looks_at_every_operator() -> None:
+    class Looks(TorchDispatchMode):
+        pass
+
+    assert not _private.dispatch_modes()
+    with Looks():
+        assert _private.dispatch_modes()
