@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -35,11 +36,12 @@ class Unread(torch.Tensor):
 
     place: int
     tensor: torch.Tensor
+    thread: int
 
     @staticmethod
     def __new__(cls, tensor: torch.Tensor, place: int) -> Any:
         self = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self.place, self.tensor = place, tensor
+        self.place, self.tensor, self.thread = place, tensor, threading.get_ident()
         return self
 
     @classmethod
@@ -53,4 +55,13 @@ class Unread(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        raise noted(Again(read=next(x.place for x in _tree.flatten((args, kwargs))[0] if isinstance(x, Unread))))
+        own = next(x for x in _tree.flatten((args, kwargs))[0] if isinstance(x, Unread))
+        if own.thread != threading.get_ident():
+            raise noted(
+                ValueError(
+                    f"A tensor of shape {tuple(own.shape)} lies in an object that units on two threads share (a global "
+                    "memo, say, and ranks that are threads), and one of them reads what the other has put there for "
+                    "itself. Keep the object in the module, or run ranks as processes."
+                )
+            )
+        raise noted(Again(read=own.place))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from torch import nn
 from written import F64, Block, X, filled
 
 import fzero as fz
+from fzero._again import Unread
 from fzero.testing import run_ranks
 
 SHARDS = {"ZeRO-0": lambda step: step, "remat": fz.remat, "ZeRO-3": fz.shard_zero3}
@@ -338,3 +340,19 @@ def test_state_that_is_detached_where_it_is_read(shard: Any) -> None:
         torch.testing.assert_close(got, want)
 
     run_ranks(rank_main, 1)
+
+
+def test_what_another_thread_has_put_there_for_itself() -> None:
+    """Ranks that are threads share global objects."""
+    stand_in, errors = Unread(torch.ones(2), 0), []
+
+    def read() -> None:
+        try:
+            stand_in.exp()
+        except ValueError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=read)
+    thread.start()
+    thread.join()
+    assert "run ranks as processes" in errors[0]
