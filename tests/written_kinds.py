@@ -6,9 +6,10 @@ Cases as in `written`.
 from __future__ import annotations
 
 import functools
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
+from drawn.prelude import Record, Row
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence
 from written import F64, Block, Case, Net, filled, named, pure
@@ -38,24 +39,6 @@ def packed_sequences() -> Case:
     return module(Sequences())
 
 
-class Pair(tuple[Any, ...]):
-    """A tuple with a name."""
-
-
-class Fields(NamedTuple):
-    h: torch.Tensor
-    k: torch.Tensor
-
-
-class Batch(Fields):
-    """A record with a constructor of its own, and attributes."""
-
-    note: Any
-
-    def __new__(cls, h: torch.Tensor) -> Batch:
-        return super().__new__(cls, h, 2 * h)
-
-
 class Private:
     __slots__ = ("__h", "k")
 
@@ -80,13 +63,13 @@ def kinds_of_records() -> Case:
     @fz.unit
     def makes(q: Any, x: torch.Tensor) -> Any:
         h = torch.tanh(x @ q["w"])
-        batch = Batch(h)
+        batch = Record(h)
         batch.note = h.cos()
-        return Pair((h, h * 2)), batch, Private(h), Both(h), frozenset({h})
+        return Row((h, h * 2)), batch, Private(h), Both(h), frozenset({h})
 
     @fz.unit
-    def takes(q: Any, pair: Pair, batch: Batch, private: Private, both: Both, items: Any) -> Any:
-        assert (type(pair), type(batch)) == (Pair, Batch)
+    def takes(q: Any, pair: Row, batch: Record, private: Private, both: Both, items: Any) -> Any:
+        assert (type(pair), type(batch)) == (Row, Record)
         total = pair[0] + pair[1] * batch.note + batch.h * batch.k + private.h + both.h * both.more
         batch.note = torch.tanh((total + next(iter(items))) @ q["w"])
         return batch
