@@ -229,3 +229,25 @@ def test_assert_peak_bytes_fails_when_it_should() -> None:
     assert_peak_bytes(lambda: torch.zeros(256), 1024)
     with pytest.raises(AssertionError, match=r"peak of 2,048 bytes, expected at most 1,024"):
         assert_peak_bytes(lambda: (torch.zeros(256), torch.zeros(256)), 1024)
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_a_step_runs_on_fake_tensors(remat: bool) -> None:
+    """Nothing is computed, and what is counted is what a real step takes."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    def peak(fake: bool) -> int:
+        apply, params = fz.functional(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)))
+        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.adamw(1e-3), units="*")
+        step = fz.remat(step) if remat else step
+        with LiveBytes() as live:
+            state = step.init(params)
+            for _ in range(2):
+                live.reset_peak()
+                state, metrics = step(state, torch.ones(8, 64))
+                del metrics
+        return live.peak
+
+    real = peak(False)
+    with FakeTensorMode():
+        assert abs(peak(True) - real) <= 0.03 * real
