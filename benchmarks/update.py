@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 import fzero as fz
-from fzero import _kernel
+from fzero.kernels import build
 
 BF16, F32 = torch.bfloat16, torch.float32
 SCHEMES = {
@@ -44,7 +44,7 @@ def seconds(fns: Sequence[Callable[[], object]], rounds: int = 11) -> list[list[
 
 
 def main() -> None:
-    how = "compiled" if _kernel.compiler() else "no C++ compiler: eager, in chunks"
+    how = "compiled" if build.compiler() else "no C++ compiler: eager, in chunks"
     print(f"{torch.get_num_threads()} threads; {how}")
     print(f"{'':<28}{'update ms':>10}{'copy ms':>10}{'ratio':>8}{'ns/param':>10}")
     for name, policy in SCHEMES.items():

@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero._policy import matches
+from fzero.base.patterns import matches
 
 Spec = tuple[Any, ...]
 Flat = dict[str, torch.Tensor]

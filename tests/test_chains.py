@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero import _tree
+from fzero.base import pytree
 from fzero.testing import assert_trees_close, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
@@ -28,19 +28,19 @@ def expected(spec: chains.Spec, world: int) -> Any:
     """The params after some steps of the optimizer on full tensors, in one process."""
     loss, params = scenarios.stack(blocks=2, width=3)
     batches = scenarios.vector_batches(world, width=3)
-    names, leaves, structure = _tree.named_leaves(params)
+    names, leaves, structure = pytree.named_leaves(params)
     flat = dict(zip(names, leaves, strict=True))
     optimizer = chains.plain(spec)
     state = optimizer.init(flat)
     for _ in range(STEPS):
 
         def mean(flat: Any) -> torch.Tensor:
-            tree = _tree.unflatten(structure, list(flat.values()))
+            tree = pytree.unflatten(structure, list(flat.values()))
             return torch.stack([loss(tree, *batch) for batch in batches]).mean()
 
         updates, state = optimizer.update(torch.func.grad(mean)(flat), state, flat)
         flat = {path: flat[path] + updates[path] for path in flat}
-    return _tree.unflatten(structure, list(flat.values()))
+    return pytree.unflatten(structure, list(flat.values()))
 
 
 def check(spec: chains.Spec, stage: int, way: str | None, world: int, transform: Any = lambda step: step) -> None:

@@ -21,7 +21,7 @@ import pytest
 import torch
 import updates
 
-from fzero import _cache, _kernel, _onepass
+from fzero.kernels import build, cache, onepass
 from fzero.testing import assert_trees_equal
 
 SEVEN = 'extern "C" int kernel() { return 7; }\n'
@@ -30,14 +30,14 @@ PLANTED = 'extern "C" int kernel() { return 13; }\n'
 STRANGER = 12345  # another user
 NO_COMPILER = "/nonexistent/g++"
 
-needs_compiler = pytest.mark.skipif(_kernel.compiler() is None, reason="no C++ compiler")
+needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
 def forget() -> None:
     """As a process does that begins."""
-    _kernel.kernel.cache_clear()
-    _kernel._built.cache_clear()
-    _kernel._told.clear()
+    build.kernel.cache_clear()
+    build._built.cache_clear()
+    build._told.clear()
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def libraries(home: Path) -> list[Path]:
 
 def built(source: str = SEVEN) -> int:
     forget()
-    return _kernel._function(source)()
+    return build._function(source)()
 
 
 def library_of(source: str, folder: Path) -> bytes:
@@ -108,7 +108,7 @@ def environment(cxx: Path | str) -> dict[str, str]:
 
 
 def large(optimizer: str = "lion") -> list[torch.Tensor]:
-    return updates.updated(optimizer, updates.POLICIES["float32"], _onepass.LARGE, scaled=False)
+    return updates.updated(optimizer, updates.POLICIES["float32"], onepass.LARGE, scaled=False)
 
 
 # ---- the same bits with and without a compiler
@@ -145,7 +145,7 @@ def test_a_process_without_a_compiler_says_so_once(without_a_compiler: Any) -> N
 @needs_compiler
 def test_large_buffers_have_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """So what is compared above are two ways, not one."""
-    monkeypatch.setattr(_onepass, "_block", lambda *_: pytest.fail("a chunk ran"))
+    monkeypatch.setattr(onepass, "_block", lambda *_: pytest.fail("a chunk ran"))
     large("adamw")
 
 
@@ -185,7 +185,7 @@ def test_a_planted_symlink_is_not_followed(
     assert built() == 7
     (library,) = libraries(home)
     (tmp_path / "made").write_bytes(library_of(PLANTED, tmp_path / "planted"))
-    _cache.keep(library.parent, library.name.split(".")[0], tmp_path / "made")
+    cache.keep(library.parent, library.name.split(".")[0], tmp_path / "made")
     library.unlink()
     place = {"kernels": home / "fzero" / "kernels", "fzero": home / "fzero", "home": home}[link]
     place.rename(tmp_path / "elsewhere")
@@ -222,7 +222,7 @@ def test_a_folder_that_others_can_change_is_not_used(
     if change == "sticky" and folder != "home/fzero/kernels":
         assert built() == 7 and len(libraries(home)) == 1, "as in /tmp, nobody can exchange what is another's"
         return
-    assert built() == 7 and _kernel._function(EIGHT)() == 8
+    assert built() == 7 and build._function(EIGHT)() == 8
     assert libraries(tmp_path) == [] and len(log.read_text().splitlines()) == 2
     assert caplog.text.count("every process builds them anew") == 1 and str(path) in caplog.text
     if change == "group-writable":
@@ -234,35 +234,35 @@ def test_what_a_stranger_put_into_a_sticky_folder_is_not_used(home: Path, monkey
     (home / "fzero").mkdir()
     give_away(home / "fzero", monkeypatch)
     with pytest.raises(PermissionError, match=rf"home/fzero belongs to user {STRANGER}, expected this user"):
-        _cache.folder()
+        cache.folder()
 
 
 def test_links_of_ones_own_are_followed(tmp_path: Path) -> None:
     (tmp_path / "a" / "b").mkdir(parents=True)
     (tmp_path / "absolute").symlink_to(tmp_path / "a")
     (tmp_path / "a" / "up").symlink_to("../a/./b/../b")
-    assert _cache.closed(tmp_path / "absolute" / "up" / "new") == tmp_path.resolve() / "a" / "b" / "new"
+    assert cache.closed(tmp_path / "absolute" / "up" / "new") == tmp_path.resolve() / "a" / "b" / "new"
     assert (tmp_path / "a" / "b" / "new").is_dir()
     (tmp_path / "round").symlink_to("round")
     with pytest.raises(OSError, match=r"more than 40 symlinks"):
-        _cache.closed(tmp_path / "round")
+        cache.closed(tmp_path / "round")
 
 
 def test_root_outside_of_a_user_namespace_is_trusted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """But not below a folder in which anybody can put something: there the number may be anybody's."""
     (tmp_path / "map").write_text("      1000       1000          1\n")
-    assert _cache._owners(str(tmp_path / "map")) == {os.geteuid(), 0, 65534}
+    assert cache._owners(str(tmp_path / "map")) == {os.geteuid(), 0, 65534}
     (tmp_path / "map").write_text("         0          0 4294967295\n")
-    assert _cache._owners(str(tmp_path / "map")) == {os.geteuid(), 0}
-    monkeypatch.setattr(_cache, "_owners", lambda: {os.geteuid(), 0, STRANGER})
+    assert cache._owners(str(tmp_path / "map")) == {os.geteuid(), 0}
+    monkeypatch.setattr(cache, "_owners", lambda: {os.geteuid(), 0, STRANGER})
     seem_given_away(Path("/"), monkeypatch)
-    assert _cache.closed(tmp_path) == tmp_path.resolve()
+    assert cache.closed(tmp_path) == tmp_path.resolve()
     sticky = tmp_path / "sticky"
     (sticky / "theirs").mkdir(parents=True)
     give_away(sticky / "theirs", monkeypatch)
     sticky.chmod(0o1777)
     with pytest.raises(PermissionError, match=r"sticky/theirs belongs to user 12345"):
-        _cache.closed(sticky / "theirs")
+        cache.closed(sticky / "theirs")
 
 
 @needs_compiler
@@ -275,7 +275,7 @@ def test_without_a_home_kernels_are_built_for_one_process(
         monkeypatch.setenv("HOME", "/dev/null")
     else:
         monkeypatch.setattr(Path, "home", lambda: (_ for _ in ()).throw(RuntimeError("none")))
-    assert built() == 7 and _kernel._function(EIGHT)() == 8
+    assert built() == 7 and build._function(EIGHT)() == 8
     assert caplog.text.count("every process builds them anew") == 1
     assert list((tmp_path / "temporary").iterdir()) == [], "they are loaded, so their files are gone"
 
@@ -286,7 +286,7 @@ def test_nothing_is_loaded_where_no_folder_is_this_users_alone(home: Path, tmp_p
     (tmp_path / "temporary").chmod(0o777)
     forget()
     with pytest.warns(UserWarning, match=r"what it built, failed: others can write to .*temporary \(mode 777\)"):
-        assert _kernel._function(SEVEN) is None
+        assert build._function(SEVEN) is None
 
 
 # ---- what is loaded
@@ -328,7 +328,7 @@ def test_a_library_that_cannot_be_loaded_is_built_again(home: Path, tmp_path: Pa
     key = library.name.split(".")[0]
     library.unlink()
     (tmp_path / "made").write_bytes(b"of another loader")
-    foreign = _cache.keep(library.parent, key, tmp_path / "made")
+    foreign = cache.keep(library.parent, key, tmp_path / "made")
     home.rename(tmp_path / "moved")
     home.symlink_to(tmp_path / "moved")
     assert built() == 7 and built() == 7 and len(log.read_text().splitlines()) == 2
@@ -357,10 +357,10 @@ def test_a_compiler_that_cannot_be_started_says_so(home: Path, tmp_path: Path, m
     script(tmp_path / "broken", "").write_text("#!/nonexistent/interpreter\n")
     monkeypatch.setenv("CXX", str(tmp_path / "broken"))
     with pytest.warns(UserWarning, match=r"(?s)Starting it.*No such file.*slower, to the same bits"):
-        assert _kernel._function(SEVEN) is None
+        assert build._function(SEVEN) is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert _kernel._function(EIGHT) is None
+        assert build._function(EIGHT) is None
 
 
 def test_a_failed_build_that_is_an_error_is_one_once(
@@ -419,13 +419,13 @@ def test_options_of_cxx_change_no_bits(home: Path, monkeypatch: pytest.MonkeyPat
 @needs_compiler
 def test_threads_build_once(home: Path, log: Path) -> None:
     with concurrent.futures.ThreadPoolExecutor(4) as pool:
-        assert [made() for made in pool.map(_kernel._function, [SEVEN] * 4)] == [7] * 4
+        assert [made() for made in pool.map(build._function, [SEVEN] * 4)] == [7] * 4
     assert len(log.read_text().splitlines()) == 1
 
 
 def start(cxx: Path) -> subprocess.Popen[str]:
     """A process that builds once it is told to."""
-    program = f"from fzero import _kernel\ninput()\nprint(_kernel._function({SEVEN!r})())"
+    program = f"from fzero.kernels import build\ninput()\nprint(build._function({SEVEN!r})())"
     return subprocess.Popen(
         [sys.executable, "-W", "error", "-c", program],
         env=environment(cxx),

@@ -15,8 +15,8 @@ import torch.utils._pytree as torch_pytree
 from torch import nn
 
 import fzero as fz
-from fzero import _tree
-from fzero._module_params import ModuleParams
+from fzero.base import pytree
+from fzero.table.module_params import ModuleParams
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
 F64 = torch.float64
@@ -226,8 +226,8 @@ def test_it_is_a_dict() -> None:
     trees: list[Any] = [{"m": params}, [params]]
     for tree in trees:
         same = optree.tree_map(lambda node: dict(node), tree, is_leaf=lambda node: isinstance(node, ModuleParams))
-        names, leaves, _ = _tree.named_leaves(tree)
-        assert (names, list(map(id, leaves))) == (_tree.named_leaves(same)[0], list(map(id, _tree.leaves(same))))
+        names, leaves, _ = pytree.named_leaves(tree)
+        assert (names, list(map(id, leaves))) == (pytree.named_leaves(same)[0], list(map(id, pytree.leaves(same))))
         paths = [
             [(torch_pytree.keystr(path), id(leaf)) for path, leaf in torch_pytree.tree_flatten_with_path(t)[0]]
             for t in (tree, same)

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import _private
+from fzero.base import private
 
 
 def seen(fn: Any) -> tuple[Any, torch.Tensor]:
@@ -34,18 +34,18 @@ def seen(fn: Any) -> tuple[Any, torch.Tensor]:
 
 
 def test_levels() -> None:
-    assert _private.level() == 0
-    assert seen(lambda x: _private.level())[0] == 1
-    assert seen(lambda x: _private.is_wrapped(x))[0]
-    assert not _private.is_wrapped(torch.ones(1))
+    assert private.level() == 0
+    assert seen(lambda x: private.level())[0] == 1
+    assert seen(lambda x: private.is_wrapped(x))[0]
+    assert not private.is_wrapped(torch.ones(1))
 
 
 def test_a_value_of_an_outer_level_is_differentiated() -> None:
     def inner(y: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        assert _private.is_differentiated(x)
-        assert _private.is_differentiated(y)
-        assert not _private.is_differentiated(torch.ones(1))
-        assert not _private.is_differentiated(torch.ones(1, dtype=torch.int64))
+        assert private.is_differentiated(x)
+        assert private.is_differentiated(y)
+        assert not private.is_differentiated(torch.ones(1))
+        assert not private.is_differentiated(torch.ones(1, dtype=torch.int64))
         return (x * y).sum()
 
     def outer(x: torch.Tensor) -> torch.Tensor:
@@ -56,12 +56,12 @@ def test_a_value_of_an_outer_level_is_differentiated() -> None:
 
 def test_the_single_level() -> None:
     """Only a lone vjp under no_grad has it: elsewhere somebody else may differentiate too."""
-    assert _private.single_level() == 0
-    assert seen(lambda x: _private.single_level())[0] == 1
+    assert private.single_level() == 0
+    assert seen(lambda x: private.single_level())[0] == 1
     levels: list[int] = []
 
     def note(x: torch.Tensor) -> torch.Tensor:
-        levels.append(_private.single_level())
+        levels.append(private.single_level())
         return x.sum()
 
     torch.func.vjp(note, torch.ones(2))  # grad mode is on
@@ -78,7 +78,7 @@ def test_a_direct_function_is_the_function() -> None:
     class Twice(torch.autograd.Function):
         @staticmethod
         def forward(factor: float, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-            assert _private.level() == 0
+            assert private.level() == 0
             return factor * x, x + 1
 
         @staticmethod
@@ -89,7 +89,7 @@ def test_a_direct_function_is_the_function() -> None:
         def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> Any:  # type: ignore[override]
             return None, ctx.factor * first + second
 
-    direct = _private.direct(Twice)
+    direct = private.direct(Twice)
     for mode in (torch.no_grad(), torch.enable_grad()):
         with mode:
             pair: Any = torch.func.vjp(lambda x: direct(3.0, x), torch.ones(2))
@@ -105,7 +105,7 @@ def test_a_backward_knows_whether_its_graph_is_kept() -> None:
     said = []
     x = torch.ones(2, requires_grad=True)
     y = x * 2
-    y.register_hook(lambda g: said.append(_private.keeps_graph()))
+    y.register_hook(lambda g: said.append(private.keeps_graph()))
     y.sum().backward(retain_graph=True)
     y.sum().backward()
     assert said == [True, False]
@@ -115,7 +115,7 @@ def test_writes_that_are_no_changes() -> None:
     w, x = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     leaf = w.detach().requires_grad_()
     out = (leaf * x).sum()
-    with _private.preserve_version([leaf]), torch.no_grad():
+    with private.preserve_version([leaf]), torch.no_grad():
         leaf.mul_(3)
     out.backward()
     assert x.grad is not None and x.grad.tolist() == [3, 3]
@@ -123,7 +123,7 @@ def test_writes_that_are_no_changes() -> None:
 
 def test_saved_tensor_hooks_where_functorch_switched_them_off() -> None:
     def hooked(x: torch.Tensor) -> bool:
-        with _private.saved_tensor_hooks():
+        with private.saved_tensor_hooks():
             return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
     assert seen(hooked)[0]
@@ -142,7 +142,7 @@ def test_a_backward_that_runs_as_soon_as_it_can() -> None:
         def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
             ctx.name = inputs[1]
             if ctx.name == "early":
-                _private.pull_back_early(ctx)
+                private.pull_back_early(ctx)
 
         @staticmethod
         def backward(ctx: Any, g: torch.Tensor) -> Any:  # type: ignore[override]
@@ -161,16 +161,16 @@ def test_a_backward_that_runs_as_soon_as_it_can() -> None:
 
 def test_holders() -> None:
     x = torch.ones(4)
-    assert _private.storage_holders(x) == 1
+    assert private.storage_holders(x) == 1
     view = x[:2]
-    assert _private.storage_holders(x) == 2
+    assert private.storage_holders(x) == 2
     del view
     gc.collect()
-    assert _private.storage_holders(x) == 1
+    assert private.storage_holders(x) == 1
     mapping = {"x": torch.ones(1)}
-    assert _private.entry_holders(mapping, "x") == 0
+    assert private.entry_holders(mapping, "x") == 0
     other = mapping["x"]
-    assert _private.entry_holders(mapping, "x") == 1
+    assert private.entry_holders(mapping, "x") == 1
     del other
 
 
@@ -181,10 +181,10 @@ def test_the_transform_that_a_tensor_takes_part_in() -> None:
 
     def see(name: str, x: torch.Tensor) -> torch.Tensor:
         def inner(y: torch.Tensor) -> torch.Tensor:
-            said[name] = [_private.transform_of(t) for t in (x, x * 2, x * y.detach(), x.detach(), one, torch.ones(1))]
+            said[name] = [private.transform_of(t) for t in (x, x * 2, x * y.detach(), x.detach(), one, torch.ones(1))]
             return (x * y).sum()
 
-        said[f"{name}, alone"] = [_private.transform_of(t) for t in (x, x * 2, x + one, x.detach(), one, torch.ones(1))]
+        said[f"{name}, alone"] = [private.transform_of(t) for t in (x, x * 2, x + one, x.detach(), one, torch.ones(1))]
         return torch.func.grad(inner)(torch.ones(2)).sum()
 
     torch.func.grad(lambda x: see("torch.func.grad", x))(one)
@@ -199,18 +199,18 @@ def test_the_transform_that_a_tensor_takes_part_in() -> None:
     for name, transforms in said.items():
         name = name.removesuffix(", alone")
         assert transforms == [name, name, name, name, None, None], name
-    assert _private.transform_of(torch.ones(2, requires_grad=True)) is None  # plain autograd is no transform
-    assert not _private.transforms()
-    assert seen(lambda x: _private.transforms())[0]
+    assert private.transform_of(torch.ones(2, requires_grad=True)) is None  # plain autograd is no transform
+    assert not private.transforms()
+    assert seen(lambda x: private.transforms())[0]
 
 
 def test_below_all_transforms_tensors_are_plain() -> None:
     def made(x: torch.Tensor) -> torch.Tensor:
-        assert _private.is_wrapped(torch.ones(1) + 1)
-        with _private.below_transforms():
-            assert _private.level() == 0 and not _private.is_wrapped(torch.ones(1) + 1)
-        assert _private.level() == 1 and _private.is_wrapped(x.detach())
-        assert not _private.is_wrapped(_private.unwrapped(x.detach()))
+        assert private.is_wrapped(torch.ones(1) + 1)
+        with private.below_transforms():
+            assert private.level() == 0 and not private.is_wrapped(torch.ones(1) + 1)
+        assert private.level() == 1 and private.is_wrapped(x.detach())
+        assert not private.is_wrapped(private.unwrapped(x.detach()))
         return (x * x).sum()
 
     assert torch.func.grad(made)(torch.ones(2)).tolist() == [2, 2]
@@ -223,7 +223,7 @@ def test_no_grad_makes_constants_for_the_levels_around_it() -> None:
     def outer(x: torch.Tensor, inside: bool, around: bool) -> torch.Tensor:
         def inner(y: torch.Tensor) -> torch.Tensor:
             with torch.set_grad_enabled(not inside):
-                said.extend([_private.transform_of(x), _private.transform_of(y)])
+                said.extend([private.transform_of(x), private.transform_of(y)])
                 part = x * y
             return (part * y).sum()
 
@@ -244,24 +244,24 @@ def test_no_grad_makes_constants_for_the_levels_around_it() -> None:
 def test_an_allocators_error() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8)
-    assert _private.is_out_of_memory(caught.value)
-    assert _private.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not _private.is_out_of_memory(RuntimeError("Connection closed by peer"))
+    assert private.is_out_of_memory(caught.value)
+    assert private.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not private.is_out_of_memory(RuntimeError("Connection closed by peer"))
 
 
 def test_dispatches() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert not _private.dispatches()
+    assert not private.dispatches()
     with FakeTensorMode():
-        assert _private.dispatches()
+        assert private.dispatches()
 
 
 def test_below_a_tensors_level() -> None:
     def look(x: torch.Tensor) -> Any:
-        with _private.below_transforms():
-            inside = _private.below(x)
-        return inside, _private.below(x), _private.below(torch.ones(1))
+        with private.below_transforms():
+            inside = private.below(x)
+        return inside, private.below(x), private.below(torch.ones(1))
 
     assert seen(look)[0] == (True, False, False)
 
@@ -302,10 +302,10 @@ def test_function_modes() -> None:
             self.seen += 1
             return func(*args, **(kwargs or {}))
 
-    assert _private.function_mode() is None
+    assert private.function_mode() is None
     with Mode() as mode:
-        assert _private.function_mode() is mode
-        with _private.without_function_mode():
+        assert private.function_mode() is mode
+        with private.without_function_mode():
             torch.ones(2).sum()
         assert mode.seen == 0
         torch.ones(2).sum()
@@ -330,15 +330,15 @@ def _ctc(x: torch.Tensor) -> torch.Tensor:
 def _without_its_level(operator: Any) -> None:
     escaped: Any = seen(lambda x: x * 2)[0]
     assert operator(escaped).shape == (2,)
-    with _private.without_dead_wrappers():
+    with private.without_dead_wrappers():
         assert torch.func.grad(lambda y: y.sin().sum())(torch.zeros(2)).tolist() == [1, 1]
         operator(escaped)
 
 
 def test_a_map_among_the_levels() -> None:
-    assert not seen(_private.is_mapped)[0]
+    assert not seen(private.is_mapped)[0]
     maps: list[bool] = []
-    torch.func.vmap(lambda x: (maps.append(_private.is_mapped(x)), x)[1])(torch.ones(2))
+    torch.func.vmap(lambda x: (maps.append(private.is_mapped(x)), x)[1])(torch.ones(2))
     assert maps == [True]
 
 
@@ -371,40 +371,40 @@ def _writes_what_is_saved() -> None:
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
-        (_private.SAVED_HOOKS, lambda: seen(_checkpointed)),
-        (_private.OLD_FUNCTION, lambda: seen(_Old.apply)),
-        (_private.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
-        (_private.NO_MEMORY, lambda: seen(_ctc)),
-        (_private.BACKWARD, lambda: seen(lambda x: x.sum().backward())),
-        (_private.NO_LEAF, lambda: (torch.ones(2, requires_grad=True) * 2).requires_grad_(False)),
-        (_private.NO_COPY, lambda: copy.deepcopy(torch.ones(2, requires_grad=True) * 2)),
-        (_private.NO_STORAGE, lambda: seen(copy.deepcopy)),
-        (_private.SETS_DATA, lambda: seen(lambda x: setattr(x.detach(), "data", x * 2))),
-        (_private.RETAIN_GRAD, lambda: seen(lambda x: x.exp().retain_grad())),
-        (_private.NOT_USED, lambda: torch.autograd.grad(_leaf().sum(), _leaf())),
-        (_private.FREED[0], lambda: _emptied().view(2, 2) @ torch.ones(2, 2)),
-        (_private.FREED[1], lambda: _emptied().as_strided((2,), (1,))),
-        (_private.NO_STRIDES, lambda: seen(lambda x: x.reshape(1, -1).to_sparse_csr())),
-        (_private.NO_STORAGE, lambda: _without_its_level(torch.Tensor.t)),
-        (_private.NO_MEMORY, lambda: _without_its_level(torch.sin)),
-        (_private.WRITES_LEAF, _writes_a_leaf),
-        (_private.WRITES_CAPTURED, _writes_what_is_captured),
-        (_private.WRITES_SAVED, _writes_what_is_saved),
+        (private.SAVED_HOOKS, lambda: seen(_checkpointed)),
+        (private.OLD_FUNCTION, lambda: seen(_Old.apply)),
+        (private.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
+        (private.NO_MEMORY, lambda: seen(_ctc)),
+        (private.BACKWARD, lambda: seen(lambda x: x.sum().backward())),
+        (private.NO_LEAF, lambda: (torch.ones(2, requires_grad=True) * 2).requires_grad_(False)),
+        (private.NO_COPY, lambda: copy.deepcopy(torch.ones(2, requires_grad=True) * 2)),
+        (private.NO_STORAGE, lambda: seen(copy.deepcopy)),
+        (private.SETS_DATA, lambda: seen(lambda x: setattr(x.detach(), "data", x * 2))),
+        (private.RETAIN_GRAD, lambda: seen(lambda x: x.exp().retain_grad())),
+        (private.NOT_USED, lambda: torch.autograd.grad(_leaf().sum(), _leaf())),
+        (private.FREED[0], lambda: _emptied().view(2, 2) @ torch.ones(2, 2)),
+        (private.FREED[1], lambda: _emptied().as_strided((2,), (1,))),
+        (private.NO_STRIDES, lambda: seen(lambda x: x.reshape(1, -1).to_sparse_csr())),
+        (private.NO_STORAGE, lambda: _without_its_level(torch.Tensor.t)),
+        (private.NO_MEMORY, lambda: _without_its_level(torch.sin)),
+        (private.WRITES_LEAF, _writes_a_leaf),
+        (private.WRITES_CAPTURED, _writes_what_is_captured),
+        (private.WRITES_SAVED, _writes_what_is_saved),
     ],
 )
 def test_what_torch_says_where_it_refuses(text: str, refused: Any) -> None:
     with pytest.raises(RuntimeError) as caught:
         refused()
-    assert _private.says(caught.value, text)
-    assert not _private.says(ValueError(text), text)
+    assert private.says(caught.value, text)
+    assert not private.says(ValueError(text), text)
 
 
 def test_what_is_computed_without_autocast() -> None:
     x = torch.ones(2, 2)
-    assert isinstance(_private.without_autocast(), contextlib.nullcontext)
+    assert isinstance(private.without_autocast(), contextlib.nullcontext)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert (x @ x).dtype == torch.bfloat16
-        with _private.without_autocast():
+        with private.without_autocast():
             assert (x @ x).dtype == torch.float32
         assert (x @ x).dtype == torch.bfloat16
 
@@ -413,6 +413,6 @@ def test_whether_a_mode_looks_at_every_operator() -> None:
     class Looks(TorchDispatchMode):
         pass
 
-    assert not _private.dispatch_modes()
+    assert not private.dispatch_modes()
     with Looks():
-        assert _private.dispatch_modes()
+        assert private.dispatch_modes()

@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero as fz
-from fzero._compile import _inductor
-from fzero._random import Replayed, seeded
+from fzero.base.random import Replayed, seeded
+from fzero.engine.compiled import _inductor
 from fzero.testing import run_ranks
 
 X = torch.linspace(0.1, 0.9, 60).reshape(6, 10)
@@ -252,7 +252,7 @@ def test_every_operator_draws_the_same_on_a_thread(name: str) -> None:
 
 def test_no_operator_that_takes_a_generator_is_forgotten() -> None:
     """Each is given its own in a region of a thread, by itself or by the overload that takes one."""
-    from fzero import _intercept
+    from fzero.base import intercept
 
     on_thread(lambda: drawn(lambda: None))
     internal: Any = torch._C
@@ -263,7 +263,7 @@ def test_no_operator_that_takes_a_generator_is_forgotten() -> None:
         if not name.startswith("aten::") or "generator" not in arguments or not internal._dispatch_has_kernel(name):
             continue
         calls_others = "names" in arguments or kernel_of(name, "CompositeImplicitAutograd")
-        assert calls_others or kernel_of(name, _intercept._NAME), name
+        assert calls_others or kernel_of(name, intercept._NAME), name
         count += 1
     assert count > 50
 

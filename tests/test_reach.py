@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import fzero as fz
-from fzero import _unit
+from fzero.engine import op as unit
 from fzero.testing import assert_trees_close, run_ranks
 
 F64 = torch.float64
@@ -63,7 +63,7 @@ class Net(nn.Module):
 def test_calls_end_with_their_pullback(shard: str, verb: str, monkeypatch: Any) -> None:
     """An output that lies in an object which the call knows leads back to the call: a cycle that nobody collects."""
     alive: list[weakref.ref[Any]] = []
-    original = _unit.Call.__init__
+    original = unit.Call.__init__
 
     def counted(self: Any, *args: Any) -> None:
         original(self, *args)
@@ -85,7 +85,7 @@ def test_calls_end_with_their_pullback(shard: str, verb: str, monkeypatch: Any) 
                     pullback(ONE)
                 del pullback
 
-    monkeypatch.setattr(_unit.Call, "__init__", counted)
+    monkeypatch.setattr(unit.Call, "__init__", counted)
     run_ranks(rank_main, 1)
     gc.collect()
     assert len(alive) >= 6 and sum(reference() is not None for reference in alive) == 0

@@ -142,7 +142,7 @@ def test_what_is_in_flight() -> None:
 
 
 def _two_reductions_of_one_buffer(rank: int) -> None:
-    from fzero._collectives import Axis
+    from fzero.comm.axis import Axis
 
     axis = Axis.of(None, "data", None, "a test")
     for step in range(8):

@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
-from fzero import _formats, _kernel, _onepass
-from fzero._formats import Companded, Corrected, Exact, Plain, Stored
-from fzero._rounding import Draw, Fields
+from fzero.formats.bits import Fields
+from fzero.formats.formats import Companded, Corrected, Exact, Plain
+from fzero.formats.stored import Stored, decode, encode, zeros
+from fzero.kernels import build, onepass
 from fzero.optim._adam import _decoupled
+from fzero.state.draw import Draw
 from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
@@ -59,9 +61,9 @@ def any_bits(numel: int, seed: int = 0) -> torch.Tensor:
 
 def test_the_exact_split_is_float32_bit_for_bit() -> None:
     x = any_bits(1 << 20)
-    high, low = _formats.encode(Exact(), x)
+    high, low = encode(Exact(), x)
     assert (high.dtype, low.dtype) == (BF16, torch.int16)
-    back = _formats.decode(Exact(), (high, low), F32)
+    back = decode(Exact(), (high, low), F32)
     number = ~x.isnan()
     assert torch.equal(back[number].view(torch.int32), x[number].view(torch.int32)) and back[~number].isnan().all()
     ties = (x.view(torch.int32) & 0xFFFF) == 0x8000
@@ -73,13 +75,13 @@ def test_exact_params_are_cast_as_their_float32_values_are() -> None:
     bits = any_bits(1 << 20).view(torch.int32)
     bits[8::5] = (bits[8::5] & -65536) | 0x8000  # ties
     x = torch.where(bits.view(F32).isnan(), 1.0, bits.view(F32))
-    got = _formats.decode(Exact(), _formats.encode(Exact(), x), BF16)
+    got = decode(Exact(), encode(Exact(), x), BF16)
     assert torch.equal(got.view(torch.int16), x.to(BF16).view(torch.int16))
 
 
 def test_a_corrected_bfloat16_has_24_bits() -> None:
     x = any_bits(1 << 20)
-    back = _formats.decode(Corrected(), _formats.encode(Corrected(), x), F32)
+    back = decode(Corrected(), encode(Corrected(), x), F32)
     usual = (x.abs() > 1e-30) & (x.abs() < 3e38)
     gap = ((back - x).abs() / x.abs())[usual]
     assert gap.max() <= 1.6e-5, gap.max()
@@ -91,10 +93,10 @@ def test_a_corrected_bfloat16_has_24_bits() -> None:
 def test_decoding_and_encoding_changes_nothing(form: Any) -> None:
     """So a state that is stored, loaded, converted or left alone stays; also where rounding is stochastic."""
     x = torch.randn(1 << 16, generator=generator()) * 10.0 ** torch.randn(1 << 16, generator=generator(1))
-    values = _formats.decode(form, _formats.encode(form, x), F32)
-    assert_trees_equal(_formats.decode(form, _formats.encode(form, values), F32), values)
-    again = Stored(form, tuple(part.clone() for part in _formats.encode(form, x)))
-    _onepass.write(again, values, torch.arange(1 << 10, dtype=torch.int32))
+    values = decode(form, encode(form, x), F32)
+    assert_trees_equal(decode(form, encode(form, values), F32), values)
+    again = Stored(form, tuple(part.clone() for part in encode(form, x)))
+    onepass.write(again, values, torch.arange(1 << 10, dtype=torch.int32))
     assert_trees_equal(again.to(F32), values)
 
 
@@ -102,13 +104,13 @@ def test_decoding_and_encoding_changes_nothing(form: Any) -> None:
 def test_companded_moments_are_near(seed: int, exponent: int) -> None:
     """Within half a code, at every magnitude that gradients have: a 64th of the value and of what is added to it."""
     x = torch.randn(32 * 16, generator=generator(seed)) * 10.0**exponent
-    signed = _formats.decode(Companded(True), _formats.encode(Companded(True), x), F32)
+    signed = decode(Companded(True), encode(Companded(True), x), F32)
     largest = x.view(-1, 32).abs().amax(1, keepdim=True).expand(-1, 32).reshape(-1)
     assert ((signed - x).abs() <= (x.abs() + 0.136 * largest) / 64).all()
     if exponent < -15:
         return  # squares of less are nothing in float32
     v = x.square()
-    back = _formats.decode(Companded(False), _formats.encode(Companded(False), v), F32)
+    back = decode(Companded(False), encode(Companded(False), v), F32)
     least = largest.square() / 2**12
     assert ((back - v).abs()[v > least] <= ((v + 0.008 * largest.square()) / 64)[v > least]).all()
     assert (back > 0).all() and (back[v <= least] <= 2 * least[v <= least]).all()
@@ -118,7 +120,7 @@ def test_stochastic_rounding_has_no_bias_and_the_right_variance() -> None:
     count = 1 << 20
     x = torch.full((count,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to the next bfloat16
     stored = Stored(Plain(BF16, True), (torch.empty(count, dtype=BF16),))
-    _onepass.write(stored, x, Draw(0, 0).counters(one_leaf(count), "(root)/0", 0).blocks("cpu"))
+    onepass.write(stored, x, Draw(0, 0).counters(one_leaf(count), "(root)/0", 0).blocks("cpu"))
     up = (stored.parts[0].float() - 1.0) * 2**7
     assert set(up.unique().tolist()) == {0.0, 1.0}
     assert abs(up.mean().item() - 0.125) < 5 * (0.125 * 0.875 / count) ** 0.5
@@ -129,7 +131,7 @@ def test_stochastic_rounding_has_no_bias_and_the_right_variance() -> None:
 def test_stochastic_rounding_at_the_edges() -> None:
     x = any_bits(1 << 16)
     out = torch.empty(1 << 16, dtype=BF16)
-    _onepass.write(Stored(Plain(BF16, True), (out,)), x, torch.arange(1 << 10, dtype=torch.int32))
+    onepass.write(Stored(Plain(BF16, True), (out,)), x, torch.arange(1 << 10, dtype=torch.int32))
     assert torch.equal(out[x.isinf()].float(), x[x.isinf()]) and out[x.isnan()].isnan().all()
     assert out[x.isfinite()].isfinite().all(), "what is finite stays so"
     normal = x.isfinite() & (x.abs() > 1e-37)
@@ -177,11 +179,11 @@ def test_random_fields_have_bits_of_their_own(names: list[str], word: int) -> No
 # ---- kernels
 
 
-@pytest.mark.skipif(_kernel.compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "lion", "sgd"])
 def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where several threads have uneven parts, of several leaves."""
-    monkeypatch.setattr(_kernel, "_split", lambda numel, threads: [(0, 64 * 11), (64 * 11, numel)])
+    monkeypatch.setattr(build, "_split", lambda numel, threads: [(0, 64 * 11), (64 * 11, numel)])
     numel = 64 * 37
     x = torch.randn(numel, generator=generator()) * 10.0 ** torch.randn(numel, generator=generator(1))
     x[:2] = torch.tensor([3.3e38, 0.0])
@@ -212,14 +214,14 @@ def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: py
         assert_trees_equal(*results)
 
 
-@pytest.mark.skipif(_kernel.compiler() is None, reason="no C++ compiler")
+@pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 def test_what_is_counted_of_an_update_is_what_a_kernel_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On fake tensors: nothing, not the temporaries of a chunk."""
-    monkeypatch.setattr(_onepass, "_block", lambda *_: pytest.fail("a chunk ran"))
+    monkeypatch.setattr(onepass, "_block", lambda *_: pytest.fail("a chunk ran"))
     with FakeTensorMode():
         step = fz.train_step(lambda p: p, fz.adamw(1e-3), fz.Policy.compact16("4-bit"))
-        state = step.init({"w": torch.zeros(_onepass.LARGE)})
-        grads = state.params.with_buffers({key: torch.zeros(_onepass.LARGE) for key in state.params.keys})
+        state = step.init({"w": torch.zeros(onepass.LARGE)})
+        grads = state.params.with_buffers({key: torch.zeros(onepass.LARGE) for key in state.params.keys})
         step.update(state, grads)
 
 
@@ -231,11 +233,11 @@ def test_the_pass_that_is_compiled_for_a_gpu_computes_the_same() -> None:
     hyper = torch.tensor([1.0, 0.9, 0.1, 0.999, 0.001, 0.99, 1e-2, 1.0, 1e-8])
     keys = torch.arange(numel // 64, dtype=torch.int32)
     results = []
-    for block in (_onepass._block, _onepass._compiled()):
-        parts = [_formats.encode(forms[0], x), *[_formats.zeros(form, numel, "cpu") for form in forms[1:]]]
+    for block in (onepass._block, onepass._compiled()):
+        parts = [encode(forms[0], x), *[zeros(form, numel, "cpu") for form in forms[1:]]]
         for _ in range(3):
             block(_decoupled, forms, parts, g.to(BF16), keys, hyper)
-        results.append([_formats.decode(form, own, F32) for form, own in zip(forms, parts, strict=True)])
+        results.append([decode(form, own, F32) for form, own in zip(forms, parts, strict=True)])
     assert_trees_close(*results, rtol=2e-2, atol=1e-3)
 
 

@@ -21,7 +21,7 @@ from test_reach import F64, SHARDS, X, params_of
 from torch import nn
 
 import fzero as fz
-from fzero import _intercept
+from fzero.base import intercept
 from fzero.testing import assert_trees_close, run_ranks
 
 
@@ -462,9 +462,9 @@ def test_a_thread_that_has_ended_has_ended() -> None:
     """Or what it leaves behind is destroyed while the interpreter ends, which aborts the process."""
     step = fz.train_step(lambda p, x: (x @ p["blocks"][0]["w"]).sum(), fz.sgd(0.1))
     run_ranks(lambda rank: step.forward(step.init(params_of()), X), 2)
-    assert _intercept._stashed
-    _intercept._wait_for_threads()
-    assert not any(os.path.exists(f"/proc/self/task/{number}") for number in _intercept._stashed)
+    assert intercept._stashed
+    intercept._wait_for_threads()
+    assert not any(os.path.exists(f"/proc/self/task/{number}") for number in intercept._stashed)
 
 
 @dataclasses.dataclass(slots=True, frozen=True)

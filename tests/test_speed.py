@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero import _speed
+from fzero.state import speed
 
 
 @pytest.fixture
@@ -24,8 +24,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> list[torch.dtype]:
         measured.append(dtype)
         return 31.2
 
-    monkeypatch.setattr(_speed, "slowdown", slowdown)
-    monkeypatch.setattr(_speed, "_said", set())
+    monkeypatch.setattr(speed, "slowdown", slowdown)
+    monkeypatch.setattr(speed, "_said", set())
     return measured
 
 
@@ -72,7 +72,7 @@ def test_nobody_else_is_told(slow: list[torch.dtype]) -> None:
 
 
 def test_a_quick_cpu_is_not_told(slow: list[torch.dtype], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_speed, "slowdown", lambda dtype: 0.5)
+    monkeypatch.setattr(speed, "slowdown", lambda dtype: 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         fz.autocast(step_of()).init(PARAMS)
@@ -82,19 +82,19 @@ def test_a_real_cpu_without_the_instructions_is_told() -> None:
     """oneDNN is held to AVX2, where it can be: it then multiplies bfloat16 as such a CPU does."""
     code = """
 import time, warnings, torch, fzero as fz
-from fzero import _speed
+from fzero.state import speed
 step = fz.autocast(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.sgd(0.1)))
 with warnings.catch_warnings(record=True) as said:
     warnings.simplefilter("always")
     for _ in range(2):
         step.init({"w": torch.ones(2, 2)})
-print(_speed.slowdown(torch.bfloat16), *[str(warning.message) for warning in said], sep="\\n")
+print(speed.slowdown(torch.bfloat16), *[str(warning.message) for warning in said], sep="\\n")
 """
     environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": "AVX2", "OMP_NUM_THREADS": "1"}
     done: Any = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=environment
     )
     times, *said = done.stdout.splitlines()
-    assert len(said) == (float(times) >= _speed.SLOW), done.stdout
+    assert len(said) == (float(times) >= speed.SLOW), done.stdout
     for line in said:
         assert f"{float(times):.0f} times" in line

@@ -16,7 +16,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero._layout import ALIGN, Layout
+from fzero.formats.formats import ALIGN
+from fzero.table.layout import Layout
 from fzero.testing import (
     assert_no_alias,
     assert_not_mutated,

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero import _private
 from fzero import testing as t
+from fzero.base import private
 
 
 def test_asserts_name_the_leaf() -> None:
@@ -94,7 +94,7 @@ def test_levels_and_wrappers() -> None:
     seen: list[Any] = []
 
     def inner(x: torch.Tensor) -> torch.Tensor:
-        seen.append((_private.level(), _private.is_wrapped(x), _private.is_differentiated(x)))
+        seen.append((private.level(), private.is_wrapped(x), private.is_differentiated(x)))
         return x.sum()
 
     x = torch.ones(2)
@@ -108,31 +108,31 @@ def test_levels_and_wrappers() -> None:
 
     def outer(y: torch.Tensor) -> torch.Tensor:
         def second(z: torch.Tensor) -> torch.Tensor:
-            found.append((_private.is_differentiated(y), _private.is_differentiated(y + 0 * z.detach())))
+            found.append((private.is_differentiated(y), private.is_differentiated(y + 0 * z.detach())))
             return (y * z).sum()
 
         return torch.func.grad(second)(torch.ones(2)).sum()
 
     torch.func.grad(outer)(x)
     assert found == [(True, True)]
-    assert not _private.is_differentiated(torch.ones(2, dtype=torch.int64))
+    assert not private.is_differentiated(torch.ones(2, dtype=torch.int64))
 
 
 def test_holders_of_storages_and_entries() -> None:
     table = {"w": torch.ones(4)}
-    assert _private.storage_holders(table["w"]) == 1
-    assert _private.entry_holders(table, "w") == 0
+    assert private.storage_holders(table["w"]) == 1
+    assert private.entry_holders(table, "w") == 0
     view = table["w"][:2]
-    assert _private.storage_holders(table["w"]) == 2
+    assert private.storage_holders(table["w"]) == 2
     del view
     detached = table["w"].detach()
-    assert _private.storage_holders(table["w"]) == 2
+    assert private.storage_holders(table["w"]) == 2
     del detached
     same = table["w"]
-    assert _private.entry_holders(table, "w") >= 1
+    assert private.entry_holders(table, "w") >= 1
     del same
-    assert _private.storage_holders(table["w"]) == 1
-    assert _private.entry_holders(table, "w") == 0
+    assert private.storage_holders(table["w"]) == 1
+    assert private.entry_holders(table, "w") == 0
 
 
 def test_keeps_graph_is_seen_from_a_backward() -> None:
@@ -149,7 +149,7 @@ def test_keeps_graph_is_seen_from_a_backward() -> None:
 
         @staticmethod
         def backward(ctx: Any, g: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            seen.append(_private.keeps_graph())
+            seen.append(private.keeps_graph())
             return g
 
     x = torch.ones(1, requires_grad=True)
@@ -161,6 +161,6 @@ def test_keeps_graph_is_seen_from_a_backward() -> None:
 
 def test_preserve_version() -> None:
     x = torch.ones(2)
-    with _private.preserve_version([x]):
+    with private.preserve_version([x]):
         x.add_(1)
     assert x._version == 0

@@ -13,7 +13,7 @@ from torch import nn
 from written import F64, Block, X, filled
 
 import fzero as fz
-from fzero._again import Unread
+from fzero.capture.again import Unread
 from fzero.testing import run_ranks
 
 SHARDS = {"ZeRO-0": lambda step: step, "remat": fz.remat, "ZeRO-3": fz.shard_zero3}

@@ -17,7 +17,7 @@ import torch
 from written import F64, PARAMS, Case, named, pure
 
 import fzero as fz
-from fzero import _tree
+from fzero.base import pytree
 
 Unit = Callable[..., Any]
 
@@ -108,7 +108,7 @@ class Cache:
         self.h = h
 
 
-_tree.register(Cache, lambda cache: ((cache.h,), None), lambda _, children: Cache(*children))
+pytree.register(Cache, lambda cache: ((cache.h,), None), lambda _, children: Cache(*children))
 
 
 def containers_that_pytrees_know() -> Case:

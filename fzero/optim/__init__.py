@@ -1,9 +1,8 @@
-"""Optimizers in optax's shape, one a file; see `_base.py` for the protocol."""
+"""Optimizers in optax's shape, one a file; see `fzero/table/optimizer.py` for the protocol."""
 
 from fzero.optim._adam import AdamState as AdamState
 from fzero.optim._adam import adam as adam
 from fzero.optim._adam import adamw as adamw
-from fzero.optim._base import GradientTransformation as GradientTransformation
 from fzero.optim._clip import clip_by_global_norm as clip_by_global_norm
 from fzero.optim._clip import clip_by_value as clip_by_value
 from fzero.optim._join import chain as chain
@@ -15,3 +14,4 @@ from fzero.optim._schedules import linear as linear
 from fzero.optim._schedules import warmup_cosine as warmup_cosine
 from fzero.optim._sgd import SgdState as SgdState
 from fzero.optim._sgd import sgd as sgd
+from fzero.table.optimizer import GradientTransformation as GradientTransformation

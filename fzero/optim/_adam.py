@@ -6,15 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import _tree
-from fzero._arguments import need_number, need_rate
-from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
+from fzero.base import pytree
+from fzero.base.arguments import need_number
+from fzero.optim.base import elementwise, rate
+from fzero.state.moments import zeros_like
+from fzero.table.needs import need_rate
+from fzero.table.optimizer import GradientTransformation, Schedule
 
 
 class AdamState(NamedTuple):
     """Applied updates, first and second moment."""
 
-    count: _tree.Count
+    count: pytree.Count
     mu: Any
     nu: Any
 
@@ -71,23 +74,23 @@ def _adam(
     kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
 
     def init(params: Any) -> AdamState:
-        return AdamState(_tree.Count(0), zeros_like(params), zeros_like(params, nonnegative=True))
+        return AdamState(pytree.Count(0), zeros_like(params), zeros_like(params, nonnegative=True))
 
     def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
         count = state.count.value + 1
         now = rate(lr, count - 1)
         if not decoupled and weight_decay:
-            grads = _tree.map(lambda g, p: g + weight_decay * p, grads, params)
-        mu = _tree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
-        nu = _tree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
+            grads = pytree.map(lambda g, p: g + weight_decay * p, grads, params)
+        mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
+        nu = pytree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
 
         def one(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return -now * (m / (1 - b1**count)) / ((v / (1 - b2**count)).sqrt() + eps)
 
-        updates = _tree.map(one, mu, nu)
+        updates = pytree.map(one, mu, nu)
         if decoupled and weight_decay:
-            updates = _tree.map(lambda u, p: u - now * weight_decay * p, updates, params)
-        return updates, AdamState(_tree.Count(count), mu, nu)
+            updates = pytree.map(lambda u, p: u - now * weight_decay * p, updates, params)
+        return updates, AdamState(pytree.Count(count), mu, nu)
 
     def fused(params: Any, grads: Any, state: AdamState) -> AdamState:
         count = state.count.value + 1
@@ -106,7 +109,7 @@ def _adam(
         formula = _decoupled if decoupled else _coupled if weight_decay else _undecayed
         # torch's takes three times as long on CPU as what the formula becomes
         elementwise(formula, hyper, params, grads, state.mu, state.nu, kernel=one, generated=True)
-        return AdamState(_tree.Count(count), state.mu, state.nu)
+        return AdamState(pytree.Count(count), state.mu, state.nu)
 
     return GradientTransformation(
         init, update, fused, lambda _: name, lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True

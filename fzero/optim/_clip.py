@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
-from fzero import _private, _tree
-from fzero._arguments import need_number
-from fzero._sharded import global_norm, is_sharded
-from fzero.optim._base import GradientTransformation
+from fzero.base import private, pytree
+from fzero.base.arguments import need_number
+from fzero.state.norm import global_norm
+from fzero.state.sharded import is_sharded
+from fzero.table.optimizer import GradientTransformation
 
 
 def clip_by_global_norm(max_norm: float) -> GradientTransformation:
@@ -33,8 +34,8 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
         factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)
         if is_sharded(grads):
-            return grads.scaled(1.0 if _private.is_fake(factor) else float(factor)), state
-        return _tree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
+            return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
+        return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
     return GradientTransformation(lambda params: (), update, by_leaf=True, needs="norm", scales=True)
 
@@ -52,6 +53,6 @@ def clip_by_value(max_value: float) -> GradientTransformation:
         raise ValueError(f"clip_by_value: got max_value={max_value}, expected a positive number.")
 
     def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return _tree.map(lambda g: g.clamp(-max_value, max_value), grads), state
+        return pytree.map(lambda g: g.clamp(-max_value, max_value), grads), state
 
     return GradientTransformation(lambda params: (), update, by_leaf=True)

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from fzero import _tree
-from fzero._arguments import need_optimizer, wrong
-from fzero._onepass import write
-from fzero._policy import matches
-from fzero._rounding import Draw
-from fzero._sharded import Sharded, is_sharded
-from fzero.optim._base import GradientTransformation, apart, call_fused, call_update, values
+from fzero.base import pytree
+from fzero.base.arguments import wrong
+from fzero.base.patterns import matches
+from fzero.kernels.onepass import write
+from fzero.optim.base import apart, call_fused, call_update, values
+from fzero.state.draw import Draw
+from fzero.state.sharded import Sharded, is_sharded
+from fzero.table.needs import need_optimizer
+from fzero.table.optimizer import GradientTransformation
 
 
 def chain(*members: GradientTransformation) -> GradientTransformation:
@@ -91,7 +93,7 @@ def _write_state(place: int, old: Any, new: Any, params: Any) -> Any:
         return whole
 
     try:
-        return _tree.map(one, new, old, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
+        return pytree.map(one, new, old, is_leaf=is_sharded)  # a count, which is no leaf, is the new one's
     except ValueError as error:
         raise ValueError(
             f"chain: member {place} returned a state of another structure than it was given. A state keeps the "
@@ -138,7 +140,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
             groups = node.layout.groups
             return node.only(key for key in node.keys if chosen(groups[key].slots[0].path) == pattern)
 
-        return _tree.map(lambda node: one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+        return pytree.map(lambda node: one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
 
     def init(params: Any) -> Any:
         _need_sharded(params)

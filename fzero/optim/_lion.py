@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from fzero import _tree
-from fzero._arguments import need_number, need_rate
-from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
+from fzero.base import pytree
+from fzero.base.arguments import need_number
+from fzero.optim.base import elementwise, rate
+from fzero.state.moments import zeros_like
+from fzero.table.needs import need_rate
+from fzero.table.optimizer import GradientTransformation, Schedule
 
 
 class LionState(NamedTuple):
     """Applied updates, and the momentum."""
 
-    count: _tree.Count
+    count: pytree.Count
     mu: Any
 
 
@@ -41,22 +44,22 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
         raise ValueError(f"lion(weight_decay=...): got {weight_decay}, expected at least 0.")
 
     def init(params: Any) -> LionState:
-        return LionState(_tree.Count(0), zeros_like(params))
+        return LionState(pytree.Count(0), zeros_like(params))
 
     def update(grads: Any, state: LionState, params: Any = None) -> tuple[Any, LionState]:
         now = rate(lr, state.count.value)
-        updates = _tree.map(lambda m, g: -now * (b1 * m + (1 - b1) * g).sign(), state.mu, grads)
+        updates = pytree.map(lambda m, g: -now * (b1 * m + (1 - b1) * g).sign(), state.mu, grads)
         if weight_decay:
-            updates = _tree.map(lambda u, p: u - now * weight_decay * p, updates, params)
-        mu = _tree.map(lambda m, g: b2 * m + (1 - b2) * g, state.mu, grads)
-        return updates, LionState(_tree.Count(state.count.value + 1), mu)
+            updates = pytree.map(lambda u, p: u - now * weight_decay * p, updates, params)
+        mu = pytree.map(lambda m, g: b2 * m + (1 - b2) * g, state.mu, grads)
+        return updates, LionState(pytree.Count(state.count.value + 1), mu)
 
     def fused(params: Any, grads: Any, state: LionState) -> LionState:
         now = rate(lr, state.count.value)
 
         hyper = (b1, 1 - b1, b2, 1 - b2, 1 - now * weight_decay, now)
         elementwise(_formula, hyper, params, grads, state.mu)
-        return LionState(_tree.Count(state.count.value + 1), state.mu)
+        return LionState(pytree.Count(state.count.value + 1), state.mu)
 
     return GradientTransformation(
         init, update, fused, lambda _: "lion", lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from fzero._arguments import need_int, need_number
+from fzero.base.arguments import need_int, need_number
 
 
 def constant(lr: float) -> Callable[[int], float]:

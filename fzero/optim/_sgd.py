@@ -6,15 +6,18 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero import _tree
-from fzero._arguments import need_number, need_rate
-from fzero.optim._base import GradientTransformation, Schedule, elementwise, rate, zeros_like
+from fzero.base import pytree
+from fzero.base.arguments import need_number
+from fzero.optim.base import elementwise, rate
+from fzero.state.moments import zeros_like
+from fzero.table.needs import need_rate
+from fzero.table.optimizer import GradientTransformation, Schedule
 
 
 class SgdState(NamedTuple):
     """Applied updates, and the momentum buffer or None."""
 
-    count: _tree.Count
+    count: pytree.Count
     momentum: Any
 
 
@@ -39,15 +42,15 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
         need_number(momentum, "sgd", "momentum", "a number or None")
 
     def init(params: Any) -> SgdState:
-        return SgdState(_tree.Count(0), zeros_like(params) if momentum else None)
+        return SgdState(pytree.Count(0), zeros_like(params) if momentum else None)
 
     def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
         now = rate(lr, state.count.value)
         if weight_decay:
-            grads = _tree.map(lambda g, p: g + weight_decay * p, grads, params)
-        buffer = _tree.map(lambda b, g: momentum * b + g, state.momentum, grads) if momentum else None
-        updates = _tree.map(lambda b: -now * b, buffer if momentum else grads)
-        return updates, SgdState(_tree.Count(state.count.value + 1), buffer)
+            grads = pytree.map(lambda g, p: g + weight_decay * p, grads, params)
+        buffer = pytree.map(lambda b, g: momentum * b + g, state.momentum, grads) if momentum else None
+        updates = pytree.map(lambda b: -now * b, buffer if momentum else grads)
+        return updates, SgdState(pytree.Count(state.count.value + 1), buffer)
 
     def fused(params: Any, grads: Any, state: SgdState) -> SgdState:
         now = rate(lr, state.count.value)
@@ -62,7 +65,7 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
             p.add_(buffer[0] if buffer else g, alpha=-now)
 
         elementwise(_formula, (weight_decay, momentum or 0.0, now), params, grads, *moments, kernel=one)
-        return SgdState(_tree.Count(state.count.value + 1), state.momentum)
+        return SgdState(pytree.Count(state.count.value + 1), state.momentum)
 
     return GradientTransformation(
         init, update, fused, lambda _: "sgd", lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True

@@ -1,9 +1,9 @@
 """Chex-like asserts on trees, memory and communication; ranks on threads or processes; `strategies` for Hypothesis."""
 
-from fzero._divergence import checked_collectives as checked_collectives
-from fzero._divergence import recorded_collectives as recorded_collectives
-from fzero._hazards import hazards as hazards
-from fzero._watch import strict_capture as strict_capture
+from fzero.capture.watch import strict_capture as strict_capture
+from fzero.comm.divergence import checked_collectives as checked_collectives
+from fzero.comm.divergence import recorded_collectives as recorded_collectives
+from fzero.comm.hazards import hazards as hazards
 from fzero.testing._asserts import assert_all_finite as assert_all_finite
 from fzero.testing._asserts import assert_no_alias as assert_no_alias
 from fzero.testing._asserts import assert_not_mutated as assert_not_mutated

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from fzero import _tree
+from fzero.base import pytree
 
 
 def _pairs(first: Any, second: Any) -> list[tuple[str, Any, Any]]:
-    names, leaves, spec = _tree.named_leaves(first)
-    others, other_spec = _tree.flatten(second)
+    names, leaves, spec = pytree.named_leaves(first)
+    others, other_spec = pytree.flatten(second)
     if len(leaves) != len(others) or spec != other_spec:
         raise AssertionError(f"the trees differ in structure: {spec} and {other_spec}")
     return list(zip(names, leaves, others, strict=True))
@@ -83,7 +83,7 @@ def assert_all_finite(tree: Any) -> None:
     Example:
         >>> fz.testing.assert_all_finite({"w": torch.ones(2)})
     """
-    for name, leaf in zip(*_tree.named_leaves(tree)[:2], strict=True):
+    for name, leaf in zip(*pytree.named_leaves(tree)[:2], strict=True):
         if isinstance(leaf, torch.Tensor) and not torch.isfinite(leaf).all():
             raise AssertionError(f"leaf {name!r}: {int((~torch.isfinite(leaf)).sum())} values are not finite")
 
@@ -95,7 +95,7 @@ def assert_not_mutated(fn: Callable[..., Any], *args: Any) -> Any:
         >>> fz.testing.assert_not_mutated(torch.add, torch.ones(1), torch.ones(1))
         tensor([2.])
     """
-    before = _tree.map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, args)
+    before = pytree.map(lambda t: t.detach().clone() if isinstance(t, torch.Tensor) else t, args)
     out = fn(*args)
     assert_trees_equal(before, args)
     return out
@@ -109,9 +109,9 @@ def assert_no_alias(first: Any, second: Any) -> None:
     """
     seen = {
         leaf.untyped_storage().data_ptr(): name
-        for name, leaf in zip(*_tree.named_leaves(first)[:2], strict=True)
+        for name, leaf in zip(*pytree.named_leaves(first)[:2], strict=True)
         if isinstance(leaf, torch.Tensor)
     }
-    for name, leaf in zip(*_tree.named_leaves(second)[:2], strict=True):
+    for name, leaf in zip(*pytree.named_leaves(second)[:2], strict=True):
         if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in seen:
             raise AssertionError(f"leaf {name!r} shares its memory with {seen[leaf.untyped_storage().data_ptr()]!r}")

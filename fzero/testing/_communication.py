@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from fzero._divergence import recorded_collectives
+from fzero.comm.divergence import recorded_collectives
 
 
 def assert_collectives(fn: Callable[[], Any], expected: Mapping[str, int]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero import _private, _tree
+from fzero.base import private, pytree
 
 
 class LiveBytes(TorchDispatchMode):
@@ -81,7 +81,7 @@ class LiveBytes(TorchDispatchMode):
 
 def _plain_tensors(tree: Any) -> list[torch.Tensor]:
     """Those that have a storage: a wrapper of functorch has none."""
-    return [x for x in _tree.flatten(tree)[0] if isinstance(x, torch.Tensor) and not _private.is_wrapped(x)]
+    return [x for x in pytree.flatten(tree)[0] if isinstance(x, torch.Tensor) and not private.is_wrapped(x)]
 
 
 def assert_peak_bytes(fn: Callable[[], Any], limit: int) -> Any:

@@ -21,9 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fzero import _hazards, _private
-from fzero._arguments import is_component, need_int, need_number, wrong
-from fzero._divergence import PeerStopped, checked_collectives
+from fzero.base import private
+from fzero.base.arguments import need_int, need_number, wrong
+from fzero.comm import hazards
+from fzero.comm.divergence import PeerStopped, checked_collectives
+from fzero.table.needs import is_component
 from fzero.testing._threads import new_store, threaded_world
 
 
@@ -74,20 +76,20 @@ def run_ranks(
 
 
 def _seed_of_hazards() -> int | None:
-    hazards = _hazards.active()
-    return None if hazards is None else hazards.seed
+    own = hazards.active()
+    return None if own is None else own.seed
 
 
 def _same_hazards(seed: int | None, rank: int) -> contextlib.AbstractContextManager[Any]:
     """On a rank what `fz.testing.hazards` is around `run_ranks`, with delays of its own."""
-    return contextlib.nullcontext() if seed is None else _hazards.hazards(1000 * seed + rank)
+    return contextlib.nullcontext() if seed is None else hazards.hazards(1000 * seed + rank)
 
 
 def _on_threads(fn: Callable[[int], Any], world_size: int, timeout: float, checked: bool) -> list[Any]:
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     seed = _seed_of_hazards()
-    with _private.shared_forward_mode(), threaded_world() as fail:
+    with private.shared_forward_mode(), threaded_world() as fail:
         store = new_store()
 
         def rank_main(rank: int) -> None:

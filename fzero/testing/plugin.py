@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from fzero._hazards import hazards as make_hazards
+from fzero.comm.hazards import hazards as make_hazards
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero._arguments import need_step, need_str, wrong
-from fzero._placement import Sharding
-from fzero._step import Step
+from fzero.base.arguments import need_str, wrong
+from fzero.table.needs import need_step
+from fzero.table.rows import Sharding
+from fzero.table.spec import S
 
 
-def shard(step: Step, stage: int, mesh: Any, axis: str, replicate: str | None) -> Step:
+def shard(step: S, stage: int, mesh: Any, axis: str, replicate: str | None) -> S:
     """A step whose state is cut over `axis`, from this ZeRO stage on."""
     name = f"shard_zero{stage}"
     need_step(step, name)

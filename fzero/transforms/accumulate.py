@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero._arguments import need_int, need_step, wrong
-from fzero._microbatch import Microbatches
-from fzero._step import Step
+from fzero.base.arguments import need_int, wrong
+from fzero.table.microbatch import Microbatches
+from fzero.table.needs import need_step
+from fzero.table.spec import S
 
 
-def accumulate(step: Step, count: int, in_dims: Any = 0) -> Step:
+def accumulate(step: S, count: int, in_dims: Any = 0) -> S:
     """Splits every input into `count` microbatches; a scalar loss is their mean, other outputs are concatenated.
 
     Outputs and aux are put together leaf by leaf. 0-d floating tensors and Python floats are averaged in float32

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from fzero._arguments import named, need_step
-from fzero._step import Step
+from fzero.base.arguments import named
+from fzero.table.needs import need_step
+from fzero.table.spec import S
 
 
-def autocast(step: Step, dtype: torch.dtype = torch.bfloat16) -> Step:
+def autocast(step: S, dtype: torch.dtype = torch.bfloat16) -> S:
     """Computes in `dtype`: matrices are cast before they are gathered, and the function runs under torch.autocast.
 
     Leaves with fewer than two dims keep their dtype, and so do float64 leaves, as in torch.autocast; a policy's

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fzero._arguments import need_step
-from fzero._step import Step
+from fzero.table.needs import need_step
+from fzero.table.spec import S
 
 
-def compile(step: Step) -> Step:
+def compile(step: S) -> S:
     """Compiles every unit's function with torch.compile; units of one code and shape share their graphs.
 
     The numbers are eager's up to the last bits, where kernels are fused; random numbers are the same. What is outside

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 
-from fzero._arguments import need_step
-from fzero._step import Step
+from fzero.table.needs import need_step
+from fzero.table.spec import S
 
 
-def donate(step: Step) -> Step:
+def donate(step: S) -> S:
     """Updates in place: the state passed in is dead afterwards, and using it raises an error that says so.
 
     A buffer that somebody else still holds is copied instead, with one warning that names the leaf.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fzero._arguments import need_step, need_str
-from fzero._placement import FROZEN
-from fzero._step import Step
+from fzero.base.arguments import need_str
+from fzero.table.needs import need_step
+from fzero.table.rows import FROZEN
+from fzero.table.spec import S
 
 
-def freeze(step: Step, pattern: str) -> Step:
+def freeze(step: S, pattern: str) -> S:
     """Leaves whose path matches get no grads, no moments and no updates.
 
     Args:

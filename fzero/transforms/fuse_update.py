@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from fzero._arguments import named, need_step
-from fzero._fusion import NORMS, Fusion
-from fzero._step import Step
+from fzero.base.arguments import named
+from fzero.table.fusion import NORMS, Fusion
+from fzero.table.needs import need_step
+from fzero.table.spec import S
 
 
-def fuse_update(step: Step, norm: str = "auto") -> Step:
+def fuse_update(step: S, norm: str = "auto") -> S:
     """Updates each unit inside the pullback, as soon as its reduced gradients exist: they never all live at once.
 
     The numbers are those of the step without it. What differs is how the norm of all gradients becomes known, where

@@ -2,57 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from fzero._arguments import named, need_int, need_number, need_step
-from fzero._state import ScaleState
-from fzero._step import Step
-
-
-@dataclass(frozen=True)
-class StaticLossScale:
-    """One scale for the whole run."""
-
-    scale: float
-
-    @property
-    def kind(self) -> str:
-        return f"loss_scale({self.scale})"
-
-    def initial(self) -> ScaleState:
-        return ScaleState(self.scale)
-
-    def adjust(self, state: ScaleState, finite: bool) -> ScaleState:
-        return state
-
-
-@dataclass(frozen=True)
-class DynamicLossScale:
-    """Doubles after `interval` finite updates in a row, halves after one that is not, never below `minimum`."""
-
-    scale: float = 2.0**16
-    interval: int = 2000
-    factor: float = 2.0
-    minimum: float = 1.0
-
-    @property
-    def kind(self) -> str:
-        return "a dynamic loss_scale"
-
-    def initial(self) -> ScaleState:
-        return ScaleState(self.scale)
-
-    def adjust(self, state: ScaleState, finite: bool) -> ScaleState:
-        if not finite:
-            return ScaleState(max(self.minimum, state.scale / self.factor))
-        if state.finite + 1 >= self.interval:
-            return ScaleState(state.scale * self.factor)
-        return ScaleState(state.scale, state.finite + 1)
+from fzero.base.arguments import named, need_int, need_number
+from fzero.table.needs import need_step
+from fzero.table.scalers import DynamicLossScale, StaticLossScale
+from fzero.table.spec import S
 
 
 def loss_scale(
-    step: Step, scale: float | str = "dynamic", *, initial: float = 2.0**16, interval: int = 2000, minimum: float = 1.0
-) -> Step:
+    step: S, scale: float | str = "dynamic", *, initial: float = 2.0**16, interval: int = 2000, minimum: float = 1.0
+) -> S:
     """Multiplies every cotangent by a scale inside the pullback; grads carry it, and `update` and `gather` take it off.
 
     Outputs, metrics and input cotangents are never scaled. An update whose gradient is not finite is skipped on all

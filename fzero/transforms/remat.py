@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from fzero._arguments import need_step
-from fzero._step import Step
+from fzero.table.needs import need_step
+from fzero.table.spec import S
 
 
-def remat(step: Step) -> Step:
+def remat(step: S) -> S:
     """Recomputes every unit in the pullback instead of keeping its activations; its randomness is replayed.
 
     Example:

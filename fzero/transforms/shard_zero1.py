@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero._step import Step
+from fzero.table.spec import S
 from fzero.transforms._shard import shard
 
 
-def shard_zero1(step: Step, mesh: Any = None, axis: str = "dp", replicate: str | None = None) -> Step:
+def shard_zero1(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None) -> S:
     """Shards the moments (and, where dtypes differ, the master params) over a mesh axis: ZeRO stage 1.
 
     Every rank holds the full params in compute dtype; one gather an update, no other communication of params. An

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero._step import Step
+from fzero.table.spec import S
 from fzero.transforms._shard import shard
 
 
-def shard_zero2(step: Step, mesh: Any = None, axis: str = "dp", replicate: str | None = None) -> Step:
+def shard_zero2(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None) -> S:
     """Shards moments and grads over a mesh axis: ZeRO stage 2.
 
     As stage 1, but the gradients of every microbatch are reduced and cut at once, so that no full sum is kept.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from fzero._step import Step
+from fzero.table.spec import S
 from fzero.transforms._shard import shard
 
 
-def shard_zero3(step: Step, mesh: Any = None, axis: str = "dp", replicate: str | None = None) -> Step:
+def shard_zero3(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None) -> S:
     """Shards params, grads and moments over a mesh axis: ZeRO stage 3.
 
     A unit's params are gathered for each use, in compute dtype, and freed after it.

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero._onepass import CHUNK
+from fzero.kernels.onepass import CHUNK
 from fzero.testing import LiveBytes, assert_trees_close, assert_trees_equal, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show

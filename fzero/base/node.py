@@ -1,0 +1,220 @@
+"""One node of whatever differentiates it: `Node` applies an opaque `Op`, and each derivative is another `Node`.
+
+Inside `Node.forward` no functorch level is active, so an `Op` runs there on plain tensors. Its backward, jvp and vmap
+are `Node.apply(Op(transformed function))`: any order and nesting of derivatives comes with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private
+from fzero.base.graph import gradients, refuse_foreign_leaves
+from fzero.base.random import seeded
+
+Tensors = tuple[torch.Tensor, ...]
+
+
+def first_order() -> bool:
+    """Whether nothing else differentiates what runs now: then a pullback may take its cheap, final form."""
+    return not torch.is_grad_enabled() and private.level() == 0
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+class Op:
+    """`fn(*tensors) -> tuple of tensors`, with the surroundings it was called in.
+
+    The surroundings (seed, autocast) are taken when the op is made, not when it runs: under vmap another op runs than
+    the one that was called, and a recomputation must see what the first run saw.
+    """
+
+    name = "a unit"
+    joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
+    early = False  # whether it is pulled back as soon as its cotangents are there
+
+    def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
+        self.fn, self.seed, self.device = fn, seed, device
+        self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        self.default_dtype = torch.get_default_dtype()
+        self.node: weakref.ref[Any] | None = None  # of the graph
+
+    @contextlib.contextmanager
+    def surroundings(self) -> Iterator[None]:
+        enabled, dtype = self.autocast
+        with seeded(self.seed), self._dtype():
+            if not enabled and not torch.is_autocast_enabled(self.device):
+                yield
+                return
+            with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                yield
+
+    def _dtype(self) -> contextlib.AbstractContextManager[Any]:
+        """torch's default dtype, where it is another one now."""
+        same = torch.get_default_dtype() == self.default_dtype
+        return contextlib.nullcontext() if same else _default_dtype(self.default_dtype)
+
+    def derived(self, fn: Callable[..., Tensors]) -> Op:
+        op = Op(fn, self.seed, self.device)
+        op.autocast, op.default_dtype = self.autocast, self.default_dtype
+        return op
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        """The outputs on plain tensors; `wanted` are the positions whose derivative will be asked for."""
+        return self.replay(*tensors)
+
+    def back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor] | None:
+        """First-order cotangents of the wanted tensors, where this op has a cheaper way than recomputing itself.
+
+        Args:
+            tensors: what it was called with, to be asked for only where it is needed.
+            cotangents: of the real outputs; `None` is zero.
+        """
+        return None
+
+    def replay(self, *tensors: torch.Tensor) -> Tensors:
+        with self.surroundings():
+            return self.fn(*tensors)
+
+    def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:
+        """(tensors, cotangents of the real outputs) -> cotangents of the wanted tensors, by recomputing."""
+
+        def fn(*args: torch.Tensor) -> Tensors:
+            def forward(*primals: torch.Tensor) -> Tensors:
+                out = self.replay(*_replaced(args[:count], wanted, primals))
+                return tuple(out[i] for i in real)
+
+            primals = [args[i] for i in wanted]
+            if first_order():
+                return differentiate(forward, primals)[1](args[count:], False)
+            _, pull = torch.func.vjp(forward, *primals)  # type: ignore[misc]
+            return tuple(pull(tuple(args[count:])))
+
+        return self.derived(fn)
+
+    def pushed(self, count: int, moving: Sequence[int]) -> Op:
+        """(tensors, tangents of the moving ones) -> tangents of the outputs."""
+
+        def fn(*args: torch.Tensor) -> Tensors:
+            def forward(*primals: torch.Tensor) -> Tensors:
+                return self.replay(*_replaced(args[:count], moving, primals))
+
+            # make_dual refuses expanded tensors
+            primals = tuple(args[i].contiguous() for i in moving)
+            return torch.func.jvp(forward, primals, tuple(t.contiguous() for t in args[count:]))[1]
+
+        return self.derived(fn)
+
+
+def _replaced(tensors: Sequence[torch.Tensor], positions: Sequence[int], values: Sequence[torch.Tensor]) -> Tensors:
+    out = list(tensors)
+    for position, value in zip(positions, values, strict=True):
+        out[position] = value
+    return tuple(out)
+
+
+def differentiate(
+    forward: Callable[..., Tensors], primals: Sequence[torch.Tensor]
+) -> tuple[Tensors, Callable[[Sequence[torch.Tensor], bool], Tensors]]:
+    """Detached outputs, and a pullback, of a function of plain tensors, by plain autograd.
+
+    The pullback takes (cotangents, retain_graph); what was not used has a zero cotangent.
+    """
+    with torch.enable_grad():
+        leaves = [primal.detach().requires_grad_() for primal in primals]
+        out = forward(*leaves)
+    refuse_foreign_leaves(out, leaves)
+
+    def pull(cotangents: Sequence[torch.Tensor], retain_graph: bool) -> Tensors:
+        found = gradients(out, leaves, cotangents, retain_graph)
+        return tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, leaves, strict=True))
+
+    return tuple(o.detach() for o in out), pull
+
+
+def _saved(ctx: Any) -> Tensors:
+    """What a node was called with."""
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if not private.says(error, private.WRITES_SAVED):
+            raise
+        raise ValueError(
+            f"An input of {ctx.op.name} was changed in place after it was called, and pulling it back needs what was "
+            "there (as it is run again: fz.remat, or a derivative of a derivative). Change a copy instead: "
+            "x = x.clone(), or use the operation that is not in place."
+        ) from error
+
+
+class Node(torch.autograd.Function):
+    """`Node.apply(op, wanted, *tensors)`: the op's outputs as one node of the outer derivative."""
+
+    @staticmethod
+    def forward(op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Tensors:  # type: ignore[override]
+        # detached, or enable_grad inside would record into the outer graph
+        return op.run(tuple(tensor.detach() for tensor in tensors), wanted)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.op = inputs[0]
+        ctx.op.node = weakref.ref(private.node_of(ctx))
+        if ctx.op.early:
+            private.pull_back_early(ctx)
+        ctx.count = len(inputs) - 2
+        ctx.save_for_backward(*inputs[2:])
+        ctx.save_for_forward(*inputs[2:])
+        ctx.real = [i for i, out in enumerate(output) if out.is_floating_point() or out.is_complex()]
+        ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in ctx.real]
+        ctx.mark_non_differentiable(*[out for i, out in enumerate(output) if i not in ctx.real])
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
+        count = ctx.count
+        real: Any = tuple(cotangents[i] for i in ctx.real)
+        needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
+        wanted = [i for i in range(count) if needs[i]]
+        found = ctx.op.back(lambda: _saved(ctx), wanted, real) if first_order() else None
+        if found is None:
+            tensors = _saved(ctx)
+            zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.meta]
+            arguments = (*tensors, *[zero if c is None else c for c, zero in zip(real, zeros, strict=True)])
+            transposed = ctx.op.transposed(count, wanted, ctx.real)
+            found = dict(zip(wanted, Node.apply(transposed, active(arguments), *arguments), strict=True))
+        return (None, None, *[found.get(i) for i in range(count)])
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
+        arguments = (*tensors, *[tangents[i] for i in moving])
+        return Node.apply(ctx.op.pushed(len(tensors), moving), active(arguments), *arguments)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+        mapped = op.derived(torch.func.vmap(op.fn, in_dims=tuple(in_dims[2:]), randomness=info.randomness))
+        out = Node.apply(mapped, wanted, *tensors)
+        return out, (0,) * len(out)  # type: ignore[arg-type]
+
+
+apply = private.direct(Node)
+
+
+def active(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """The positions of the tensors that some level differentiates."""
+    return [i for i, tensor in enumerate(tensors) if private.is_differentiated(tensor)]

@@ -1,0 +1,42 @@
+"""One dialect of paths and patterns: fnmatch over dotted paths, alternatives separated by `|`."""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Sequence
+
+
+def matches(pattern: str, path: str) -> bool:
+    """Whether `path` matches `pattern`: fnmatch, alternatives separated by `|`.
+
+    Example:
+        >>> matches("*norm*|*bias", "head.bias")
+        True
+    """
+    return any(fnmatch.fnmatchcase(path, part) for part in pattern.split("|"))
+
+
+def unmatched(pattern: str, paths: Sequence[str]) -> list[str]:
+    """The alternatives of a pattern that match no path: a typo in one would otherwise hide behind the others."""
+    return [part for part in pattern.split("|") if not any(fnmatch.fnmatchcase(path, part) for path in paths)]
+
+
+ROOT = ""
+
+
+def unit_of(path: str, patterns: Sequence[str] | None) -> str:
+    """The unit of a path: its shortest prefix that matches a pattern; without patterns, up to its first integer.
+
+    Example:
+        >>> unit_of("blocks.0.attn.weight", None), unit_of("head.weight", None)
+        ('blocks.0', '')
+    """
+    parts = path.split(".")
+    for length in range(1, len(parts) + 1):
+        prefix = ".".join(parts[:length])
+        if patterns is None:
+            if parts[length - 1].isdigit():
+                return prefix
+        elif any(fnmatch.fnmatchcase(prefix, pattern) for pattern in patterns):
+            return prefix
+    return ROOT

@@ -1,0 +1,225 @@
+"""Randomness of a unit's call: drawn from (seed, step, rank, microbatch, call), the global generators left as found."""
+
+from __future__ import annotations
+
+import functools
+import random
+import threading
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from fzero.base import intercept
+
+_MASK = (1 << 64) - 1
+_START = 0x9E3779B97F4A7C15
+# A generator's own lock is taken with Python's, and Python's may be given away inside it (a collection frees tensors):
+# two threads would wait for each other. Waiting for this one holds nothing.
+_one_at_a_time = threading.Lock()
+_in_use: list[seeded] = []  # regions that have seeded the default generators
+
+
+def _mixed(state: int, number: int) -> int:
+    state = (state + (number & _MASK) * 0xBF58476D1CE4E5B9 + 0x9E3779B97F4A7C15) & _MASK
+    state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+    return state ^ (state >> 31)
+
+
+class Seeds:
+    """63-bit seeds, one after the other, from several numbers (splitmix64 steps, Steele et al. 2014)."""
+
+    def __init__(self, *numbers: int) -> None:
+        self._calls, self._state = 0, _START
+        for number in numbers:
+            self._state = _mixed(self._state, number)
+
+    def next(self) -> int:
+        self._calls += 1
+        return _mixed(self._state, self._calls) >> 1
+
+
+class seeded:
+    """Draws from a stream of its own inside, and leaves the default generators as they were; `None` changes nothing.
+
+    On the main thread torch's default generators themselves are seeded, and put back. They are one for all threads, so
+    on any other nobody's are touched: there each operator that draws is given the region's own generator, which makes
+    the same numbers of the same seed. (What reads or writes the default generators itself, as torch.manual_seed does,
+    does not reach that one. torch.utils.checkpoint does.)
+
+    Args:
+        states: of generators that have been drawn from already, by their devices.
+    """
+
+    __slots__ = ("default", "generators", "outer", "seed", "start", "states")
+
+    def __init__(self, seed: int | None, states: Mapping[torch.device, torch.Tensor] | None = None) -> None:
+        self.seed, self.start = seed, states
+        self.default: tuple[torch.Generator, ...] = ()
+        self.generators: dict[torch.device, torch.Generator] | None = None
+
+    def __enter__(self) -> None:
+        if self.seed is None:
+            return
+        if not intercept.acts_for_main():
+            self.generators = {}
+            self.outer = intercept.swap_stream(self)
+            return
+        default: tuple[torch.Generator, ...] = (torch.default_generator,)
+        if torch.cuda.is_initialized():
+            default += (torch.cuda.default_generators[torch.cuda.current_device()],)
+        with _one_at_a_time:
+            self.states = [generator.get_state() for generator in default]
+            for generator in default:
+                self._begin(generator)
+            _in_use.append(self)
+        self.default = default
+
+    def __exit__(self, *_: Any) -> None:
+        if self.default:
+            with _one_at_a_time:
+                _in_use.remove(self)
+                for generator, state in zip(self.default, self.states, strict=True):
+                    generator.set_state(state)
+        elif self.generators is not None:
+            intercept.swap_stream(self.outer)
+
+    def _begin(self, generator: torch.Generator) -> torch.Generator:
+        state = self.start.get(generator.device) if self.start else None
+        assert self.seed is not None
+        generator.manual_seed(self.seed) if state is None else generator.set_state(state)
+        return generator
+
+    # ---- a stream, as fzero._intercept asks for it
+
+    def generator(self, device: torch.device) -> torch.Generator | None:
+        """This region's own generator on a device, for a thread that must leave the default ones alone."""
+        assert self.generators is not None
+        if device.type not in ("cpu", "cuda"):
+            return None
+        if device.type == "cpu":
+            device = torch.device("cpu")  # cpu:0 is the same
+        elif device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        if device not in self.generators:
+            self.generators[device] = self._begin(torch.Generator(device))
+        return self.generators[device]
+
+    def here(self) -> Callable[[], seeded]:
+        """Makes regions that draw what this one will from here on."""
+        states = {**(self.start or {}), **{device: g.get_state() for device, g in (self.generators or {}).items()}}
+        return functools.partial(seeded, self.seed, states)
+
+    def lend(self, device: torch.device, name: str, run: Callable[[], Any]) -> Any:
+        """`run()`, which draws from a device's default generator, with this region's numbers."""
+        own = self.generator(device)
+        if own is None:
+            return run()
+        default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[own.device.index]
+        with _one_at_a_time, intercept.unseen():
+            if _in_use:
+                raise RuntimeError(
+                    f"{name} takes no generator, so it draws from torch's default one, which a unit on the main thread "
+                    "is using right now. Run the two one after the other, or on processes of their own."
+                )
+            state = default.get_state()
+            default.set_state(own.get_state())
+            try:
+                return run()
+            finally:
+                own.set_state(default.get_state())
+                default.set_state(state)
+
+
+GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
+# those that the functions of the modules `random` and `numpy.random` draw from
+PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
+NUMPY: Any = np.random.get_state.__self__
+SHARED = {id(PYTHON): "random", id(NUMPY): "numpy.random"}  # by the modules that they are of
+
+
+def drawn_by(value: Any) -> Any:
+    """The generator that a module or one of its functions draws from, where it is one of the shared; else None."""
+    if value is random:
+        return PYTHON
+    if value is np or value is np.random:
+        return NUMPY
+    own = getattr(value, "__self__", None)
+    return own if id(own) in SHARED else None
+
+
+def _state(generator: Any) -> Any:
+    if isinstance(generator, torch.Generator):
+        return generator.get_state()
+    if isinstance(generator, random.Random):
+        return generator.getstate()
+    if isinstance(generator, np.random.RandomState):
+        return generator.get_state(legacy=False)
+    return getattr(generator, "bit_generator", generator).state
+
+
+def _set_state(generator: Any, state: Any) -> None:
+    if isinstance(generator, (torch.Generator, np.random.RandomState)):
+        generator.set_state(state)
+    elif isinstance(generator, random.Random):
+        generator.setstate(state)
+    else:
+        getattr(generator, "bit_generator", generator).state = state
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(_same(a[key], b[key]) for key in a)
+    return np.array_equal(a, b) if isinstance(a, np.ndarray) else a == b
+
+
+class Replayed:
+    """Random generators of the user's own that a second run of the same code finds as the first one did.
+
+    Made before the first run. Each `with` block is a run again: the generators are set to where they were, and
+    afterwards put back to where the block found them, so that nobody else notices.
+
+    Args:
+        generators: those that the code draws from, of torch, numpy or Python; torch's default ones belong to `seeded`.
+
+    Example:
+        >>> generator = torch.Generator().manual_seed(0)
+        >>> replayed = Replayed([generator])
+        >>> first, after = torch.rand(3, generator=generator), generator.get_state()
+        >>> with replayed:
+        ...     torch.equal(torch.rand(3, generator=generator), first)
+        True
+        >>> torch.equal(generator.get_state(), after)
+        True
+    """
+
+    __slots__ = ("found", "states")
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        # keyed by identity: one generator may be found twice, as an argument and in a closure
+        self.states = [(g, _state(g)) for g in {id(g): g for g in generators}.values()]
+        self.found: list[list[Any]] = []
+
+    def shared(self) -> frozenset[str]:
+        """The modules whose own generators have been drawn from."""
+        shared = [(g, state) for g, state in self.states if id(g) in SHARED]
+        return frozenset(SHARED[id(g)] for g, state in shared if not _same(_state(g), state))
+
+    def rewind(self) -> None:
+        """Sets the generators to where they were at first: the first run is begun anew."""
+        for generator, state in self._own():
+            _set_state(generator, state)
+
+    def __enter__(self) -> None:
+        self.found.append([_state(generator) for generator, _ in self._own()])
+        self.rewind()
+
+    def __exit__(self, *exc: Any) -> None:
+        for (generator, _), state in zip(self._own(), self.found.pop(), strict=True):
+            _set_state(generator, state)
+
+    def _own(self) -> list[tuple[Any, Any]]:
+        """Those that nobody else draws from meanwhile: threads share the modules' generators."""
+        return [(g, s) for g, s in self.states if id(g) not in SHARED or intercept.acts_for_main()]

@@ -1,0 +1,177 @@
+"""Refusals that code around must not swallow: whoever catches every error would go on with something else."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import traceback
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+
+from fzero.base import private
+
+Error = TypeVar("Error", bound=BaseException)
+_said: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar("fzero_refusals", default=None)
+
+
+def noted(error: Error) -> Error:
+    """The error, of which `heard` will know even where a caller's `except` has taken it."""
+    said = _said.get()
+    if said is not None:
+        said.append(error)
+    return error
+
+
+class heard:
+    """Raises at its end what was noted inside, whatever became of it there."""
+
+    __slots__ = ("said", "token")
+
+    def __enter__(self) -> None:
+        self.said: list[BaseException] = []
+        self.token = _said.set(self.said)
+
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        _said.reset(self.token)
+        if self.said and error is not self.said[0]:
+            raise self.said[0]
+
+
+def is_ours(error: BaseException) -> bool:
+    """Whether fzero itself raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("fzero.")
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error was raised: the innermost function of the user's, or of all."""
+    return _place(traceback.extract_tb(error.__traceback__))
+
+
+def place_now() -> str:
+    """The same of what is running."""
+    return _place(traceback.extract_stack())
+
+
+def _place(frames: traceback.StackSummary) -> str:
+    libraries = [Path(file).parent for file in (torch.__file__, __file__, contextlib.__file__)]
+    users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
+    frame = (users or frames)[-1]
+    return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
+
+
+def clear_frames(error: BaseException) -> None:
+    """Lets go of what fzero's own frames hold, to which an error that the unit keeps leads: the last one, for one."""
+    trace = error.__traceback__
+    frame = trace.tb_frame if trace is not None else None
+    while frame is not None:
+        if frame.f_globals.get("__name__", "").startswith("fzero."):
+            with contextlib.suppress(RuntimeError):  # it is running
+                frame.clear()
+        frame = frame.f_back
+
+
+# ---- of what a unit does
+
+
+def twice(unit: str, error: BaseException) -> str:
+    return (
+        f"Unit {unit!r} does what torch.func refuses ({first_words(error)}), and is differentiated more than once (by "
+        "torch.func inside the step's function, fz.hvp, vmap), where torch.func runs it. Leave the operation out, or "
+        "write one in its place that torch.func takes: of torch.utils.checkpoint fz.remat(step), which recomputes "
+        "units under any derivative; of an autograd.Function one with setup_context; of tensors whose memory is read "
+        "(indices, lengths) lists of numbers; of compressed sparse tensors COO or dense ones."
+    )
+
+
+def first_words(error: BaseException) -> str:
+    return str(error).partition(". ")[0][:100]
+
+
+def another_run(unit: str) -> str:
+    return (
+        f"Unit {unit!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was "
+        "called: it read or put out other tensors. What decides that must be the same then: no clock, no file, no "
+        "counter in an object of another library, no id() of a tensor. Take what changes as an argument of the unit. "
+        "Random numbers of Python's or numpy's own that a unit begins to draw in a later step are replayed from the "
+        "next call on: call the step again with the same state."
+    )
+
+
+def unseen_write(unit: str) -> str:
+    return (
+        f"Unit {unit!r} writes to one of its inputs in a way that autograd does not see (x.data, x.numpy()), and is "
+        "run on a copy, so that its caller would not see it either. Write to x itself (x.mul_(2)), or to a copy of it."
+    )
+
+
+def freed(what: str) -> str:
+    return (
+        f"{what} reads a leaf of a unit whose memory was given back when that unit ended: it was kept in a way that "
+        "cannot be seen (a lazy iterator, a cache, an object of another library). Return what is computed of it, or "
+        "keep a copy (w.clone())."
+    )
+
+
+def reshapes(unit: str) -> str:
+    return (
+        f"Unit {unit!r} gives one of its inputs another shape in place (unsqueeze_, squeeze_, resize_, transpose_), "
+        "which its caller would not see. Take the form that is not in place: x = x.unsqueeze(0)."
+    )
+
+
+def writes_leaf(unit: str) -> str:
+    return (
+        f"Unit {unit!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
+        "(w = w.clone()), or use the operation that is not in place."
+    )
+
+
+# ---- of what a step's function does
+
+# what functorch refuses outside of units, and what to write instead
+_OUTSIDE = {
+    private.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
+    "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
+    "(step.vjp(state, x)), or take plain autograd: fz.tape.",
+    private.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
+    "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
+    "also without params), or take plain autograd: fz.tape.",
+    private.NO_STORAGE: "copies a tensor or asks for its memory outside of units{place}, as copy.deepcopy does, which "
+    "torch.func does not let. Take x.detach().clone(), make what calls it a unit (fz.unit), or take plain autograd: "
+    "fz.tape.",
+    private.NO_COPY: "calls copy.deepcopy outside of units{place} with what leads to a param, which is computed here. "
+    "Take copies before the step runs, or x.detach().clone() of tensors.",
+    private.SETS_DATA: "assigns to x.data outside of units{place}, which torch.func does not support. Assign to the "
+    "name, x = ..., or write to a copy.",
+    private.NO_LEAF: "sets requires_grad of a tensor that is computed, as params are{place}. Take "
+    "x = x.detach() where no gradient is wanted; params that are not trained are said by fz.freeze.",
+    private.RETAIN_GRAD: "calls retain_grad{place}, which torch.func does not support: there is no x.grad. Ask for "
+    "the gradient by torch.func.grad inside, or take plain autograd: fz.tape.",
+    private.NOT_USED: "asks torch.autograd.grad for a derivative{place} that its run does not know: by an input that "
+    "its caller set requires_grad of, say, while torch.func differentiates. Take torch.func.grad or torch.func.vjp "
+    "inside, or plain autograd: fz.tape.",
+    private.NO_STRIDES: "uses a sparse tensor in compressed form (CSR, CSC, BSR, BSC) outside of units{place}, which "
+    "torch.func does not support. Make what uses it a unit (fz.unit, also without params), or take COO: to_sparse().",
+    private.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
+    "inside by torch.func.grad or torch.func.vjp, or make what calls it a unit (fz.unit).",
+    private.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
+    "does not support (a full backward hook on a module that is a unit is one: put it on a module inside). Make what "
+    "calls it a unit (fz.unit), or take plain autograd: fz.tape.",
+    private.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
+    "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
+    "checkpoint out: fz.remat(step) recomputes units.",
+}
+
+
+def refuse_outside(error: RuntimeError) -> None:
+    """Refuses what torch refused outside of units, by the words of this library."""
+    for text, what in _OUTSIDE.items():
+        if private.says(error, text):
+            raise TypeError(f"step: the function {what.format(place=place_of(error))}") from error
+    if private.says(error, *private.FREED):
+        raise ValueError(freed(f"step: the function{place_of(error)}")) from error

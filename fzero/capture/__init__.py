@@ -1,0 +1,1 @@
+"""What a unit's function reaches beside its arguments: found, filled, compared, put out, refused."""

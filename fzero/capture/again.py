@@ -1,0 +1,67 @@
+"""Why a call of a unit is begun anew: what a run showed of it, and what shows which tensors in objects it reads."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.refusals import noted
+from fzero.capture.handle import READABLE, REQUIRES_GRAD, Handle
+
+_DETACHED = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
+
+
+class Again(BaseException):
+    """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
+
+    def __init__(
+        self,
+        mutated: frozenset[int] = frozenset(),
+        more: Handle | None = None,
+        read: int | None = None,
+        returned: frozenset[int] = frozenset(),
+        watched: bool = False,
+    ) -> None:
+        self.mutated, self.more, self.read, self.returned, self.watched = mutated, more, read, returned, watched
+
+
+class Unread(torch.Tensor):
+    """Stands in an object for a tensor from outside; who reads it makes it one of the unit's inputs.
+
+    What a unit does not read it does not depend on: a loss of the last step that is still kept somewhere, say.
+    """
+
+    place: int
+    tensor: torch.Tensor
+    thread: int
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor, place: int) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        self.place, self.tensor, self.thread = place, tensor, threading.get_ident()
+        return self
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE and func != REQUIRES_GRAD:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _DETACHED and not (private.level() or private.is_wrapper(args[0].tensor)):
+            return args[0].tensor.detach()  # a constant, as the last step's state is that is carried on
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        own = next(x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Unread))
+        if own.thread != threading.get_ident():
+            raise noted(
+                ValueError(
+                    f"A tensor of shape {tuple(own.shape)} lies in an object that units on two threads share (a global "
+                    "memo, say, and ranks that are threads), and one of them reads what the other has put there for "
+                    "itself. Keep the object in the module, or run ranks as processes."
+                )
+            )
+        raise noted(Again(read=own.place))

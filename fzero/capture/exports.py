@@ -1,0 +1,308 @@
+"""What one run of a unit puts out: the tensors in its result and in what it changed, and how they share memory."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import types
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.capture.containers import Cell, has_attributes
+from fzero.capture.contents import attributes_of, container_of, containers_of, is_tuple, tuple_of
+from fzero.capture.handle import Valueless
+
+_LAZY = (map(str, ()), filter(None, ()))
+_PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+
+
+def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
+    """What stands for a tensor inside, of its class, and with one dict for what its user sets on either of the two."""
+    if has_attributes(outer) and has_attributes(inner):  # of a fake one only what wraps it seems to be plain
+        if type(outer) not in _PLAIN and type(inner) is not type(outer):
+            inner = inner.as_subclass(type(outer))
+        inner.__dict__ = vars(outer)  # type: ignore[assignment]
+    return inner
+
+
+class Slot:
+    """Stands for a tensor that the call puts out."""
+
+    __slots__ = ("constant", "index")
+
+    def __init__(self, index: int, constant: bool = False) -> None:
+        self.index, self.constant = index, constant
+
+    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
+        return out[self.index].detach() if self.constant else out[self.index]
+
+
+class Exports:
+    """The tensors that one run put out, and what they lie in."""
+
+    def __init__(self, unit: str, knows: Callable[[Any], bool], origins: Mapping[int, torch.Tensor]) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self._unit = unit
+        self._knows, self._origins = knows, origins
+        self._index: dict[int, int] = {}
+        self._objects: dict[int, Any] = {}
+        self.returned: set[int] = set()  # ids of inputs that were put out as they are
+        self.dressed: dict[int, tuple[type, dict[str, Any]]] = {}
+        self.filled: list[tuple[Any, dict[Any, Any]]] = []  # containers that the unit made, with their content
+
+    def of(self, value: Any) -> Any:
+        """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
+        if isinstance(value, torch.Tensor):
+            return value if isinstance(value, Valueless) else self._tensor(value)
+        if type(value) is not tuple and is_tuple(type(value)) and not self._knows(value):
+            items, own = [self.of(item) for item in tuple.__iter__(value)], attributes_of(value)
+            if own:
+                self.of(own)
+            if all(map(operator.is_, items, tuple.__iter__(value))):
+                return value
+            return _Tuple(type(value), items, own)
+        if isinstance(value, (types.GeneratorType, *map(type, _LAZY))) and not self._knows(value):
+            raise TypeError(
+                f"Unit {self._unit!r} puts out a {type(value).__name__}, which would compute when the unit has ended, "
+                "expected what is computed. Return a list: list(...)."
+            )
+        if type(value) is frozenset:
+            items = [self.of(item) for item in value]
+            return value if all(map(operator.is_, items, value)) else _Tree(None, items)
+        leaves, spec = pytree.flatten(value, is_leaf=self._stays)
+        if len(leaves) == 1 and leaves[0] is value:
+            return self._object(value)
+        return _Tree(spec, [self.of(leaf) for leaf in leaves])
+
+    def _stays(self, value: Any) -> bool:
+        """Whether it is the same object outside, with other content: whoever else holds it sees that too."""
+        if self._knows(value) or (type(value) is not tuple and is_tuple(type(value))):
+            return True
+        return not isinstance(value, torch.Tensor) and container_of(value) is not None
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.is_nested:
+            raise TypeError(
+                f"Unit {self._unit!r} puts out a nested tensor, expected ordinary ones, whose memory can be told. "
+                "Return its values and offsets, and make the nested tensor outside."
+            )
+        if tensor.layout in private.COMPRESSED:
+            if self._knows(tensor):
+                return tensor
+            raise TypeError(
+                f"Unit {self._unit!r} puts out a sparse tensor in compressed form (CSR, CSC, BSR, BSC), expected COO "
+                "or dense ones. Return x.to_sparse() or its values, and make the compressed tensor where it is used."
+            )
+        origin = self._origins.get(id(tensor))
+        if origin is not None:
+            self.returned.add(id(origin))
+            return origin
+        index = self._index.setdefault(id(tensor), len(self.tensors))
+        if index == len(self.tensors):
+            self.tensors.append(tensor)
+            if has_attributes(tensor) and (type(tensor) not in _PLAIN or vars(tensor)):
+                kind = torch.Tensor if type(tensor) in _PLAIN else type(tensor)
+                self.dressed[index] = kind, {name: self.of(value) for name, value in vars(tensor).items()}
+        return Slot(index)
+
+    def _object(self, value: Any) -> Any:
+        if self._knows(value) or id(value) in self._objects:
+            return value
+        self._objects[id(value)] = value
+        if isinstance(value, types.MethodType):
+            self.of(value.__self__)
+            return value
+        for container in containers_of(value):
+            if isinstance(container, Cell) and self._knows(container.of):
+                continue
+            count = len(self.tensors)
+            content = {key: self.of(item) for key, item in container.found.items()}
+            if len(self.tensors) > count or any(content[k] is not v for k, v in container.found.items()):
+                self.filled.append((container, content))
+        return value
+
+
+class _Tree:
+    __slots__ = ("leaves", "spec")
+
+    def __init__(self, spec: Any, leaves: list[Any]) -> None:
+        self.spec, self.leaves = spec, leaves
+
+
+class _Tuple:
+    __slots__ = ("items", "kind", "own")
+
+    def __init__(self, kind: type, items: list[Any], own: dict[str, Any] | None) -> None:
+        self.kind, self.items, self.own = kind, items, own
+
+
+def built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+    if isinstance(template, Slot):
+        return tensors[template.index]
+    if isinstance(template, _Tree) and template.spec is None:
+        return frozenset(built(leaf, tensors) for leaf in template.leaves)
+    if isinstance(template, _Tree):
+        return pytree.unflatten(template.spec, [built(leaf, tensors) for leaf in template.leaves])
+    if isinstance(template, _Tuple):
+        return tuple_of(template.kind, [built(item, tensors) for item in template.items], template.own)
+    return template
+
+
+class View:
+    """A tensor that outside is a view of another: of an input, or of what a slot stands for.
+
+    Args:
+        base: what it is a view of, outside.
+        inner: the tensor, inside.
+        whole: what it is a view of, inside.
+        constant: whether no derivative goes through it.
+    """
+
+    __slots__ = ("base", "constant", "offset", "size", "stride")
+
+    def __init__(self, base: Any, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
+        self.base, self.constant = base, constant
+        self.size, self.stride = inner.shape, inner.stride()
+        self.offset = inner.storage_offset() - whole.storage_offset()
+
+    def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
+        base = out[self.base.index] if isinstance(self.base, Slot) else self.base
+        base = base.detach() if self.constant else base
+        return base.as_strided(self.size, self.stride, base.storage_offset() + self.offset)
+
+
+def base_of(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor._base is None:
+        raise ValueError(
+            f"A unit returns several tensors that overlap in memory (one of shape {tuple(tensor.shape)}), and nothing "
+            "says what they are views of. Return the whole tensor and slice it outside, or return clones."
+        )
+    return tensor._base
+
+
+def reading(tensor: torch.Tensor) -> tuple[int, torch.dtype, bool, bool]:
+    """A tensor's memory and how it is read: among those of one reading, a view is told by its size and strides."""
+    strided = tensor.layout == torch.strided
+    return memory(tensor), tensor.dtype, strided and tensor.is_conj(), strided and tensor.is_neg()
+
+
+def span(tensor: torch.Tensor) -> tuple[int, int]:
+    """The range of elements of its storage that a tensor lies in."""
+    low = int(tensor.storage_offset())
+    if tensor.numel() == 0:
+        return low, low
+    return low, low + 1 + sum((int(n) - 1) * int(s) for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def overlap(tensors: Sequence[torch.Tensor]) -> bool:
+    spans = sorted(map(span, tensors))
+    return any(b[0] < a[1] for a, b in itertools.pairwise(spans))
+
+
+def memory(tensor: torch.Tensor) -> int:
+    """What tensors that share memory have in common."""
+    try:
+        return tensor.untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):  # a sparse tensor has none
+        return id(tensor)
+
+
+class Outlets:
+    """Which tensors leave the node, and which are views of those, or of inputs, outside.
+
+    Args:
+        out: the tensors of one run: `count` that were put out, then inputs that were changed in place.
+        inputs: the tensors that the run was given.
+        outer: the same outside.
+        own: memory of the gathered buffers.
+        moving: places of the inputs that are differentiated.
+        leaves: ids of what the graph of the run begins with.
+
+    Attributes:
+        recipes: for each of `out`, how it comes from what the node puts out.
+        returned: places of inputs that are put out, or views of them.
+    """
+
+    def __init__(
+        self,
+        out: Sequence[torch.Tensor],
+        count: int,
+        inputs: Sequence[torch.Tensor],
+        outer: Sequence[torch.Tensor],
+        own: Collection[int],
+        moving: Collection[int],
+        leaves: Collection[int],
+    ) -> None:
+        self._leaves = leaves
+        self._chosen: list[tuple[str, int]] = []
+        self.recipes: list[Any] = [None] * len(out)
+        self.returned: set[int] = set()
+        if private.level() > 0 or any(map(private.is_wrapped, out)):
+            for i in range(len(out)):
+                self._put_out(i, "as it is", False)
+            return
+        places = {reading(x): i for i, x in enumerate(inputs)}
+        families: dict[Any, list[int]] = {}
+        for i, tensor in enumerate(out[:count]):
+            families.setdefault(reading(tensor), []).append(i)
+        self.returned = {places[family] for family in families if family in places}
+        first = {key[0]: key for key in reversed((*places, *families))}  # how a memory is read by who comes first
+        for family, members in families.items():
+            place = places.get(family)
+            if place is not None and inputs[place].stride() == outer[place].stride():
+                for i in members:
+                    constant = place in moving and self._is_constant(out[i])
+                    self.recipes[i] = View(outer[place], out[i], inputs[place], constant)
+            elif family[0] in own or first[family[0]] != family:  # of a param, or a real part beside the whole
+                for i in members:
+                    self._put_out(i, "copy", self._is_constant(out[i]))
+            elif not overlap([out[i] for i in members]):
+                for i in members:
+                    self._put_out(i, "as it is", self._is_constant(out[i]))
+            else:
+                self._put_out_views(out, members)
+        for i in range(count, len(out)):
+            self._put_out(i, "as it is", False)
+
+    def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the node puts out, from the tensors of any of its runs."""
+        return tuple(_taken(out[i], how) for how, i in self._chosen)
+
+    def _put_out(self, i: int, how: str, constant: bool) -> Slot:
+        self.recipes[i] = slot = Slot(len(self._chosen), constant)
+        self._chosen.append((how, i))
+        return slot
+
+    def _put_out_views(self, out: Sequence[torch.Tensor], members: Sequence[int]) -> None:
+        """Outputs that overlap: what they are views of leaves the node, and they are views of that outside too."""
+        constant = {i for i in members if self._is_constant(out[i])}
+        moving = [i for i in members if i not in constant] or members
+        spans = {i: span(out[i]) for i in members}
+        whole = max(moving, key=lambda i: out[i].numel())
+        low, high = spans[whole]
+        covers = out[whole].numel() == high - low and all(low <= a and b <= high for a, b in spans.values())
+        base = out[whole] if covers else base_of(out[whole])
+        if reading(base) != reading(out[whole]):  # real and imaginary parts
+            for i in members:
+                self._put_out(i, "copy", i in constant)
+            return
+        slot = self._put_out(whole, "as it is" if covers else "base", False)
+        for i in members:
+            self.recipes[i] = View(slot, out[i], base, i in constant)
+
+    def _is_constant(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing differentiates what is put out, where something is differentiated at all."""
+        if not torch.is_grad_enabled():
+            return False
+        # a view that was taken without gradients says that it needs one, as what it is a view of does
+        blind = tensor.grad_fn is None and id(tensor) not in self._leaves
+        return not tensor.requires_grad or blind
+
+
+def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
+    if how == "copy":
+        return tensor.resolve_conj().resolve_neg().clone()
+    return base_of(tensor) if how == "base" else tensor

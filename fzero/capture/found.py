@@ -1,0 +1,330 @@
+"""The search for what a unit reaches: arguments, closures, objects, modules with their hooks, classes, global names."""
+
+from __future__ import annotations
+
+import array
+import builtins
+import collections
+import dis
+import functools
+import sys
+import types
+import weakref
+import zlib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from fzero.base.random import GENERATORS, drawn_by
+from fzero.capture.containers import (
+    BYTES,
+    Attributes,
+    Bound,
+    Cell,
+    ClassAttributes,
+    Container,
+    Defaults,
+    Globals,
+    has_attributes,
+    size_of,
+)
+from fzero.capture.contents import (
+    ATOMS,
+    MANY,
+    attributes_of,
+    children,
+    container_of,
+    containers_of,
+    exchanges,
+    is_library,
+    is_registered,
+    is_tuple,
+)
+from fzero.capture.snapshot import Snapshot
+
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+_NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
+_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)  # functions of Python's own; those of an object know it
+_UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__"})
+
+
+class Found:
+    """What a search found, without a judgement on its tensors, which derivatives of the moment decide.
+
+    Attributes:
+        tensors: each with whether it lies among the arguments.
+        ids: of everything that was seen, which the containers keep alive.
+        modules: that were passed.
+        generators: random ones.
+        iterators: of Python's own, of which nothing tells where they are.
+        long: what is too long to be looked through.
+        vacant: dicts of hooks, and of arguments' attributes, that were empty, of which there are many.
+        settled: whether it can be kept.
+        names: of attributes and globals, in all code that was seen.
+    """
+
+    def __init__(self, seen: Iterable[int] = ()) -> None:
+        self.tensors: list[tuple[torch.Tensor, bool]] = []
+        self.generators: list[Any] = []
+        self.iterators: list[Iterator[Any]] = []
+        self.long: list[Any] = []
+        self.containers: list[Container] = []
+        self.ids: set[int] = set(seen)
+        self.modules: list[nn.Module] = []
+        self.vacant: list[Any] = []
+        self.settled = True
+        self._snapshot: Snapshot | None = None
+        self.names = {"forward"}
+        self._spaces: dict[int, Any] = {}  # classes and modules of the user's, of which what is named is looked at
+        self._classes: list[type] = []  # of modules of libraries
+
+    @functools.cached_property
+    def exchanging(self) -> list[Container]:
+        """The containers with something that `replaced` may give another for."""
+        return [container for container in self.containers if any(map(exchanges, container.found.values()))]
+
+    def holds(self) -> bool:
+        """Whether all that was found is as it was."""
+        if self._snapshot is None:
+            found = all(container.differs(container.found) is None for container in self.containers)
+            return found and not any(self.vacant)
+        return self._snapshot.holds()
+
+    def keep(self) -> None:
+        """Makes `holds` quick and thorough: where it says so, a search would find the same again."""
+        self._snapshot = Snapshot(self.containers, self.vacant)
+
+    def search(self, value: Any, argument: bool) -> None:
+        kind, number = type(value), id(value)
+        if number in self.ids:
+            return
+        if isinstance(value, (type, types.ModuleType)):
+            self._space(value)
+            return
+        if kind in ATOMS:
+            return
+        if kind in _BOUND:
+            self.search(value.__self__, False)
+            return
+        if isinstance(value, torch.Tensor):
+            self.ids.add(number)
+            self.tensors.append((value, argument))
+            if has_attributes(value):
+                own = vars(value)
+                if own or not argument:
+                    self._content(Attributes(value))
+                else:
+                    self.vacant.append(own)
+            return
+        if kind is tuple or kind is frozenset:
+            for item in value:
+                self.search(item, argument)
+            return
+        if is_tuple(kind):
+            for item in tuple.__iter__(value):
+                self.search(item, argument)
+            own = attributes_of(value)
+            if own:
+                self.search(own, False)
+            elif own is not None:
+                self.vacant.append(own)
+            return
+        if isinstance(value, GENERATORS):
+            self.ids.add(id(value))
+            self.generators.append(value)
+            return
+        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+            self.function(value, False)
+            return
+        if argument and isinstance(value, Iterator) and kind not in BYTES:
+            raise TypeError(
+                f"A unit got a {kind.__name__} as an argument, expected what can be read more than once, a list or a "
+                "tuple: a unit may run again."
+            )
+        how = container_of(value)
+        many = isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY
+        if many and argument:  # numbers, or what is an input
+            many = {*map(type, value.values() if isinstance(value, dict) else value)} <= ATOMS
+        if many or (kind in BYTES and size_of(value) > MANY):
+            self.settled = False
+            self.long.append(value)
+            return
+        if how is not None:
+            self.ids.add(id(value))
+            if isinstance(value, dict) and any(isinstance(key, torch.Tensor) for key in value):
+                raise TypeError(
+                    f"A unit reaches a {kind.__name__} whose keys are tensors, expected other keys: its inputs are "
+                    "other objects inside, which would not be found. Take names or numbers for keys."
+                )
+            container, *more = containers_of(value)
+            self.containers.append(container)
+            entries = argument and kind in (dict, list)  # of an argument, which is most likely read
+            for item in container.found.values():
+                self.search(item, entries)
+            if isinstance(value, nn.Module):
+                self._module(value)
+            else:
+                self._space(kind)
+            for container in more:
+                self._content(container)
+        elif is_registered(kind):
+            self.settled = False
+            for item in children(value)[0]:
+                self.search(item, argument)
+        elif isinstance(value, Iterator) and kind not in weakref.ProxyTypes:
+            self.iterators.append(value)
+        elif isinstance(value, np.ndarray) and value.size > MANY and value.flags.writeable:
+            self.long.append(value)
+
+    def function(self, fn: Any, top: bool) -> None:
+        """Looks through what a function closes over, its defaults, its object, and the globals that it names."""
+        if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
+            if top and not isinstance(fn, (types.BuiltinFunctionType, type)):
+                self.search(fn, False)  # an object that is called
+            return
+        if id(fn) in self.ids:
+            return
+        self.ids.add(id(fn))
+        if isinstance(fn, functools.partial):
+            self.function(fn.func, top)
+            self._content(Bound(fn))
+            self.search(fn.keywords, False)
+            return
+        if isinstance(fn, types.MethodType):
+            self.search(fn.__self__, False)
+            fn = fn.__func__
+            if id(fn) in self.ids:
+                return
+            self.ids.add(id(fn))
+        if not isinstance(fn, types.FunctionType):
+            return
+        if fn.__globals__.get("__name__", "").startswith("fzero."):  # ours, around one of the user's
+            if inner := vars(fn).get("__wrapped__"):
+                self.function(inner, top)
+            return
+        for cell in fn.__closure__ or ():
+            self.ids.add(id(cell))
+            self._content(Cell(cell))
+        if fn.__defaults__:
+            self._content(Defaults(fn))
+        self.search(fn.__kwdefaults__, False)
+        self._content(Attributes(fn))
+        names, attributes, imports = _names(fn.__code__)
+        self._named(fn.__globals__, {name: fn.__globals__.get(name) for name in names})
+        package = fn.__globals__.get("__package__")  # of whose own modules the whole name is not told
+        imported = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in imports}
+        self._named(fn.__globals__, {name: module for name, module in imported.items() if module is not None})
+        new = attributes - self.names
+        if new:
+            self.names |= new
+            for space in [*self._spaces.values()]:
+                self._within(space, new)
+
+    def _named(self, where: dict[str, Any], values: Mapping[str, Any]) -> None:
+        """Variables of a file or notebook, and what its names stand for there or in others of the user's."""
+        variables = [name for name, value in values.items() if not isinstance(value, _NAMED) or _is_bound(value)]
+        if variables:
+            self._content(Globals(where, variables))
+        for value in values.values():
+            self.generators += [] if (own := drawn_by(value)) is None else [own]
+            if isinstance(value, (type, types.ModuleType)):
+                self._space(value)
+            elif isinstance(value, types.FunctionType):
+                if value.__globals__ is where or _is_users(value.__module__):
+                    self.function(value, False)
+
+    def _space(self, space: Any) -> None:
+        """A class, with those that it is made of, or a module, where it is the user's."""
+        for own in space.__mro__ if isinstance(space, type) else (space,):
+            if id(own) in self._spaces or not _is_users(own.__module__ if isinstance(own, type) else own.__name__):
+                continue
+            self._spaces[id(own)] = own  # not among the ids: arguments are often of a class that the function names
+            if isinstance(own, type):
+                self._content(ClassAttributes(own))
+            self._within(own, self.names)
+
+    def _within(self, space: Any, names: Collection[str]) -> None:
+        """What has one of some names in a class or a module, and what Python calls by itself."""
+        if isinstance(space, types.ModuleType):
+            self._named(vars(space), {name: value for name, value in vars(space).items() if name in names})
+            return
+        for name, value in [*vars(space).items()]:
+            made = name == "__init__" and issubclass(space, nn.Module)  # elsewhere
+            if name in names or (name.startswith("__") and name not in _UNCALLED and not made):
+                value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
+                if isinstance(value, types.FunctionType) and _is_users(value.__module__):
+                    self.function(value, False)
+
+    def _module(self, module: nn.Module) -> None:
+        """What its submodules, its hooks and its forward reach."""
+        self.modules.append(module)
+        for child in module._modules.values():
+            self.search(child, False)
+        for name in _HOOKS:
+            hooks = vars(module)[name]
+            if hooks:
+                self.search(hooks, False)
+            else:
+                self.vacant.append(hooks)
+        if not type(module).__module__.startswith("torch.nn.modules."):
+            self.function(type(module).forward, False)
+            self._space(type(module))
+            if type(module) not in (*self._spaces.values(), *self._classes):
+                self._classes.append(type(module))
+                self._content(ClassAttributes(type(module)))
+
+    def _content(self, container: Container) -> None:
+        self.containers.append(container)
+        for item in container.found.values():
+            self.search(item, False)
+
+
+@functools.lru_cache(4096)
+def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str], tuple[str, ...]]:
+    """Of a function the globals that are not Python's own, the names of attributes, and what it imports."""
+    operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
+    instructions = [*dis.get_instructions(code)]
+    names = {i.argval for i in instructions if i.opname in operations}
+    imports = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
+    attributes = set(code.co_names)
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            own, others, more = _names(inner)
+            names.update(own)
+            imports.update(more)
+            attributes |= others
+    return tuple(sorted(names - vars(builtins).keys())), frozenset(attributes), tuple(sorted(imports))
+
+
+def _is_bound(value: Any) -> bool:
+    return isinstance(value, _BOUND) and not isinstance(value.__self__, (types.ModuleType, type(None)))
+
+
+@functools.lru_cache(4096)
+def _is_users(name: str | None) -> bool:
+    """Whether a module is the user's own, and none of an installed library."""
+    if name is None or is_library(name):
+        return False
+    file = getattr(sys.modules.get(name), "__file__", None) or ""
+    return "site-packages" not in file and "dist-packages" not in file
+
+
+def marks(long: Iterable[Any], thorough: bool) -> list[int]:
+    """What shows that something long was changed: its length; thoroughly also what is in it, which takes a while."""
+    return [_mark(x) if thorough else 0 if isinstance(x, np.ndarray) else _length(x) for x in long]
+
+
+def _length(long: Any) -> int:
+    return size_of(long) if isinstance(long, BYTES) else len(long)
+
+
+def _mark(long: Any) -> int:
+    if isinstance(long, np.ndarray):
+        return zlib.crc32(long.tobytes())
+    if isinstance(long, BYTES):
+        return hash(bytes(long) if isinstance(long, (bytearray, array.array)) else long.getvalue())
+    values = long.values() if isinstance(long, dict) else ()
+    return hash((len(long), *map(id, long), *map(id, values)))

@@ -1,0 +1,196 @@
+"""What stands for a leaf of a unit where that unit is not running: it knows its unit, and its values cannot be read."""
+
+from __future__ import annotations
+
+import contextvars
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.refusals import noted
+from fzero.table.rows import Row
+
+
+class HandleError(AttributeError, TypeError):
+    """A leaf of a unit was used where it is not gathered. An AttributeError too, so that `hasattr` answers False."""
+
+
+# how a module reads the leaves of its units, while the function that fz.functional made of it runs; None elsewhere
+reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = contextvars.ContextVar(
+    "fzero_reading", default=None
+)
+
+
+# of a run: storage of the copy that was read of a leaf -> the leaf, and what has that storage
+copies: contextvars.ContextVar[dict[int, tuple[Handle, list[weakref.ref[torch.Tensor]]]] | None] = (
+    contextvars.ContextVar("fzero_copies", default=None)
+)
+
+
+class Valueless(torch.Tensor):
+    """Stands for a leaf where that cannot be read, and is passed on as it is."""
+
+
+class Handle(Valueless):
+    """A leaf of a unit, outside that unit: a tensor without values, whose shape, dtype and device can be read.
+
+    What reaches torch's operators all the same, below Python or under a derivative, is refused there. Not so in a
+    module: an operator that takes it there is given the full tensor, gathered for this one use. What reads it many
+    times had better be a unit itself.
+    """
+
+    owner: Any
+    key: Any
+    index: int
+    path: str
+    unit: str
+    primal: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, owner: Any, key: Any, index: int, row: Row, dtype: torch.dtype, primal: torch.Tensor) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, row.shape, dtype=dtype, device=primal.device)
+        self.owner, self.key, self.index, self.primal = owner, key, index, primal
+        self.path, self.unit = row.path, row.unit
+        return self
+
+    def _refuse(self, what: str) -> HandleError:
+        return HandleError(
+            f"{what}: leaf {self.path!r} belongs to unit {self.unit!r} and is gathered only inside that unit's call. "
+            "Pass it to a function wrapped in fz.unit (or let fz.functional call the module), or say other units= in "
+            "train_step. A sum over leaves is fz.sum_over(params, fn), which takes them unit by unit; derivatives over "
+            "the params are fz.hvp and fz.per_example_grads, not torch.func over handles."
+        )
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.path!r} of unit {self.unit!r}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE:
+            handle = args[0]
+            if func == REQUIRES_GRAD:  # which is another object at each look
+                return private.is_differentiated(handle.primal)
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        if func in _OF_THE_GRAPH:
+            raise noted(_first_handle((args, kwargs))._refuse(f"got {name_of(func)!r}, which a copy would answer"))
+        read = reading.get()
+        if read is None:
+            raise noted(_first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}"))
+        leaves, spec = pytree.flatten((args, kwargs or {}))
+        if writes(func, kwargs) and isinstance(leaves[0], Handle):
+            raise noted(leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it"))
+        full = [read(x) if isinstance(x, Handle) else x for x in leaves]
+        if func is torch.Tensor.__deepcopy__:  # of a result of operations torch makes none
+            return full[0].detach().clone()
+        args, kwargs = pytree.unflatten(spec, full)
+        copied = [(x, copy, _version(copy)) for x, copy in zip(leaves, full, strict=True) if isinstance(x, Handle)]
+        out = func(*args, **kwargs)
+        for leaf, copy, version in copied:
+            if _version(copy) != version:
+                raise noted(leaf._refuse(f"got {name_of(func)!r}, which writes to it"))
+            _note(leaf, copy, out)
+        return out
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise noted(_first_handle((args, kwargs))._refuse(f"got operator {func}"))
+
+
+def _operator(name: str) -> Any:
+    """torch's own takes a TypeError for another type's affair, and says nothing of the leaf."""
+    function = getattr(torch.Tensor, name)
+
+    def method(self: Handle, *operands: Any) -> Any:
+        return type(self).__torch_function__(function, (type(self),), (self, *operands))
+
+    return method
+
+
+for _name in (
+    "add radd iadd sub rsub isub mul rmul imul truediv rtruediv itruediv floordiv rfloordiv mod rmod matmul rmatmul "
+    "pow rpow ipow eq ne lt le gt ge and or xor"
+).split():
+    setattr(Handle, f"__{_name}__", _operator(f"__{_name}__"))
+Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
+
+
+def _without(name: str) -> Any:
+    """An attribute that `hasattr` does not find: there are no values."""
+
+    def missing(self: Handle) -> Any:
+        raise self._refuse(f"got .{name}")
+
+    return property(missing)
+
+
+for _name in ("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"):
+    setattr(Handle, _name, _without(_name))
+_OF_THE_GRAPH = {
+    *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
+    *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
+}
+_SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
+REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+READABLE = {
+    *(
+        getattr(torch.Tensor, name).__get__
+        for name in "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize "
+        "nbytes requires_grad".split()
+    ),
+    *(getattr(torch.Tensor, name) for name in "size dim numel element_size is_floating_point is_complex".split()),
+    *(torch.is_floating_point, torch.is_complex, torch.numel),
+}
+
+
+def _first_handle(tree: Any) -> Handle:
+    return next(leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Handle))
+
+
+def writes(func: Any, kwargs: Any) -> bool:
+    """Whether a function changes its first argument, or `out`."""
+    name = getattr(func, "__name__", "")
+    if name == "requires_grad_":
+        return False
+    in_place = (name.endswith("_") and not name.endswith("__")) or name == "__setitem__"
+    in_place = in_place or (name == "__set__" and func == _SET_DATA)
+    return in_place or bool(kwargs and kwargs.get("out") is not None)
+
+
+def _version(copy: torch.Tensor) -> int:
+    return private.version(private.unwrapped(copy))
+
+
+def _note(handle: Handle, copy: torch.Tensor, out: Any) -> None:
+    """Notes what was read of a leaf: a copy; a write to it, or to a view of it, would be lost."""
+    noted = copies.get()
+    if noted is not None:
+        views = [x for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)]
+        alive = [weakref.ref(x) for x in (copy, *views) if storage_of(x) == storage_of(copy)]
+        noted[storage_of(copy)] = handle, alive
+
+
+def copy_of(tensor: torch.Tensor) -> Handle | None:
+    """The leaf that a tensor is a copy of, or a view of one, as it was read outside of the leaf's unit."""
+    handle, alive = (copies.get() or {}).get(storage_of(tensor), (None, []))
+    return handle if any(x() is not None for x in alive) else None
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """The storage below every functorch level; 0 for a tensor without one."""
+    if isinstance(tensor, Handle):
+        return 0
+    try:
+        return private.unwrapped(tensor).untyped_storage()._cdata
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def name_of(func: Any) -> str:
+    """What a user calls it: a property's getter by the property's name."""
+    name = getattr(func, "__name__", str(func))
+    own = getattr(getattr(func, "__self__", None), "__name__", name)
+    return {"__get__": own, "__set__": f".{own} = ..."}.get(name, name)

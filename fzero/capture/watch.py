@@ -1,0 +1,261 @@
+"""The thorough look at a function's first run: what is captured, leaked or written in place is refused by name.
+
+Every operation of the run is looked at, which costs a few microseconds each; so later runs that call the same units in
+the same order go without. `fz.testing.strict_capture` looks at all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.graph import closed_over, edges_to, refuse_foreign_leaves
+from fzero.base.node import Op
+from fzero.base.refusals import noted
+from fzero.capture.handle import Handle, copies, copy_of, name_of, storage_of, writes
+
+LeafOf = Callable[[torch.Tensor], str]
+_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
+
+
+class _Of(weakref.ref[torch.Tensor]):
+    """A tensor, and the unit that it is of; None for one that is known to be of no unit."""
+
+    __slots__ = ("unit",)
+    unit: str | None
+
+
+# of the run: id of a tensor that a unit made -> it; where nothing is watched only what its graph begins with
+_made: contextvars.ContextVar[dict[int, _Of] | None] = contextvars.ContextVar("fzero_made", default=None)
+
+
+_elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_elsewhere", default=False)
+
+
+def is_strict() -> bool:
+    return _strict.get()
+
+
+@contextlib.contextmanager
+def strict_capture(enabled: bool = True) -> Iterator[None]:
+    """Looks at every operation inside every unit for tensors that the unit closed over or passed on unseen."""
+    token = _strict.set(enabled)
+    try:
+        yield
+    finally:
+        _strict.reset(token)
+
+
+_ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
+_SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
+
+
+class _Watch(torch.overrides.TorchFunctionMode):
+    """Looks at every operation.
+
+    Args:
+        unit: that is running; None for the function around the units.
+        protected: storage -> what names the leaf that a view of it belongs to.
+
+    Attributes:
+        own: ids of what the unit made, or made a leaf of a graph, itself.
+    """
+
+    def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Collection[int] = ()) -> None:
+        super().__init__()
+        self.unit, self.protected = unit, protected
+        self.made = _made.get()
+        self.own = {*own}
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.unit is None and _elsewhere.get():
+            return func(*args, **(kwargs or {}))
+        operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
+        for x in operands:
+            if self.unit is not None and private.level() == 0 and private.is_wrapped(x):
+                raise noted(ValueError(closed_over(x)))
+            self._refuse_leaked(x)
+        if writes(func, kwargs) and operands:
+            for target in _targets(args, kwargs):
+                leaf_of = self.protected.get(storage_of(target))
+                if leaf_of is not None:
+                    raise noted(ValueError(written(leaf_of(target), func)))
+            _refuse_writes(func, args, kwargs)
+        if func in _ASKS:
+            _refuse_parts(func, args, kwargs or {})
+        out = func(*args, **(kwargs or {}))
+        if self.unit is not None:
+            results = pytree.flatten(out)[0] if isinstance(out, (tuple, list)) else (out,)
+            for x in results if func != _SET_REQUIRES_GRAD else args[:1]:
+                if isinstance(x, torch.Tensor) and (x.requires_grad or storage_of(x) in self.protected):
+                    self.own.add(id(x))
+                    if self.made is not None:
+                        _note(self.made, x, self.unit)
+        return out
+
+    def _refuse_leaked(self, tensor: torch.Tensor) -> None:
+        if self.made is None or id(tensor) in self.own:
+            return
+        known = self.made.get(id(tensor))
+        if known is not None and known() is tensor and known.unit is not None:
+            raise noted(ValueError(leaked(tensor, known.unit)))
+
+
+class _Guard(torch.overrides.TorchFunctionMode):
+    """Refuses what a unit passed on unseen, where the function around it uses that: in every run, at little cost.
+
+    Under a functorch level without plain autograd around it nothing else is in a graph and not wrapped.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not _elsewhere.get():
+            refuse_leaks((args, kwargs or {}))
+            if func in _ASKS:
+                _refuse_parts(func, args, kwargs or {})
+            if copies.get() and writes(func, kwargs):
+                _refuse_writes(func, args, kwargs)
+        return func(*args, **(kwargs or {}))
+
+
+for _mode in (_Watch, _Guard):  # torch.compile in the function must not compile these
+    _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
+
+
+def _targets(args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
+    """What an operation in place, or one with `out`, writes to."""
+    out = (kwargs or {}).get("out")
+    return [x for x in pytree.flatten(args[:1] if out is None else out)[0] if isinstance(x, torch.Tensor)]
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Any) -> None:
+    for target in _targets(args, kwargs):
+        leaf = copy_of(target)
+        if leaf is not None:
+            raise noted(ValueError(written(f"Leaf {leaf.path!r}", func)))
+
+
+def written(what: str, func: Any) -> str:
+    return (
+        f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute with a copy "
+        "(w = w.clone()), or use the operation that is not in place. What follows another param slowly (a momentum "
+        "encoder) is computed from a state's params between steps."
+    )
+
+
+def _refuse_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Refuses to tell the gradient by one of several tensors that a unit puts out: their ways inside are not known."""
+    is_grad = func == torch.autograd.grad
+    given = dict(zip(("outputs", "inputs") if is_grad else ("inputs",), args, strict=False)) | dict(kwargs)
+    for x in pytree.flatten(given["inputs"])[0]:
+        node: Any = getattr(x, "grad_fn", None)
+        op: Any = getattr(node, "op", None)
+        others = op.joint.get(x.output_nr, ()) if isinstance(op, Op) else ()
+        if is_grad and others:  # those that what is differentiated depends on
+            others = edges_to(pytree.flatten(given["outputs"])[0]) & {(node, other) for other in others}
+        if others:
+            raise noted(
+                ValueError(
+                    f"{name_of(func)!r} by one of {len(node.real)} tensors that {op.name} puts out, of shape "
+                    f"{tuple(x.shape)}: another one depends on it inside, which is not seen outside. Differentiate "
+                    "inside the unit, or compute the other one of it outside."
+                )
+            )
+
+
+def is_watch(mode: Any) -> bool:
+    """Whether a torch function mode is one of this file's."""
+    return isinstance(mode, (_Watch, _Guard))
+
+
+def refuse_leaks(tree: Any) -> None:
+    """Refuses tensors of units' own graphs: those that a watch saw, and where one functorch level is alone all."""
+    made, alone = _made.get(), None
+    if made is None:
+        return
+    for x in pytree.flatten(tree)[0]:
+        if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.requires_grad:
+            known = made.get(id(x))
+            if known is not None and known() is x:
+                if known.unit is not None:
+                    raise noted(ValueError(leaked(x, known.unit)))
+                continue
+            alone = private.single_level() if alone is None else alone
+            if alone and x.grad_fn is not None and not private.is_wrapper(x):
+                refuse_foreign_leaves((x,), (), begun(), lambda leaf: leaked(x, made[id(leaf)].unit))
+                _note(made, x, None)  # of a graph around the step, where it is a constant
+
+
+def _note(made: dict[int, _Of], tensor: torch.Tensor, unit: str | None) -> None:
+    made[id(tensor)] = own = _Of(tensor)
+    own.unit = unit
+
+
+def begins(unit: str, leaves: Sequence[torch.Tensor]) -> None:
+    """Notes what a unit's graph begins with: no other unit, and nobody outside, may compute with that."""
+    made = _made.get()
+    if made is not None:
+        for leaf in leaves:
+            _note(made, leaf, unit)
+
+
+def begun() -> Callable[[torch.Tensor], bool]:
+    """Tells of a tensor whether a unit's graph begins with it, in the run that is going on; at any time."""
+    made = _made.get() or {}
+
+    def is_begun(leaf: torch.Tensor) -> bool:
+        known = made.get(id(leaf))
+        return known is not None and known() is leaf and known.unit is not None
+
+    return is_begun
+
+
+def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
+    which = f"unit {unit!r}" if unit else "a unit"
+    return (
+        f"A tensor of shape {tuple(tensor.shape)} that {which} computed is used outside of it, where its gradient "
+        "would be lost: the unit passed it on in a way that cannot be seen (a class's attribute, an object of another "
+        "library). Return it as an output, or keep it in one of the unit's arguments or its module."
+    )
+
+
+def watching(unit: str, protected: Mapping[int, LeafOf], own: Collection[int]) -> _Watch:
+    """Around a unit's function; `protected` as for the run, `own` what its graph begins with."""
+    return _Watch(unit, protected, own)
+
+
+@contextlib.contextmanager
+def elsewhere() -> Iterator[None]:
+    """Around a unit's call, which is none of the operations of the function that calls it."""
+    mode = private.function_mode()
+    if _made.get() is None and not isinstance(mode, _Guard):
+        yield
+        return
+    token = _elsewhere.set(True)
+    try:
+        with private.without_function_mode() if isinstance(mode, _Guard) else contextlib.nullcontext():
+            yield
+    finally:
+        _elsewhere.reset(token)
+
+
+@contextlib.contextmanager
+def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
+    """Around a run of a step's function; thoroughly where it is said what is protected."""
+    token, read = _made.set({}), copies.set({})
+    mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if protected is not None:
+        mode = _Watch(None, protected)
+    elif private.single_level():
+        mode = _Guard()
+    try:
+        with mode:
+            yield
+    finally:
+        _made.reset(token)
+        copies.reset(read)

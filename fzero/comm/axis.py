@@ -1,0 +1,269 @@
+"""Collectives along one mesh axis, as one component sees them."""
+
+from __future__ import annotations
+
+import copy
+import uuid
+import weakref
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.comm import backend
+from fzero.comm.backend import done as done
+from fzero.comm.divergence import announce, explained
+
+_Explained = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+def _members(group: Any) -> tuple[int, ...]:
+    return tuple(backend.members(group)) if group is not None else ()
+
+
+def group_needed(who: str) -> str:
+    return (
+        f"{who}: there is no process group, and this step is sharded. Start one with "
+        "torch.distributed.init_process_group('gloo') under torchrun, run on ranks with fz.testing.run_ranks, "
+        "or take the sharding transform out."
+    )
+
+
+class Axis:
+    """One mesh axis seen from one rank, and an optional second one over which everything is replicated.
+
+    Opaque to pytrees. `size` 1 communicates nothing. A state's axis knows its component: two components over the same
+    ranks, or two runs of one that ranks start in different order, never take each other's messages or grads.
+    """
+
+    def __init__(self, group: Any = None, replicas: Any = None, name: str = "") -> None:
+        self.group, self.replicas, self.name = group, replicas, name
+        self.size, self.rank = backend.size_of(group), backend.rank_in(group)
+        self.copies, self.copy = backend.size_of(replicas), backend.rank_in(replicas)
+        # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
+        self.members, self.others = _members(group), _members(replicas)
+        self.component, self.identity = "", ""
+        self._runs: dict[int, int] = {}  # update -> runs of the function since then
+        self._run, self._counts = "", dict[str, int]()
+        # function -> what its last run showed: the units that it called, which the next will probably call too
+        self.records: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+
+    @staticmethod
+    def of(mesh: Any, axis: str, replicate: str | None, who: str) -> Axis:
+        """The axis of a mesh, or of the default process group where there is no mesh."""
+        if not backend.initialized():
+            raise RuntimeError(group_needed(who))
+        if mesh is None:
+            return Axis(backend.world(), name=axis)
+        return Axis(mesh.get_group(axis), mesh.get_group(replicate) if replicate else None, axis)
+
+    def of_component(self, label: str) -> Axis:
+        """This axis for one component, with an identity that its ranks agree on."""
+        out = copy.copy(self)
+        out.component, out.identity = label, self._first(uuid.uuid4().hex, f"init of {label!r}")
+        return out
+
+    def of_component_of(self, other: Axis) -> Axis:
+        """This axis for the component of an equal one, over whose ranks it goes too."""
+        if self.group is other.group and self.replicas is other.replicas:
+            return other  # which counts its runs
+        out = copy.copy(self)
+        out.component, out.identity, out.records = other.component, other.identity, other.records
+        return out
+
+    def of_next_run(self, step: int) -> Axis:
+        """This axis for one run of the component's function, which every rank must start in the same order.
+
+        Runs are counted anew after every update, so that one that failed on one rank does not shift all later ones.
+        """
+        self._runs[step] = self._runs.pop(step, 0) + 1
+        if len(self._runs) > 8:  # older states are gone back to rarely
+            del self._runs[next(iter(self._runs))]
+        out = copy.copy(self)
+        out._run, out._counts = f"{self._runs[step]} after update {step}", {}
+        return out
+
+    @property
+    def who(self) -> str:
+        """The component in words."""
+        return f"{self.component!r} [{self.identity[:4]}]" if self.identity else "a step"
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks hold different data: the size of the mean."""
+        return self.size * self.copies
+
+    @property
+    def data_rank(self) -> int:
+        return self.copy * self.size + self.rank
+
+    @property
+    def place(self) -> str:
+        """The ranks in words."""
+        ranks = f"ranks {list(self.members)} of axis {self.name!r}" if self.members else "one rank"
+        return f"{ranks}, replicated over ranks {list(self.others)}" if self.others else ranks
+
+    def __eq__(self, other: object) -> bool:
+        """Whether they go over the same ranks in the same order, for the same purpose."""
+        if not isinstance(other, Axis):
+            return False
+        return (self.name, self.members, self.others) == (other.name, other.members, other.others)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.members, self.others))
+
+    def __repr__(self) -> str:
+        return f"Axis({self.name!r}, rank {self.rank} of {self.size}, copy {self.copy} of {self.copies})"
+
+    # ---- what is said about a collective
+
+    def _announced(self, operation: str, tag: str, tensor: torch.Tensor, group: Any) -> _Explained:
+        """Announces a collective; the result makes calls that name it where they fail."""
+        shape, dtype = tensor.shape, tensor.dtype
+
+        def said() -> str:
+            unit, _, number = tag.rpartition("/")
+            what = f"unit {unit!r}" if unit and number.isdigit() else tag
+            run = f", run {self._run}" if self._run else ""
+            return f"{operation} of {what} ({tuple(shape)}, {dtype}) of {self.who} over axis {self.name!r}{run}"
+
+        announce(operation, tag, tensor.numel() * tensor.element_size(), said, group)
+        return lambda call: explained(call, said, group)
+
+    def _number(self, operation: str, tag: str) -> int:
+        """What the messages of one collective have in common, and no others have.
+
+        A run may have two collectives of one buffer in flight: a reduction that is delivered, and one that a derivative
+        of a derivative waits for.
+        """
+        said = f"{operation} {tag} {self.identity} {self._run}"
+        if self._run:
+            self._counts[said] = count = self._counts.get(said, 0) + 1
+            said = f"{said} {count}"
+        return zlib.crc32(said.encode()) & 0x7FFFFFFF
+
+    # ---- the collectives
+
+    def start_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> Callable[[], None]:
+        """Begins to fill `full[numel]` with the shards of all ranks, in rank order; the result waits for its end."""
+        if self.size == 1:
+            if full.data_ptr() != shard.data_ptr():
+                full.copy_(shard)
+            return done
+        explained = self._announced("all_gather", tag, shard, self.group)
+        start = explained(backend.start_all_gather)
+        return explained(start(full, shard, self.group, self._number("all_gather", tag)))
+
+    def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
+        """`full[numel]` from the shards of all ranks, in rank order."""
+        self.start_gather(full, shard, tag)()
+        return full
+
+    def gather(self, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
+        """The full tensor whose slices along dim 0 are the ranks' shards: a new one, also on one rank."""
+        return self.gather_into(shard.new_empty((shard.shape[0] * self.size, *shard.shape[1:])), shard, tag)
+
+    def start_reduce_scatter(
+        self, full: torch.Tensor, tag: str = "", dtype: torch.dtype | None = None
+    ) -> tuple[torch.Tensor, Callable[[], None]]:
+        """This rank's slice of the mean over all ranks, summed in rank order, and what waits until it is there.
+
+        Args:
+            full: belongs to the collective until then; over one rank it is the result where it has the sum's dtype.
+            dtype: that of the sum; `full` travels as it is.
+        """
+        full, dtype = full.contiguous(), dtype or full.dtype
+        if self.ranks == 1:
+            return full.to(dtype), done
+        out, wait = full, done
+        if self.size > 1:
+            out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]), dtype=dtype)
+            explained = self._announced("reduce_scatter", tag, full, self.group)
+            number, divisor = self._number("reduce_scatter", tag), self.ranks if self.copies == 1 else 1
+            start = explained(backend.start_reduce_scatter)
+            wait = explained(start(full, out, self.group, number, divisor))
+        elif self.copies > 1:
+            out = full.to(dtype, copy=True)
+
+        def finish() -> None:
+            wait()
+            if self.copies > 1:
+                self._announced("all_reduce", tag, out, self.replicas)(backend.all_reduce)(out, self.replicas)
+                out.div_(self.ranks)
+
+        return out, finish
+
+    def reduce_scatter(self, full: torch.Tensor, tag: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
+        """This rank's slice of the mean over all ranks, summed in rank order in `dtype`; consumes nothing."""
+        out, wait = self.start_reduce_scatter(full, tag, dtype)
+        wait()
+        return out
+
+    def sum(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
+        """The sum over the sharded axis: replicas hold the same values."""
+        return self._sum(tensor, tag, [(self.group, self.size)])
+
+    def mean(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
+        """The mean over all ranks that hold different data."""
+        total = self._sum(tensor, tag, self._both())
+        return total / self.ranks if self.ranks > 1 else total
+
+    def _both(self) -> list[tuple[Any, int]]:
+        return [(self.group, self.size), (self.replicas, self.copies)]
+
+    def _sum(self, tensor: torch.Tensor, tag: str, groups: list[tuple[Any, int]]) -> torch.Tensor:
+        for group, size in groups:
+            if size > 1:
+                tensor = tensor.clone()
+                self._announced("all_reduce", tag, tensor, group)(backend.all_reduce)(tensor, group)
+        return tensor
+
+    def broadcast(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
+        """Rank 0's tensor, written into this one."""
+        for group, size in self._both():
+            if size > 1:
+                self._announced("broadcast", tag, tensor, group)(backend.broadcast)(tensor, group)
+        return tensor
+
+    # ---- agreement
+
+    def _by_all(self, said: str, what: str, group: Any) -> list[str]:
+        return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(said, group)
+
+    def _first(self, said: str, what: str) -> str:
+        """What rank 0 says."""
+        for group, size in self._both():
+            if size > 1:
+                said = self._by_all(said, what, group)[0]
+        return said
+
+    def check_same(self, said: str, what: str, advice: str) -> None:
+        """Raises on every rank where the ranks do not say the same."""
+        for group, size in self._both():
+            if size > 1:
+                said_by_all = self._by_all(said, what, group)
+                if len(set(said_by_all)) > 1:
+                    other = next(rank for rank, text in enumerate(said_by_all) if text != said_by_all[0])
+                    raise ValueError(
+                        f"{what} differ between the ranks of axis {self.name!r}: rank 0 has "
+                        f"{_first_difference(said_by_all[0], said_by_all[other])}, rank {other} has "
+                        f"{_first_difference(said_by_all[other], said_by_all[0])}. {advice}"
+                    )
+
+
+def _first_difference(text: str, other: str) -> str:
+    lines, others = text.splitlines(), set(other.splitlines())
+    return repr(next((line for line in lines if line not in others), "nothing more"))
+
+
+def finish_all(waits: Sequence[Callable[[], None]]) -> None:
+    """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
+    errors: list[BaseException] = []
+    for wait in waits:
+        try:
+            wait()
+        except BaseException as error:
+            errors.append(error)
+    if errors:
+        raise errors[0]

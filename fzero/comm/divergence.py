@@ -1,0 +1,194 @@
+"""Ranks that diverge get an error that names both sides, on each of them, instead of a hang or another unit's weights.
+
+A rank that is about to communicate says what, through the store of the default process group, which no collective can
+block. While it waits for the others it looks who waits for whom: ranks that wait in a circle, also over several
+process groups, will wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import json
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from fzero.base import private
+from fzero.comm import backend
+
+_watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("fzero_watch", default=None)
+_listeners: contextvars.ContextVar[tuple[list[Any], ...]] = contextvars.ContextVar("fzero_listeners", default=())
+
+ADVICE = (
+    "Every rank must call the same units of the same components in the same order; look for a branch that depends on "
+    "the data or on the rank."
+)
+
+
+@contextlib.contextmanager
+def checked_collectives(enabled: bool = True) -> Iterator[None]:
+    """Sends what is about to be communicated ahead of every collective, so that ranks that diverge get an error.
+
+    Costs a few messages to the store of the default process group for each collective. Inside, every rank raises
+    `RuntimeError` where ranks call different units, wait for one another in different process groups, or wait for a
+    rank that has left this context.
+
+    Example:
+        >>> with fz.testing.checked_collectives():
+        ...     pass
+    """
+    watch = Watch() if enabled else None
+    token = _watch.set(watch)
+    end = "has finished"
+    try:
+        yield
+    except BaseException as error:
+        end = f"has failed with {type(error).__name__}: {error}"
+        raise
+    finally:
+        _watch.reset(token)
+        if watch is not None:
+            watch.leave(end)
+
+
+@contextlib.contextmanager
+def recorded_collectives() -> Iterator[list[tuple[str, str, int]]]:
+    """Collects (operation, tag, bytes) of every collective that this thread issues inside."""
+    record: list[tuple[str, str, int]] = []
+    token = _listeners.set((*_listeners.get(), record))
+    try:
+        yield record
+    finally:
+        _listeners.reset(token)
+
+
+def announce(operation: str, tag: str, size: int, said: Callable[[], str], group: Any) -> None:
+    """Records a collective; in checked mode compares what all ranks of the group say, and raises if they differ."""
+    for record in _listeners.get():
+        record.append((operation, tag, size))
+    watch = _watch.get()
+    if watch is None:
+        return
+    by_all = watch.agree(said(), group)
+    if len(set(by_all)) > 1:
+        listing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(backend.members(group), by_all, strict=True))
+        raise RuntimeError(f"The ranks have diverged: {listing}. {ADVICE}")
+
+
+class PeerStopped(RuntimeError):
+    """This rank waits for one that has stopped; its own error, if there is one, says more."""
+
+
+class Watch:
+    """What one rank has arrived at, where all ranks can read it."""
+
+    LOOK = 0.05  # seconds between two looks at who waits for whom
+
+    def __init__(self) -> None:
+        self._prefix: str | None = None
+        self._counts: dict[str, int] = {}
+        self._stuck = False
+
+    def agree(self, said: str, group: Any) -> list[str]:
+        """What every rank of the group says at this point, in group order."""
+        store, me, members = backend.store(), backend.global_rank(), backend.members(group)
+        if self._prefix is None:  # of one generation of watches: all ranks have entered equally often
+            self._prefix = f"fzero/{store.add(f'fzero/watches/{me}', 1)}"
+        name = backend.name_of(group)
+        count = self._counts[name] = self._counts.get(name, 0) + 1
+        store.set(self._said(name, count, me), said)
+        store.set(f"{self._prefix}/at/{me}", json.dumps([name, count, members, said]))
+        keys = [self._said(name, count, rank) for rank in members]
+        started = looked = time.monotonic()
+        pause = 2e-5
+        while not store.check(keys):
+            time.sleep(pause)
+            pause = min(2 * pause, 2e-3)
+            if time.monotonic() - looked > self.LOOK:
+                self._look(store, me)
+                looked = time.monotonic()
+            if looked - started > backend.timeout_of(group):
+                self._stuck = True
+                missing = [rank for rank, key in zip(members, keys, strict=True) if not store.check([key])]
+                raise RuntimeError(
+                    f"Rank {me} waited {looked - started:.0f} seconds, the timeout of its process group, in {said} for "
+                    f"ranks {missing}, which did not come. {ADVICE}"
+                )
+        if count > 2:  # whoever is here has read what was said two rounds ago
+            store.delete_key(self._said(name, count - 2, me))
+        return [store.get(key).decode() for key in keys]
+
+    def _said(self, name: str, count: int, rank: int) -> str:
+        return f"{self._prefix}/{name}/{count}/{rank}"
+
+    def _look(self, store: Any, me: int) -> None:
+        """Raises where this rank waits for ranks that will never come."""
+        waits = self._waits(store)
+        gone = {rank: said for rank, (_, count, _, said) in waits.items() if count < 0}
+        # read after all of `waits`: whoever is missing here was missing all along
+        missing = {
+            rank: [other for other in members if not store.check([self._said(name, count, other)])]
+            for rank, (name, count, members, _) in waits.items()
+            if count > 0
+        }
+        # a rank that has gone on meanwhile was not stuck, and what was said to it may have been deleted since
+        still = self._waits(store)
+        stuck = {rank for rank in missing if still.get(rank) == waits[rank]}
+        while free := {rank for rank in stuck if not any(other in stuck or other in gone for other in missing[rank])}:
+            stuck -= free
+        if me not in stuck:
+            return
+        self._stuck = True
+        listing = [f"rank {rank} is in {waits[rank][3]} and waits for ranks {missing[rank]}" for rank in sorted(stuck)]
+        listing += [f"rank {rank} {said}" for rank, said in sorted(gone.items())]
+        error = PeerStopped if gone else RuntimeError
+        raise error(f"The ranks have diverged and wait for one another: {'; '.join(listing)}. {ADVICE}")
+
+    def _waits(self, store: Any) -> dict[int, Any]:
+        """Rank -> where it is."""
+        keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(backend.world_size())}
+        return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
+
+    def leave(self, end: str) -> None:
+        """Tells those who still wait for this rank that it will not come."""
+        if self._prefix is not None and not self._stuck and backend.initialized():
+            key = f"{self._prefix}/at/{backend.global_rank()}"
+            backend.store().set(key, json.dumps(["", -1, [], end]))
+
+
+def explained(call: Callable[..., Any], said: Callable[[], str], group: Any) -> Callable[..., Any]:
+    """`call`, naming what failed: a timeout of the backend knows neither the unit nor what the others were doing."""
+
+    def explaining(*args: Any) -> Any:
+        try:
+            return call(*args)
+        except RuntimeError as error:
+            if private.is_out_of_memory(error):
+                raise  # of this rank; the others are not to blame
+            others = _ask_others(said(), group)
+            raise RuntimeError(
+                f"Communication failed on rank {backend.global_rank()}, in {said()}: another rank has stopped, or "
+                f"has called other units than this one. {others}Run the step inside fz.testing.checked_collectives() "
+                f"to see at once what every rank called. ({error})"
+            ) from error
+
+    return explaining
+
+
+def _ask_others(said: str, group: Any, seconds: float = 0.5) -> str:
+    """What the other ranks say that failed on them; they time out at about the same moment."""
+    try:
+        store, me = backend.store(), backend.global_rank()
+        store.set(f"fzero/failed/{me}", said)
+        others = [rank for rank in backend.members(group) if rank != me]
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + seconds
+        while len(found) < len(others) and time.monotonic() < deadline:
+            for rank in others:
+                if rank not in found and store.check([f"fzero/failed/{rank}"]):
+                    found[rank] = store.get(f"fzero/failed/{rank}").decode()
+            time.sleep(0.02)
+    except RuntimeError:  # the store was on the rank that stopped
+        return ""
+    return "".join(f"Rank {rank} was in {text}. " for rank, text in sorted(found.items()))

@@ -1,0 +1,129 @@
+"""What makes a race show: in flight reads as NaN, given back is poisoned, arrivals are delayed and reordered.
+
+A race is a read before an arrival, or a write before a departure. Alone on a machine both mostly go well. Inside
+`hazards` neither can: what is received lies elsewhere until somebody waits for it, and what is sent leaves late.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import contextvars
+import random
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from fzero.base import private
+
+_current: contextvars.ContextVar[Hazards | None] = contextvars.ContextVar("fzero_hazards", default=None)
+DELAY = 2e-3  # seconds at most
+
+
+class Hazards:
+    """One rank's hazards: a source of delays, and the threads that messages leave from."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+        self._random = random.Random(seed)
+        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self.in_flight = 0  # transfers that nobody has waited for
+
+    def delayed(self, start: Callable[[], Callable[[], None]]) -> Callable[[], None]:
+        """Starts a transfer some time later, maybe after one that is started after it; waits for its start and end."""
+        if self._threads is None:
+            self._threads = concurrent.futures.ThreadPoolExecutor(2, "fzero-hazards")
+        delay = self._random.random() * DELAY if self._random.random() < 0.5 else 0.0
+
+        def late() -> Callable[[], None]:
+            time.sleep(delay)
+            with torch.no_grad():  # a mode of the thread that it was started on
+                return start()
+
+        begun = self._threads.submit(late)
+        return lambda: begun.result()()
+
+    def close(self) -> None:
+        if self._threads is not None:
+            self._threads.shutdown(wait=False)
+
+
+def active() -> Hazards | None:
+    return _current.get()
+
+
+def poison(tensor: torch.Tensor) -> bool:
+    """Inside `hazards`, makes whatever reads a buffer that was given back read NaN; whether it did."""
+    if _current.get() is None:
+        return False
+    fill(tensor)
+    return True
+
+
+def fill(tensor: torch.Tensor) -> None:
+    """NaN, or the largest value of an integer, without autograd noticing."""
+    with torch.no_grad(), private.preserve_version([tensor]):
+        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+
+
+def in_flight(
+    target: torch.Tensor,
+    source: torch.Tensor,
+    start: Callable[[torch.Tensor, torch.Tensor], Callable[[], None]],
+    late: bool,
+) -> Callable[[], None]:
+    """`start(target, source)`, which begins a transfer and returns what waits for it; in `hazards` it is made visible.
+
+    Args:
+        late: whether messages find each other in any order, so that this one may leave late.
+    """
+    hazards = _current.get()
+    if hazards is None:
+        return start(target, source)
+    if source.untyped_storage()._cdata == target.untyped_storage()._cdata:
+        source = source.clone()  # its place in the target is about to be filled
+    hazards.in_flight += 1
+    arriving = torch.empty_like(target)
+    begin: Any = lambda: start(arriving, source)
+    wait = hazards.delayed(begin) if late else begin()
+    fill(target)
+
+    def finish() -> None:
+        wait()
+        with torch.no_grad(), private.preserve_version([target]):
+            target.copy_(arriving)
+        hazards.in_flight -= 1
+
+    return finish
+
+
+@contextlib.contextmanager
+def hazards(seed: int | None = 0) -> Iterator[None]:
+    """Makes races show: for tests, on ranks that are threads or processes, and on one rank too.
+
+    Inside, on this thread, what is in flight reads as NaN until it is waited for; what is given back (buffers of
+    gathered params, of full cotangents) is filled with NaN; and on real processes messages leave late and out of order.
+    Numbers stay what they are, unless something is read too early: then they are NaN. A transfer that nobody has waited
+    for by the end raises AssertionError.
+
+    Args:
+        seed: of the delays; None takes them away inside others, where memory is measured, say.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> with fz.testing.hazards(seed=1):
+        ...     state, metrics = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> metrics["loss"]
+        tensor(2.)
+    """
+    own = None if seed is None else Hazards(seed)
+    token = _current.set(own)
+    try:
+        yield
+        assert own is None or not own.in_flight, f"{own.in_flight} transfers were started that nobody waited for"
+    finally:
+        _current.reset(token)
+        if own is not None:
+            own.close()

@@ -1,0 +1,203 @@
+"""Other derivatives of a step's function over the same sharded state: tape, hvp, per_example_grads."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import named, need_str
+from fzero.base.patterns import matches
+from fzero.base.random import seeded
+from fzero.engine.function import autocast_of, call_function, traversal_of
+from fzero.engine.outputs import scalar_loss, split_result
+from fzero.engine.run import seed_of
+from fzero.engine.traversal import running
+from fzero.state.checks import check_grads, check_state
+from fzero.state.constants import constants
+from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
+from fzero.table.needs import need_step
+from fzero.table.spec import Spec
+
+
+class Tape:
+    """The step's function under plain autograd; made by `tape`."""
+
+    def __init__(self, step: Spec, state: TrainState) -> None:
+        check_state(step, state)
+        self._step, self._state, self._calls = step, state, 0
+        _, primals, self._fixed = traversal_of(step, state, (0,))
+        self._leaves = {key: primal.detach().requires_grad_() for key, primal in primals.items()}
+
+    def __call__(self, *inputs: Any) -> Any:
+        """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
+        self._calls += 1
+        seed = seed_of(self._state, self._calls - 1, 0)
+        traversal, _, _ = traversal_of(self._step, self._state, seed)
+        return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
+
+    def grads(self) -> Sharded:
+        """What the backward passes so far added up to, for `step.update` or `step.add_grads`; then starts from zero."""
+        params = self._state.params
+        found = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in self._leaves.items()}
+        for leaf in self._leaves.values():
+            leaf.grad = None
+        return Sharded(params.layout, params.axis, params.structure, found)
+
+
+@contextlib.contextmanager
+def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
+    """The same function and state through plain autograd: `model(*inputs)`, `loss.backward()`, `model.grads()`.
+
+    For code that calls `.backward()`. Gradients are means over ranks, as a pullback's; the loss scale is not applied,
+    and a batch is not split into microbatches.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> with fz.tape(step, state) as model:
+        ...     model(torch.ones(2)).backward()
+        ...     grads = model.grads()
+        >>> fz.gather(grads)["w"]
+        tensor([1., 1.])
+    """
+    need_step(step, "tape")
+    with torch.enable_grad():
+        yield Tape(step, state)
+
+
+def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
+    """The Hessian of the mean loss times `v`, by reverse mode over reverse mode (Pearlmutter 1994).
+
+    Args:
+        step: a step whose function returns a scalar loss.
+        state: of this step.
+        v: like grads: what a pullback returned, or an earlier product.
+        inputs: this rank's share of the batch.
+
+    Returns:
+        The product, sharded like grads.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] ** 3 * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> out, pullback = step.vjp(state, torch.ones(2))
+        >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
+        tensor([18., 18.])
+    """
+    need_step(step, "hvp")
+    check_state(step, state)
+    check_grads(step, state, v, "v")
+    state, v = constants("fz.hvp", "state", state), constants("fz.hvp", "v", v)
+    inputs = constants("fz.hvp", "inputs", inputs)
+    seed = seed_of(state, 0, 0)
+    _, primals, _ = traversal_of(step, state, seed)
+
+    def grad(primals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def loss(primals: dict[str, torch.Tensor]) -> torch.Tensor:
+            traversal, _, fixed = traversal_of(step, state, seed)
+            out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
+            return scalar_loss(split_result(step, out)[0], "hvp")
+
+        pulled: Any = torch.func.vjp(loss, primals)
+        return pulled[1](torch.ones_like(pulled[0]))[0]
+
+    with torch.no_grad():
+        pulled: Any = torch.func.vjp(grad, primals)
+        (product,) = pulled[1](v.locals(), retain_graph=False, create_graph=False)
+    return v.with_buffers(product)
+
+
+def per_example_grads(step: Spec, state: TrainState, *inputs: Any, only: str | None = None) -> Any:
+    """The gradient of every example by itself; nothing is reduced, as examples differ between ranks.
+
+    The params are gathered whole for it, so this is for models, or `only` leaves, that fit on one device.
+
+    They are those of what the step computes with: every leaf in its compute dtype, under the step's autocast, and in
+    the dtype of a pullback's grads.
+
+    Args:
+        step: a step whose function returns a scalar loss of a batch.
+        state: of this step.
+        inputs: this rank's share of the batch, examples along dim 0 of every tensor; each is run as a batch of one.
+            What is no tensor is passed as it is.
+        only: fnmatch over dotted paths: the leaves to differentiate; the others' place holds None.
+
+    Returns:
+        The natural tree, leaves [this rank's examples, *leaf shape].
+
+    Raises:
+        ValueError: no leaf matches; tensors with different numbers of examples.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> fz.per_example_grads(step, step.init({"w": torch.ones(1)}), torch.tensor([[1.0], [3.0]]))["w"]
+        tensor([[1.],
+                [3.]])
+    """
+    need_step(step, "per_example_grads")
+    check_state(step, state)
+    need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
+    state = constants("fz.per_example_grads", "state", state)
+    inputs = constants("fz.per_example_grads", "inputs", inputs)
+    flat, spec = pytree.flatten(tuple(inputs))
+    dims = _example_dims(inputs)
+    rows = state.layout.rows
+    chosen = [i for i, row in enumerate(rows) if not row.frozen and (only is None or matches(only, row.path))]
+    if not chosen:
+        raise ValueError(
+            f"per_example_grads: got only={only!r}, expected a pattern that matches a trained leaf"
+            f"{'; every leaf is frozen' if all(row.frozen for row in rows) else ''}."
+        )
+    seed = seed_of(state, 0, 0)
+    traversal, primals, fixed = traversal_of(step, state, seed)
+    leaves: list[Any] = [None] * len(rows)
+    for key, primal in {**primals, **fixed}.items():
+        full, _ = traversal.uses[key].value(primal)
+        for index, view in state.layout.groups[key].views(full).items():
+            leaves[index] = view
+
+    def loss(values: list[torch.Tensor], *example: Any) -> torch.Tensor:
+        filled = list(leaves)
+        for place, value in zip(chosen, values, strict=True):
+            filled[place] = value
+        batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
+        token = running.set(state.layout)
+        try:
+            with autocast_of(step, traversal.device):
+                tree = pytree.unflatten(state.params.structure, filled)
+                out = split_result(step, step.fn(tree, *pytree.unflatten(spec, batch)))[0]
+        finally:
+            running.reset(token)
+        return scalar_loss(out, "per_example_grads")
+
+    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *dims), randomness="different")
+    with torch.no_grad(), seeded(traversal.next_seed()):
+        grads = mapped([leaves[i] for i in chosen], *flat)
+    found = {i: grad.to(rows[i].policy.grad) for i, grad in zip(chosen, grads, strict=True)}
+    return pytree.unflatten(state.params.structure, [found.get(i) for i in range(len(leaves))])
+
+
+def _example_dims(inputs: Sequence[Any]) -> list[int | None]:
+    """0 for every flat input that is a tensor, whose examples lie along dim 0."""
+    names, flat, _ = pytree.named_leaves(tuple(inputs))
+    sizes: dict[str, int] = {}
+    for name, x in zip(names, flat, strict=True):
+        if isinstance(x, torch.Tensor):
+            if not x.ndim:
+                raise ValueError(
+                    f"per_example_grads: got input {name} of shape (), expected examples along its dim 0. Let the "
+                    "function close over what holds for all examples."
+                )
+            sizes[name] = x.shape[0]
+    if not sizes:
+        got = ", ".join(map(named, inputs)) or "no inputs"
+        raise TypeError(f"per_example_grads: got input {got}, expected at least one tensor with examples along dim 0.")
+    if len(set(sizes.values())) > 1:
+        said = ", ".join(f"{size} in input {name}" for name, size in sizes.items())
+        raise ValueError(f"per_example_grads: got examples along dim 0: {said}; expected the same number in all.")
+    return [0 if isinstance(x, torch.Tensor) else None for x in flat]

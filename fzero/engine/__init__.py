@@ -1,0 +1,1 @@
+"""Runs a step's function: units as nodes that gather, free, recompute and reduce."""

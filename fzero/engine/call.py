@@ -1,0 +1,433 @@
+"""One call of a unit: arguments and what it reaches go in as plain tensors, outputs and what it changed come out.
+
+The function that a unit runs need not be pure; its call is made so. Tensors that it reads in objects enter the node
+with its arguments, what it writes there leaves it with its outputs, an input that it changes in place is another
+output, and outputs that share memory, with each other or with an input, do so outside too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private
+from fzero.base.refusals import (
+    another_run,
+    clear_frames,
+    freed,
+    heard,
+    is_ours,
+    place_of,
+    reshapes,
+    twice,
+    unseen_write,
+    writes_leaf,
+)
+from fzero.capture.again import Again, Unread
+from fzero.capture.containers import Container, Content
+from fzero.capture.contents import replaced, tensors_in
+from fzero.capture.exports import Exports, Outlets, alike, built, memory
+from fzero.capture.handle import Handle
+from fzero.capture.second_run import SecondRun
+from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
+from fzero.engine.record import Facts
+from fzero.engine.traversal import Traversal, current
+
+# (run, index) of the leaves that the unit that is running has; None outside of units
+here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = contextvars.ContextVar(
+    "fzero_here", default=None
+)
+
+
+_UNSEEN = (private.NO_MEMORY, private.NO_STORAGE)  # of a tensor that came unseen
+
+
+class inside:
+    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
+
+    __slots__ = ("leaves", "tokens")
+
+    def __init__(self, leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> None:
+        self.leaves = leaves
+
+    def __enter__(self) -> None:
+        self.tokens = current.set(None), here.set(self.leaves)
+
+    def __exit__(self, *_: Any) -> None:
+        current.reset(self.tokens[0])
+        here.reset(self.tokens[1])
+
+
+class Call:
+    """A unit's function with its arguments, as a function of the leaves and tensors that it reaches.
+
+    Attributes:
+        facts: what earlier runs showed of this call.
+        first: whether nothing is known of it.
+        more: handles of leaves that it reads although it is not given them.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        surroundings: Surroundings,
+        around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None,
+    ) -> None:
+        self.fn, self.args, self.kwargs, self.around = fn, args, dict(kwargs), around
+        self.reach = Reach((*args, *self.kwargs.values()), surroundings)
+        self.facts, self.first = Facts(), True
+        self.more: list[Handle] = []
+        self._second = SecondRun(self.reach)
+        self.unit, self.recomputes, self.compiles = "", False, False
+        self._fulls: Sequence[torch.Tensor] = ()
+        self._moving: set[int] = set()  # places of the tensors that are differentiated
+        self._leaves: set[int] = set()  # ids of what the graph of the run begins with
+        self._derived = True
+        self._forget()
+
+    def _forget(self) -> None:
+        self._result: Any = None  # the template of the first run
+        self._effects: list[tuple[Container, Content]] = []
+        self._filled: list[tuple[Container, Content]] = []
+        self._dressed: dict[int, tuple[type, Content]] = {}  # place of a tensor -> its class, and what was set on it
+        self._mutated: tuple[int, ...] = ()
+        self._errors: list[BaseException] = []  # that the function kept
+        self._raises = False  # whether the result is an error, to be raised
+        self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
+        self._changed: set[int] = set()  # ids of what the function changed
+        self._form: list[Any] = []  # of what the function puts out
+        self._outlets: Outlets | None = None  # which tensors are put out, and how
+
+    def forget(self) -> None:
+        """Lets go of everything: an error that the unit kept leads here by its frames, and to the next one so."""
+        vars(self).clear()
+
+    @property
+    def known(self) -> Facts:
+        """What this call showed."""
+        return self.facts._replace(mutated=frozenset(self._mutated), draws=self._second.draws)
+
+    # ---- before
+
+    def learn(self, again: Again) -> None:
+        """Takes note of what a run showed, which did not go to its end."""
+        more = self.facts.more
+        if again.more is not None:
+            assert again.more.index not in more
+            self.more.append(again.more)
+            more = (*more, again.more.index)
+        read = self.facts.read
+        if again.read is not None:
+            assert again.read not in read
+            read |= {again.read}
+        returned, mutated = self.facts.returned | again.returned, self.facts.mutated | again.mutated
+        watched = self.facts.watched or again.watched
+        facts = self.facts._replace(mutated=mutated, more=more, read=read, returned=returned, watched=watched)
+        assert facts != self.facts
+        self.facts = facts
+        self.reach.reads(read)
+        self.reach.restore()
+        self._second.look()
+        self._second.refuse(self.unit)
+        self._second.rewind()
+        self._forget()
+
+    @property
+    def moving(self) -> tuple[int, ...]:
+        """Places of the tensors, leaves first, that are differentiated, as far as nothing is known of the call."""
+        tensors = (*{handle.key: handle.primal for handle in self.reach.handles}.values(), *self.reach.tensors)
+        return tuple(i for i, tensor in enumerate(tensors) if private.is_differentiated(tensor))
+
+    def knows(self, traversal: Traversal, facts: Facts | None) -> None:
+        """Starts with what earlier runs showed."""
+        self.facts, self.first, self._record = facts or Facts(), facts is None, traversal.schedule.record
+        self.reach.reads(self.facts.read)
+        self.more = [traversal.handle(index) for index in self.facts.more]
+        self._second.begin(self.first, self.facts.draws or self._record.draws)
+
+    def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
+        """What the node is applied to, and which of it is differentiated.
+
+        What the function may change in place is given as a copy, as a second run needs what was there.
+        """
+        tensors = (*primals, *self.reach.tensors)
+        records = torch.is_grad_enabled()
+        wanted = [i for i, tensor in enumerate(tensors) if records and private.is_differentiated(tensor)]
+        derived = bool(wanted) or any(private.is_wrapped(tensor) for tensor in tensors)
+        copied = self.facts.mutated | self.facts.returned
+        if derived and (self.first or copied):
+            count = len(primals)
+            tensors = tuple(
+                tensor.clone() if i >= count and (i - count in copied or (self.first and i not in wanted)) else tensor
+                for i, tensor in enumerate(tensors)
+            )
+        return tensors, wanted
+
+    # ---- the run
+
+    def run(
+        self,
+        leaves: Mapping[int, torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        fulls: Sequence[torch.Tensor],
+        derived: bool,
+        unit: str,
+        watch: contextlib.AbstractContextManager[Any],
+    ) -> tuple[torch.Tensor, ...]:
+        """Runs where no functorch level is active, and looks whether the function wrote where it should not.
+
+        Args:
+            inputs: the tensors; a copy is made of what is changed in place.
+            derived: whether something differentiates this run, now or by another one.
+        """
+        self._fulls, self._derived = fulls, derived
+        self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
+        self._leaves = {id(x) for x in (*inputs, *leaves.values())}
+        self._refuse_aliases(unit, inputs, derived)
+        before, gathered = [private.version(x) for x in inputs], [private.version(full) for full in fulls]
+        try:
+            out = self.body(leaves, inputs, watch)
+        except RuntimeError as error:
+            if not private.says(error, private.WRITES_LEAF):
+                raise
+            places = {i for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
+            if places <= self.facts.mutated:
+                raise ValueError(writes_leaf(unit)) from error
+            raise Again(mutated=frozenset(places)) from None
+        finally:
+            self._fulls = ()
+        if [private.version(full) for full in fulls] != gathered:
+            raise ValueError(writes_leaf(unit))
+        changed = frozenset(i for i, x in enumerate(inputs) if private.version(x) != before[i])
+        if derived and not changed <= self.facts.mutated:
+            if not self.first:
+                raise ValueError(
+                    f"Unit {unit!r} changes one of its inputs in place (of shape "
+                    f"{tuple(inputs[min(changed - self.facts.mutated)].shape)}), which it did not do when it was "
+                    "called here before. Write to a copy: x = x.clone(), or use the operation that is not in place."
+                )
+            raise Again(mutated=changed)
+        return out
+
+    def _refuse_aliases(self, unit: str, inputs: Sequence[torch.Tensor], derived: bool) -> None:
+        """What is changed in place is changed in a copy, of which an input that shares its memory knows nothing."""
+        for i in self.facts.mutated if derived else ():
+            own = memory(private.unwrapped(self.reach.tensors[i]))
+            for j, other in enumerate(self.reach.tensors):
+                if i != j and memory(private.unwrapped(other)) == own:
+                    raise ValueError(
+                        f"Unit {unit!r} changes one of its inputs in place, of shape {tuple(inputs[i].shape)}, which "
+                        f"shares its memory with another one, of shape {tuple(other.shape)}. Give the unit one of them "
+                        "and take the other from it inside, or a clone of it."
+                    )
+
+    def body(
+        self,
+        leaves: Mapping[int, torch.Tensor],
+        tensors: Sequence[torch.Tensor],
+        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - has no state
+    ) -> tuple[torch.Tensor, ...]:
+        """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
+        again = self._result is not None
+        if again:
+            self._second.refuse(self.unit)
+        fresh = self._derived and self.first and not (again or self.compiles or private.level())
+        copied = [False] * len(tensors)
+        if self._derived:  # a leaf of a graph could not be written to
+            copied = [i in self.facts.mutated or (fresh and x.requires_grad) for i, x in enumerate(tensors)]
+            tensors = [x.clone() if own else x for x, own in zip(tensors, copied, strict=True)]
+        tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
+        mapping, shapes = self._mapping(leaves, tensors), [_geometry(x) for x in tensors]
+        origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
+        origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
+        before = self.reach.clear() if again else None
+        try:
+            filling = self.reach.fill(mapping)
+            args, kwargs = self._arguments(mapping)
+            self.inner = args, filling
+            run = functools.partial(self._run, leaves, watch, args, kwargs)
+            result = self._second.run(run) if again else self._second.first(run)
+            if not again:
+                self._second.look()
+            if self.recomputes and self._derived:
+                self._second.refuse(self.unit)
+            written = [i for i, own in enumerate(copied) if own and private.version(tensors[i])] if fresh else []
+            if not self.facts.mutated.issuperset(written):
+                raise Again(mutated=frozenset(written))
+            if shapes != [_geometry(x) for x in tensors]:
+                raise ValueError(reshapes(self.unit))
+            if fresh and not private.dispatch_modes() and any(map(_differs_unseen, tensors, self.reach.tensors)):
+                raise ValueError(unseen_write(self.unit))
+            exports = Exports(self.unit, self.reach.knows, origins)
+            template = exports.of(result)
+            effects = self._changes(exports)
+            self._need_copies({i for i, x in enumerate(self.reach.tensors) if id(x) in exports.returned})
+        except BaseException as error:
+            if before is not None:
+                put_back(before)
+                if isinstance(error, Again):
+                    raise ValueError(another_run(self.unit)) from None
+            elif isinstance(error, Again):
+                self.reach.restore()
+            else:  # whoever catches it finds what the function had done
+                changed = [c for c, _ in self.reach.changes()]
+                self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
+            if private.says(error, *(private.REFUSED if private.level() else (private.SAVED_HOOKS,))):
+                raise TypeError(twice(self.unit, error)) from error
+            raise
+        if before is not None:
+            put_back(before)
+        else:
+            # what holds none of the unit's tensors stays as the unit left it
+            stays = [c for c, now, content in effects if _is_same(now, content) and self.reach.entered(c) is c.found]
+            self._effects = [(c, content) for c, _, content in effects if c not in stays]
+            self._errors = [x for _, now, _ in effects for x in now.values() if isinstance(x, BaseException)]
+            self.reach.leave(stays)
+            self._result, self._filled, self._dressed = (template,), exports.filled, exports.dressed
+            seen = private.level() == 0  # of what was copied only some may have been changed
+            cloned = sorted(self.facts.mutated) if self._derived else ()
+            self._mutated = tuple(i for i in cloned if not seen or private.version(tensors[i]))
+        out = [*exports.tensors, *[tensors[place] for place in self._mutated]]
+        if self._outlets is None:
+            own = {memory(full) for full in self._fulls}
+            count = len(exports.tensors)
+            self._outlets = Outlets(out, count, tensors, self.reach.tensors, own, self._moving, self._leaves)
+            self._need_copies(self._outlets.returned)
+        form = [(x.shape, x.dtype) for x in out]
+        compared = self._derived and (self.recomputes or self.first)
+        if (again and form != self._form) or (compared and not self._second.weigh(out, again)):
+            self._record.draws = True
+            raise ValueError(another_run(self.unit))
+        self._form = form
+        return self._outlets.taken(out)
+
+    def _run(
+        self,
+        leaves: Mapping[int, torch.Tensor],
+        watch: contextlib.AbstractContextManager[Any],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+    ) -> Any:
+        """What the function returns; what it raises, where that or what it changed holds tensors of its own."""
+        again = self._result is not None
+        with inside(self._here(leaves)), watch:
+            try:
+                with heard():
+                    result = self.fn(*args, **kwargs)
+            except Exception as error:
+                if not (private.level() or self.facts.watched) and private.says(error, *_UNSEEN):
+                    raise Again(watched=True) from None
+                if private.says(error, *private.FREED):
+                    raise ValueError(freed(f"Unit {self.unit!r}{place_of(error)}")) from error
+                if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
+                    raise
+                self._raises, result = True, error
+                return result
+        if self._raises:
+            raise ValueError(another_run(self.unit))
+        return result
+
+    def _holds_tensors(self, error: Exception) -> bool:
+        """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
+        refused = private.REFUSED if private.level() else (private.SAVED_HOOKS,)
+        if private.says(error, private.WRITES_LEAF, *refused):
+            return False  # dealt with elsewhere
+        changed = [list(now.values()) for _, now in self.reach.changes()]
+        return next(tensors_in([error, *changed], self.reach.knows), None) is not None
+
+    def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
+        mapping.update((id(handle), leaves[handle.index]) for handle in self.reach.handles)
+        mapping.update(self.reach.stand_ins(Unread))
+        return mapping
+
+    def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return replaced(self.args, mapping), {name: replaced(value, mapping) for name, value in self.kwargs.items()}
+
+    def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
+        handles = (*self.reach.handles, *self.more)
+        return {(id(handle.owner), handle.index): leaves[handle.index] for handle in handles}
+
+    def _changes(self, exports: Exports) -> list[tuple[Container, Content, Content]]:
+        """The containers that the function changed (of a second run: the first one), with content and templates."""
+        out, again, changes = [], self._result is not None, self.reach.changes()
+        self._changed = self._changed if again else {id(container.of) for container, _ in changes}
+        for container, now in changes:
+            if id(container.of) not in self._changed:
+                continue
+            content, entered = {}, self.reach.entered(container)
+            for key, value in now.items():
+                same = key in entered and entered[key] is value
+                content[key] = container.found[key] if same else exports.of(value)
+            out.append((container, now, content))
+        return out
+
+    @contextlib.contextmanager
+    def refilled(self, leaves: Mapping[int, torch.Tensor], inner: tuple[tuple[Any, ...], Filling]) -> Iterator[None]:
+        """Around the pullback of a kept graph, which may run parts of the function again (torch.utils.checkpoint).
+
+        Args:
+            inner: that of the run which made the graph.
+        """
+        args, filling = inner
+        put = put_again(filling)
+        try:
+            with inside(self._here(leaves)), self.around(args[0]) if self.around else contextlib.nullcontext():
+                yield
+        finally:
+            take_out(put)
+
+    # ---- what is put out
+
+    def _need_copies(self, returned: set[int]) -> None:
+        """A run later needs these tensors as they were, and the caller, who is given them, may change them."""
+        if self.recomputes and self._derived and self.first and not returned <= self.facts.returned:
+            raise Again(returned=frozenset(returned))
+
+    def finish(self, out: Sequence[torch.Tensor]) -> Any:
+        """The call's result, from what its node put out; what it changed is changed."""
+        assert self._outlets is not None
+        recipes = self._outlets.recipes
+        for place, slot in zip(self._mutated, recipes[len(recipes) - len(self._mutated) :], strict=True):
+            self.reach.tensors[place].copy_(out[slot.index])
+        tensors = [recipe.outside(out) for recipe in recipes]
+        for i, (kind, _) in self._dressed.items():
+            tensors[i] = tensors[i].as_subclass(kind)
+        for i, (_, content) in self._dressed.items():
+            vars(tensors[i]).update({name: built(value, tensors) for name, value in content.items()})
+        for container, content in (*self._filled, *self._effects):
+            container.write({key: built(value, tensors) for key, value in content.items()})
+        errors, self._errors = self._errors, []
+        for error in errors:
+            clear_frames(error)
+        if self._raises:
+            raise self._result[0]
+        return built(self._result[0], tensors)
+
+
+def _is_same(now: Content, content: Content) -> bool:
+    return all(map(operator.is_, now.values(), content.values()))
+
+
+def _differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
+    """Whether the values of a copy differ from those that it was made of, although no operation wrote to it."""
+    outer = private.unwrapped(outer)
+    if inner.layout != torch.strided or inner.is_meta or private.version(inner):
+        return False
+    if inner.data_ptr() == outer.data_ptr():
+        return False
+    both = [x.detach().resolve_conj().resolve_neg() for x in (inner, outer)]
+    one, other = [torch.view_as_real(x) if x.is_complex() else x for x in both]
+    return not bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def _geometry(x: torch.Tensor) -> Any:
+    return (x.shape, x.stride()) if x.layout == torch.strided else x.shape

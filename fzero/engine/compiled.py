@@ -1,0 +1,70 @@
+"""Compiled units: torch.compile of a unit's own function, called where no functorch level is active."""
+
+from __future__ import annotations
+
+import functools
+import types
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero.base import private
+
+_compiled: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+
+
+def without_donation() -> Any:
+    """Graphs that are compiled inside may be pulled back again, and those pulled back inside stay."""
+    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[attr-defined]
+
+
+def _inductor(graph: Any, inputs: Any) -> Any:
+    """The default compiler, with eager's random numbers."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with without_donation():
+        return compile_fx(graph, inputs, config_patches={"fallback_random": True})
+
+
+def compiled(fn: Callable[..., Any], owner: nn.Module | None = None) -> Callable[..., Any]:
+    """`fn`, compiled where it runs on plain tensors; under a functorch level, where it would be no graph, as it is.
+
+    The compiler is not even imported before the first call.
+
+    Args:
+        owner: the module that it is of. What was compiled for one module serves all others of its class, and whether
+            they have other hooks is not looked at (torch._dynamo.config.skip_nnmodule_hook_guards): one with hooks has
+            code of its own.
+    """
+    if owner is not None and any(m._forward_hooks or m._forward_pre_hooks for m in owner.modules()):
+        fn = _with_own_code(fn)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (fn if private.level() else _code_of(fn))(*args, **kwargs)
+
+    return call
+
+
+def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function over another code object, by which the compiler keeps what it made."""
+    function: Any = getattr(fn, "__func__", fn)
+    if not isinstance(function, types.FunctionType):
+        return fn
+    code = function.__code__.replace()
+    new = types.FunctionType(code, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    new.__kwdefaults__ = function.__kwdefaults__
+    return new if function is fn else types.MethodType(new, fn.__self__)  # type: ignore[attr-defined]
+
+
+def _code_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+    function = getattr(fn, "__func__", fn)  # a bound method is another object at every look
+    try:
+        code = _compiled.get(function)
+    except TypeError:  # cannot be referred to weakly
+        return torch.compile(fn, backend=_inductor)
+    if code is None:
+        code = _compiled[function] = torch.compile(function, backend=_inductor)
+    return code if function is fn else functools.partial(code, fn.__self__)  # type: ignore[attr-defined]

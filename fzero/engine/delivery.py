@@ -1,0 +1,149 @@
+"""Where the cotangents of params go while a function is pulled back: added up group by group, outside of autograd.
+
+Autograd adds what it is given as soon as it is given it. A reduction that is still in flight therefore never enters the
+graph: a unit hands its cotangent to the `Delivery` of the running pullback, which adds up what has arrived, and returns
+nothing. Through the graph goes only what is there already: the cotangents of units that are differentiated twice.
+
+A `gate` lies between a group's stored buffer and all of its uses in one run. Autograd calls its backward when all of
+them have been pulled back, however often, and by whatever derivative: so it is known when a sum is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fzero.base import private
+from fzero.base.node import first_order
+from fzero.engine.schedule import Schedule
+from fzero.table.layout import Layout
+
+
+class Gates:
+    """What the gates of one run share: the delivery of the pullback that is running, if it has one."""
+
+    __slots__ = ("delivery",)
+
+    def __init__(self) -> None:
+        self.delivery: Delivery | None = None
+
+
+class Delivery:
+    """Adds up one pullback's cotangents of params, and hands each group's sum on once it is complete.
+
+    Sums are in `reduce` dtype. What a group's uses, its unreduced part and its share of second derivatives bring is
+    added in the order in which the pullback comes by them, which is the same on every rank.
+
+    Args:
+        nodes: group -> its gate's node of the graph.
+        receive: `receive(key, shard)`, called once for every group that is differentiated, in `grad` dtype.
+        unreduced: full cotangents of earlier microbatches, to be added before the reduction.
+        partial: whether sums stay in `reduce` dtype, as others will be added to them.
+    """
+
+    def __init__(
+        self,
+        schedule: Schedule,
+        layout: Layout,
+        nodes: Mapping[str, Any],
+        receive: Callable[[str, torch.Tensor], Any],
+        unreduced: Mapping[str, torch.Tensor] | None = None,
+        partial: bool = False,
+    ) -> None:
+        self.schedule, self.layout, self.nodes = schedule, layout, nodes
+        self.receive, self.partial = receive, partial
+        self.unreduced = dict(unreduced or {})
+        self._sums: dict[str, torch.Tensor] = {}
+        self._under_way: set[str] = set()
+        self._closed: set[str] = set()
+        self._delivered: set[str] = set()
+
+    def wants(self, key: str) -> bool:
+        """Whether the pass of autograd that is running asks for a group: one inside the function may not."""
+        node = self.nodes.get(key)
+        return node is None or private.will_run(node)
+
+    def add(self, key: str, full: torch.Tensor) -> None:
+        """Starts to reduce a full cotangent of a group, which is the schedule's buffer."""
+        if key in self.unreduced:
+            earlier = self.unreduced.pop(key)  # a second pullback will want it again
+            full = full.add_(earlier) if full.dtype == earlier.dtype else earlier + full
+        self._under_way.add(key)
+        self.schedule.reduce(key, full, lambda shard: self._arrived(key, shard))
+
+    def _arrived(self, key: str, shard: torch.Tensor) -> None:
+        self._under_way.discard(key)
+        self._add_up(key, shard)
+        if key in self._closed:
+            self._deliver(key)
+
+    def _add_up(self, key: str, shard: torch.Tensor) -> None:
+        if key not in self._sums:
+            self._sums[key] = shard
+        else:
+            total, dtype = self._sums[key], self.schedule.uses[key].reduce
+            self._sums[key] = (total if total.dtype == dtype else total.to(dtype)).add_(shard)
+
+    def close(self, key: str, cotangent: torch.Tensor | None) -> torch.Tensor:
+        """All uses of a group have been pulled back; `cotangent` is what came through the graph."""
+        if cotangent is not None:
+            self._add_up(key, cotangent.clone())  # autograd may hold on to it
+        self._closed.add(key)
+        if key not in self._under_way:
+            self._deliver(key)
+        use = self.schedule.uses[key]
+        return torch.zeros((), dtype=use.reduce, device=use.shard.device)
+
+    def _deliver(self, key: str) -> None:
+        use = self.schedule.uses[key]
+        if key in self.unreduced:
+            self._add_up(key, use.axis.reduce_scatter(self.unreduced.pop(key), use.tag))
+        total = self._sums.pop(key, None)
+        dtype = use.reduce if self.partial else use.grad
+        if total is None:
+            numel = self.layout.groups[key].numel // use.axis.size
+            total = torch.zeros(numel, dtype=dtype, device=use.shard.device)
+        self._delivered.add(key)
+        self.receive(key, total.to(dtype))
+
+    def finish(self) -> None:
+        """Delivers what is left: the last reduction in flight, and groups that were not used."""
+        self.schedule.finish_reduction()
+        assert not self._under_way
+        for key in self.layout.trainable:
+            if key not in self._delivered:
+                self._deliver(key)
+
+
+class _Gate(torch.autograd.Function):
+    """The identity, between a group's stored buffer and all of its uses."""
+
+    @staticmethod
+    def forward(gates: Gates, key: str, primal: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return primal.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.gates, ctx.key = inputs[0], inputs[1]
+        ctx.size = inputs[2].shape
+        private.pull_back_early(ctx)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Any) -> Any:  # type: ignore[override]
+        if ctx.gates.delivery is not None and first_order():
+            cotangent = ctx.gates.delivery.close(ctx.key, cotangent).expand(ctx.size)  # the sum is delivered elsewhere
+        return None, None, cotangent
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, __: Any, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, gates: Gates, key: str, primal: torch.Tensor) -> Any:  # type: ignore[override]
+        return primal.view_as(primal), in_dims[2]
+
+
+gate = private.direct(_Gate)

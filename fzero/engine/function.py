@@ -1,0 +1,172 @@
+"""One run of the user's function: on what, and what is looked at around it."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.node import active
+from fzero.base.refusals import heard, refuse_outside
+from fzero.capture.handle import Handle, storage_of
+from fzero.capture.watch import is_strict, refuse_leaks, watching_run
+from fzero.comm.axis import Axis
+from fzero.engine.traversal import Traversal, read
+from fzero.engine.use import Use
+from fzero.formats.stored import Stored
+from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Group
+from fzero.table.rows import find
+from fzero.table.spec import Spec
+
+
+def traversal_of(
+    step: Spec,
+    state: TrainState,
+    seed: tuple[int, ...],
+    unreduced: bool = False,
+    fused: bool = False,
+    derived: bool = True,
+) -> tuple[Traversal, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """What one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
+
+    Args:
+        unreduced: leave cotangents full and unreduced (ZeRO-1 while it accumulates).
+        fused: params may be overwritten once their cotangents are there.
+        derived: whether it will be pulled back.
+    """
+    params = state.params
+    stage = step.stage
+    uses, primals, fixed = {}, {}, {}
+    # in ZeRO-1 and 2 one rank alone may run forward
+    numbered = stage == 3 or (stage and derived)
+    axis = Axis() if unreduced else params.axis.of_next_run(state.step) if numbered else params.axis
+    for key in params.keys:
+        group = params.layout.groups[key]
+        policy = group.row.policy
+        assert policy.param and policy.compute and policy.reduce and policy.grad
+        held = params.held.get(key)
+        shard = params.stored(key) if key in params.buffers else _stand_in(params, key)
+        stands = fused or not shard.plain or (not group.row.frozen and (unreduced or policy.reduce != policy.param))
+        primal = shard.parts[0]
+        if stands:
+            # cotangents take the primal's dtype and shape: a primal without memory stands for the stored one
+            numel = group.numel if unreduced else shard.numel()
+            primal = torch.zeros((), dtype=policy.reduce, device=shard.device).expand(numel)
+        (fixed if group.row.frozen else primals)[key] = primal
+        uses[key] = Use(
+            tag=key,
+            axis=axis,
+            shard=shard,
+            compute=policy.compute,
+            reduce=policy.reduce,
+            grad=policy.grad,
+            wire=policy.wire,
+            stands=stands,
+            gather8=policy.gather is not None,
+            held=held,
+        )
+    device = next(iter(uses.values())).shard.device.type
+    traversal = Traversal(params.layout, uses, stage == 3, step.remats, step.compiles, seed, device)
+    return traversal, primals, fixed
+
+
+def _stand_in(params: Sharded, key: str) -> Stored:
+    """For a shard that lies in the full buffer at hand: nobody reads it, and it must not count as a holder of that."""
+    full, numel = params.held[key], params.layout.shard_numel(key)
+    form = params.format(key)
+    return Stored(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
+
+
+def autocast_of(step: Spec, device: str) -> contextlib.AbstractContextManager[Any]:
+    """What the function runs under: torch.autocast where the step has it."""
+    dtype = find(step.rules, "compute")
+    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+
+
+def call_function(
+    step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[str, Any], inputs: Sequence[Any]
+) -> Any:
+    """The user's function on the tree of full tensors and handles."""
+    tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
+    form = (private.level(), torch.is_grad_enabled(), tuple(active(tensors)))
+    traversal.schedule.expect(state.params.axis.records, step.fn, form)
+    stored = _stored(state.params)
+    versions = [private.version(buffer) for buffer, _ in stored.values()]
+    # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
+    first = not traversal.schedule.ran_before or is_strict() or (torch.is_grad_enabled() and private.level() == 0)
+    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    leaves = traversal.leaves(primals)
+    entered = [None if isinstance(x, Handle) else private.version(private.unwrapped(x)) for x in leaves]
+    if first and not step.compiles:
+        full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
+        roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
+        watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
+    elif traversal.acts:
+        watch = watching_run(None)
+    tree = pytree.unflatten(state.params.structure, leaves)
+    with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
+        try:
+            with heard():
+                out = step.fn(tree, *inputs)
+        except RuntimeError as error:
+            refuse_outside(error)
+            raise
+        out = pytree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
+        if traversal.acts:
+            refuse_leaks(out)
+    if [private.version(buffer) for buffer, _ in stored.values()] != versions:
+        state.kill(
+            "The step's function wrote to the params of this state in place, and what they were is lost. Compute with "
+            "a copy (w = w.clone()), and go on from another state."
+        )
+        raise ValueError(
+            "step: the function wrote to its params in place, which this state did not survive. Params change in "
+            "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
+        )
+    for row, leaf, version in zip(state.params.layout.rows, leaves, entered, strict=True):
+        if version is not None and private.version(private.unwrapped(leaf)) != version:
+            raise ValueError(
+                f"step: the function writes to leaf {row.path!r} in place, outside of units (as "
+                "nn.Embedding(max_norm=...) does). Params change in step.update only: compute with a copy (w = "
+                "w.clone()), or use operations that are not in place."
+            )
+    return pytree.map_leaves(lambda x: _apart(x, stored), out)
+
+
+def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]]:
+    """Storage -> a buffer of the params, and what names the leaf that a view of it belongs to."""
+    out: dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]] = {}
+    for key in params.keys:
+        group = params.layout.groups[key]
+        shard = params.layout.shard_numel(key) * params.axis.rank
+
+        def leaf_of(tensor: torch.Tensor, group: Group = group, start: int = 0) -> str:
+            return f"Leaf {group.leaf_at(start + int(private.unwrapped(tensor).storage_offset()))!r}"
+
+        full = params.held.get(key)
+        for part in params.stored(key).parts if full is None else (*params.stored(key).parts, full):
+            start = 0 if full is not None and storage_of(part) == storage_of(full) else shard
+            out[storage_of(part)] = part, functools.partial(leaf_of, start=start)
+    return out
+
+
+def _leaf_of(traversal: Traversal, leaves: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
+    """Names the full leaf, of those that the function has, that a tensor is a view of."""
+    offsets = [
+        (private.unwrapped(leaf).storage_offset(), row.path)
+        for leaf, row in zip(leaves, traversal.layout.rows, strict=True)
+        if storage_of(leaf) == storage_of(tensor)
+    ]
+    own = private.unwrapped(tensor).storage_offset()
+    return f"Leaf {max(found for found in offsets if found[0] <= own)[1]!r}"
+
+
+def _apart(value: Any, stored: Mapping[int, Any]) -> Any:
+    """What is given out must not be a state's own memory: the caller may write to it."""
+    return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value

@@ -1,0 +1,253 @@
+"""The engine: a unit's call gathers its params, runs, frees them, and pulls cotangents back.
+
+Two forms. Without recomputation the unit's own graph is kept and the gathered buffers' storage is emptied in between;
+with it (`remat`) only the shards and the inputs are kept. Both are one `Node` of the outer derivative.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private
+from fzero.base.graph import gradients, joint_outputs, refuse_foreign_leaves
+from fzero.base.node import Op, Tensors
+from fzero.capture.again import Again
+from fzero.capture.handle import storage_of
+from fzero.capture.watch import begins, begun, is_strict, watching
+from fzero.comm.axis import done
+from fzero.engine.call import Call
+from fzero.engine.compiled import without_donation
+from fzero.engine.traversal import Traversal
+
+
+class _Pull:
+    """The kept graph of one first-order run of a unit."""
+
+    __slots__ = ("inputs", "keys", "leaves", "outputs", "surroundings")
+
+    def __init__(self, keys: list[Any], leaves: list[list[torch.Tensor]], inputs: dict[int, torch.Tensor]) -> None:
+        self.keys, self.leaves, self.inputs = keys, leaves, inputs
+        self.outputs: list[torch.Tensor] = []
+        self.surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+
+
+class UnitOp(Op):
+    """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
+
+    def __init__(
+        self, traversal: Traversal, keys: list[Any], call: Call, recompute: bool, seed: int, number: int
+    ) -> None:
+        def pure(*tensors: torch.Tensor) -> Tensors:
+            leaves: dict[int, torch.Tensor] = {}
+            for key, primal in zip(keys, tensors, strict=False):
+                leaves.update(traversal.layout.groups[key].views(traversal.uses[key].apply(primal)))
+            # what they would run again later is not surrounded by what this run finds
+            with torch.autograd.graph.disable_saved_tensors_hooks("saved tensor hooks in a derivative's derivative"):
+                return call.body(leaves, tensors[len(keys) :])
+
+        super().__init__(pure, seed, traversal.device)
+        self.traversal, self.keys, self.call, self.recompute, self.number = traversal, keys, call, recompute, number
+        self.name = f"unit {self.unit!r}"
+        self._pull: _Pull | None = None
+        self._fulls: dict[Any, torch.Tensor] = {}  # of this call's own graph
+        self._is_begun, self._records, self._watched = begun(), torch.is_grad_enabled(), False
+        self._arriving: dict[Any, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
+        self.used = False
+        # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
+        self._suspicious = not (traversal.schedule.on_track and private.single_level()) or is_strict()
+        traversal.schedule.runs(self)
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        schedule = self.traversal.schedule
+        # also where it is recomputed: the graph, which ends with the run, shows what no derivative goes through
+        out = self._forward(tensors, wanted, bool(wanted), schedule.gather_next)
+        if self.recompute:
+            self._pull = None
+        if not wanted:
+            self._fulls = {}
+        elif self.recompute:
+            if schedule.is_last():
+                for key, full in self._fulls.items():
+                    schedule.keep(key, full)
+            self._fulls = {}
+        elif schedule.is_last():  # the pullback starts with what is gathered last
+            self._arriving = dict.fromkeys(self._fulls, done)
+        else:
+            self._empty()
+        return out
+
+    def back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor] | None:
+        keep = ends = self.traversal.retain_graph or private.keeps_graph()
+        if self.used:
+            raise RuntimeError(used_up(f"unit {self.unit!r}"))
+        if self.recompute:
+            with torch.no_grad():
+                self._forward(tuple(t.detach() for t in tensors()), wanted, True, self._gather_previous)
+            keep = False
+            if self.traversal.schedule.lean:
+                self.traversal.schedule.finish_reduction()
+        elif self._pull is None:
+            return None
+        else:
+            self._refill()
+            self._gather_previous()
+        pull = self._pull
+        assert pull is not None
+        flat = [leaf for leaves in pull.leaves for leaf in leaves]
+        inputs = list(pull.inputs.values())
+        # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
+        if not self._watched:
+            refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._is_begun)
+        with without_donation() if keep and self.traversal.compiles else contextlib.nullcontext(), pull.surroundings():
+            found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+        out = {
+            i: torch.zeros_like(x) if g is None else g
+            for (i, x), g in zip(pull.inputs.items(), found[len(flat) :], strict=True)
+        }
+        del found[len(flat) :], flat
+        keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
+        if keep:
+            self._empty()
+        else:
+            self._pull, self._fulls = None, {}
+            pull.outputs, pull.leaves, pull.surroundings = [], [], contextlib.nullcontext
+        for key, size in zip(reversed(keys), reversed(sizes), strict=True):
+            grads = found[len(found) - size :]
+            del found[len(found) - size :]
+            shard = self.traversal.collect(key, grads) if self.traversal.wants(key) else None
+            if shard is not None:
+                out[self.keys.index(key)] = shard
+        if not ends:
+            self.forget()
+        return out
+
+    def forget(self) -> None:
+        """Lets go of the call: an output lies in an object that the call knows, and leads to the call by its graph."""
+        self.used, self._pull = True, None
+        self.call.forget()
+        del self.call, self.fn
+
+    @property
+    def unit(self) -> str:
+        return self.traversal.layout.groups[self.keys[0]].unit if self.keys else "of full params"
+
+    def _forward(
+        self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]
+    ) -> Tensors:
+        """Runs the unit's function.
+
+        Args:
+            wanted: positions to differentiate now: a graph is kept for them.
+            derived: whether something differentiates this run, now or by running it again.
+        """
+        traversal, count = self.traversal, len(self.keys)
+        self._fulls = {}
+        leaves: dict[int, torch.Tensor] = {}
+        differentiated: list[list[torch.Tensor]] = []
+        fulls: list[torch.Tensor] = []
+        for position, key in enumerate(self.keys):
+            full, own = traversal.schedule.take(key, tensors[position])
+            fulls.append(full)
+            if own:
+                self._fulls[key] = full
+            views = traversal.layout.groups[key].cut(full)
+            if position in wanted:
+                differentiated.append([view.requires_grad_() for view in views.values()])
+            leaves.update(views)
+        gather_ahead()
+        inputs = list(tensors[count:])
+        for position in wanted:
+            if position >= count:
+                inputs[position - count] = inputs[position - count].detach().requires_grad_()
+        grad_mode = torch.enable_grad() if self._records else torch.no_grad()
+        begin = [
+            *(leaf for group in differentiated for leaf in group),
+            *(inputs[p - count] for p in wanted if p >= count),
+        ]
+        begins(self.unit, begin)
+        thorough = (self._suspicious and derived) or self.call.facts.watched
+        # what is no input shows itself, as an error, or to the watch
+        guard = contextlib.nullcontext() if thorough or traversal.compiles else private.without_dead_wrappers()
+        with self.surroundings(), private.saved_tensor_hooks(), guard, grad_mode:
+            watch = self._watch(fulls, begin) if thorough and not traversal.compiles else None
+            self._watched = watch is not None
+            try:
+                out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())
+            except Again:  # with what is gathered: the other ranks need not run again
+                for key, full in self._fulls.items():
+                    traversal.schedule.keep(key, full)
+                raise
+        every = frozenset(range(len(out)))
+        if watch is not None and wanted:
+            self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
+        self.joint = {i: every for i in every} if traversal.compiles else self.call.facts.joint
+        if wanted:
+            self._pull = _Pull(
+                [self.keys[p] for p in wanted if p < count],
+                differentiated,
+                {p: inputs[p - count] for p in wanted if p >= count},
+            )
+            self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
+            self._pull.surroundings = functools.partial(self.call.refilled, leaves, self.call.inner)
+            if watch is not None:
+                refuse_foreign_leaves(self._pull.outputs, begin, lambda leaf: id(leaf) not in watch.own)
+        self.call.inner = (), []
+        return tuple(o.detach() for o in out)
+
+    def _watch(self, fulls: Sequence[torch.Tensor], begin: Sequence[torch.Tensor]) -> Any:
+        groups = [self.traversal.layout.groups[key] for key in self.keys]
+        return watching(
+            self.unit,
+            {
+                storage_of(full): lambda x, group=group: f"Leaf {group.leaf_at(int(x.storage_offset()))!r}"
+                for full, group in zip(fulls, groups, strict=True)
+            },
+            {*map(id, begin)},
+        )
+
+    def _empty(self) -> None:
+        """Gives back the memory of the gathered buffers; the call's graph still refers to them."""
+        for full in self._fulls.values():
+            self.traversal.schedule.empty(full)
+
+    def _gather_previous(self) -> None:
+        self.traversal.schedule.gather_previous(self)
+
+    def gather_ahead(self) -> None:
+        """Starts to gather what the pullback of this call will need, where the pass that is running comes to it.
+
+        That it still exists says nothing: whether what nobody needs is collected yet may differ between ranks.
+        """
+        node = self.node() if self.node is not None else None
+        if node is None or not private.will_run(node):
+            return
+        if self.recompute:
+            self.traversal.schedule.gather_ahead(tuple(self.keys))
+        elif self._pull is not None:
+            for key, full in self._fulls.items():
+                if key not in self._arriving:
+                    self._arriving[key] = self.traversal.schedule.refill(key, full)
+
+    def forget_ahead(self) -> None:
+        """Leaves what was gathered ahead and not used."""
+        for key in list(self._arriving):
+            self._arriving.pop(key)()
+            self.traversal.schedule.empty(self._fulls[key])
+
+    def _refill(self) -> None:
+        for key, full in self._fulls.items():
+            (self._arriving.pop(key, None) or self.traversal.schedule.refill(key, full))()
+
+
+def used_up(what: str) -> str:
+    return (
+        f"The pullback of {what} was used up by an earlier call, which freed what it kept. "
+        "Pass retain_graph=True to every call but the last."
+    )

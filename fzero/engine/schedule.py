@@ -1,0 +1,246 @@
+"""What is in flight while one run's units compute: the next unit's gather, the last unit's reduction.
+
+Units are gathered ahead in the order that the last run of the same function called them, which is the same on every
+rank; the pullback goes back through this run's own calls. Owned by one run; nothing of it outlives that run's graph.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from typing import Any, Protocol
+
+import torch
+
+from fzero.base import private
+from fzero.comm import hazards
+from fzero.comm.axis import finish_all
+from fzero.engine.record import Facts, Keys, Record
+from fzero.engine.use import Use
+
+
+class Running(Protocol):
+    """A unit's call, as far as its run's schedule calls back."""
+
+    number: int
+    used: bool
+
+    def gather_ahead(self) -> None:
+        """Starts to gather what its pullback will need, where the pass that is running comes to it."""
+
+    def forget_ahead(self) -> None:
+        """Leaves what was gathered ahead and not used."""
+
+    def forget(self) -> None:
+        """Lets go of the call, which nobody will pull back."""
+
+
+def _gone() -> None:
+    """Stands for a reference to a call that nothing runs any more."""
+
+
+class Schedule:
+    """The buffers in flight of one run.
+
+    Attributes:
+        keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
+        ran_before: whether the function has run to its end before.
+        lean: whether memory counts more than that it stays warm: the full cotangent's is not kept for the next unit.
+    """
+
+    def __init__(self, uses: Mapping[str, Use]) -> None:
+        self.uses = uses
+        self._pulls = False
+        self.keeps, self.ran_before, self.lean = True, False, False
+        self._calls: list[Callable[[], Running | None]] = []
+        self._called: list[Keys] = []
+        self._expected: tuple[Keys, ...] = ()
+        self._on_track = True  # called so far what was expected
+        self.record = Record()
+        self._ahead: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {}
+        self._kept: dict[str, torch.Tensor] = {}
+        self._reducing: Callable[[], None] | None = None
+        self._spare: torch.Tensor | None = None
+
+    # ---- forward
+
+    def expect(self, records: MutableMapping[Any, dict[Any, Record]], fn: Any, form: Any) -> None:
+        """Looks up what the last run of `fn` called, and will note there what this one calls.
+
+        Args:
+            form: what this run is asked for; of another one it shows little (a forward alone, other derivatives).
+        """
+        with contextlib.suppress(TypeError):  # a callable that cannot be referred to weakly is not looked ahead of
+            self.record = records.setdefault(fn, {}).setdefault(form, self.record)
+        self.ran_before = self.record.order is not None
+        self._expected = self.record.order or ()
+
+    def called(self, keys: Keys) -> int:
+        """Notes a call; its number."""
+        count = len(self._called)
+        self._on_track = self._on_track and count < len(self._expected) and self._expected[count] == keys
+        self._called.append(keys)
+        self._calls.append(_gone)
+        return count
+
+    def runs(self, op: Running) -> None:
+        """Notes what runs a call."""
+        self._calls[op.number] = weakref.ref(op)
+
+    @property
+    def on_track(self) -> bool:
+        """Whether this run has called so far what the last one called."""
+        return self.ran_before and self._on_track
+
+    def facts(self, number: int, moving: tuple[int, ...]) -> Facts | None:
+        """What is known of the latest call; None if nothing is."""
+        return self.record.facts.get((number, moving)) if self.on_track else None
+
+    def is_last(self) -> bool:
+        """Whether the call that runs is probably the last of the forward, and may keep its buffers."""
+        return self.keeps and len(self._called) == len(self._expected) and self._on_track
+
+    def gather_next(self) -> None:
+        """Starts the gather of the unit that will probably be called after the one that runs."""
+        count = len(self._called)
+        if self._on_track and count < len(self._expected):
+            self.gather_ahead(self._expected[count])
+
+    def gather_ahead(self, keys: Keys) -> None:
+        for key in keys:
+            if self.uses[key].gathers and key not in self._ahead and key not in self._kept:
+                self._ahead[key] = self._gather(key)
+
+    def keep(self, key: str, full: torch.Tensor) -> None:
+        """Holds on to a gathered buffer for its next use."""
+        self._kept[key] = full
+
+    def take(self, key: str, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """A unit's full buffer, gathered ahead or now, and whether it is the unit's own, which it may empty."""
+        use = self.uses[key]
+        if not use.gathers:
+            return use.value(primal)[0], False
+        if key in self._kept:
+            return self._kept.pop(key), True
+        full, wait = self._ahead.pop(key, None) or self._gather(key)
+        wait()
+        return full, True
+
+    def _gather(self, key: str) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Starts to gather a group into a new buffer."""
+        use = self.uses[key]
+        with torch.inference_mode(False):  # a unit that is called outside of it may use what was gathered ahead inside
+            full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.shard.device)
+            return full, self._fill(key, full)
+
+    def _fill(self, key: str, full: torch.Tensor) -> Callable[[], None]:
+        # a call's own graph saved views of its buffer, and is pulled back with the same values in it
+        with private.preserve_version([full]), torch.no_grad():
+            return self.uses[key].start_into(full)
+
+    def refill(self, key: str, full: torch.Tensor) -> Callable[[], None]:
+        """Starts to gather a group again into the buffer that a call's own graph refers to."""
+        storage = full.untyped_storage()
+        if storage.nbytes() == 0:
+            storage.resize_(full.numel() * full.element_size())
+        return self._fill(key, full)
+
+    @staticmethod
+    def empty(full: torch.Tensor) -> None:
+        """Gives back the memory of a call's buffer, which its graph still refers to."""
+        storage = full.untyped_storage()
+        if not hazards.poison(full) and storage.resizable():  # it is not where numpy sees it too
+            storage.resize_(0)
+
+    @contextlib.contextmanager
+    def forward(self) -> Iterator[None]:
+        """Around the function's run. What is in flight at its end is waited for, or it would meet later messages."""
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._end_of_gathers()
+            raise
+        self._end_of_gathers()
+        self.record.order = tuple(self._called)
+        self._expected = ()
+
+    def forget_calls(self) -> None:
+        """Lets go of calls that nobody will pull back."""
+        for reference in self._calls:
+            op = reference()
+            if op is not None and not op.used:
+                op.forget()
+
+    # ---- pullback
+
+    def gather_previous(self, op: Running) -> None:
+        """Starts the gather of the unit that will probably be pulled back after `op`."""
+        previous = self._calls[op.number - 1]() if self._pulls and op.number > 0 else None
+        if previous is not None:
+            previous.gather_ahead()
+
+    def buffer(self, key: str, numel: int) -> torch.Tensor:
+        """A buffer for the full cotangent of a group: the last one's where it fits, so that memory stays warm."""
+        self.finish_reduction()
+        use, spare, self._spare = self.uses[key], self._spare, None
+        if spare is not None and (spare.numel(), spare.dtype) == (numel, use.wire):
+            return spare
+        del spare
+        return torch.empty(numel, dtype=use.wire, device=use.shard.device)
+
+    def reduce(self, key: str, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+        """Starts to reduce a full cotangent; this rank's share of it is given to `then`, once it is there.
+
+        Args:
+            full: of `buffer`; it is not the caller's any more.
+            then: called by the next `finish_reduction` at the latest: nobody else knows the share before.
+        """
+        self.finish_reduction()
+        use = self.uses[key]
+        if use.axis.ranks == 1:
+            then(full)
+            return
+        mean, wait = use.axis.start_reduce_scatter(full, use.tag, use.reduce)
+
+        def finish() -> None:
+            wait()
+            if self._pulls and not self.lean:
+                hazards.poison(full)
+                self._spare = full
+            then(mean)
+
+        self._reducing = finish
+
+    def finish_reduction(self) -> None:
+        """Waits for the reduction in flight, of which there is one at a time, and whose buffer is then free."""
+        if self._reducing is not None:
+            reducing, self._reducing = self._reducing, None
+            reducing()
+
+    @contextlib.contextmanager
+    def pullback(self) -> Iterator[None]:
+        """Around a whole pullback; outside of one nothing is gathered ahead of one, as its end would be unknown."""
+        self._pulls = True
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                self._end_of_pullback()
+            raise
+        finally:
+            self._pulls = False
+        self._end_of_pullback()
+
+    def _end_of_gathers(self) -> None:
+        ahead, self._ahead = self._ahead, {}
+        with private.below_transforms():  # what arrives is written to buffers that no level knows
+            finish_all([wait for _, wait in ahead.values()])
+
+    def _end_of_pullback(self) -> None:
+        """Waits for everything in flight: also for what was gathered ahead and not used."""
+        calls = [op for reference in self._calls if (op := reference()) is not None]
+        finish_all([self.finish_reduction, *[op.forget_ahead for op in calls], self._end_of_gathers])
+        self._spare = None
+        self._kept.clear()

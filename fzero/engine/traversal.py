@@ -1,0 +1,192 @@
+"""One run of the step's function: the tree that it receives, of handles and full leaves, and what its units share."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base.node import Op, Tensors, active, apply
+from fzero.base.random import Seeds, seeded
+from fzero.capture.handle import Handle
+from fzero.engine.delivery import Delivery, Gates, gate
+from fzero.engine.schedule import Schedule
+from fzero.engine.use import Use
+from fzero.table.layout import Layout
+
+# the leaves of the step whose function runs, also inside its units
+running: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("fzero_running", default=None)
+current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
+
+
+class Traversal:
+    """One run of the step's function: what its units share. Lives as long as that run's graph, never longer."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        uses: Mapping[str, Use],
+        sharded: bool,
+        remat: bool,
+        compiles: bool,
+        seed: tuple[int, ...],
+        device: str,
+    ) -> None:
+        self.layout, self.uses, self.remat, self.compiles, self.device = layout, uses, remat, compiles, device
+        self.acts = sharded or remat or compiles  # whether there is anything to do where a unit is used
+        self.retain_graph = False
+        self.records = False  # whether plain autograd was on where the function began
+        self.gates = Gates()
+        self.tokens: dict[str, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
+        self.nodes: dict[str, Any] = {}  # group -> its gate's node of the graph
+        self.schedule = Schedule(uses)
+        self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
+        self.next_seed = Seeds(*seed).next
+
+    def is_split(self, key: str) -> bool:
+        """Whether nothing is to be done at the use of a small group: its leaves are then differentiated themselves.
+
+        That costs less than a node; a large one's grads had better be moved into its flat buffer one by one.
+        """
+        group = self.layout.groups[key]
+        small = group.numel < 1 << 16
+        return small and self.uses[key].trivial and not (group.unit and self.acts)
+
+    def leaves(self, primals: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[Any]:
+        """The leaves of the tree that the function receives, in leaf order: full tensors, or handles.
+
+        Args:
+            primals: the stored buffers, or of a group that is split its leaves.
+        """
+        out: list[Any] = [None] * len(self.layout.rows)
+        for key, primal in primals.items():
+            group = self.layout.groups[key]
+            if isinstance(primal, torch.Tensor) and active((primal,)):
+                primal = gate(self.gates, key, primal)
+                self.nodes[key] = primal.grad_fn
+            if isinstance(primal, torch.Tensor) and group.unit and self.acts:
+                self.tokens[key] = primal
+                for slot in group.slots:
+                    out[slot.leaf] = self._handle(key, slot.leaf, primal)
+            else:
+                views = (
+                    primal
+                    if not isinstance(primal, torch.Tensor)
+                    else apply(_Leaves(self, key), active((primal,)), primal)
+                )
+                for slot, view in zip(group.slots, views, strict=True):
+                    out[slot.leaf] = view
+                    self.origins[id(view)] = slot.leaf
+        return out
+
+    def handle(self, index: int) -> Handle:
+        """A handle of a leaf of a unit."""
+        key, _ = self.layout.key_of[self.layout.rows[index].path]
+        return self._handle(key, index, self.tokens[key])
+
+    def _handle(self, key: str, index: int, token: torch.Tensor) -> Handle:
+        return Handle(self, key, index, self.layout.rows[index], self.uses[key].compute, token)
+
+    @property
+    def delivery(self) -> Delivery | None:
+        """That of the pullback that is running, where it has one."""
+        return self.gates.delivery
+
+    def wants(self, key: str) -> bool:
+        """Whether the pass of autograd that is running asks for the cotangent of a group."""
+        return self.delivery is None or self.delivery.wants(key)
+
+    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+        """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
+
+        Where cotangents are delivered None, otherwise what has arrived.
+        """
+        full = self.schedule.buffer(key, self.layout.groups[key].numel)
+        self.layout.groups[key].join_into(full, cotangents)
+        if isinstance(cotangents, list):
+            cotangents.clear()
+        if self.delivery is not None:
+            self.delivery.add(key, full)
+            return None
+        arrived: list[torch.Tensor] = []
+        self.schedule.reduce(key, full, arrived.append)
+        self.schedule.finish_reduction()
+        return arrived[0].to(self.uses[key].reduce)
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Units that are called inside draw their seeds from here."""
+        token, outer = current.set(self), running.set(self.layout)
+        self.records = torch.is_grad_enabled()
+        try:
+            with seeded(self.next_seed()):
+                yield
+        finally:
+            current.reset(token)
+            running.reset(outer)
+            self.origins = {}
+
+
+def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
+    """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
+    traversal = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
+    if traversal is None:
+        return None, (0,) * len(values)
+    full = traversal.origins.get
+    return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
+
+
+class LeafOp(Op):
+    """One leaf of a unit, read outside of it: its group is gathered for this one use."""
+
+    def __init__(self, traversal: Traversal, key: str, index: int) -> None:
+        group, use = traversal.layout.groups[key], traversal.uses[key]
+        super().__init__(lambda primal: (group.views(use.apply(primal))[index],), None, traversal.device)
+        self.traversal, self.key, self.index = traversal, key, index
+        traversal.schedule.called((key,))
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        full, _ = self.traversal.schedule.take(self.key, tensors[0])
+        return (self.traversal.layout.groups[self.key].cut(full)[self.index].clone(),)
+
+    def back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        if not self.traversal.wants(self.key):
+            return {}
+        leaves = [slot.leaf for slot in self.traversal.layout.groups[self.key].slots]
+        shard = self.traversal.collect(self.key, [cotangents[0] if leaf == self.index else None for leaf in leaves])
+        return {0: shard} if shard is not None else {}
+
+
+def read(handle: Handle) -> torch.Tensor:
+    """A unit's leaf in full, outside that unit, differentiable."""
+    op = LeafOp(handle.owner, handle.key, handle.index)
+    return apply(op, active((handle.primal,)), handle.primal)[0]
+
+
+class _Leaves(Op):
+    """A group that is full where the function sees it: its shard -> its leaves.
+
+    Made before the function runs, it would be pulled back last of all, with every unit's cotangents waiting.
+    """
+
+    early = True
+
+    def __init__(self, traversal: Traversal, key: str) -> None:
+        group, use = traversal.layout.groups[key], traversal.uses[key]
+        super().__init__(lambda primal: tuple(group.views(use.apply(primal)).values()), None, traversal.device)
+        self.traversal, self.key = traversal, key
+
+    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
+        full, _ = self.traversal.uses[self.key].value(tensors[0])
+        return tuple(self.traversal.layout.groups[self.key].cut(full).values())
+
+    def back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor]:
+        shard = self.traversal.collect(self.key, cotangents) if self.traversal.wants(self.key) else None
+        return {0: shard} if shard is not None else {}

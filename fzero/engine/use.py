@@ -1,0 +1,121 @@
+"""How a buffer is used: the maps from a stored shard to the full buffer in compute dtype, differentiable at any level.
+
+Gathering a shard and reduce-scattering a cotangent are maps of the *mean* inner product over ranks, so that each is the
+other's transpose (ZeRO, Rajbhandari et al. 2020, section 5).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.base import private
+from fzero.base.node import first_order
+from fzero.comm.axis import Axis
+from fzero.comm.linear import Collect, Spread, Wire
+from fzero.formats.formats import Blocks
+from fzero.formats.stored import Stored, decode, encode
+
+_BLOCKS = Blocks()
+
+
+@dataclass(eq=False, slots=True)
+class Use(Wire):
+    """How one buffer is used: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
+
+    Attributes:
+        shard: this rank's shard as it is stored.
+        gather8: whether params travel in 8 bits.
+        stands: whether the differentiated tensor only stands for the shard (sums of another dtype, encoded params).
+        held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
+    """
+
+    shard: Stored
+    grad: torch.dtype
+    stands: bool = False
+    gather8: bool = False
+    held: torch.Tensor | None = None
+
+    def value(self, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
+        """The full buffer in compute dtype, and whether it is a new one (that may be freed)."""
+        if self.held is not None:
+            return self.held, False
+        if self.gather8:
+            full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.shard.device)
+            self.start_into(full)()
+            return full, True
+        shard = self.shard.to(self.compute) if self.stands else primal.to(self.compute)
+        if self.axis.size == 1:
+            return shard, shard is not primal and all(shard is not part for part in self.shard.parts)
+        return self.axis.gather(shard, self.tag), True
+
+    @property
+    def trivial(self) -> bool:
+        """Whether the stored buffer is used as it is, and its cotangent is its grad."""
+        stored = self.shard.dtype
+        alone = self.held is None and not self.stands and not self.gather8 and self.axis.ranks == 1
+        return alone and self.compute == self.grad == self.reduce == stored
+
+    @property
+    def gathers(self) -> bool:
+        return self.held is None and self.axis.size > 1
+
+    def start_into(self, full: torch.Tensor) -> Callable[[], None]:
+        """Begins to gather the stored shard into `full`."""
+        return start_gather(self.axis, full, self.shard, self.gather8, self.tag)
+
+    def apply(self, primal: torch.Tensor) -> torch.Tensor:
+        """The full buffer as a differentiable function of the shard."""
+        if self.trivial:
+            return primal
+        return _value(self, primal)
+
+
+def start_gather(axis: Axis, full: torch.Tensor, shard: Stored, in_8_bits: bool, tag: str) -> Callable[[], None]:
+    """Begins to fill a full buffer with all ranks' shards, which may travel in 8 bits."""
+    if not in_8_bits:
+        return axis.start_gather(full, shard.to(full.dtype), tag)
+    codes, scales = encode(_BLOCKS, shard.to(shard.dtype))
+    sent = torch.cat([codes.view(torch.uint8), scales.view(torch.uint8)])
+    received = sent.new_empty(sent.numel() * axis.size)
+    wait = axis.start_gather(received, sent, tag)
+
+    def finish() -> None:
+        wait()
+        cut = codes.numel()
+        with private.preserve_version([full]), torch.no_grad():
+            for target, wire in zip(full.chunk(axis.size), received.chunk(axis.size), strict=True):
+                target.copy_(decode(_BLOCKS, (wire[:cut].view(torch.int8), wire[cut:].view(torch.int16)), full.dtype))
+
+    return finish
+
+
+class _Value(torch.autograd.Function):
+    """The buffer in use: its value may be at hand, its derivative is that of spreading the shard."""
+
+    @staticmethod
+    def forward(use: Use, primal: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        full, _ = use.value(primal)
+        return full.view(full.shape)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.use = inputs[0]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, ctx.use.collect(cotangent) if first_order() else Collect.apply(ctx.use, cotangent)
+
+    @staticmethod
+    def jvp(ctx: Any, _: Any, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+        return Spread.apply(ctx.use, tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, use: Use, primal: torch.Tensor) -> Any:  # type: ignore[override]
+        return Spread.apply(use, primal.movedim(in_dims[1], -1).contiguous()), -1
+
+
+_value = private.direct(_Value)

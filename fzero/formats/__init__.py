@@ -1,0 +1,1 @@
+"""How values are stored: formats over a few operations, encoded and decoded by torch."""

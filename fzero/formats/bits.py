@@ -1,0 +1,118 @@
+"""Random bits for rounding, from a counter: (seed, update, leaf path, offset in the leaf), never from buffers or ranks.
+
+So rounding is the same for every sharding, chunking and restart. The hash is Wellons' lowbias32 (2018).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fzero.formats.formats import ALIGN
+
+_GOLDEN, _STREAM = 0x9E3779B9 - (1 << 32), 0x632BE5AB
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The counters of a buffer's blocks of 64 elements, in runs that rise evenly.
+
+    Attributes:
+        runs: (first block, its counter, what every next one adds); the padding behind the last leaf counts nothing.
+        count: blocks.
+    """
+
+    runs: tuple[tuple[int, int, int], ...] = ()
+    count: int = 0
+
+    def blocks(self, device: Any, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """int32[blocks] of the elements from start to stop, multiples of 64; all by default."""
+        begin, end = start // ALIGN, self.count if stop is None else stop // ALIGN
+        out = torch.empty(max(0, min(end, self.count) - begin), dtype=torch.int32, device=device)
+        ends = [run[0] for run in self.runs[1:]] + [self.count]
+        for (first, counter, rise), last in zip(self.runs, ends, strict=False):
+            low, high = max(first, begin), min(last, end)
+            if low < high:
+                numbers = out[low - begin : high - begin]
+                torch.arange(low - first, high - first, out=numbers)
+                numbers.mul_(rise).add_(counter)
+        return out
+
+    @cached_property
+    def table(self) -> torch.Tensor:
+        """int32[runs + 1, 3], with an end that no block reaches: what a kernel counts by."""
+        return torch.tensor([*self.runs, (2**31 - 1, 0, 0)], dtype=torch.int32)
+
+
+def _signed(x: int) -> int:
+    """The lower 32 bits as a signed number."""
+    return (x + (1 << 31)) % (1 << 32) - (1 << 31)
+
+
+def word(block: Any, lane: Any, stream: int, shift: Callable[[Any, int], Any]) -> Any:
+    """32 random bits for lane 0 to 63 of a block, an int32; streams are independent.
+
+    Args:
+        block: the block's counter, hashed.
+        shift: `shift(x, n)`, the logical shift to the right.
+    """
+    return _mixed(block + lane * _GOLDEN + _signed(stream * _STREAM), shift)
+
+
+def hashed(x: Any, shift: Callable[[Any, int], Any]) -> Any:
+    """lowbias32 of int32 counters."""
+    x = _mixed(x ^ shift(x, 16), shift)
+    return x ^ shift(x, 16)
+
+
+def _mixed(x: Any, shift: Callable[[Any, int], Any]) -> Any:
+    """The middle of lowbias32: enough for what is random already, but for a counter."""
+    x = x * 0x7FEB352D
+    x = x ^ shift(x, 15)
+    return x * (0x846CA68B - (1 << 32))
+
+
+class Fields:
+    """Random integers as fields of a counter's words: every backend must take them alike.
+
+    Args:
+        read: `read(number)`, a word of 32 random bits for every element.
+        shift: the logical shift to the right.
+    """
+
+    def __init__(self, read: Callable[[int], Any], shift: Callable[[Any, int], Any]) -> None:
+        self._read, self._shift = read, shift
+        self._number, self._free = -1, 0
+
+    def __call__(self, count: int, own: int | None = None) -> Any:
+        """Integers in [0, 2**count), each as likely.
+
+        Args:
+            own: how many of their upper bits no other field has; all by default. What those below decide is so rare
+                that two fields may share them.
+        """
+        own = count if own is None else own
+        ends = [32, *range(31, own - 1, -1)]  # at either end of its word a field takes one operation
+        if count >= 16:
+            ends.insert(0, count)  # short ones come from the upper bits, which are the most random
+        end = next((end for end in ends if self._is_free(end, own)), None)
+        if end is None:
+            self._number, self._free, end = self._number + 1, _ones(32, 32), ends[0]
+        self._free &= ~_ones(own, end)
+        bits, down = self._read(self._number), end - count
+        if down < 0:
+            return (bits << -down) & _ones(count, count)
+        bits = self._shift(bits, down) if down else bits
+        return bits if end == 32 else bits & _ones(count, count)
+
+    def _is_free(self, end: int, own: int) -> bool:
+        return self._free & _ones(own, end) == _ones(own, end)
+
+
+def _ones(count: int, end: int) -> int:
+    """So many bits below bit `end`."""
+    return (1 << end) - (1 << end - count)

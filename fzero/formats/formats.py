@@ -1,0 +1,235 @@
+"""How values are stored: a format turns float32 values into the parts that a buffer consists of, and back.
+
+Formats are written over a small set of operations `o`, so that one text serves torch (`fzero/formats/ops.py`) and the
+kernels that `fzero/kernels/source.py` generates. What a lossy format rounds it rounds stochastically, so that small
+updates and slow decays are kept in the mean.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.formats.ops import TorchOps
+
+GROUP = 32  # elements that share a scale
+
+
+Bits = Callable[..., Any]  # (n, own=n) -> random integers in [0, 2**n), one per element
+
+
+_MAGNITUDE = 0x7FFFFFFF
+
+
+_LARGEST = 0x7F7F0000  # the largest finite bfloat16, as float32 bits
+
+
+_SIGN = -(1 << 31)
+
+
+_SMALLEST = 2.0**-126  # the smallest float32 whose inverse is finite
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of the buffers that a format stores: its dtype, and how many elements share an entry."""
+
+    name: str
+    dtype: torch.dtype
+    every: int = 1
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Values in one dtype, rounded to nearest, or stochastically (to bfloat16).
+
+    An exact value stays as it is, infinities and NaN are kept, and a finite value does not become infinite by luck.
+    """
+
+    dtype: torch.dtype
+    stochastic: bool = False
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return (Part("", self.dtype),)
+
+    def __str__(self) -> str:
+        return _short(self.dtype) + (" stochastic" if self.stochastic else "")
+
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+        return stored[0] if times is None else stored[0] * times
+
+    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+        if not self.stochastic or noise is None:
+            return [x]
+        return [o.upper(_carried(o, x, noise(16)))]
+
+
+@dataclass(frozen=True)
+class Exact:
+    """A float32 value in two halves, bit for bit: a bfloat16, and what it leaves, in int16."""
+
+    parts = (Part("", torch.bfloat16), Part("remainder", torch.int16))
+
+    def __str__(self) -> str:
+        return "bf16 + int16"
+
+    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
+        return o.floats(o.bits(stored[0]) + stored[1])
+
+    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+        bits = o.bits(x)
+        return [_upper(o, bits), o.extended(bits, 16)]
+
+
+@dataclass(frozen=True)
+class Corrected:
+    """The leading 24 bits of a float32: a bfloat16, and what it leaves, in int8 (FlashOptim's idea, 2602.23349)."""
+
+    parts = (Part("", torch.bfloat16), Part("remainder", torch.int8))
+
+    def __str__(self) -> str:
+        return "bf16 + int8"
+
+    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
+        return o.floats(o.bits(stored[0]) + (stored[1] << 8))
+
+    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+        bits = _carried(o, x, 0x80 if noise is None else noise(8))
+        return [_upper(o, bits), o.extended(bits, 16) >> 8]
+
+
+@dataclass(frozen=True)
+class Companded:
+    """Moments in 8 or 4 bits: groups of 32 share a scale; codes are finer near zero.
+
+    The companding is piecewise linear, as in G.711 (ITU-T 1988): a magnitude over its scale plus a bias is a float, and
+    the code is its leading bits, so that segments double in width and have as many codes each. Magnitudes in 8 bits
+    have 4 segments of 32 codes, second moments, which need no sign, 8 of 32, and magnitudes in 4 bits 2 of 4. The scale
+    is a power of two, 8 bits of exponent (OCP Microscaling 1.0), the least for which the largest code is enough.
+    What rounds to zero becomes the smallest code in second moments, as they are divided by.
+    """
+
+    signed: bool
+    width: int = 8
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        codes = Part("", torch.int8 if self.signed else torch.uint8)
+        return (codes if self.width == 8 else Part("", torch.uint8, 2), Part("scale", torch.uint8, GROUP))
+
+    @property
+    def most(self) -> int:
+        """The largest code of a magnitude."""
+        return (127 if self.width == 8 else 7) if self.signed else 255
+
+    @property
+    def place(self) -> int:
+        """Of a code's last bit in a float."""
+        return 18 if self.width == 8 else 21
+
+    @property
+    def bias(self) -> float:
+        """The float whose code is 0; that of the largest code is just less than 2."""
+        return 2.0 ** -(self.most >> 23 - self.place)
+
+    @property
+    def carry(self) -> int:
+        """That makes the next exponent of one whose fraction is more than the largest code's, as float32 bits."""
+        return (1 << self.place) + int(self.bias * 2**23)
+
+    def __str__(self) -> str:
+        return f"{self.width}-bit"
+
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = 1.0) -> Any:
+        scale = o.floats(stored[1] << 23) * times
+        if self.width == 4:
+            return o.level(stored[0], self) * scale
+        code = stored[0] & self.most if self.signed else stored[0]
+        x = o.less_times(o.floats((code << self.place) | _bits(self.bias)), self.bias, scale)
+        return o.floats(o.bits(x) | (stored[0] & _SIGN)) if self.signed else x
+
+    def level(self, o: Any, code: Any) -> Any:
+        """What a signed code stands for, over its scale: exact, so that one product of it has one rounding."""
+        x = o.floats(((code & self.most) << self.place) | _bits(self.bias)) - self.bias
+        return o.floats(o.bits(x) | (code & _SIGN))
+
+    @property
+    def levels(self) -> list[float]:
+        """Those of the codes 0, 1, ... as they are stored."""
+        codes = torch.arange(1 << self.width, dtype=torch.int32)
+        return self.level(TorchOps, TorchOps.extended(codes, self.width)).tolist()
+
+    def magnitude(self, o: Any, x: Any) -> Any:
+        """The bits of the magnitude, which order as it does."""
+        return o.bits(x) & _MAGNITUDE if self.signed else o.bits(x)
+
+    def scale(self, o: Any, largest: Any) -> Any:
+        """The stored scale of a group, of the bits of its largest magnitude."""
+        return o.least(o.shift(largest + self.carry, 23), 253)
+
+    def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
+        """The codes of values, of which none is too large for the scale that is stored for its group."""
+        y = o.bits(o.times_plus(o.floats(magnitude), o.floats((254 - scale) << 23), self.bias))
+        if not self.signed:
+            y = o.most(y, _bits(self.bias) + (1 << self.place))
+        part = 1 << self.place - 1 if noise is None else noise(self.place, 6 if self.width == 8 else 5)
+        code = o.shift(y + part, self.place)
+        if not self.signed:
+            return code  # whose low 8 bits are stored
+        sign = o.shift(o.bits(x), 32 - self.width)
+        return ((code ^ sign) & self.most) ^ sign
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """Values in 8 bits, evenly between plus and minus their group's largest: what params may travel in."""
+
+    parts = (Part("", torch.int8), Part("scale", torch.int16, GROUP))
+
+    def __str__(self) -> str:
+        return "8-bit blocks"
+
+    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
+        return o.to_float(stored[0]) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127))
+
+    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+        scale = _scale(o, x.abs().amax(-1, keepdim=True))
+        stored = o.floats(scale << 15)
+        inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
+        return [o.clamp(o.to_int(x * inverse + 128.5) - 128, -127, 127), scale]
+
+
+Format = Plain | Exact | Corrected | Companded | Blocks
+
+
+def _bits(x: float) -> int:
+    """Of a power of two, as float32."""
+    return int(math.log2(x)) + 127 << 23
+
+
+def _carried(o: Any, x: Any, carry: Any) -> Any:
+    """The bits of x with `carry` added to the lower half, which makes nothing finite infinite."""
+    bits = o.bits(x)
+    return bits + o.where((bits & _MAGNITUDE) >= _LARGEST, 0, carry)
+
+
+def _upper(o: Any, bits: Any) -> Any:
+    """The bfloat16 beside a lower half that is stored as a signed number."""
+    return o.upper(bits + 0x8000)
+
+
+def _scale(o: Any, largest: Any) -> Any:
+    """What a group stores of its largest magnitude: 8 bits of exponent and 8 of mantissa, rounded up."""
+    return o.shift(o.least(o.bits(largest), _LARGEST) + 0x7FFF, 15)
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+
+
+ALIGN = 64  # elements: fused kernels give the same bits for every cut at multiples of it

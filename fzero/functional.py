@@ -1,0 +1,272 @@
+"""nn.Module -> (apply, params): a pure function of the params, whose modules are units where the handles say so."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import sys
+import threading
+from collections.abc import Callable, Container, Iterator, Mapping
+from typing import Any
+
+from torch import nn
+
+from fzero.base.arguments import wrong
+from fzero.base.patterns import ROOT
+from fzero.capture.handle import Handle
+from fzero.capture.surroundings import Surroundings
+from fzero.engine.call import here
+from fzero.engine.compiled import compiled
+from fzero.engine.plain import CHECKPOINTED, plain_call
+from fzero.engine.traversal import origins_of, running
+from fzero.engine.unit import call_unit
+from fzero.modules.leaf import Absent, readable
+from fzero.modules.places import Places, places_of
+from fzero.modules.private_copy import private_copy, refuse_kinds, refuse_params
+from fzero.modules.untouched import Untouched, refuse_changes, refuse_in_place
+from fzero.table.module_params import ModuleParams, refuse_lost
+from fzero.table.rows import Row
+
+Params = Mapping[str, Any]
+# module path -> {name below that module: leaf}, for the apply that is running
+_units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
+# index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
+_outside: contextvars.ContextVar[Mapping[int, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_leaves")
+
+
+def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
+    """A pure function and its params from a module, which is left as it is.
+
+    The function works on a private copy of the module as it is now: what is changed in the module later (`eval()`, an
+    attribute, another hook) the next `functional` sees. Hooks, wrapped forwards and whatever else the module leads to
+    that reads it (by a closure, a default argument, a bound method, a global name) read the copy there, also where they
+    hold a param itself; a list that a hook appends to stays the caller's. Attributes that a forward writes are the
+    copy's: a counter counts there from call to call, and the module's own stays as it is.
+
+    Args:
+        module: any module. Its buffers become constants of the function; a tied weight appears once, under its first
+            name.
+
+    Returns:
+        `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
+        (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
+        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`.
+
+    Raises:
+        ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
+            the module's global name), or a module works on no tensors but its own (a ScriptModule, a lazy one). By
+            `apply`: the module changes a buffer in its forward; a param that it does not train would be trained.
+
+    Example:
+        >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
+        >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
+        (['bias', 'weight'], torch.Size([3, 1]))
+    """
+    if not isinstance(module, nn.Module):
+        raise wrong("functional", "module", module, "a torch.nn.Module")
+    refuse_kinds(module)
+    refuse_params(module)
+    frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
+    params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
+    memo = {id(param): Absent(name, param) for name, param in module.named_parameters()}
+    pristine, reach, _ = private_copy(module, memo)
+    places_of(pristine, reach)  # what cannot be put anywhere is refused here
+    names = {id(param): name for name, param in pristine.named_parameters()}
+    # every name, also a tied weight's second one -> the leaf's one name
+    aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
+    known = dict.fromkeys(names.values())  # in order, so that every rank says the same
+    structures: dict[Any, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
+    threads = threading.local()  # swapping a module's params is not safe across threads
+
+    def twin() -> nn.Module:
+        if not hasattr(threads, "twin") or (threads.untouched.broken and not threads.untouched.depth):
+            module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+            threads.patched, threads.paths = set(), set()
+            threads.elsewhere = places_of(module, reach)
+            threads.places = Places(module, module, threads.elsewhere)
+            threads.surroundings = Surroundings(module)
+            whole = threads.untouched = Untouched(module, reach, sources)
+            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs), module), threads.elsewhere)
+            threads.call, threads.fast = _as_one(whole.around(threads.places.call)), _as_one(whole.around(fast.call))
+            threads.twin = module
+        return threads.twin
+
+    def patch(path: str) -> None:
+        threads.paths.add(path)
+        own = twin().get_submodule(path)
+        if id(own) in threads.patched:  # one module at two paths is one unit, called twice
+            return
+        threads.patched.add(id(own))
+        run_forward, whole, elsewhere, root = own.forward, threads.untouched, threads.elsewhere, threads.places
+        places, surroundings = Places(own, run_forward, elsewhere), Surroundings(own)
+        call, fast = whole.around(places.call), whole.around(Places(own, compiled(run_forward, own), elsewhere).call)
+
+        @functools.wraps(run_forward)
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            running_units = _units.get(None)
+            if running_units is None:
+                raise TypeError(CHECKPOINTED)
+            leaves = running_units.get(path)
+            caller = sys._getframe(1).f_locals.get("self")
+            if caller is not own and isinstance(caller, nn.Module) and vars(caller).get("forward") is forward:
+                # a shallow copy: it has this function, and attributes of its own
+                return getattr(run_forward, "__func__", run_forward)(caller, *args, **kwargs)
+            if leaves is None:
+                return run_forward(*args, **kwargs)
+            leaves = places.now(leaves)
+
+            def node(seed: int | None = None) -> Any:
+                outside = _outside.get()
+                gathered = {leaf.index for leaf in leaves.values() if isinstance(leaf, Handle)}
+
+                @contextlib.contextmanager
+                def others() -> Iterator[None]:
+                    """Installs the leaves of other units that the call is known to read, where no apply does."""
+                    indices = [index for _, index in here.get() or () if index not in gathered]
+                    known = {name: x for index in indices for name, x in outside.get(index, {}).items()}
+                    with root.installed(known) if known else contextlib.nullcontext(), readable():
+                        yield
+
+                @contextlib.contextmanager
+                def around(leaves: Mapping[str, Any]) -> Iterator[None]:
+                    with others(), places.installed(leaves):
+                        yield
+
+                def run(call: Callable[..., Any], *given: Any) -> Any:
+                    with contextlib.nullcontext() if whole.depth else others():
+                        return call(*given)
+
+                own_call, own_fast = functools.partial(run, call), functools.partial(run, fast)
+                return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, surroundings, around)
+
+            if any(isinstance(leaf, Handle) for leaf in leaves.values()):
+                return node()
+            # its params are in place already
+            return plain_call(lambda: run_forward(*args, **kwargs), node, (args, kwargs), surroundings)
+
+        own.forward = forward
+
+    def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
+        _check_names(params, known)
+        module = twin()
+        layout, numbers = origins_of(list(params.values()))
+        key = (layout, tuple(params), numbers)
+        known_structure = structures.get(key)
+        if known_structure is None:
+            rows = layout.rows if layout else ()
+            named = list(zip(params, numbers, strict=True))
+            origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
+            handles = {name for name, number in named if number < 0}
+            known_structure = structures[key] = _module_units(origins, handles, aliases, module), origins
+        structure, origins = known_structure
+        if frozen and (rows := running.get()) is not None:
+            refuse_lost(params, origins, frozen, rows)
+        for path in structure:
+            if path not in threads.paths and path != ROOT:
+                patch(path)
+        units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in structure.items()}
+        token = _units.set(units)
+        untouched = threads.untouched
+        untouched.enter()
+        try:
+            if ROOT in units:  # the whole module is one unit
+                whole = (units[ROOT], args, kwargs)
+                reached, installed = threads.surroundings, threads.places.installed
+                out = call_unit(threads.call, whole, {}, None, threads.fast, reached, installed)
+            else:
+                outside = {name: params[leaf] for name, leaf in aliases.items()}
+                by_index: dict[int, dict[str, Any]] = {}
+                for name, leaf in outside.items():
+                    if isinstance(leaf, Handle):
+                        by_index.setdefault(leaf.index, {})[name] = leaf
+                own = _outside.set(by_index)
+                try:
+                    with readable():
+                        out = threads.places.call(outside, args, kwargs)
+                finally:
+                    _outside.reset(own)
+        except RuntimeError as error:
+            refuse_in_place(error, module)
+            raise
+        finally:
+            _units.reset(token)
+            changed = untouched.leave()
+        refuse_changes(changed)
+        untouched.thorough = False
+        return out
+
+    return apply, params
+
+
+def _as_one(call: Callable[..., Any]) -> Callable[..., Any]:
+    """The whole module as one unit: none below it is one, also where it runs again."""
+
+    def run(*args: Any) -> Any:
+        token = _units.set({})
+        try:
+            return call(*args)
+        finally:
+            _units.reset(token)
+
+    return run
+
+
+def _check_names(params: Params, names: Mapping[str, None]) -> None:
+    missing = [name for name in names if name not in params]
+    extra = [name for name in params if name not in names]
+    if missing or extra:
+        raise ValueError(
+            f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
+            "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
+        )
+
+
+def _module_units(
+    origins: Mapping[str, Row | None], handles: Container[str], aliases: Mapping[str, str], module: nn.Module
+) -> dict[str, dict[str, str]]:
+    """Module path -> {name below it: name of the leaf}, for every unit that leaves among the params belong to.
+
+    A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
+
+    Args:
+        origins: of each param its leaf of the step that is running.
+        handles: those that are handles.
+    """
+    modules = {name for name, _ in module.named_modules()}
+    paths: dict[str, str] = {}
+    for name, row in origins.items():
+        if row is None or row.unit == ROOT:
+            continue
+        full, unit = row.path, row.unit
+        prefix = full.removesuffix(name)
+        named = full.endswith(name)
+        path = unit.removeprefix(prefix) if unit.startswith(prefix) else ROOT
+        if named and path in modules:
+            paths[unit] = path
+        elif name in handles:
+            if path in modules:
+                raise ValueError(
+                    f"apply: leaf {full!r} of unit {unit!r} stands for the module's param {name!r}, which is not that "
+                    "unit's. Give each param under its own name; to exchange layers, exchange their tensors before "
+                    "init, or what the module calls."
+                )
+            raise ValueError(
+                f"apply: leaf {full!r} belongs to unit {unit!r}, but the module has no submodule {unit!r} to gather it "
+                f"in (it has {', '.join(sorted(modules - {ROOT})[:8])}). Say units= in train_step as paths of modules, "
+                "or keep the module's names in the params."
+            )
+    out: dict[str, dict[str, str]] = {}
+    for path in [called for unit in paths.values() for called in _called(module, unit)]:
+        below = path + "." if path else ""
+        out[path] = {name.removeprefix(below): leaf for name, leaf in aliases.items() if name.startswith(below)}
+    return out
+
+
+def _called(module: nn.Module, path: str) -> list[str]:
+    """The path itself, or the paths of the modules below it that have a forward."""
+    own = module.get_submodule(path)
+    if type(own).forward is not nn.Module.forward:
+        return [path]
+    below = path + "." if path else ""
+    return [called for name, _ in own.named_children() for called in _called(module, below + name)]

@@ -1,0 +1,185 @@
+"""One-pass CPU kernels: the C++ of `fzero/kernels/source.py`, compiled once, and called on flat buffers.
+
+torch.compile does the same on CUDA. On CPU its loops over 8- and 16-bit integers are not vectorised, and it splits the
+update into several passes: measured at 24 ns an element where these take 0.7 (`benchmarks/update.py`).
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import ctypes
+import functools
+import hashlib
+import itertools
+import logging
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fzero.formats.bits import Counters
+from fzero.formats.formats import Format
+from fzero.kernels import cache
+from fzero.kernels.source import TYPES, N, source_of
+
+_log = logging.getLogger(__name__)
+_building = threading.Lock()
+_told: set[str] = set()
+_SLOWER = "Large buffers are updated in several passes of torch's meanwhile: slower, to the same bits."
+
+
+def compiler() -> tuple[str, ...] | None:
+    """The command of the C++ compiler: CXX as a shell splits it, or g++; None where there is none."""
+    try:
+        program, *options = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    except ValueError:  # a quotation without its end
+        return None
+    path = shutil.which(program)
+    return None if path is None else (path, *options)
+
+
+def _function(source: str) -> Any:
+    """The compiled function; None where it cannot be built, which is told once."""
+    with _building:  # ranks that are threads wait for the one that builds
+        return _built(source)
+
+
+@functools.cache
+def _built(source: str) -> Any:
+    command = compiler()
+    if command is None:
+        if _first("no compiler"):  # logged, as a warning may be an error: this is no mistake of the program's
+            said = os.environ.get("CXX", "")
+            _log.warning("fzero found no C++ compiler (CXX=%r). %s Install g++, or set CXX to one.", said, _SLOWER)
+        return None
+    try:
+        return _library(source, [*command, *_flags()]).kernel
+    except subprocess.CalledProcessError as error:
+        words = error.stderr.decode(errors="replace").strip()[:2000]
+        why = f"It ended with status {error.returncode} and said:\n{words}"
+    except OSError as error:
+        why = f"Starting it, or loading what it built, failed: {error}."
+    if _first("failed build"):
+        warnings.warn(
+            f"fzero could not build a kernel with `{shlex.join(command)}`. {why}\n{_SLOWER} Set CXX to the command of "
+            "a C++ compiler that takes g++'s options.",
+            UserWarning,
+            stacklevel=2,
+        )
+    return None
+
+
+def _first(what: str) -> bool:
+    """Whether this process is told so for the first time."""
+    fresh = what not in _told
+    _told.add(what)
+    return fresh
+
+
+def _library(source: str, command: Sequence[str]) -> ctypes.CDLL:
+    """The compiled source, from this user's cache, or built in a folder of its own where there can be none.
+
+    Raises:
+        CalledProcessError, OSError: it cannot be built or loaded.
+    """
+    key = hashlib.sha256("\n".join([source, *command, _machine()]).encode()).hexdigest()[:24]
+    try:
+        folder = cache.folder()
+        for known in cache.found(folder, key):
+            with contextlib.suppress(OSError):  # one that was built beside another C library
+                return ctypes.CDLL(str(known))
+        with cache.scratch(folder) as scratch:
+            kept = cache.keep(folder, key, _compiled(source, command, scratch))
+        return ctypes.CDLL(str(kept))
+    except (OSError, subprocess.CalledProcessError) as error:
+        why = error  # no home, one that is full or read only or that others can write to
+    with tempfile.TemporaryDirectory(dir=cache.closed(Path(tempfile.gettempdir()))) as scratch:
+        library = ctypes.CDLL(str(_compiled(source, command, Path(scratch))))  # once loaded it needs no file
+    if _first("no cache"):
+        _log.warning("fzero cannot keep its kernels, so every process builds them anew: %s", why)
+    return library
+
+
+def _compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
+    """A library in the scratch folder, where the compiler has its own temporaries as well."""
+    text, library = scratch / "kernel.cpp", scratch / "kernel.so"
+    text.write_text(source)
+    subprocess.run(
+        [*command, str(text), "-o", str(library)],
+        check=True,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        env={**os.environ, "TMPDIR": str(scratch)},
+    )
+    return library
+
+
+def _flags() -> list[str]:
+    """What a compiler is told after its own options, none of which may change a number."""
+    flags = ["-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    flags += ["-fopenmp-simd", "-shared", "-fPIC", "-fschedule-insns"]
+    if platform.machine() == "x86_64":
+        flags.append("-mprefer-vector-width=512")
+    # the order of instructions, which is worth a tenth: of the models tried the best for vectors of 512 bits on AMD's
+    # Zen 4 too, which g++ 12 does not know
+    flags.append("-mtune=icelake-server" if "avx512bw" in _machine() else "-fsched-pressure")
+    return flags
+
+
+@functools.cache
+def _machine() -> str:
+    """What -march=native depends on, as machines may share a home."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.node())
+
+
+def carries(formats: Sequence[Format], grad: torch.dtype) -> bool:
+    """Whether kernels have all these types."""
+    return {grad, *(part.dtype for form in formats for part in form.parts)} <= TYPES.keys()
+
+
+@functools.cache
+def kernel(formula: Callable[..., Sequence[Any]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int) -> Any:
+    """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made."""
+    function = _function(source_of(formula, formats, grad, hypers)) if carries(formats, grad) else None
+    if function is None:
+        return None
+    every = [part.every for form in formats for part in form.parts] + [1]
+
+    def run(parts: Sequence[torch.Tensor], grads: torch.Tensor, counters: Counters, hyper: torch.Tensor) -> None:
+        tensors, runs = [*parts, grads], counters.table
+
+        def part_of(start: int, stop: int) -> None:
+            places = [t.data_ptr() + start // e * t.element_size() for t, e in zip(tensors, every, strict=True)]
+            places = [*map(ctypes.c_void_p, [*places, runs.data_ptr()]), ctypes.c_int64(start // N)]
+            function(ctypes.c_int64(stop - start), *places, ctypes.c_void_p(hyper.data_ptr()))
+
+        ranges = _split(grads.numel(), torch.get_num_threads())
+        if len(ranges) == 1:
+            part_of(*ranges[0])
+        elif ranges:
+            with concurrent.futures.ThreadPoolExecutor(len(ranges)) as pool:
+                list(pool.map(lambda cut: part_of(*cut), ranges))
+
+    return run
+
+
+def _split(numel: int, threads: int) -> list[tuple[int, int]]:
+    """(start, stop) of about equal parts, multiples of N."""
+    blocks = numel // N
+    threads = max(1, min(threads, blocks // 1024))
+    bounds = [blocks * i // threads * N for i in range(threads + 1)]
+    return [(a, b) for a, b in itertools.pairwise(bounds) if b > a]

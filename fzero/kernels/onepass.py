@@ -1,0 +1,126 @@
+"""The elementwise part of an update in one pass over memory: decode, the optimizer's formula, encode, round.
+
+A formula `formula(o, h, p, g, *moments) -> (p, *moments)` is written over the operations of
+`fzero/formats/ops.py`, with its numbers in `h`, of which h[0] multiplies the gradient. It runs as a generated kernel on
+CPU, under torch.compile on CUDA, and otherwise eagerly, chunk by chunk, with the same bits as the kernel.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private
+from fzero.formats.bits import Counters, Fields, hashed, word
+from fzero.formats.formats import GROUP, Companded, Format, Plain
+from fzero.formats.ops import TorchOps
+from fzero.formats.stored import Stored, chunks, encoded, load, store
+from fzero.kernels import build
+
+Formula = Callable[..., Sequence[Any]]
+CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
+LARGE = 1 << 16  # elements from which a kernel is worth its compilation
+ON_CUDA = 1 << 24
+
+
+def _drawn(keys: torch.Tensor) -> Fields:
+    """Random bits of [groups, 32] elements."""
+    words: dict[int, torch.Tensor] = {}
+
+    def read(number: int) -> torch.Tensor:
+        if number not in words:
+            lanes = torch.arange(64, dtype=torch.int32, device=keys.device)
+            blocks = hashed(keys.view(-1, 1), TorchOps.shift)
+            words[number] = word(blocks, lanes, number, TorchOps.shift).view(-1, GROUP)
+        return words[number]
+
+    return Fields(read, TorchOps.shift)
+
+
+def _block(
+    formula: Formula,
+    formats: Sequence[Format],
+    parts: Sequence[Sequence[torch.Tensor]],
+    grads: torch.Tensor,
+    keys: torch.Tensor,
+    hyper: torch.Tensor,
+) -> None:
+    """One chunk, in torch's operations; writes the parts."""
+    dtype = hyper.dtype
+    params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
+    new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
+    noise = _drawn(keys)
+    order = sorted(range(len(formats)), key=lambda i: isinstance(formats[i], Companded))
+    for i in order:
+        store(formats[i], parts[i], encoded(formats[i], _single(formats[i], new[i]), noise))
+
+
+def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
+    """`decode(times=None)` of stored parts, in the dtype that is computed in."""
+    stored = load(form, parts)
+    if isinstance(form, Plain):
+        stored = [x.to(dtype) for x in stored]
+    return lambda *times: form.decode(TorchOps, stored, *times).to(dtype)
+
+
+def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
+    """Encodes flat values into the stored parts."""
+    rows = _single(stored.format, x).view(-1, GROUP) if x.numel() % GROUP == 0 else x
+    store(stored.format, stored.parts, encoded(stored.format, rows, _drawn(keys)))
+
+
+def _single(form: Format, x: torch.Tensor) -> torch.Tensor:
+    """In float32, which encoding starts from; as it is for a plain format that rounds to nearest."""
+    return x if isinstance(form, Plain) and not form.stochastic else x.to(torch.float32)
+
+
+@functools.cache
+def _compiled() -> Callable[..., None]:
+    return torch.compile(_block, dynamic=True)
+
+
+def by_formula(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether updates have the bits of generated kernels: a matter of device and dtype, never of a compiler or size."""
+    return device.type == "cpu" and dtype == torch.float32
+
+
+def run(
+    formula: Formula,
+    hyper: Sequence[float],
+    params: Stored,
+    grads: torch.Tensor,
+    moments: Sequence[Stored],
+    counters: Counters,
+    dtype: torch.dtype,
+    compiles: bool,
+) -> None:
+    """Updates params and moments in place.
+
+    Args:
+        hyper: the formula's numbers.
+        grads: flat, in the dtype that they are kept in.
+        counters: none where nothing is rounded stochastically.
+        dtype: float32, or float64 where any state is.
+        compiles: whether a kernel is wanted for a small buffer too.
+    """
+    formats = tuple(stored.format for stored in (params, *moments))
+    numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
+    buffers = [params, *moments]
+    cpu = grads.device.type == "cpu"
+    wanted = compiles or grads.numel() >= LARGE
+    if wanted and by_formula(grads.device, dtype) and build.carries(formats, grads.dtype):
+        fake = private.is_fake(grads)
+        if fake and build.compiler() is not None:
+            return  # of fake tensors only the memory counts, and a kernel takes none
+        made = None if fake else build.kernel(formula, formats, grads.dtype, len(hyper))
+        if made is not None:
+            made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
+            return
+    on_cuda = grads.device.type == "cuda" and (compiles or grads.numel() >= LARGE)
+    block, chunk = (_compiled(), grads.numel()) if on_cuda else (_block, CHUNK if cpu else ON_CUDA)
+    for start, stop in chunks(grads, chunk):
+        parts = [stored.cut(start, stop).parts for stored in buffers]
+        block(formula, formats, parts, grads[start:stop], counters.blocks(grads.device, start, stop), numbers)

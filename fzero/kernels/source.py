@@ -1,0 +1,321 @@
+"""The C++ of one-pass CPU kernels: formats and formulas, traced into loops.
+
+Every loop runs over N elements that stay in the first cache; values of one loop that another needs lie in small arrays.
+Operations come in the order and precision that torch's eager ones have, so the results are the same to the bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.formats.bits import Fields, hashed, word
+from fzero.formats.formats import GROUP, Companded, Format, Part, Plain
+from fzero.kernels.trace import KernelOps, Loop, Value
+
+N = 64  # elements of a loop; every buffer of a step is a multiple of it
+AHEAD = 12 * N  # elements that are fetched ahead where arithmetic sets the pace: a tenth is gained in scattered pages
+_LINE = 64  # bytes
+TYPES = {
+    torch.float32: "float",
+    torch.bfloat16: "uint16_t",
+    torch.int8: "int8_t",
+    torch.uint8: "uint8_t",
+    torch.int16: "int16_t",
+    torch.int32: "int32_t",
+}
+
+
+def _listed(numbers: Iterable[Any]) -> str:
+    return ", ".join(map(str, numbers))
+
+
+_HEAD = f"""#include <stdint.h>
+#include <math.h>
+#include <string.h>
+#define N {N}
+#define AHEAD {AHEAD}
+#define SIMD _Pragma("omp simd")
+#define GROUPS _Pragma("GCC unroll 1") for (int k = 0; k < N / {GROUP}; k++)
+static inline float floats(int32_t x) {{ float y; memcpy(&y, &x, 4); return y; }}
+static inline int32_t bits(float x) {{ int32_t y; memcpy(&y, &x, 4); return y; }}
+static inline int32_t shift(int32_t x, int n) {{ return (int32_t)((uint32_t)x >> n); }}
+static inline int32_t extended(int32_t x, int n) {{ return (int32_t)((uint32_t)x << (32 - n)) >> (32 - n); }}
+static inline int32_t least(int32_t x, int32_t y) {{ return x > y ? y : x; }}
+static inline int32_t most(int32_t x, int32_t y) {{ return x < y ? y : x; }}
+static inline float sign(float x) {{ return (float)((x > 0) - (x < 0)); }}
+static inline int32_t add(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x + (uint32_t)y); }}
+static inline int32_t sub(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x - (uint32_t)y); }}
+static inline int32_t mul(int32_t x, int32_t y) {{ return (int32_t)((uint32_t)x * (uint32_t)y); }}
+static inline int32_t left(int32_t x, int n) {{ return (int32_t)((uint32_t)x << n); }}
+static inline int32_t counter(const int32_t* runs, int64_t& at, int64_t block) {{
+  while (runs[3 * (at + 1)] <= block) at++;
+  return add(runs[3 * at + 1], mul(runs[3 * at + 2], (int32_t)(block - runs[3 * at])));
+}}
+#ifdef __AVX512BW__
+#include <immintrin.h>
+alignas(64) static const uint16_t into_upper[32] = {{{_listed(i // 2 for i in range(32))}}};
+alignas(64) static const uint16_t of_upper[32] = {{{_listed(2 * i + 1 for i in range(32))}}};
+#define WIDE(T, kind, load) static inline void wide(const T* x, int32_t* y, int n) {{ \\
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 16) \\
+    _mm512_store_si512(y + i, _mm512_cvt##kind##_epi32(load(x + i))); }}
+#define HALF(x) _mm_loadu_si128((const __m128i*)(x))
+#define WHOLE(x) _mm256_loadu_si256((const __m256i*)(x))
+WIDE(int8_t, epi8, HALF) WIDE(uint8_t, epu8, HALF) WIDE(int16_t, epi16, WHOLE)
+static inline void wide(const uint16_t* x, float* y, int n) {{ // bfloat16 as the upper halves of words
+  const __m512i low = _mm512_load_si512(into_upper), high = _mm512_add_epi16(low, _mm512_set1_epi16(16));
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 32) {{
+    const __m512i halves = _mm512_loadu_si512(x + i);
+    _mm512_store_si512(y + i, _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, low, halves));
+    _mm512_store_si512(y + i + 16, _mm512_maskz_permutexvar_epi16(0xaaaaaaaa, high, halves));
+  }}
+}}
+static inline void upper(const float* x, uint16_t* y, int n) {{
+  const __m512i of = _mm512_load_si512(of_upper);
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 32)
+    _mm512_storeu_si512(y + i, _mm512_permutex2var_epi16(_mm512_load_si512(x + i), of, _mm512_load_si512(x + i + 16)));
+}}
+static inline void levels(const uint8_t* x, float* y, const float* table, int n) {{ // two codes of 4 bits a byte
+  const __m512 of = _mm512_loadu_ps(table);
+  _Pragma("GCC unroll 16") for (int i = 0; i < n; i += 16) {{
+    const __m512i codes = _mm512_cvtepu8_epi32(HALF(x + i));
+    _mm512_store_ps(y + 2 * i, _mm512_permutexvar_ps(codes, of));
+    _mm512_store_ps(y + 2 * i + 16, _mm512_permutexvar_ps(_mm512_srli_epi32(codes, 4), of));
+  }}
+}}
+static inline __m512i highest(const int32_t* x) {{
+  return _mm512_max_epi32(_mm512_load_si512(x), _mm512_load_si512(x + 16));
+}}
+static inline void largest(const int32_t* x, int32_t* y) {{ // of four groups at once, whose lanes take turns
+  const __m512i a = highest(x), b = highest(x + 32), c = highest(x + 64), d = highest(x + 96);
+  const __m512i ab = _mm512_max_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+  const __m512i cd = _mm512_max_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+  const __m512i all = _mm512_max_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+  const __m256i half = _mm256_max_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+  _mm_store_si128((__m128i*)y, _mm_max_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1)));
+}}
+#else
+template <typename T> static inline void wide(const T* __restrict x, int32_t* __restrict y, int n) {{
+  SIMD for (int i = 0; i < n; i++) y[i] = x[i];
+}}
+static inline void wide(const uint16_t* __restrict x, float* __restrict y, int n) {{
+  SIMD for (int i = 0; i < n; i++) y[i] = floats(left(x[i], 16));
+}}
+static inline void upper(const float* __restrict x, uint16_t* __restrict y, int n) {{
+  SIMD for (int i = 0; i < n; i++) y[i] = (uint16_t)shift(bits(x[i]), 16);
+}}
+static inline void levels(const uint8_t* __restrict x, float* __restrict y, const float* table, int n) {{
+  for (int i = 0; i < n; i += 16) {{
+    for (int j = 0; j < 16; j++) {{
+      y[2 * i + j] = table[x[i + j] & 15];
+      y[2 * i + 16 + j] = table[x[i + j] >> 4];
+    }}
+  }}
+}}
+static inline void largest(const int32_t* __restrict x, int32_t* __restrict y) {{
+  for (int k = 0; k < 4; k++) {{
+    int32_t z = 0;
+    _Pragma("omp simd reduction(max:z)")
+    for (int i = 0; i < {GROUP}; i++) z = most(z, x[k * {GROUP} + i]);
+    y[k] = z;
+  }}
+}}
+#endif
+static inline uint16_t nearest(float x) {{
+  uint32_t y = (uint32_t)bits(x);
+  uint16_t z = (uint16_t)((y + 0x7fff + ((y >> 16) & 1)) >> 16);
+  return (y & 0x7fffffff) > 0x7f800000 ? (uint16_t)0x7fc0 : z;
+}}
+"""
+
+
+class Source:
+    """The C++ text of one update: the arguments, the arrays between loops, the loops."""
+
+    def __init__(self) -> None:
+        self.arguments: list[str] = []
+        self.shared: list[str] = []
+        self.arrays: dict[str, str] = {}
+        self.text: list[str] = []
+        self.tables: list[str] = []
+
+    def array(self, name: str, kind: str, numel: int = N) -> str:
+        self.arrays[name] = f"{kind} {name}[{numel}]"
+        return name
+
+    def add(self, loop: Loop, shared: Sequence[str] = ()) -> None:
+        """Emits a loop; `shared` are declarations of what the elements of group k have in common."""
+        body = "\n        ".join(loop.lines)
+        if not shared:
+            self.text.append(f"      SIMD for (int i = 0; i < N; i++) {{\n        {body}\n      }}")
+            return
+        self.text.append(
+            f"      GROUPS {{ {' '.join(shared)}\n"
+            f"      SIMD for (int j = 0; j < {GROUP}; j++) {{ const int i = k * {GROUP} + j;\n"
+            f"        {body}\n      }} }}"
+        )
+
+    def load(self, part: Part, name: str, form: Format | None = None) -> str:
+        """Emits the loop that brings N elements of a stored part into an array; what element i is there.
+
+        What a group shares is declared in `shared`. Codes of 4 bits are looked up.
+        """
+        self.arguments.append(f"{TYPES[part.dtype]}* __restrict {name}_")
+        if part.dtype == torch.float32:
+            return f"{name}_[start + i]"
+        if part.every == GROUP:
+            self.shared.append(f"const int32_t {name} = {name}_[start / {GROUP} + k];")
+            return name
+        if part.every == 2:
+            assert isinstance(form, Companded)
+            array = self.array(name, "float")
+            table = _listed(f"{level.hex()}f" for level in form.levels)
+            self.tables.append(f"  static const float {name}levels[16] = {{{table}}};\n")
+            self.text.append(f"      levels(&{name}_[start / 2], {array}, {name}levels, N / 2);")
+            return f"{array}[i]"
+        array = self.array(name, "float" if part.dtype == torch.bfloat16 else "int32_t")
+        self.text.append(f"      wide(&{name}_[start], {array}, N);")
+        return f"{array}[i]"
+
+    def fetch(self, part: Part, name: str) -> None:
+        """Emits that the lines of elements further on come into the cache; those of scales come by themselves."""
+        if part.every != GROUP:
+            for at in range(0, N // part.every, _LINE // part.dtype.itemsize):
+                self.text.append(f"      __builtin_prefetch(&{name}_[(start + AHEAD) / {part.every} + {at}]);")
+
+    def store(self, part: Part, name: str, array: str, rounds: bool) -> None:
+        """Emits the loop that brings an array into a stored part; `rounds` where bfloat16 does not hold it as it is."""
+        if part.every == 2:
+            pairs = self.array(f"{name}pairs", "int32_t")
+            self.text.append(
+                f"      GROUPS SIMD for (int i = 0; i < {GROUP // 2}; i++)\n"
+                f"        {pairs}[k * {GROUP // 2} + i] = ({array}[k * {GROUP} + i] & 15)"
+                f" | left({array}[k * {GROUP} + {GROUP // 2} + i], 4);"
+            )
+            array = pairs
+        if part.dtype == torch.bfloat16 and not rounds:
+            self.text.append(f"      upper({array}, &{name}_[start], N);")
+            return
+        value = f"nearest({array}[i])" if rounds else f"({TYPES[part.dtype]}){array}[i]"
+        self.text.append(f"      SIMD for (int i = 0; i < N / {part.every}; i++)")
+        self.text.append(f"        {name}_[start / {part.every} + i] = {value};")
+
+    def __str__(self) -> str:
+        arrays = "\n".join(f"  alignas(64) {array} = {{}};" for array in self.arrays.values())
+        counted = ["const int32_t* __restrict runs_", "int64_t first"]
+        arguments = ", ".join(["int64_t count", *self.arguments, *counted, "const float* h"])
+        body = "\n".join(self.text)
+        return (
+            f'{_HEAD}extern "C" void kernel({arguments}) {{\n{"".join(self.tables)}{arrays}\n  int64_t run = 0;\n'
+            f"  for (int64_t start = 0; start < count; start += N) {{\n{body}\n  }}\n}}\n"
+        )
+
+
+_Store = tuple[Part, str, str, bool]  # the arguments of Source.store
+
+
+class _Words:
+    """The random words of a loop's elements; each is an array, made where it is first read."""
+
+    def __init__(self, source: Source) -> None:
+        self.source = source
+        self.loop: Loop | None = None
+
+    def read(self, number: int) -> Value:
+        if f"word{number}" not in self.source.arrays:
+            self._emit(number)
+        assert self.loop is not None
+        return self.loop.let(f"word{number}[i]", "i")
+
+    def _emit(self, number: int) -> None:
+        block, loop = Loop("b"), Loop("w")
+        array = self.source.array(f"word{number}", "int32_t")
+        key = hashed(block.let("counter(runs_, run, first + start / 64 + k)", "i"), KernelOps.shift)
+        bits = word(Value(loop, key.name, "i"), Value(loop, "i", "i"), number, KernelOps.shift)
+        loop.lines.append(f"{array}[k * 64 + i] = {bits.name};")
+        self.source.text.append(
+            f"      for (int k = 0; k < N / 64; k++) {{ {' '.join(block.lines)}\n"
+            f"        SIMD for (int i = 0; i < 64; i++) {{ {' '.join(loop.lines)} }} }}"
+        )
+
+
+def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], grad: torch.dtype, hypers: int) -> str:
+    """C++ of one update of a buffer: params in formats[0], moments in the others."""
+    source = Source()
+    names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]
+    if any(isinstance(form, Companded) for form in formats):
+        for form, own in zip(formats, names, strict=True):
+            for part, name in zip(form.parts, own, strict=True):
+                source.fetch(part, name)
+        source.fetch(Part("", grad), "grad")
+    arrays = [
+        [source.load(part, name, form) for part, name in zip(form.parts, own, strict=True)]
+        for form, own in zip(formats, names, strict=True)
+    ]
+    grads = source.load(Part("", grad), "grad")
+    words = _Words(source)
+    noise = Fields(words.read, KernelOps.shift)
+    loop = words.loop = Loop("t")
+    kinds = [["f" if p.dtype.is_floating_point or p.every == 2 else "i" for p in form.parts] for form in formats]
+    params, *moments = [
+        functools.partial(form.decode, KernelOps, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
+        for form, own, kind in zip(formats, arrays, kinds, strict=True)
+    ]
+    hyper = [Value(loop, f"h[{i}]", "f") for i in range(hypers)]
+    new = formula(KernelOps, hyper, params(), loop.let(grads, "f"), *moments)
+    stores: list[_Store] = []
+    grouped: list[tuple[int, Companded, str]] = []
+    for i, (form, value) in enumerate(zip(formats, new, strict=True)):
+        if isinstance(form, Companded):
+            kept = source.array(f"new{i}", "float")
+            loop.keep(kept, value)
+            grouped.append((i, form, kept))
+            continue
+        for part, name, out in zip(form.parts, names[i], form.encode(KernelOps, value, noise), strict=True):
+            if part.dtype == torch.float32:
+                loop.keep(f"(start + {name}_)", out)
+                continue
+            target = source.array(f"out_{name}", "float" if out.kind == "f" else "int32_t")
+            loop.keep(target, out)
+            stores.append((part, name, target, isinstance(form, Plain) and not form.stochastic))
+    source.add(loop, shared=source.shared)
+    if grouped:
+        stores += _companded(source, words, noise, grouped, names)
+    for part, name, array, rounds in stores:
+        source.store(part, name, array, rounds)
+    return str(source)
+
+
+def _companded(
+    source: Source,
+    words: _Words,
+    noise: Fields,
+    grouped: Sequence[tuple[int, Companded, str]],
+    names: Sequence[Sequence[str]],
+) -> list[_Store]:
+    """Emits the scales and codes of new values, each an (index, format, array); what is to be stored.
+
+    The largest of each group's elements is found first, for four groups at a time.
+    """
+    groups, stores = N // GROUP, []
+    padded = -(-len(grouped) * groups // 4) * 4
+    sizes, tops = source.array("sizes", "int32_t", padded * GROUP), source.array("tops", "int32_t", padded)
+    for n, (_, form, kept) in enumerate(grouped):
+        loop = Loop("b")
+        loop.keep(f"({sizes} + {n * N})", form.magnitude(KernelOps, loop.let(f"{kept}[i]", "f")))
+        source.add(loop)
+    source.text += [f"      largest({sizes} + {k * GROUP}, {tops} + {k});" for k in range(0, padded, 4)]
+    for n, (i, form, kept) in enumerate(grouped):
+        scales, codes, loop = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t"), Loop("g")
+        loop.keep(scales, form.scale(KernelOps, loop.let(f"{tops}[{n * groups} + i]", "i")))
+        source.text.append(f"      GROUPS {{ const int i = k; {' '.join(loop.lines)} }}")
+        loop = words.loop = Loop("c")
+        scale = loop.let("scale", "i")
+        value, size = loop.let(f"{kept}[i]", "f"), loop.let(f"{sizes}[{n * N} + i]", "i")
+        loop.keep(codes, form.codes(KernelOps, value, size, scale, noise))
+        source.add(loop, shared=[f"const int32_t scale = {scales}[k];"])
+        stores += [(form.parts[0], names[i][0], codes, False), (form.parts[1], names[i][1], scales, False)]
+    return stores

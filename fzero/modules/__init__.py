@@ -1,0 +1,1 @@
+"""What `fz.functional` does with an nn.Module: a private copy that leads nowhere to the original."""

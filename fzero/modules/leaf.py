@@ -1,0 +1,76 @@
+"""A module's param where its unit is not running: `self.blocks[0].weight` in the parent's forward can be read."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.refusals import noted
+from fzero.capture.again import Again
+from fzero.capture.handle import READABLE, Handle, Valueless, name_of, reading
+from fzero.engine.call import here
+from fzero.engine.traversal import current, read
+
+
+def full(handle: Handle) -> torch.Tensor:
+    """A module's leaf of another unit in full, differentiable. Inside a unit it becomes one of that unit's leaves."""
+    leaves = here.get()
+    if leaves is not None:
+        own = leaves.get((id(handle.owner), handle.index))
+        if own is None:
+            raise noted(Again(more=handle))
+        return own
+    if current.get() is not handle.owner:
+        raise noted(handle._refuse("read where its step's function is not running"))
+    # under plain autograd nothing tells a Function's forward from a block without gradients
+    constant = handle.owner.records and not torch.is_grad_enabled() and handle.primal.requires_grad
+    if private.below(handle.primal) or (constant and private.level() == 0):
+        where = "a torch.autograd.Function, as its argument or otherwise; give it w * 1"
+        block = " (or inside torch.no_grad(); read it before, as w.detach())" if constant else ""
+        raise noted(handle._refuse(f"read inside {where}{block}"))
+    return read(handle)
+
+
+@contextlib.contextmanager
+def readable() -> Iterator[None]:
+    """Inside, handles are what can be read."""
+    token = reading.set(full)
+    try:
+        yield
+    finally:
+        reading.reset(token)
+
+
+class Absent(Valueless):
+    """A module's param where its function is not running: its values are not there, and nobody is to go on without."""
+
+    path: str
+
+    @staticmethod
+    def __new__(cls, path: str, param: torch.Tensor) -> Any:
+        self = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        self.path = path
+        return self
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        return cls.__torch_dispatch__(func, types, args, kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        path = next(x.path for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Absent))
+        raise RuntimeError(
+            f"Leaf {path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made of it "
+            "is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and hooks "
+            "of a backward do so). Use step.vjp in place of fz.tape, and fz.remat(step) in place of the checkpoint."
+        )

@@ -1,0 +1,161 @@
+"""Where a module's params stand: in its submodules, and wherever else the module holds on to one."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero.capture.contents import attributes_of, tuple_of
+from fzero.capture.handle import Handle
+from fzero.modules.reach import BOUND, Reach
+
+FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
+
+
+class Places:
+    """Where a module's params are, found once: torch's functional_call looks for them at every call.
+
+    Args:
+        run: what is called while other tensors stand in these places.
+        elsewhere: `places_of` the copy that the module is part of.
+    """
+
+    def __init__(self, module: nn.Module, run: Callable[..., Any], elsewhere: Mapping[int, list[Place]]) -> None:
+        self.run = run
+        self.of = {
+            (f"{path}.{name}" if path else name): (owner._parameters, name)
+            for path, owner in module.named_modules(remove_duplicate=False)
+            for name in owner._parameters
+        }
+        held = {name: param for name, (owner, own) in self.of.items() if (param := owner[own]) is not None}
+        self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
+
+    def now(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+        """What stands for the module's params, if others were put there (torch.func.functional_call)."""
+        places = [(name, *self.of[name]) for name in leaves]
+        if all(owner.get(own) is leaves[name] for name, owner, own in places):
+            return leaves
+        return {name: owner[own] for name, owner, own in places if owner.get(own) is not None}
+
+    def call(self, leaves: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+        """Runs with these leaves for the module's params; every name of a tied one is among them."""
+        with self.installed(leaves):
+            return self.run(*args, **kwargs)
+
+    @contextlib.contextmanager
+    def installed(self, leaves: Mapping[str, Any]) -> Iterator[None]:
+        """Inside, these leaves are the module's params, also where they are held besides their module."""
+        places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
+        old = [owner[name] for owner, name in places]
+        moved: list[tuple[Place, torch.Tensor, Any]] = []
+        try:
+            for (owner, name), leaf in zip(places, leaves.values(), strict=True):
+                owner[name] = leaf
+            for name, (placeholder, others) in self.elsewhere.items():
+                if name in leaves:
+                    moved += [(place, placeholder, place.put(placeholder, leaves[name])) for place in others]
+            yield
+        finally:
+            for place, placeholder, before in reversed(moved):
+                place.put(placeholder, before)
+            for (owner, name), leaf in zip(reversed(places), reversed(old), strict=True):
+                owner[name] = leaf
+
+
+class Place:
+    """One that holds params' placeholders besides their modules: an entry, a closure, an attribute, a default."""
+
+    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+        self.write, self.holds = write, read()
+        self.now: dict[int, Any] = {}
+
+    def put(self, placeholder: torch.Tensor, leaf: Any) -> Any:
+        """Puts a leaf there for the placeholder, or the placeholder itself; returns what stood there for it."""
+        before = self.now.get(id(placeholder), placeholder)
+        self.now[id(placeholder)] = leaf
+        self.write(_with(self.holds, self.now))
+        return before
+
+
+def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
+    """Id of a param's placeholder -> where it is held besides its module.
+
+    Raises:
+        ValueError: something holds a param that can hold no other in its place.
+    """
+    own = {id(m._parameters) for m in module.modules()}
+    found: dict[int, list[Place]] = {}
+    known: dict[Any, Place] = {}  # one that holds several params is filled with all of them
+    for name, param in module.named_parameters():
+        waiting, seen = [id(param)], set[tuple[int, int]]()
+        while waiting:
+            value = reach.objects[waiting.pop()]
+            for user in reach.users.get(id(value), ()):
+                if (id(value), user) in seen or user in own or user not in reach.objects:
+                    continue
+                seen.add((id(value), user))
+                holder = reach.objects[user]
+                places = [known.setdefault(where, place) for where, place in _places_in(holder, value)]
+                found.setdefault(id(param), []).extend(places)
+                if isinstance(holder, FIXED):  # whoever holds it holds another one instead
+                    waiting.append(user)
+                elif not places:
+                    raise ValueError(
+                        f"fz.functional: {reach.way(user)} is a {type(holder).__name__} that holds param {name!r} "
+                        "where apply cannot put another tensor. Hold it in a list or a dict's value, as an attribute, "
+                        "or hold its name."
+                    )
+    return {number: places for number, places in found.items() if places}
+
+
+def _places_in(holder: Any, value: Any) -> Iterator[tuple[Any, Place]]:
+    """Each with what says which one it is."""
+    if isinstance(holder, types.CellType):
+        yield id(holder), Place(lambda: holder.cell_contents, lambda x: setattr(holder, "cell_contents", x))
+    elif isinstance(holder, types.FunctionType):
+        if any(default is value for default in holder.__defaults__ or ()):
+            yield id(holder), Place(lambda: holder.__defaults__, lambda x: setattr(holder, "__defaults__", x))
+        for mapping in (holder.__kwdefaults__ or {}, vars(holder), getattr(holder.__globals__, "mapped", {})):
+            yield from _places_in(mapping, value)
+    elif isinstance(holder, dict):
+        yield from (_item(holder, key) for key, item in holder.items() if item is value)
+    elif isinstance(holder, (list, collections.deque)):
+        yield from (_item(holder, i) for i, item in enumerate(holder) if item is value)
+    if not isinstance(holder, (types.FunctionType, *FIXED)) and isinstance(getattr(holder, "__dict__", None), dict):
+        yield from _places_in(vars(holder), value)
+
+
+def _item(holder: Any, key: Any) -> tuple[Any, Place]:
+    return (id(holder), key), Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
+
+
+def _with(x: Any, now: Mapping[int, Any]) -> Any:
+    """The same with leaves in the placeholders' places; of what does not change, another one."""
+
+    def inner(part: Any) -> Any:
+        return _with(part, now)
+
+    if id(x) in now:
+        return now[id(x)]
+    if isinstance(x, tuple):
+        return tuple_of(type(x), map(inner, tuple.__iter__(x)), attributes_of(x))
+    if isinstance(x, functools.partial):
+        return type(x)(inner(x.func), *map(inner, x.args), **{k: inner(v) for k, v in x.keywords.items()})
+    if isinstance(x, weakref.ref):
+        leaf = now.get(id(x()))
+        return x if leaf is None else (lambda: leaf) if isinstance(leaf, Handle) else weakref.ref(leaf)
+    if isinstance(x, (types.MethodType, *BOUND)) and id(x.__self__) in now:
+        leaf = now[id(x.__self__)]
+        if isinstance(x, types.MethodType):
+            return types.MethodType(x.__func__, leaf)
+        name = x.__name__  # a handle refuses when it is used, not before
+        return (lambda *a, **k: getattr(leaf, name)(*a, **k)) if isinstance(leaf, Handle) else getattr(leaf, name)
+    return x

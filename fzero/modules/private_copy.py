@@ -1,0 +1,334 @@
+"""A copy of a module that leads nowhere to the original: what its hooks and functions close over is mapped to the copy.
+
+`copy.deepcopy` takes functions as they are, so that a hook of the copy would go on reading the original's params.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import copy
+import functools
+import types
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero.base import private, pytree
+from fzero.capture.exports import overlap
+from fzero.capture.handle import READABLE, storage_of
+from fzero.modules.reach import (
+    BOUND,
+    MAPPINGS,
+    SEQUENCES,
+    WEAK,
+    Reach,
+    contents,
+    globals_of,
+    is_atom,
+    names_of,
+    referent,
+)
+
+
+def private_copy(
+    module: nn.Module, shared: Mapping[int, torch.Tensor]
+) -> tuple[nn.Module, Reach, dict[int, torch.Tensor]]:
+    """A copy of a module, everything that is reached from it, and id of its tensors -> what they were copied from.
+
+    Functions, hooks, bound methods and the like that lead to the module, a submodule, a param or a buffer are made anew
+    for the copy. What they hold besides stays what it is: a list that a hook appends to is the user's.
+
+    Args:
+        shared: id of a tensor -> what stands for it in the copy.
+
+    Raises:
+        ValueError: the copy would still lead to the original, and on which way.
+    """
+    with private.below_transforms(), torch.inference_mode(False), torch.no_grad():
+        reach = Reach(module)
+        copier = _Copier(reach, module, shared)
+        new = copier(module)
+        found = Reach(new)
+    kept = set(shared) & {id(tensor) for tensor in shared.values()}
+    for original in (*module.modules(), *module.parameters(), *module.buffers()):
+        if id(original) in found.objects and id(original) not in kept and not isinstance(original, Stale):
+            raise ValueError(
+                f"fz.functional: {found.way(id(original))} leads to {_name_of(original, module)}, and cannot be made "
+                "anew for the copy that apply works on, so that its gradient would be lost. Use self, or the module "
+                "that a hook is given, in its place; hold it in a closure, a default argument or a partial of a "
+                "function that is a hook or an attribute of the module; or, where it is not read, take it out there."
+            )
+    tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
+    return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
+
+
+def refuse_kinds(module: nn.Module) -> None:
+    """Refuses modules that work on no tensors but their own."""
+    for path, child in module.named_modules():
+        where = f"submodule {path!r}" if path else "the module"
+        if isinstance(child, torch.jit.ScriptModule):
+            raise ValueError(
+                f"fz.functional: {where} is a ScriptModule ({type(child).__name__}), whose compiled code reads its own "
+                "params. Pass the module that it was made from; fz.compile(step) compiles its units."
+            )
+        if isinstance(child, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
+            raise ValueError(
+                f"fz.functional: {where} is a {type(child).__name__}, which copies and reduces by itself. Pass its "
+                ".module; a step over it takes the mean over ranks."
+            )
+        if type(child).__name__ == "OptimizedModule":
+            raise ValueError(
+                f"fz.functional: {where} was compiled by torch.compile, and its code reads its own params. Pass its "
+                "._orig_mod, and compile the units by fz.compile(step)."
+            )
+        for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+            if tensor is not None and nn.parameter.is_lazy(tensor):
+                raise ValueError(
+                    f"fz.functional: {where} ({type(child).__name__}) has a lazy {name!r} without a shape yet. Call "
+                    "the module once on an input, which initialises it, before fz.functional."
+                )
+    for path, param in module.named_parameters():
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
+            raise ValueError(
+                f"fz.functional: param {path!r} has a hook on its gradient (register_hook), which a pure function of "
+                "the params does not run. Remove it, and apply it to the grads between step.vjp and step.update."
+            )
+
+
+_LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
+_LOOKS |= {torch.Tensor.is_inference}
+
+
+def refuse_params(module: nn.Module) -> None:
+    """Refuses params that are more than their values."""
+    seen: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, param in module.named_parameters():
+        if param._backward_hooks or param._post_accumulate_grad_hooks:
+            raise ValueError(
+                f"fz.functional: param {name!r} has a hook on its gradient (register_hook), which a param that is an "
+                "argument does not have. Compute in forward with what the hook makes of it (w * mask + "
+                "(w * (1 - mask)).detach()), or change gradients between a pullback and step.update."
+            )
+        memory = storage_of(param)  # 0 for one that has none
+        for other, one in seen.setdefault(memory, []):
+            if memory and (one.requires_grad or param.requires_grad) and overlap((one, param)):
+                raise ValueError(
+                    f"fz.functional: the params {other!r} and {name!r} are two that share memory, and would be updated "
+                    "apart. Make them one param: other.weight = one.weight."
+                )
+        seen[memory].append((name, param))
+
+
+class Stale(torch.Tensor):
+    """Stands in the copy for a tensor that was computed from the original's params before: reading it is an error."""
+
+    where: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in READABLE or func in _LOOKS:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **(kwargs or {}))
+        where = next(leaf.where for leaf in pytree.leaves((args, kwargs or {})) if isinstance(leaf, Stale))
+        raise ValueError(
+            f"apply: {where}, so that its gradient and its changes would be lost. Compute it in forward, of the param "
+            "itself, before it is read."
+        )
+
+
+class Globals(dict[str, Any]):
+    """The global names of a function of the copy: the function's own, with the copy in the original's place.
+
+    CPython looks global names up by `__getitem__` where they are not in a plain dict.
+    """
+
+    def __init__(self, real: dict[str, Any]) -> None:
+        super().__init__(real)  # for whoever looks past __getitem__
+        self.real, self.mapped = real, dict[str, Any]()
+
+    def __getitem__(self, name: str) -> Any:
+        return self.mapped[name] if name in self.mapped else self.real[name]
+
+
+class _Copier:
+    """Copies what it is called with; every object once."""
+
+    def __init__(self, reach: Reach, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
+        self.reach, self.params = reach, {id(param) for param in module.parameters()}
+        self.trained = [(name, x, storage_of(x)) for name, x in module.named_parameters() if x.requires_grad]
+        self.leading = reach.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
+        data = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
+        self.concerned = data | reach.reaching(data)
+        self.memo: dict[int, Any] = dict(shared)
+        self._globals: dict[int, Globals] = {}
+        self._fill()
+
+    def __call__(self, x: Any) -> Any:
+        if is_atom(x) or id(x) not in self.concerned:
+            return x
+        if id(x) not in self.memo:
+            self.memo[id(x)] = self._made(x)
+        return self.memo[id(x)]
+
+    def _fill(self) -> None:
+        """Makes all shells first: what they hold may lead back to them, on ways of any length."""
+        objects = [x for i, x in self.reach.objects.items() if i in self.concerned and i not in self.memo]
+        shells = [(x, shell) for x in objects if (shell := self._shell(x)) is not None]
+        self.memo.update({id(x): shell for x, shell in shells})
+        functions = [x for x in objects if isinstance(x, types.FunctionType)]
+        for x in functions:
+            cells = tuple(self(cell) for cell in x.__closure__ or ())
+            self.memo[id(x)] = types.FunctionType(x.__code__, self._globals_of(x), x.__name__, None, cells)
+        for x, shell in shells:
+            self._fill_shell(x, shell)
+        for x in functions:
+            new = self.memo[id(x)]
+            new.__defaults__ = tuple(map(self, x.__defaults__)) if x.__defaults__ else None
+            new.__kwdefaults__ = {k: self(v) for k, v in x.__kwdefaults__.items()} if x.__kwdefaults__ else None
+            new.__dict__.update({name: self(value) for name, value in vars(x).items()})
+            for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
+                setattr(new, name, getattr(x, name))
+            if isinstance(new.__globals__, Globals):
+                mapped = {name: self(value) for name, value in globals_of(x).items() if id(value) in self.concerned}
+                new.__globals__.mapped.update(mapped)
+                dict.update(new.__globals__, mapped)
+
+    def _shell(self, x: Any) -> Any:
+        if isinstance(x, nn.Module) and type(x) is x.__class__:
+            return object.__new__(type(x))  # a __new__ of its own may want arguments
+        if isinstance(x, types.CellType):
+            return types.CellType()
+        if type(x) in (list, set, dict, collections.OrderedDict):
+            return type(x)()
+        return collections.deque(maxlen=x.maxlen) if type(x) is collections.deque else None
+
+    def _fill_shell(self, x: Any, new: Any) -> None:
+        if isinstance(x, nn.Module):
+            new.__dict__.update({name: self(value) for name, value in vars(x).items()})
+            for name in _slots(type(x)):
+                if hasattr(x, name):
+                    object.__setattr__(new, name, self(getattr(x, name)))
+            if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
+                new.__dict__["_compiled_call_impl"] = None
+        elif isinstance(x, types.CellType):
+            new.cell_contents = self(contents(x))
+        elif isinstance(x, dict):
+            new.update((self(key), self(value)) for key, value in x.items())
+        else:
+            (new.update if isinstance(x, set) else new.extend)(map(self, list(x)))
+
+    def _globals_of(self, x: types.FunctionType) -> dict[str, Any]:
+        names = [name for name, value in globals_of(x).items() if id(value) in self.concerned]
+        if not names or names_of(x.__code__)[2]:  # what it assigns would be lost
+            return x.__globals__
+        real = x.__globals__.real if isinstance(x.__globals__, Globals) else x.__globals__
+        return self._globals.setdefault(id(real), Globals(real))
+
+    def _made(self, x: Any) -> Any:
+        if isinstance(x, torch.Tensor):
+            return self._tensor(x)
+        if type(x) in weakref.ProxyTypes:
+            return weakref.proxy(self(referent(x)))
+        if isinstance(x, weakref.WeakMethod):
+            return weakref.WeakMethod(self(x()))
+        if isinstance(x, weakref.ref):
+            return weakref.ref(self(x()))
+        if isinstance(x, types.MethodType):
+            return types.MethodType(self(x.__func__), self(x.__self__))
+        if isinstance(x, BOUND):
+            return getattr(self(x.__self__), x.__name__)
+        if isinstance(x, functools.partial):
+            new = type(x)(self(x.func), *map(self, x.args), **{k: self(v) for k, v in x.keywords.items()})
+            vars(new).update({name: self(value) for name, value in vars(x).items()})
+            return new
+        if type(x) in SEQUENCES or type(x) in MAPPINGS:
+            return type(x)(map(self, x))
+        if isinstance(x, WEAK):
+            if isinstance(x, weakref.WeakSet):
+                return type(x)(map(self, list(x)))
+            return type(x)({self(key): self(value) for key, value in list(x.items())})
+        with contextlib.suppress(Exception):  # what cannot be built again stays; if it leads to the module, that shows
+            return self._instance(x)
+        return x
+
+    def _tensor(self, x: torch.Tensor) -> torch.Tensor:
+        if isinstance(x, Stale):
+            return x
+        if private.is_wrapped(x) or (x.grad_fn is not None and _leads_to(x.grad_fn, self.params)):
+            stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
+            stale.where = f"{self.reach.way(id(x))} was computed from the module's params before fz.functional"
+            return stale
+        memory = storage_of(x)
+        for name in [name for name, own, of in self.trained if memory and of == memory and overlap((own, x))]:
+            stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
+            stale.where = (
+                f"{self.reach.way(id(x))} shares its memory with param {name!r}, and here is none that follows it"
+            )
+            return stale
+        return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
+
+    def _instance(self, x: Any) -> Any:
+        build = self.reach.builds.get(id(x))
+        has_own_copy = hasattr(type(x), "__deepcopy__") and id(x) not in self.leading
+        if has_own_copy or type(x).__module__.partition(".")[0] == "numpy":
+            return copy.deepcopy(x, self.memo)
+        if build is None:
+            return x
+        make, arguments, state, items, pairs = build
+        if not (state or items or pairs) and all(map(is_atom, arguments)):
+            return x  # it says nothing but that it is itself
+        new = self.memo[id(x)] = make(*map(self, arguments))
+        if hasattr(new, "__setstate__"):
+            if state is not None:
+                new.__setstate__(self._state(state))
+        else:
+            for part in state if isinstance(state, tuple) else (state,):
+                for name, value in (part or {}).items():
+                    object.__setattr__(new, name, self(value))
+        for item in items:
+            new.append(self(item))
+        for key, value in pairs:
+            new[self(key)] = self(value)
+        return new
+
+    def _state(self, state: Any) -> Any:
+        """A state that only its object's class understands; the object is not in the reach itself."""
+        if type(state) is list:  # of a dataclass with slots: it must be full at once
+            return [self(value) for value in state]
+        if id(state) in self.reach.objects:
+            return self(state)
+        if type(state) is dict:
+            return {key: self(value) for key, value in state.items()}
+        return tuple(map(self._state, state)) if type(state) is tuple else self(state)
+
+
+def _slots(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        own = vars(base).get("__slots__", ())
+        yield from (own,) if isinstance(own, str) else own
+
+
+def _leads_to(node: Any, params: set[int]) -> bool:
+    waiting, seen = [node], set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if id(getattr(node, "variable", None)) in params:
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _name_of(original: Any, module: nn.Module) -> str:
+    kinds = (("param", module.named_parameters()), ("buffer", module.named_buffers()))
+    for what, named in (*kinds, ("submodule", module.named_modules())):
+        for name, x in named:
+            if x is original:
+                return f"its {what} {name!r}" if name else "the module itself"
+    raise AssertionError("not of the module")

@@ -1,0 +1,314 @@
+"""What a module leads to: attributes, containers, hooks, closures, bound objects, global names; and on which way."""
+
+from __future__ import annotations
+
+import collections
+import dis
+import enum
+import functools
+import gc
+import logging
+import types
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from fzero.capture.contents import is_library
+
+Parts = Iterator[tuple[str, Any, bool]]
+HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
+REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
+BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
+CALLABLES = (types.FunctionType, types.MethodType, functools.partial, *BOUND)
+SEQUENCES = (list, tuple, set, frozenset, collections.deque)
+MAPPINGS = (dict, collections.OrderedDict)
+WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
+_ATOMS = (
+    type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, slice, enum.Enum,
+    type, types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.GenericAlias,
+    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, logging.Logger,
+    torch.UntypedStorage, torch.TypedStorage,
+)  # fmt: skip
+_SIMPLE = frozenset({type(None), bool, int, float, str, types.ModuleType, torch.dtype, torch.device, torch.Size})
+
+
+def is_atom(x: Any) -> bool:
+    """Whether an object leads nowhere, as far as a copy is concerned."""
+    if type(x) in _SIMPLE:
+        return True
+    if is_weak(x):
+        return False
+    if isinstance(x, types.BuiltinFunctionType):
+        return x.__self__ is None or isinstance(x.__self__, (types.ModuleType, type))
+    return isinstance(x, _ATOMS)
+
+
+def is_weak(x: Any) -> bool:
+    return type(x) in weakref.ProxyTypes or isinstance(x, weakref.ref)
+
+
+def is_callable(x: Any) -> bool:
+    """Whether what it holds is its own affair: a function, a bound method, a partial one."""
+    return not is_weak(x) and isinstance(x, CALLABLES)
+
+
+@functools.lru_cache(4096)
+def names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
+    """The global names and the attribute names that code and the code nested in it use; whether it assigns globals."""
+    reads, attributes, writes = set[str](), set(code.co_names), False
+    for instruction in dis.get_instructions(code):
+        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
+            reads.add(instruction.argval)
+        writes = writes or instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
+    for nested in code.co_consts:
+        if isinstance(nested, types.CodeType):
+            inner, names, assigns = names_of(nested)
+            reads, attributes, writes = reads | inner, attributes | names, writes or assigns
+    return frozenset(reads), frozenset(attributes), writes
+
+
+def globals_of(function: types.FunctionType) -> dict[str, Any]:
+    """The global names that a function reads, with their values; none of a library's functions."""
+    if is_library(dict.get(function.__globals__, "__name__")):
+        return {}
+    found = {}
+    for name in sorted(names_of(function.__code__)[0]):
+        try:
+            found[name] = function.__globals__[name]  # those of a private copy answer with the copy
+        except KeyError:
+            continue
+    return found
+
+
+def reduced(x: Any) -> tuple[Any, ...] | None:
+    """How an object says that it is built, or None where it does not: function, arguments, state, items, pairs."""
+    try:
+        said = x.__reduce_ex__(4)
+    except Exception:  # whatever its class raises to say that it cannot be taken apart
+        return None
+    if isinstance(said, str):
+        return None
+    build, arguments, state, items, pairs = (*said, None, None, None)[:5]
+    return build, tuple(arguments or ()), state, list(items or ()), list(pairs or ())
+
+
+def referent(x: Any) -> Any:
+    """What a weak reference or a proxy refers to."""
+    if isinstance(x, weakref.ref):
+        return x()
+    try:
+        return x.__repr__.__self__
+    except ReferenceError:
+        return None
+
+
+def _members(cls: type, start: Iterable[str]) -> Iterator[tuple[str, Any]]:
+    """What a class has under these names, and under those that the functions found there use as attributes."""
+    names, seen = sorted(start), set[str]()
+    while names:
+        name = names.pop()
+        if name in seen:
+            continue
+        seen.add(name)
+        for base in cls.__mro__:
+            member = vars(base).get(name)
+            if isinstance(member, (nn.Module, torch.Tensor)):
+                yield f"{base.__name__}.{name}", member
+            accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
+            for accessor in accessors:
+                function = getattr(accessor, "__func__", getattr(accessor, "func", accessor))
+                if isinstance(function, types.FunctionType) and not is_library(function.__module__):
+                    yield f"{base.__name__}.{name}", function
+                    names += sorted(_attribute_names(function))
+
+
+def _attribute_names(function: types.FunctionType, depth: int = 3) -> frozenset[str]:
+    """Those that a function uses, or that one which it wraps does."""
+    names = names_of(function.__code__)[1]
+    for cell in function.__closure__ or () if depth else ():
+        inner = contents(cell)
+        if isinstance(inner, types.FunctionType):
+            names |= _attribute_names(inner, depth - 1)
+    return names
+
+
+def contents(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled
+        return None
+
+
+class Reach:
+    """Everything that is reached from a module, breadth first.
+
+    Attributes:
+        objects: id -> object, which keeps the ids valid.
+        owned: ids of the module's own data: modules, tensors, containers, instances in attributes. What only hooks
+            and functions hold is somebody else's.
+        users: id -> ids of the objects that hold it.
+        builds: id -> how an instance is built.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self.objects: dict[int, Any] = {}
+        self.owned: set[int] = set()
+        self.users: dict[int, list[int]] = collections.defaultdict(list)
+        self.builds: dict[int, tuple[Any, ...] | None] = {}
+        self.paths = {id(module): path for path, module in root.named_modules()}
+        self._first: dict[int, tuple[int, str]] = {}
+        self._hooks: dict[int, str] = {}
+        self._registries: dict[int, str] = {}
+        self._classes: dict[type, list[tuple[str, Any]]] = {}
+        mine: collections.deque[tuple[Any, str, Any]] = collections.deque([(None, "", root)])
+        others = collections.deque((None, label, hook) for label, hook in _global_hooks())
+        while mine or others:
+            own = bool(mine)
+            user, label, x = (mine or others).popleft()
+            if own and is_callable(x):
+                others.append((user, label, x))
+                continue
+            self.users[id(x)].append(id(user))
+            if id(x) in self.objects:
+                continue
+            self.objects[id(x)] = x
+            self._first[id(x)] = (id(user), label)
+            if own:
+                self.owned.add(id(x))
+            for label, part, is_data in self._parts(x):
+                if not is_atom(part):
+                    (mine if own and is_data else others).append((x, label, part))
+
+    def reaching(self, targets: Iterable[int]) -> set[int]:
+        """The ids of all objects that lead to one of these."""
+        waiting, found = list(targets), set[int]()
+        while waiting:
+            for user in self.users.get(waiting.pop(), ()):
+                if user not in found and user in self.objects:
+                    found.add(user)
+                    waiting.append(user)
+        return found
+
+    def way(self, target: int) -> str:
+        """How an object is reached: from the module that is nearest to it on that way."""
+        labels: list[str] = []
+        here = target
+        while here in self._first:
+            here, label = self._first[here]
+            labels.append(label)
+            if here in self.paths:
+                path = self.paths[here]
+                labels.append(f"submodule {path!r}" if path else "the module")
+                break
+        return ", ".join(label for label in reversed(labels) if label)
+
+    def owner(self, target: int) -> str:
+        """The path of the module that is nearest to an object, on the way on which it was found."""
+        while target in self._first and target not in self.paths:
+            target = self._first[target][0]
+        return self.paths.get(target, "")
+
+    def _parts(self, x: Any) -> Parts:
+        """(label, object, whether it is data of x) of everything that x holds."""
+        if isinstance(x, torch.Tensor):
+            return
+        if is_weak(x):
+            yield "a weak reference", referent(x), True
+        elif isinstance(x, nn.Module):
+            yield from self._parts_of_module(x)
+        elif type(x) in MAPPINGS:
+            hook, what = self._hooks.get(id(x)), self._registries.get(id(x), "entry")
+            for key, value in list(x.items()):
+                yield f"a key of a {type(x).__name__}", key, True
+                if hook:
+                    yield f"{hook} {getattr(value, '__qualname__', type(value).__name__)}", value, False
+                else:
+                    yield f"{what} {key!r}", value, True
+        elif type(x) in SEQUENCES:
+            yield from ((f"item {i}", item, True) for i, item in enumerate(x))
+        elif isinstance(x, types.FunctionType):
+            yield from _parts_of_function(x)
+        elif isinstance(x, types.CellType):
+            yield "its value", contents(x), True
+        elif isinstance(x, types.MethodType):
+            yield "the object that it is bound to", x.__self__, False
+            yield "its function", x.__func__, False
+            if isinstance(x.__func__, types.FunctionType):
+                names = _attribute_names(x.__func__)
+                for name, member in _members(type(x.__self__), names):
+                    yield f"the method {name}", member, False
+        elif isinstance(x, BOUND):
+            yield "the object that it is bound to", x.__self__, False
+        elif isinstance(x, functools.partial):
+            for part in (x.func, *x.args, *x.keywords.values(), *vars(x).values()):
+                yield "an argument of functools.partial", part, False
+        elif isinstance(x, WEAK):
+            for entry in list(x.items() if not isinstance(x, weakref.WeakSet) else zip(x, strict=True)):
+                yield from (("an entry of a weak container", part, True) for part in entry)
+        elif isinstance(x, types.GeneratorType):
+            frame = x.gi_frame
+            yield from ((f"local {name!r}", v, False) for name, v in (frame.f_locals if frame else {}).items())
+        elif type(x).__module__.partition(".")[0] != "numpy":
+            yield from self._parts_of_instance(x)
+
+    def _parts_of_module(self, module: nn.Module) -> Parts:
+        for name, value in vars(module).items():
+            if name in HOOKS:
+                self._hooks[id(value)] = HOOKS[name]
+            elif name in REGISTRIES:
+                self._registries[id(value)] = REGISTRIES[name]
+            yield "" if name in HOOKS or name in REGISTRIES else f"attribute {name!r}", value, True
+        cls = type(module)
+        if cls not in self._classes:
+            self._classes[cls] = list(_members(cls, ("forward", "__call__")))
+        for name, member in self._classes[cls]:
+            yield f"the method {name}", member, False
+
+    def _parts_of_instance(self, x: Any) -> Parts:
+        build = self.builds[id(x)] = reduced(x)
+        if build is None:
+            for name, value in vars(x).items() if hasattr(x, "__dict__") else ():
+                yield f"attribute {name!r}", value, True
+            for part in gc.get_referents(x):
+                if part is not getattr(x, "__dict__", None):
+                    yield f"inside of a {type(x).__name__}", part, True
+        else:
+            _, arguments, state, items, pairs = build
+            states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
+            for part in states:
+                named = part.items() if isinstance(part, dict) else [(None, part)]
+                for name, value in named:
+                    yield f"state of a {type(x).__name__}" if name is None else f"attribute {name!r}", value, True
+            for part in (*arguments, *items, *(part for pair in pairs for part in pair)):
+                yield f"inside of a {type(x).__name__}", part, True
+        if callable(x):
+            for name, member in _members(type(x), ("__call__",)):
+                yield f"the method {name}", member, False
+
+
+def _parts_of_function(function: types.FunctionType) -> Parts:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=False):
+        yield f"closure variable {name!r}", cell, False
+    for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
+        yield "a default argument", value, False
+    for name, value in vars(function).items():
+        yield f"attribute {name!r}", value, False
+    for name, value in globals_of(function).items():
+        yield f"the global name {name!r}", value, False
+        if isinstance(value, (types.ModuleType, type)):
+            for attribute in sorted(names_of(function.__code__)[1] & vars(value).keys()):
+                held = vars(value)[attribute]
+                if isinstance(held, (nn.Module, torch.Tensor)):
+                    yield f"the global name '{name}.{attribute}'", held, False
+
+
+def _global_hooks() -> Iterator[tuple[str, Any]]:
+    for name, hooks in vars(torch_module).items():
+        if name.startswith("_global_") and isinstance(hooks, dict):
+            for hook in hooks.values():
+                if callable(hook):
+                    yield f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} of all modules", hook

@@ -1,0 +1,171 @@
+"""What a call must not write to the private copy of a module: buffers, and the tensors and modules that it consists of.
+
+Its other attributes are its own affair, as they are a module's: a counter counts from call to call.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fzero.base import private
+from fzero.modules.private_copy import Stale
+from fzero.modules.reach import REGISTRIES, Reach
+
+
+class _Registry:
+    """The buffers, params or submodules of one module, and what they were before."""
+
+    def __init__(self, path: str, name: str, module: nn.Module) -> None:
+        self.path, self.what, self.of, self.module = path, REGISTRIES[name], getattr(module, name), module
+        self.before = dict(self.of)
+
+    def restore(self) -> list[str]:
+        """Puts back what was there; the names of what was written."""
+        now, before = self.of, self.before
+        if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())) and [*now] == [*before]:
+            return []
+        names = [name for name in {**before, **now} if before.get(name, self) is not now.get(name, self)]
+        now.clear()
+        now.update(before)
+        for name in names:  # which an attribute would hide
+            vars(self.module).pop(name, None)
+        return [f"its {self.what} {self.path + name!r}" for name in names]
+
+
+@dataclass(eq=False)
+class _Constant:
+    """A tensor of the copy that is no param (a buffer, or one in an attribute), and the one that it was copied from."""
+
+    path: str
+    label: str
+    tensor: torch.Tensor
+    source: torch.Tensor
+    version: int = field(init=False)
+    address: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.version, self.address = self.tensor._version, _address(self.tensor)
+
+    def changed(self, thoroughly: bool) -> bool:
+        if self.tensor._version != self.version or _address(self.tensor) != self.address:
+            return True
+        return thoroughly and not _same(self.tensor, self.source)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    if type(tensor) not in (torch.Tensor, nn.Parameter, nn.Buffer) or tensor.layout != torch.strided:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:  # its `.data` was set to what a functorch level computed
+        return -1
+
+
+def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether the values are the same, as far as there are values; NaN is NaN."""
+    if tensor.is_meta or not _address(tensor) or private.dispatches():
+        return True
+    with private.below_transforms():
+        if torch.equal(tensor, source):
+            return True
+        return bool(((tensor == source) | (tensor.isnan() & source.isnan())).all())
+
+
+class Untouched:
+    """How the copy was before a call, and the way back to it.
+
+    Args:
+        sources: id of a tensor of the copy -> the tensor that it was copied from.
+    """
+
+    def __init__(self, module: nn.Module, reach: Reach, sources: Mapping[int, torch.Tensor]) -> None:
+        self.depth = 0  # of calls that are running
+        self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
+        self.broken = False  # whether a tensor was written to: the copy is then made anew
+        self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
+        names = {id(buffer): name for name, buffer in module.named_buffers()}
+        self._registries = [
+            _Registry(f"{path}." if path else "", name, own)
+            for path, own in module.named_modules()
+            for name in REGISTRIES
+        ]
+        self._dicts = [registry.of for registry in self._registries]
+        self._lengths, self._names = [*map(len, self._dicts)], [name for own in self._dicts for name in own]
+        self._values = [value for own in self._dicts for value in own.values()]
+        self._constants: list[_Constant] = []
+        for number, x in reach.objects.items():
+            if number in reach.owned and isinstance(x, torch.Tensor) and number in sources and not isinstance(x, Stale):
+                label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
+                self._constants.append(_Constant(reach.owner(number), label, x, sources[number]))
+
+    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.dirty = self.dirty or not self.depth
+            return run(*args, **kwargs)
+
+        return call
+
+    def enter(self) -> None:
+        if self.dirty and not self.depth:
+            self.restore()
+            self.dirty = False
+        self.depth += 1
+
+    def leave(self) -> list[str]:
+        """Puts everything back after the outermost call; says which buffers, params and submodules were changed."""
+        self.depth -= 1
+        return [] if self.depth else self.restore()
+
+    def restore(self) -> list[str]:
+        said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
+        self.broken = self.broken or bool(said)
+        if not self._are_as_before():
+            for registry in self._registries:
+                said += registry.restore()
+        return said
+
+    def _are_as_before(self) -> bool:
+        """Whether every registry is what it was: one look at all of them, as there are thousands."""
+        return (
+            [*map(len, self._dicts)] == self._lengths
+            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._values))
+            and all(map(operator.is_, itertools.chain.from_iterable(self._dicts), self._names))
+        )
+
+
+def refuse_changes(said: list[str]) -> None:
+    if said:
+        raise ValueError(
+            f"The module changed {said[0]} in its forward (batch norm in training mode changes its buffers); buffers "
+            "and what a module consists of are constants of the function. Call module.eval() before fz.functional, "
+            "use a layer without running statistics (group norm, layer norm), or take what changes as an argument of "
+            "forward and return its next value."
+        )
+
+
+def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
+    """Names the submodule that a functorch level did not let write to its buffer."""
+    if not private.says(error, private.WRITES_CAPTURED):
+        return
+    paths = {id(child): path for path, child in module.named_modules()}
+    place, trace = None, error.__traceback__
+    while trace is not None:
+        own = trace.tb_frame.f_locals.get("self")
+        place = own if id(own) in paths else place
+        trace = trace.tb_next
+    if place is None:
+        return
+    dots = paths[id(place)] + "." if paths[id(place)] else ""
+    held = {**place._buffers, **{name: x for name, x in vars(place).items() if isinstance(x, torch.Tensor)}}
+    names = [repr(dots + name) for name, x in held.items() if x is not None]
+    if names:
+        refuse_changes([("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)])

@@ -1,0 +1,81 @@
+"""What is checked of the values that a step receives, before anything is communicated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.base import pytree
+from fzero.base.arguments import named
+from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
+from fzero.table.needs import need_step
+from fzero.table.spec import Spec
+
+
+def check_state(step: Spec, state: TrainState) -> None:
+    need_step(step, "step")
+    if not isinstance(state, TrainState):
+        raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
+    layout = state.layout
+    if state.signature != step.signature:
+        theirs, ours = _describe(state.signature), _describe(step.signature)
+        raise ValueError(
+            f"step: got a state of another step, made with {theirs}; expected one made with {ours}. Use the state "
+            "that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives another "
+            "function over the same state.)"
+        )
+    axis, theirs = step.axis(), state.params.axis
+    size = axis.size
+    if layout.shards != size:
+        raise ValueError(
+            f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
+            f"expected {size}, the size of the sharded axis. Make the state with this "
+            "step's init on this process group."
+        )
+    if axis != theirs:
+        raise ValueError(
+            f"step: got a state (leaf {layout.rows[0].path!r} and others) that lies on {theirs.place}; expected one on "
+            f"{axis.place}, the ranks of this step's mesh. Convert it: fz.convert(state, step); or build the step with "
+            "the mesh that the state was made with."
+        )
+
+
+def check_optimizer(step: Spec, state: TrainState) -> None:
+    for group in state.layout.groups.values():
+        row = group.row
+        ours = step.optimizer.label(row.path) if step.optimizer.label else "optimizer"
+        if not row.frozen and row.optimizer != ours:
+            raise ValueError(
+                f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
+                f"{ours!r}. Make the state with this step's init, or use the optimizer that it was made with."
+            )
+
+
+def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grads") -> None:
+    expected = "expected the first value that a pullback of this step returned"
+    if not isinstance(grads, Sharded):
+        raise TypeError(f"{argument}: got {named(grads)}, {expected}.")
+    own = {id(x) for x in pytree.leaves((state.params, state.moments))}
+    if any(id(x) in own for x in pytree.leaves(grads)):
+        raise TypeError(f"{argument}: got the {grads.kind} of the state itself, {expected}.")
+    if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
+        ours = {row.path: row for row in state.layout.rows}
+        other = next((row.path for row in grads.layout.rows if ours.get(row.path) != row), grads.layout.rows[0].path)
+        raise ValueError(
+            f"{argument}: got grads of another step (leaf {other!r} differs), expected those of a pullback of this "
+            f"step over {len(ours)} leaves. Give each component its own grads."
+        )
+    mine, theirs = state.params.axis, grads.axis
+    if mine.identity != theirs.identity:
+        raise ValueError(
+            f"{argument}: got those of a pullback over another state, of {theirs.who}; expected those of a state that "
+            f"descends from the same init as this one, of {mine.who}. Give each component its own grads. To put "
+            "other params into this state, use state.replace(params=...)."
+        )
+
+
+def _describe(signature: tuple[Any, ...]) -> str:
+    policy, units, scaler, *rules = signature
+    sources: list[str] = sorted(rule.source for some in rules for rule in some)
+    sources += [scaler] if scaler else []
+    return f"[{policy}, units={units}, {', '.join(sources) or 'no rules'}]"

@@ -1,0 +1,147 @@
+"""From the user's params to a state: the table, the layout, the ranks' agreement, the buffers."""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.arguments import named
+from fzero.formats.formats import Blocks
+from fzero.formats.stored import decode, encode, is_plain
+from fzero.state.moments import init_moments
+from fzero.state.sharded import Sharded, part_names
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Layout
+from fzero.table.module_params import frozen_leaves
+from fzero.table.policy import Policy
+from fzero.table.rows import check_leaf
+from fzero.table.scalers import ScaleState
+from fzero.table.spec import Spec
+
+
+def leaf_specs(params: Any) -> tuple[list[tuple[str, tuple[int, ...], torch.dtype]], list[Any], Any]:
+    """(path, shape, dtype) of every leaf, the leaves, the structure; callables are asked without memory."""
+    for node in pytree.flatten(params, is_leaf=lambda node: isinstance(node, (Sharded, TrainState, torch.nn.Module)))[
+        0
+    ]:
+        if isinstance(node, (Sharded, TrainState)):
+            raise TypeError(
+                f"params: got {named(node)}, expected a pytree of full tensors: fz.gather(state.params), or to change "
+                "the step of a state, fz.convert(state, step)."
+            )
+        if isinstance(node, torch.nn.Module):
+            raise TypeError(
+                f"params: got {named(node)}, expected a pytree of tensors: apply, params = fz.functional(module)."
+            )
+    names, leaves, structure = pytree.named_leaves(params)
+    if not leaves:
+        raise ValueError("params: got an empty tree, expected at least one floating tensor.")
+    if len(set(names)) < len(names):
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"params: two leaves have the path {twice!r}; rename a key so that dotted paths are unique.")
+    specs = []
+    for name, leaf in zip(names, leaves, strict=True):
+        made = _shape_of(name, leaf) if callable(leaf) and not isinstance(leaf, torch.Tensor) else leaf
+        check_leaf(name, made)
+        specs.append((name, tuple(made.shape), made.dtype))
+    return specs, leaves, structure
+
+
+def _shape_of(path: str, make: Callable[..., Any]) -> Any:
+    try:
+        inspect.signature(make).bind()
+    except TypeError as error:
+        raise TypeError(
+            f"params[{path!r}]: got {named(make)}, which cannot be called without arguments ({error}); expected a "
+            "floating tensor, or a callable that makes one."
+        ) from None
+    except ValueError:  # a builtin that has no signature
+        pass
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and only needed here
+
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        return make()
+
+
+def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
+    specs, leaves, structure = leaf_specs(params)
+    axis = step.axis().of_component(getattr(step.fn, "__name__", type(step.fn).__name__))
+    rows = step.rows(specs, frozen_leaves(structure))
+    layout = Layout.build(rows, axis.size)
+    table = "\n".join(f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r}" for row in rows)
+    axis.check_same(
+        f"stage {step.stage} seed {seed} sync {sync}\n{table}",
+        "The tables (transforms, policy, leaves, seed)",
+        "Build the same step from the same params on every rank.",
+    )
+    buffers: dict[str, torch.Tensor] = {}
+    held: dict[str, torch.Tensor] = {}
+    said: list[str] = []
+    holds = step.stage in (1, 2)
+    for key, group in layout.groups.items():
+        policy = group.row.policy
+        assert policy.param and policy.compute
+        made = {slot.leaf: _made(leaves[slot.leaf], specs[slot.leaf]) for slot in group.slots}
+        if sync:
+            made = {
+                index: axis.broadcast(leaf.detach().clone().contiguous(), f"leaf {specs[index][0]!r}")
+                for index, leaf in made.items()
+            }
+        elif axis.ranks > 1:
+            said += [f"{specs[index][0]} with checksum {checksum(leaf)}" for index, leaf in made.items()]
+        form = policy.param_format
+        full = layout.pack(key, made, policy.param if is_plain(form) else torch.float32)
+        del made
+        size = layout.shard_numel(key)
+        own = full.narrow(0, axis.rank * size, size)
+        if not (holds and policy.computes_as_stored):
+            if is_plain(form):
+                parts: tuple[torch.Tensor, ...] = (full if size == group.numel else own.clone(),)
+            else:
+                parts = encode(form, own)
+            buffers.update(zip(part_names(form, key), parts, strict=True))
+        if holds:
+            held[key] = as_held(policy, encode(form, full))
+        del full, own
+    axis.check_same(
+        "\n".join(said),
+        "The params",
+        "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
+    )
+    tree = Sharded(layout, axis, structure, buffers, held, kind="params")
+    moments = init_moments(step, tree)
+    scale = step.scaler.initial() if step.scaler else ScaleState()
+    return TrainState(tree, None, moments, 0, scale, seed, step.signature)
+
+
+def _made(leaf: Any, spec: tuple[str, tuple[int, ...], torch.dtype]) -> torch.Tensor:
+    if isinstance(leaf, torch.Tensor):
+        return leaf
+    out = leaf()
+    path, shape, dtype = spec
+    if tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(
+            f"params[{path!r}]: its callable made {tuple(out.shape)}, {out.dtype}; expected {shape}, {dtype}."
+        )
+    return out
+
+
+def checksum(leaf: torch.Tensor) -> int:
+    if private.is_fake(leaf):
+        return 0
+    data = leaf.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+    return zlib.crc32(data)  # type: ignore[arg-type]
+
+
+def as_held(policy: Policy, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The full buffer that every rank computes with in ZeRO-1 and 2, from the full parts."""
+    assert policy.compute
+    form, blocks = policy.param_format, Blocks()
+    if policy.gather is None:
+        return decode(form, parts, policy.compute)
+    return decode(blocks, encode(blocks, decode(form, parts, torch.float32)), policy.compute)

@@ -1,0 +1,59 @@
+"""The optimizer's state, in the table's formats."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.formats.stored import zeros
+from fzero.state.sharded import Sharded, is_sharded, part_names
+from fzero.table.spec import Spec
+
+
+def init_moments(step: Spec, params: Sharded) -> Any:
+    """The optimizer's state for the trainable leaves, in the table's formats."""
+    template = params.only(params.layout.trainable)
+    if not step.optimizer.by_leaf:  # who does not know of formats is given values
+        template = template.with_buffers(template.locals())
+    return to_moment_dtype(step.optimizer.init(template), step.optimizer.by_leaf)
+
+
+def to_moment_dtype(moments: Any, by_leaf: bool) -> Any:
+    """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
+
+    def one(node: Any) -> Any:
+        if not is_sharded(node) or node.kind in ("signed", "nonnegative"):
+            return node
+        groups = node.layout.groups
+        for key in node.keys:
+            row = groups[key].row
+            if isinstance(row.policy.moment, str):
+                raise ValueError(
+                    f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its optimizer "
+                    f"({row.optimizer}) cannot carry: nothing says which of its moments may be negative. fz.adamw, "
+                    "fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or give moment= a dtype."
+                )
+        return node.with_buffers({key: b.to(groups[key].row.policy.moment) for key, b in node.locals().items()})
+
+    return pytree.map(one, moments, is_leaf=is_sharded)
+
+
+def zeros_like(params: Any, nonnegative: bool = False) -> Any:
+    """Moments that are zero, stored in the formats of their leaves' policies.
+
+    Args:
+        params: what an optimizer's `init` is given.
+        nonnegative: whether they never are negative (second moments), which decides how 8 bits hold them.
+    """
+    if not is_sharded(params):
+        return pytree.map(torch.zeros_like, params)
+    buffers: dict[str, torch.Tensor] = {}
+    for key in params.keys:
+        form = params.layout.groups[key].row.policy.moment_format(not nonnegative)
+        stored = params.stored(key)
+        parts = zeros(form, stored.numel(), stored.device)
+        buffers.update(zip(part_names(form, key), parts, strict=True))
+    kind = "nonnegative" if nonnegative else "signed"
+    return Sharded(params.layout, params.axis, params.structure, buffers, kind=kind)

@@ -1,0 +1,128 @@
+"""TrainState: the immutable pytree that a step takes and returns."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fzero.base import pytree
+from fzero.base.arguments import wrong
+from fzero.state.sharded import Sharded, is_sharded
+from fzero.table.layout import Layout
+from fzero.table.scalers import ScaleState
+
+
+class TrainState:
+    """Params, grads and moments as this rank's flat buffers, which are its only leaves for optree and torch.
+
+    Immutable: `replace` gives a new one. A state that was donated is dead and says which step took it.
+
+    Attributes:
+        params: `Sharded`; `state.params["blocks.0.attn.weight"]` is this rank's slice of a leaf.
+        grads: what `add_grads` kept, or None.
+        moments: the optimizer's state, whose trees are `Sharded`.
+        step: how many updates were applied.
+        loss_scale: `ScaleState`.
+        seed: of everything random in this run.
+    """
+
+    __slots__ = ("_dead", "_grads", "_moments", "_params", "loss_scale", "seed", "signature", "step")
+
+    def __init__(
+        self,
+        params: Any,
+        grads: Any,
+        moments: Any,
+        step: int,
+        loss_scale: ScaleState,
+        seed: int,
+        signature: Any,
+    ) -> None:
+        self._params, self._grads, self._moments = _fresh(params), _fresh(grads), _fresh(moments)
+        self.step, self.loss_scale, self.seed, self.signature = step, loss_scale, seed, signature
+        self._dead: str | None = None
+
+    def _read(self, value: Any) -> Any:
+        if self._dead:
+            raise RuntimeError(self._dead)
+        return value
+
+    @property
+    def params(self) -> Sharded:
+        return self._read(self._params)
+
+    @property
+    def grads(self) -> Sharded | None:
+        return self._read(self._grads)
+
+    @property
+    def moments(self) -> Any:
+        return self._read(self._moments)
+
+    @property
+    def layout(self) -> Layout:
+        return self.params.layout
+
+    def replace(self, **changes: Any) -> TrainState:
+        """A new state with some fields changed; buffers are shared, never copied."""
+        fields = {name: getattr(self, name) for name in _FIELDS}
+        unknown = set(changes) - set(fields)
+        if unknown:
+            raise TypeError(f"TrainState.replace: got {sorted(unknown)}, expected some of {', '.join(_FIELDS)}")
+        for name, (kinds, expected) in _TAKES.items():
+            if name in changes and (not isinstance(changes[name], kinds) or isinstance(changes[name], bool)):
+                raise wrong("TrainState.replace", name, changes[name], expected)
+        if changes.get("step", 0) < 0:
+            raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
+        return TrainState(**{**fields, **changes})
+
+    def kill(self, why: str) -> None:
+        """Marks the state and its trees as taken; any later use raises `why`."""
+        for tree in pytree.flatten((self._params, self._grads, self._moments), is_leaf=is_sharded)[0]:
+            if is_sharded(tree):
+                tree.kill(why)
+        self._params = self._grads = self._moments = None
+        self._dead = why
+
+    def __repr__(self) -> str:
+        if self._dead:
+            return f"TrainState(dead: {self._dead})"
+        return f"TrainState(step={self.step}, {len(self.layout.rows)} leaves, {self.params.axis})"
+
+
+_TAKES: dict[str, tuple[Any, str]] = {
+    "params": (Sharded, "params of a step, such as state.params"),
+    "grads": ((Sharded, type(None)), "grads of a step or None"),
+    "step": (int, "a number of applied updates"),
+    "seed": (int, "an int"),
+    "loss_scale": (ScaleState, "a ScaleState, such as state.loss_scale"),
+}
+
+
+_FIELDS = ("params", "grads", "moments", "step", "loss_scale", "seed", "signature")
+
+
+def _fresh(tree: Any) -> Any:
+    """New shells around the same buffers: killing one state then never touches another's."""
+    return pytree.map(
+        lambda node: node.replaced() if is_sharded(node) else node,
+        tree,
+        is_leaf=is_sharded,
+    )
+
+
+def _flatten(state: TrainState) -> tuple[tuple[Any, ...], Any]:
+    unseen = pytree.Unseen((state.step, state.loss_scale, state.seed, state.signature))
+    kept = () if state.grads is None else (state.grads,)  # torch's pytrees would take None for a leaf
+    return (state.params, state.moments, *kept), unseen
+
+
+def _unflatten(unseen: Any, children: tuple[Any, ...]) -> TrainState:
+    state = object.__new__(TrainState)
+    state._params, state._moments, *kept = children
+    state._grads = kept[0] if kept else None
+    state.step, state.loss_scale, state.seed, state.signature = unseen.value
+    state._dead = None
+    return state
+
+
+pytree.register(TrainState, _flatten, _unflatten)

@@ -1,0 +1,267 @@
+"""Step: a function, an optimizer and the rules of the table; init, vjp, forward, update."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
+from fzero.engine.outputs import split_result
+from fzero.engine.run import Pullback, Run, call_function, grads_of, runs, seed_of, traversal_of
+from fzero.state.checks import check_grads, check_optimizer, check_state
+from fzero.state.constants import constants, refuse_captured
+from fzero.state.init import init_state
+from fzero.state.sharded import Sharded
+from fzero.state.speed import warn_where_slow
+from fzero.state.train_state import TrainState
+from fzero.table.microbatch import Microbatches, mean_of, parts_of
+from fzero.table.needs import need_function, need_optimizer, need_step
+from fzero.table.optimizer import GradientTransformation
+from fzero.table.policy import ByPath, Policy
+from fzero.table.spec import Spec
+from fzero.update.fused import fused_call
+from fzero.update.update import apply_update, as_grads, sum_of
+
+
+@dataclass(frozen=True)
+class Step(Spec):
+    """An immutable description of one training step; transforms return a step with one more rule.
+
+    `init`, `vjp`, `forward` and `update` are the interface of every component. Made by `train_step`.
+    """
+
+    def init(self, params: Any, seed: int = 0, sync: bool = False) -> TrainState:
+        """The state for these params, which are copied.
+
+        Args:
+            params: a pytree of floating tensors; a leaf may be a callable that makes one, called unit by unit, so
+                that no rank ever holds the full model.
+            seed: of everything random in the run, the same on all ranks.
+            sync: take rank 0's params on all ranks; otherwise different params are an error.
+
+        Raises:
+            TypeError, ValueError: a leaf that cannot be trained, a pattern that matches nothing, ranks that disagree.
+            RuntimeError: the step is sharded and there is no process group.
+        """
+        need_int(seed, "step.init", "seed")
+        need_bool(sync, "step.init", "sync")
+        params = constants("step.init", "params", params)
+        with private.below_transforms():
+            state = init_state(self, params, seed, sync)
+            warn_where_slow(state)
+            return state
+
+    def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
+        """Outputs and their pullback, `torch.func.vjp` through the sharded params.
+
+        Args:
+            state: of this step.
+            inputs: this rank's share of the batch.
+            argnums: the inputs to differentiate; every floating one by default.
+            rng: varies everything random in the function, beside the state's seed and step.
+
+        Returns:
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
+        """
+        check_state(self, state)
+        need_int(rng, "step.vjp", "rng")
+        numbers = need_argnums(argnums, inputs)
+        micro = self.microbatches or Microbatches()
+        several = micro.count > 1
+        runs = [
+            Run(self, state, part, numbers, seed_of(state, rng, i), alone=not several, partial=several)
+            for i, part in enumerate(micro.split(inputs))
+        ]
+        outputs = micro.merge([run.outputs for run in runs])
+        aux = micro.merge([run.aux for run in runs], "aux")
+        parts = [parts_of(run.outputs) for run in runs]
+        for run in runs:
+            run.outputs = run.aux = None
+        spec = pytree.flatten(tuple(inputs))[1]
+        kept = inputs if several else ()
+        # not the state itself: a used pullback holds nothing of it
+        like = grads_of(state, {})
+
+        def pull(cotangent: Any, retain_graph: bool, create_graph: bool) -> tuple[Sharded, tuple[Any, ...]]:
+            if several:
+                runs[0].check_structure(cotangent)
+            pieces, times = micro.split_cotangent(cotangent, parts)
+            pulled = []
+            total: dict[str, torch.Tensor] | None = None
+            for run, piece in zip(runs, pieces, strict=True):
+                grads, cots = run.pull(piece, retain_graph, create_graph)
+                total = sum_of(total, grads)
+                pulled.append(cots)
+            flat = micro.merge_inputs(kept, pulled) if several else pulled[0]
+            assert total is not None
+            if times != 1.0:
+                total = {key: x / times for key, x in total.items()}
+                flat = [None if x is None else x / times for x in flat]
+            trees = pytree.unflatten(spec, flat)
+            return like.with_buffers(as_grads(like.layout, total)), tuple(
+                tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees
+            )
+
+        pullback = Pullback(pull)
+        return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
+
+    def forward(self, state: TrainState, *inputs: Any, rng: int = 0) -> Any:
+        """The outputs without gradients; `(outputs, aux)` where the step has aux.
+
+        None flows into the inputs either: what plain autograd differentiates counts as a constant.
+
+        Raises:
+            TypeError: torch.func differentiates or maps what it is given: use `vjp`, or pass `x.detach()`.
+        """
+        check_state(self, state)
+        need_int(rng, "step.forward", "rng")
+        state, inputs = _constant("step.forward", state=state, inputs=inputs)
+        refuse_captured("step.forward", self.fn)
+        micro = self.microbatches or Microbatches()
+        outputs = []
+        with torch.inference_mode(False), torch.no_grad():
+            for i, part in enumerate(micro.split(inputs)):
+                traversal, primals, fixed = traversal_of(self, state, seed_of(state, rng, i), derived=False)
+                outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
+        if not self.has_aux:
+            return micro.merge(outputs)
+        pairs = [split_result(self, pair) for pair in outputs]
+        return micro.merge([out for out, _ in pairs]), micro.merge([aux for _, aux in pairs], "aux")
+
+    def __call__(self, state: TrainState, *inputs: Any, cotangent: Any = None, rng: int = 0) -> Any:
+        """One update: `(new state, metrics)`.
+
+        Args:
+            inputs: this rank's share of the batch.
+            cotangent: of the outputs, where they are not a scalar loss.
+
+        Returns:
+            The next state, and 0-d tensors "loss" (mean over microbatches and ranks), "grad_norm" (of the mean
+            gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
+        """
+        check_state(self, state)
+        check_optimizer(self, state)
+        need_int(rng, "step", "rng")
+        state, inputs, cotangent = _constant("step", state=state, inputs=inputs, cotangent=cotangent)
+        refuse_captured("step", self.fn)
+        if self.fusion is not None and private.level() == 0:
+            return fused_call(self, state, inputs, cotangent, rng)
+        micro = self.microbatches or Microbatches()
+        unreduced = self.stage == 1 and micro.count > 1
+        total: dict[str, torch.Tensor] | None = None
+        losses: list[torch.Tensor] = []
+        auxes: list[Any] = []
+        times = 1.0
+        for run, ct, divisor in runs(self, state, inputs, cotangent, rng, losses, auxes, unreduced):
+            grads, _ = run.pull(ct)
+            del run
+            times = divisor
+            total = sum_of(total, grads)
+            del grads
+        assert total is not None
+        axis = state.params.axis
+        for key in list(total) if unreduced else ():
+            total[key] = axis.reduce_scatter(total[key], key)
+        sharded = grads_of(state, as_grads(state.layout, total), times)
+        del total
+        new, metrics = apply_update(self, state, sharded, None)
+        if losses:
+            metrics["loss"] = axis.mean(mean_of(losses), "the loss")
+        if self.has_aux:
+            metrics["aux"] = micro.merge(auxes, "aux")
+        return new, metrics
+
+    def update(self, state: TrainState, grads: Sharded, grad_norm: Any = None) -> tuple[TrainState, dict[str, Any]]:
+        """The optimizer's update with these grads, and with those that the state keeps, which are cleared.
+
+        Args:
+            grads: what a pullback of this step returned.
+            grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
+                "grad_norm" stays these grads' own.
+        """
+        check_state(self, state)
+        check_grads(self, state, grads)
+        check_optimizer(self, state)
+        need_norm(grad_norm, "step.update")
+        state, grads, grad_norm = _constant("step.update", state=state, grads=grads, grad_norm=grad_norm)
+        with private.below_transforms():
+            return apply_update(self, state, grads, grad_norm)
+
+    def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
+        """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
+        check_state(self, state)
+        check_grads(self, state, grads)
+        state, grads = _constant("step.add_grads", state=state, grads=grads)
+        kept, layout = state.grads, state.layout
+        with private.below_transforms():
+            own = {key: grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True) for key in grads.keys}
+            if kept is None:
+                return state.replace(grads=grads.with_buffers(own))
+            ratio = kept.scale / grads.scale
+            added = kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads.over(own))
+            return state.replace(grads=added)
+
+
+def _constant(who: str, **arguments: Any) -> list[Any]:
+    """The arguments, none of which a transform around this call may differentiate or map."""
+    return [constants(who, argument, value) for argument, value in arguments.items()]
+
+
+def train_step(
+    fn: Callable[..., Any],
+    optimizer: GradientTransformation,
+    policy: Policy | ByPath | None = None,
+    units: str | Sequence[str] | None = None,
+    has_aux: bool = False,
+) -> Step:
+    """A training step of a pure function.
+
+    Args:
+        fn: `fn(params, *inputs) -> outputs`, any pytree of tensors; a scalar for `step(state, *inputs)`.
+        optimizer: a `GradientTransformation`.
+        policy: dtypes by leaf; every leaf keeps its own by default.
+        units: fnmatch patterns over paths, the shortest path that matches is the unit; None takes every path up to
+            its first integer part, the elements of lists and ModuleLists.
+        has_aux: `fn` returns `(outputs, aux)`.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x, y: ((x @ p["w"] - y) ** 2).mean(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.zeros(2, 1)})
+        >>> state, metrics = step(state, torch.ones(4, 2), torch.ones(4, 1))
+        >>> metrics["loss"], state.step
+        (tensor(1.), 1)
+    """
+    need_function(fn, "train_step")
+    need_optimizer(optimizer, "train_step")
+    need_bool(has_aux, "train_step", "has_aux")
+    if policy is not None and not isinstance(policy, (Policy, ByPath)):
+        raise wrong("train_step", "policy", policy, "fz.Policy or fz.Policy.by_path")
+    if units is not None and not (isinstance(units, (str, tuple, list)) and all(isinstance(u, str) for u in units)):
+        raise wrong("train_step", "units", units, "a pattern over module paths, several of them, or None")
+    patterns = (units,) if isinstance(units, str) else None if units is None else tuple(units)
+    return Step(fn, optimizer, policy or Policy(), patterns, has_aux, scaler=None)
+
+
+def with_fn(step: Step, fn: Callable[..., Any], has_aux: bool | None = None) -> Step:
+    """The same table and state, another function: evaluation, generation, a second loss.
+
+    Args:
+        step: any step.
+        fn: `fn(params, *inputs) -> outputs`.
+        has_aux: as in `train_step`; that of `step` by default.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> state = step.init({"w": torch.ones(2)})
+        >>> fz.with_fn(step, lambda p, x: p["w"] + x).forward(state, torch.ones(2))
+        tensor([2., 2.])
+    """
+    need_step(step, "with_fn")
+    need_function(fn, "with_fn")
+    need_bool(has_aux, "with_fn", "has_aux", or_none=True)
+    return dataclasses.replace(step, fn=fn, has_aux=step.has_aux if has_aux is None else has_aux)

@@ -1,0 +1,198 @@
+"""Which leaf lies where: leaves <-> flat buffers, one buffer for each group of like leaves of a unit."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from fzero.formats.formats import ALIGN, Format
+from fzero.table.rows import Row
+
+
+def _aligned(numel: int, step: int = ALIGN) -> int:
+    return -(-numel // step) * step
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a contiguous tensor."""
+    sizes = (*shape[1:], 1) if shape else ()
+    return tuple(math.prod(sizes[i:]) for i in range(len(shape)))
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one leaf in its group's buffer, in elements."""
+
+    leaf: int
+    path: str
+    offset: int
+    numel: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Group:
+    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards."""
+
+    key: str
+    unit: str
+    numel: int
+    slots: tuple[Slot, ...]
+    row: Row  # the first leaf's; its policy and optimizer hold for all
+
+    def leaf_at(self, offset: int) -> str:
+        """The path of the leaf at an offset of the full buffer."""
+        return next((slot.path for slot in reversed(self.slots) if slot.offset <= offset), self.slots[0].path)
+
+    @cached_property
+    def split_sizes(self) -> tuple[int, ...]:
+        """Sizes that cut the buffer into leaf, gap, leaf, gap, ... and the rest."""
+        sizes, end = [], 0
+        for slot in self.slots:
+            sizes += [slot.offset - end, slot.numel]
+            end = slot.offset + slot.numel
+        return (*sizes, self.numel - end)
+
+    @cached_property
+    def _places(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]:
+        """Leaf index, shape, strides and offset of every leaf."""
+        return tuple((slot.leaf, slot.shape, _contiguous(slot.shape), slot.offset) for slot in self.slots)
+
+    @cached_property
+    def _gaps(self) -> tuple[tuple[int, int], ...]:
+        """Offset and size of what lies between leaves."""
+        ends = [0, *[slot.offset + slot.numel for slot in self.slots]]
+        return tuple((end, size) for end, size in zip(ends, self.split_sizes[::2], strict=True) if size)
+
+    def cut(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Leaf index -> its view of a full buffer that nothing differentiates."""
+        base = full.storage_offset()
+        return {leaf: full.as_strided(shape, strides, base + offset) for leaf, shape, strides, offset in self._places}
+
+    def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
+        """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
+        small = self.numel < 1 << 16  # filling all of it costs less than finding the gaps
+        if small:
+            full.zero_()
+        for offset, size in () if small else self._gaps:
+            full.narrow(0, offset, size).zero_()
+        parts = list(self.cut(full).values())
+        for part, leaf in zip(parts, leaves, strict=True):
+            if leaf is None and not small:
+                part.zero_()
+        pairs = [(part, _dense(leaf)) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
+        if pairs:
+            torch._foreach_copy_([part for part, _ in pairs], [leaf for _, leaf in pairs])
+        return full
+
+    def joined_differentiably(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The same as a differentiable function of the leaves."""
+        gaps = [leaves[0].new_zeros(size) for size in self.split_sizes[::2]]
+        parts = [part for gap, leaf in zip(gaps, leaves, strict=False) for part in (gap, _dense(leaf).reshape(-1))]
+        return torch.cat([*parts, gaps[-1]])
+
+    def views(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
+        """Leaf index -> its view of a full buffer; differentiable, by one split (slices would pad each gradient)."""
+        parts = full.split_with_sizes(list(self.split_sizes))
+        return {slot.leaf: parts[2 * i + 1].view(slot.shape) for i, slot in enumerate(self.slots)}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """All groups of a tree of params over a number of shards."""
+
+    rows: tuple[Row, ...]
+    shards: int
+    groups: Mapping[str, Group]
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.rows, self.shards))
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or (isinstance(other, Layout) and self.rows == other.rows and self.shards == other.shards)
+
+    @staticmethod
+    def build(rows: Sequence[Row], shards: int) -> Layout:
+        """Packs the leaves in their order; leaves and shards start on multiples of `ALIGN` elements."""
+        members: dict[tuple[object, ...], list[int]] = {}
+        for index, row in enumerate(rows):
+            members.setdefault((row.unit, *row.group), []).append(index)
+        counts: dict[str, int] = {}
+        groups = {}
+        for (unit, *_), indices in members.items():
+            unit = str(unit)
+            own = unit == "(root)" or unit.startswith("unit ")  # each has a key of its own, whatever it is called
+            name = f"unit {unit}" if own else unit or "(root)"
+            key = f"{name}/{counts.setdefault(unit, 0)}"
+            counts[unit] += 1
+            slots, end = [], 0
+            for index in indices:
+                row = rows[index]
+                slots.append(Slot(index, row.path, end, row.numel, row.shape))
+                end = _aligned(end + row.numel)
+            groups[key] = Group(key, unit, _aligned(end, ALIGN * shards), tuple(slots), rows[indices[0]])
+        return Layout(tuple(rows), shards, groups)
+
+    @cached_property
+    def key_of(self) -> dict[str, tuple[str, Slot]]:
+        """Leaf path -> its group's key and its slot."""
+        return {slot.path: (key, slot) for key, group in self.groups.items() for slot in group.slots}
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """The keys of the groups that are differentiated and updated."""
+        return tuple(key for key, group in self.groups.items() if not group.row.frozen)
+
+    @cached_property
+    def formats(self) -> dict[tuple[str, str], tuple[Format, tuple[str, ...]]]:
+        """(kind, group key) -> how that is stored and what its buffers are called, as far as asked for."""
+        return {}
+
+    @cached_property
+    def _sizes(self) -> dict[tuple[str, int], list[int]]:
+        return {}
+
+    def shard_numel(self, key: str) -> int:
+        return self.groups[key].numel // self.shards
+
+    def pieces(self, key: str, rank: int) -> list[tuple[Slot, int, int]]:
+        """For each leaf of a group its range [start, stop) in rank's shard; start == stop where it has none of it."""
+        size = self.shard_numel(key)
+        low = rank * size
+        return [
+            (
+                slot,
+                min(max(slot.offset - low, 0), size),
+                min(max(slot.offset + slot.numel - low, 0), size),
+            )
+            for slot in self.groups[key].slots
+        ]
+
+    def cut(self, key: str, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Rank's piece of each leaf of a group, from its shard."""
+        sizes = self._sizes.get((key, rank))
+        if sizes is None:
+            bounds = [bound for _, *piece in self.pieces(key, rank) for bound in piece]
+            bounds = [0, *bounds, self.shard_numel(key)]
+            sizes = self._sizes[key, rank] = [b - a for a, b in itertools.pairwise(bounds)]
+        return shard.split_with_sizes(sizes)[1::2]
+
+    def pack(self, key: str, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+        """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""
+        group = self.groups[key]
+        leaves = [leaf[slot.leaf].detach() for slot in group.slots]
+        return group.join_into(torch.empty(group.numel, dtype=dtype, device=leaves[0].device), leaves)
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """torch.nn.Embedding(sparse=True) has sparse ones."""
+    return grad if grad.layout == torch.strided else grad.to_dense()

@@ -1,0 +1,106 @@
+"""The params of a module: a dict that also carries what must be known of the module where its params are placed."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.table.layout import Layout
+from fzero.table.rows import Row
+
+
+class ModuleParams(dict[str, Any]):
+    """`{fully qualified name: leaf}`, which knows the names of the leaves that the module does not train.
+
+    A dict in every other way, and a pytree whose leaves have a dict's order and paths. `tree_map`, `copy`, `|` and
+    pickle keep what it knows; `dict(params)` and comprehensions do not, which `apply` then notices.
+
+    Attributes:
+        frozen: names of the params with `requires_grad=False`.
+
+    Example:
+        >>> apply, params = fz.functional(torch.nn.Linear(2, 1).requires_grad_(False))
+        >>> params.frozen, isinstance(params, dict)
+        (('bias', 'weight'), True)
+    """
+
+    frozen: tuple[str, ...] = ()
+
+    def __init__(self, leaves: Any = (), *, frozen: Iterable[str] = ()) -> None:
+        super().__init__(leaves)
+        self.frozen = tuple(sorted(frozen))
+
+    def __reduce__(self) -> Any:
+        return ModuleParams, (dict(self),), vars(self)
+
+    def copy(self) -> ModuleParams:
+        """A new dict of the same leaves."""
+        return _like(vars(self), self.items())
+
+    def __or__(self, other: Any) -> Any:
+        if not isinstance(other, dict):
+            return NotImplemented
+        out = self.copy()
+        out.update(other)
+        out.frozen = tuple(sorted({*self.frozen, *getattr(other, "frozen", ())}))
+        return out
+
+    def __ror__(self, other: Any) -> Any:
+        return NotImplemented if not isinstance(other, dict) else _like(vars(self), {**other, **self}.items())
+
+
+def _like(known: Mapping[str, Any], items: Iterable[tuple[str, Any]]) -> ModuleParams:
+    out = ModuleParams(items)
+    vars(out).update(known)
+    return out
+
+
+pytree.register_dict(ModuleParams, vars, _like)
+torch.serialization.add_safe_globals([ModuleParams])  # torch.load reads it as it reads a dict
+
+
+def frozen_leaves(structure: pytree.Spec) -> frozenset[int]:
+    """The indices of the leaves that a module somewhere in a tree of params does not train."""
+    return frozenset(_frozen_leaves(structure, 0))
+
+
+def _frozen_leaves(structure: pytree.Spec, start: int) -> Iterator[int]:
+    if structure.type is ModuleParams:
+        numbers = pytree.unflatten(structure, list(range(start, start + structure.num_leaves)))
+        for name in numbers.frozen:
+            yield from pytree.leaves(numbers.get(name))
+        return
+    for child in structure.children():
+        yield from _frozen_leaves(child, start)
+        start += child.num_leaves
+
+
+def refuse_lost(
+    params: Mapping[str, Any], origins: Mapping[str, Row | None], frozen: Collection[str], running: Layout
+) -> None:
+    """Refuses a frozen param of a module that the running step trains: what was known of it was lost on the way.
+
+    Args:
+        origins: of each param its leaf of the step that is running, where it is one.
+        frozen: the module's.
+    """
+    lost: dict[str, str] = {}
+    for name in frozen:
+        row, shape = origins.get(name), tuple(params[name].shape)
+        if row is None:  # computed from a leaf, perhaps: from that of its name
+            named = [r for r in running.rows if f".{r.path}".endswith(f".{name}") and r.shape == shape]
+            row = named[0] if named and not any(r.frozen for r in named) else None
+        if row is not None and not row.frozen:
+            lost[row.path] = name
+    if lost:
+        path, name = next(iter(lost.items()))
+        others = f" (and {len(lost) - 1} others of the module)" if len(lost) > 1 else ""
+        raise ValueError(
+            f"apply: the step trains leaf {path!r}, but {name!r}{others} has requires_grad=False in the module. The "
+            "params of fz.functional say so to init, unless they are turned into a plain dict first (dict(params), a "
+            "comprehension). Pass them on as they are or by optree.tree_map, which keeps their type; or say "
+            f"fz.freeze(step, {path!r}); or, to train it, .requires_grad_(True) before fz.functional."
+        )

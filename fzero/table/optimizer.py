@@ -1,0 +1,41 @@
+"""The protocol of optimizers: optax's pair (init, update), on any pytree; and what fzero adds to it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+Schedule = Callable[[int], float]
+
+
+class GradientTransformation(NamedTuple):
+    """A pure transformation of gradients, in optax's shape, with optional extras.
+
+    Attributes:
+        init: `init(params) -> state`.
+        update: `update(updates, state, params) -> (updates, state)`; may take keywords (`grad_norm`) too.
+        fused: `fused(params, grads, state) -> state`, equal to update and apply, writing params and moments in place
+            (the step passes buffers that nobody else holds).
+        label: `label(path) -> str`, which optimizer a leaf gets: a column of the table.
+        metrics: `metrics(state) -> {name: number}` of the coming update, such as the learning rate.
+        by_leaf: whether it treats every element by itself, but for a norm that it is given: then it may be applied
+            group by group, and its moments be in any format, as `init` and `fused` get trees as they are stored.
+        needs: "norm" where it wants `grad_norm`, the norm of the gradients that it is given; "all" where it wants
+            another one, of some leaves or behind another member, and so all leaves at once.
+        scales: whether it only multiplies all it is given by a number: then `update` gets trees as they are stored and
+            may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
+    """
+
+    init: Callable[[Any], Any]
+    update: Callable[..., tuple[Any, Any]]
+    fused: Callable[[Any, Any, Any], Any] | None = None
+    label: Callable[[str], str] | None = None
+    metrics: Callable[[Any], dict[str, float]] | None = None
+    by_leaf: bool = False
+    needs: str = ""
+    scales: bool = False
+
+    @property
+    def by_group(self) -> bool:
+        """Whether groups may be updated in place one by one."""
+        return self.fused is not None and self.by_leaf and self.needs != "all"

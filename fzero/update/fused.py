@@ -1,0 +1,160 @@
+"""The update inside the pullback: each group is updated as soon as its reduced grads are there, and they are gone.
+
+What an update needs of all gradients (their norm, for clipping and for skipping what is not finite) is known by pulling
+twice, or by holding the reduced shards until then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from fzero.engine.run import Run, grads_of, runs
+from fzero.formats.formats import Companded
+from fzero.formats.stored import Stored, encode
+from fzero.optim.base import values
+from fzero.state.norm import norm_of, squares_of
+from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
+from fzero.table.microbatch import Microbatches, mean_of
+from fzero.table.spec import Spec
+from fzero.update.update import Judged, Update, as_grads, is_finite, sum_of
+
+_HELD = Companded(signed=True)
+
+
+class _Grads:
+    """What the last microbatch's pullback delivers, group by group, with what earlier ones left."""
+
+    def __init__(self, step: Spec, state: TrainState, earlier: Mapping[str, torch.Tensor], times: float) -> None:
+        self.step, self.state, self.earlier, self.times = step, state, earlier, times
+        self.squares: dict[int, torch.Tensor] = {}
+
+    def of(self, key: str, shard: torch.Tensor) -> Sharded:
+        """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
+        if key in self.earlier:
+            shard = self.earlier[key] + shard
+        grads = grads_of(self.state, as_grads(self.state.layout, {key: shard}), self.times)
+        kept = self.state.grads
+        if kept is None:
+            return grads
+        return values(grads).map(torch.add, values(kept.only([key])))
+
+    def measured(self, key: str, shard: torch.Tensor) -> Sharded:
+        """The same, its squares noted for the norm."""
+        grads = self.of(key, shard)
+        self.squares.update(squares_of(grads))
+        return grads
+
+    def norm(self) -> torch.Tensor:
+        return norm_of(self.squares, self.state.params.axis)
+
+
+def fused_call(step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int) -> tuple[TrainState, Any]:
+    """`step(state, *inputs)` of a step whose update is fused into its pullback."""
+    assert step.fusion is not None
+    with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
+        return _fused_call(step, state, inputs, cotangent, rng, update)
+
+
+def _fused_call(
+    step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int, update: Update
+) -> tuple[TrainState, Any]:
+    assert step.fusion is not None
+    way = step.fusion.way(step.optimizer, step.scaler is not None)
+    micro = step.microbatches or Microbatches()
+    losses: list[torch.Tensor] = []
+    auxes: list[Any] = []
+    late = step.stage == 1 and micro.count > 1  # earlier microbatches are summed unreduced
+    earlier: dict[str, torch.Tensor] | None = None
+    forwards = runs(step, state, inputs, cotangent, rng, losses, auxes, late, fused=True)
+    for _ in range(micro.count - 1):
+        run, ct, _times = next(forwards)
+        grads, _cotangents = run.pull(ct)
+        del run
+        earlier = sum_of(earlier, grads)
+        del grads
+    run, ct, times = next(forwards)
+    loss = state.params.axis.mean(mean_of(losses), "the loss") if losses else None
+    if late:
+        run.unreduced = earlier or {}
+        earlier = None
+    try:
+        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}, times), way, loss)
+    except BaseException as error:
+        if step.donates and update.applied:
+            error.add_note(
+                f"fz.fuse_update: this stopped update {state.step + 1} halfway. {len(update.applied)} of the "
+                f"{len(state.layout.trainable)} groups of the donated state have been updated, among them that of leaf "
+                f"{state.layout.groups[update.applied[0]].slots[0].path!r}, the others have not. Go on from a "
+                "checkpoint, or leave fz.donate out: the state passed in then stays as it was."
+            )
+        raise
+    new, metrics = judged.next_state(update if judged.finite else None)
+    if loss is not None:
+        metrics["loss"] = loss
+    if step.has_aux:
+        metrics["aux"] = micro.merge(auxes, "aux")
+    return new, metrics
+
+
+def _pulled(
+    step: Spec, state: TrainState, update: Update, run: Run, ct: Any, grads: _Grads, way: str, loss: Any
+) -> Judged:
+    """Pulls back and updates; what was decided."""
+    if way == "once":
+        if loss is not None and not is_finite(loss):
+            run.drop()
+            return Judged(step, state, loss.double())
+
+        def at_once(key: str, shard: torch.Tensor) -> None:
+            update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})
+
+        run.pull(ct, receive=at_once)
+        judged = Judged(step, state, grads.norm())
+        judged.applied()
+        return judged
+    if way == "twice":
+        run.pull(ct, retain_graph=True, receive=grads.measured)
+        judged = Judged(step, state, grads.norm())
+        if judged.finite:
+            run.pull(ct, receive=lambda key, shard: update.apply([key], grads.of(key, shard), judged.extra))
+        run.drop()
+        return judged
+    held: dict[str, Callable[[], Sharded]] = {}
+
+    def hold(key: str, shard: torch.Tensor) -> None:
+        held[key] = _holding(grads.measured(key, shard), key, way == "8-bit")
+
+    run.pull(ct, receive=hold)
+    judged = Judged(step, state, grads.norm())
+    if judged.finite and not step.optimizer.by_group:
+        parts = [own() for own in held.values()]
+        held.clear()
+        buffers = {key: x for part in parts for key, x in part.locals().items()}
+        update.apply(tuple(buffers), parts[0].with_buffers(buffers), judged.extra)
+    for key in list(held):
+        own = held.pop(key)
+        if judged.finite:
+            update.apply([key], own(), judged.extra)
+    return judged
+
+
+def _holding(grads: Sharded, key: str, in_8_bits: bool) -> Callable[[], Sharded]:
+    """Keeps a group's grads as they are, or in 8 bits; calling the result brings them back."""
+    buffer = grads.local(key)
+    if not in_8_bits or buffer.dtype == torch.float64:
+        return lambda: grads
+    stored, scale = Stored(_HELD, encode(_HELD, buffer)), grads.scale
+    empty, dtype = grads.with_buffers({}), buffer.dtype
+    return lambda: empty.with_buffers({key: stored.to(dtype)}, scale)
+
+
+def _finite_only(grads: Sharded, squares: Mapping[int, torch.Tensor]) -> Sharded:
+    """Without elements that are not finite, which would stay in the params for ever."""
+    leaves = [slot.leaf for key in grads.keys for slot in grads.layout.groups[key].slots]
+    if all(is_finite(squares[leaf]) for leaf in leaves):
+        return grads
+    return grads.with_buffers({key: x.nan_to_num(0.0, 0.0, 0.0) for key, x in grads.locals().items()})
