@@ -1,37 +1,30 @@
-"""How to write a transform: an exponential moving average of the params (Polyak & Juditsky 1992), around any step.
+"""How to write a transform that adds state: an exponential moving average of the params (Polyak & Juditsky 1992).
 
-A step has `init`, `__call__` and `forward`, and `state.params` can be mapped over; a transform that adds state needs no
-more. `map` sees this rank's slices only, so the average is sharded at every stage, also where the params are not.
+A step that keeps more in its state is still a `Step`: any other transform goes around it, in any order, and it has
+`vjp`, `update` and `forward`. `map` sees this rank's slices only, so the average is sharded as the params are.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
-import torch
-
 import fzero as fz
 
 
-class EmaState(NamedTuple):
-    state: fz.TrainState
-    average: fz.Sharded
+def ema(step: fz.Step, decay: float = 0.999) -> fz.Step:
+    """After every update `average = decay * average + (1 - decay) * params`, in `state.extra["ema"]`.
 
+    Example:
+        >>> step = ema(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(1.0)), decay=0.5)
+        >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> fz.gather(state.extra["ema"])["w"]
+        tensor([0.5000, 0.5000])
+        >>> step.forward(state.replace(params=state.extra["ema"]), torch.ones(2))
+        tensor(1.)
+    """
 
-class Ema(NamedTuple):
-    """After every update `average = decay * average + (1 - decay) * params`; `forward` uses the average."""
+    def init(params: fz.Sharded) -> fz.Sharded:
+        return params.map(lambda p: p)
 
-    step: fz.Step
-    decay: float
+    def update(average: fz.Sharded, params: fz.Sharded, applied: bool) -> fz.Sharded:
+        return average.map(lambda a, p: decay * a + (1 - decay) * p, params) if applied else average
 
-    def init(self, params: Any, **options: Any) -> EmaState:
-        state = self.step.init(params, **options)
-        return EmaState(state, state.params.map(torch.clone))  # a donating step overwrites the params
-
-    def __call__(self, ema: EmaState, *inputs: Any, **options: Any) -> tuple[EmaState, dict[str, Any]]:
-        state, metrics = self.step(ema.state, *inputs, **options)
-        average = ema.average.map(lambda a, p: torch.lerp(p, a, self.decay), state.params)
-        return EmaState(state, average), metrics
-
-    def forward(self, ema: EmaState, *inputs: Any, **options: Any) -> Any:
-        return self.step.forward(ema.state.replace(params=ema.average), *inputs, **options)
+    return step.with_state(fz.Extra("ema", f"ema({decay})", init, update))

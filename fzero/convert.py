@@ -12,13 +12,12 @@ from fzero.formats.formats import ALIGN, Corrected, Exact, Format, Plain
 from fzero.formats.stored import decode, encode, zeros
 from fzero.state.constants import constants
 from fzero.state.init import as_held, checksum
-from fzero.state.moments import init_moments
+from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Layout
+from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.needs import need_step
-from fzero.table.scalers import NoLossScale
 from fzero.table.spec import Spec
 
 
@@ -41,7 +40,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         >>> plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
         >>> small = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1), fz.Policy.exact(torch.float32))
         >>> state = fz.convert(plain.init({"w": torch.ones(3)}), small)
-        >>> fz.gather(state.params)["w"], state.params.stored("(root)/0").parts[1].dtype
+        >>> fz.gather(state.params)["w"], state.params.stored(state.params.keys[0]).parts[1].dtype
         (tensor([1., 1., 1.]), torch.int16)
     """
     need_step(step, "convert")
@@ -63,8 +62,8 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
     label = getattr(step.fn, "__name__", type(step.fn).__name__)
     axis = axis.of_component(label) if moves else axis.of_component_of(old.axis)
     layout = Layout.build(rows, axis.size)
-    buffers: dict[str, torch.Tensor] = {}
-    held: dict[str, torch.Tensor] = {}
+    buffers: dict[Any, torch.Tensor] = {}
+    held: dict[Any, torch.Tensor] = {}
     said: list[str] = []
     if not lossy:
         _refuse_losses(old, layout)
@@ -73,10 +72,10 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
         policy = group.row.policy
         form = policy.param_format
         parts = source.parts(layout, key, form)
-        own = _own(parts, axis.rank, axis.size)
+        own = _own(parts, axis.rank, group.shards)
         if moves and axis.ranks > 1:
             said.append(f"{group.slots[0].path} and others with checksums {[checksum(part) for part in parts]}")
-        if step.stage in (1, 2):
+        if group.row.held:
             held[key] = as_held(policy, parts)
             if policy.computes_as_stored:
                 continue
@@ -89,13 +88,28 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
             "step.init(params, sync=True).",
         )
     params = Sharded(layout, axis, old.structure, buffers, held, kind="params")
-    moments = _moments(state.moments, init_moments(step, params), lossy)
-    scaled_alike = state.signature[2] == step.signature[2]
-    scale = state.loss_scale if scaled_alike else (step.scaler or NoLossScale()).initial()
-    return state.replace(params=params, moments=moments, loss_scale=scale, signature=step.signature)
+    moments = _filled(state.moments, init_moments(step, params), lossy)
+    extra = _extras(state, step, params, lossy)
+    return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
 
 
-def _moments(old: Any, new: Any, lossy: bool) -> Any:
+def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict[str, Any]:
+    """What both steps keep alike, as it is; what only the new one keeps, at its beginning."""
+    kinds = {extra.name: extra.kind for extra in step.extras}
+    before = dict(zip(state.extra, state.signature[2], strict=True))
+    lost = [name for name in before if name not in kinds and name != "loss_scale"]
+    if lost and not lossy:
+        raise ValueError(
+            f"convert: the state keeps state.extra[{lost[0]!r}], which the step does not. Say fz.convert(state, step, "
+            "lossy=True) to drop it, or use a step with the same transforms."
+        )
+    return {
+        name: _filled(state.extra[name], value, lossy) if before.get(name) == kinds[name] else value
+        for name, value in init_extras(step, params).items()
+    }
+
+
+def _filled(old: Any, new: Any, lossy: bool) -> Any:
     """The new trees filled with the old ones' values; what is not a tree (a count) stays."""
 
     def one(before: Any, after: Any) -> Any:
@@ -106,7 +120,7 @@ def _moments(old: Any, new: Any, lossy: bool) -> Any:
         source, buffers = _Source(before), {}
         for key in after.keys:
             form = after.format(key)
-            own = _own(source.parts(after.layout, key, form), after.axis.rank, after.axis.size)
+            own = _own(source.parts(after.layout, key, form), after.axis.rank, after.layout.groups[key].shards)
             buffers.update(zip(part_names(form, key), own, strict=True))
         return after.over(buffers)
 
@@ -130,18 +144,18 @@ class _Source:
 
     def __init__(self, tree: Sharded) -> None:
         self.tree = tree
-        self._gathered: dict[str, list[torch.Tensor]] = {}
+        self._gathered: dict[Any, list[torch.Tensor]] = {}
 
-    def _full(self, key: str) -> list[torch.Tensor]:
+    def _full(self, key: Key) -> list[torch.Tensor]:
         """The full parts of an old group."""
         if key not in self._gathered:
             unit = self.tree.layout.groups[key].unit
             self._gathered = {k: v for k, v in self._gathered.items() if self.tree.layout.groups[k].unit == unit}
             parts = self.tree.stored(key).parts
-            self._gathered[key] = [self.tree.axis.gather(part, f"convert of {key}") for part in parts]
+            self._gathered[key] = [self.tree.axis_of(key).gather(part, f"convert of {key}") for part in parts]
         return self._gathered[key]
 
-    def parts(self, layout: Layout, key: str, form: Format) -> list[torch.Tensor]:
+    def parts(self, layout: Layout, key: Key, form: Format) -> list[torch.Tensor]:
         """The full parts of a new group."""
         group = layout.groups[key]
         device = next(iter(self.tree.locals().values())).device if self.tree.keys else "cpu"

@@ -12,10 +12,10 @@ from fzero.base import pytree
 from fzero.base.arguments import named, need_str
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
-from fzero.engine.function import autocast_of, call_function, traversal_of
+from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outputs import scalar_loss, split_result
 from fzero.engine.run import seed_of
-from fzero.engine.traversal import running
+from fzero.engine.traversal import autocast, running
 from fzero.state.checks import check_grads, check_state
 from fzero.state.constants import constants
 from fzero.state.sharded import Sharded
@@ -97,8 +97,8 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
     seed = seed_of(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
 
-    def grad(primals: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        def loss(primals: dict[str, torch.Tensor]) -> torch.Tensor:
+    def grad(primals: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        def loss(primals: dict[Any, torch.Tensor]) -> torch.Tensor:
             traversal, _, fixed = traversal_of(step, state, seed)
             out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
             return scalar_loss(split_result(step, out)[0], "hvp")
@@ -155,6 +155,12 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: Any, only: str | N
         )
     seed = seed_of(state, 0, 0)
     traversal, primals, fixed = traversal_of(step, state, seed)
+    other = next((row for row in traversal.table.rows if row.autocast != traversal.table.outside), None)
+    if other is not None:
+        raise ValueError(
+            f"per_example_grads: unit {other.unit!r} runs under another autocast than what is around it, and here its "
+            "leaves are whole. Say fz.autocast without a pattern, or leave it out."
+        )
     leaves: list[Any] = [None] * len(rows)
     for key, primal in {**primals, **fixed}.items():
         full, _ = traversal.uses[key].value(primal)
@@ -168,7 +174,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: Any, only: str | N
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
         token = running.set(state.layout)
         try:
-            with autocast_of(step, traversal.device):
+            with autocast(traversal.device, traversal.table.outside):
                 tree = pytree.unflatten(state.params.structure, filled)
                 out = split_result(step, step.fn(tree, *pytree.unflatten(spec, batch)))[0]
         finally:

@@ -14,12 +14,12 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import Blocks, Companded, Plain
 from fzero.formats.stored import nbytes, zeros
 from fzero.state.init import leaf_specs
-from fzero.state.moments import init_moments
+from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.needs import need_step
-from fzero.table.rows import Row
+from fzero.table.rows import Kept, Row
 from fzero.table.spec import Spec, header
 
 
@@ -29,7 +29,7 @@ class Plan:
 
     Attributes:
         rows: one per leaf.
-        params, grads, moments: state between updates (grads: as many as live at once, reduced).
+        params, grads, moments, extra: state between updates (grads: as many as live at once, reduced).
         gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (ZeRO-3).
         sent: per step without accumulation, by the params' gathers and the gradients' reduction.
     """
@@ -41,6 +41,7 @@ class Plan:
     params: int
     grads: int
     moments: int
+    extra: int
     gathered: int
     root: int
     sent: int
@@ -55,34 +56,42 @@ class Plan:
         ]
         lines.insert(1, "  ".join("-" * width for width in widths))
         total = sum(row.numel for row in self.rows)
+        extra = f", further state {_bytes(self.extra)}" if self.extra else ""
         lines += [
             "",
             *self.header,
             f"{len(self.rows)} leaves, {total:,} parameters, {len({row.unit for row in self.rows})} units, "
             f"{self.world_size} ranks",
-            f"per rank: params {_bytes(self.params)}, grads {_bytes(self.grads)}, moments {_bytes(self.moments)}; "
-            f"gathered at once: root {_bytes(self.root)} + largest unit {_bytes(self.gathered)}; "
+            f"per rank: params {_bytes(self.params)}, grads {_bytes(self.grads)}, moments {_bytes(self.moments)}"
+            f"{extra}; gathered at once: root {_bytes(self.root)} + largest unit {_bytes(self.gathered)}; "
             f"sent per step {_bytes(self.sent)}",
         ]
         return "\n".join(lines)
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    policy, frozen = row.policy, row.frozen
-    cut = f", {row.axis}" if row.axis else ""
-    full = "" if row.stage == 3 else " (full)" if row.axis else ""
+    policy, frozen, whole = row.policy, row.frozen, " (full)" if row.held else ""
+    notes = [word for word, said in (("remat", row.remat), ("compiled", row.compile)) if said and row.unit]
     return (
         row.path,
         "×".join(map(str, row.shape)) or "scalar",
         row.unit or "(root)",
-        f"{policy.param_format}{cut if row.stage == 3 else full}",
-        "none" if frozen else f"{_short(policy.grad)}{cut}",
-        "none" if frozen else f"{policy.moment if isinstance(policy.moment, str) else _short(policy.moment)}{cut}",
+        _kept(row.params) + whole,
+        _kept(row.grads),
+        _kept(row.moments),
         _short(policy.compute) + (" by 8-bit" if policy.gather else ""),
         "–" if frozen else _short(policy.reduce),
-        ("one use" if row.unit else "the step") if row.stage == 3 else "always",
-        row.optimizer + (", remat" if row.remat and row.unit else ""),
+        row.lifetime if row.unit or row.lifetime != "one use" else "the step",
+        ", ".join([row.optimizer, *notes]),
     )
+
+
+def _kept(kept: Kept | None) -> str:
+    """How one kind of state is stored, and the axes that it is cut over."""
+    if kept is None:
+        return "none"
+    stored = _short(kept.stored) if isinstance(kept.stored, torch.dtype) else str(kept.stored)
+    return ", ".join([stored, *(cut.axis for cut in kept.cuts), *([kept.memory] if kept.memory != "device" else [])])
 
 
 def _short(dtype: torch.dtype | None) -> str:
@@ -124,26 +133,23 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
     rows = step.rows(specs, frozen)
     size = world_size if step.sharding else 1
     layout = Layout.build(rows, size)
-    stage, totals = step.stage, dict.fromkeys(("params", "sent"), 0)
+    totals = dict.fromkeys(("params", "sent"), 0)
     gathered: dict[str, int] = {}
     for key, group in layout.groups.items():
-        policy, shard = group.row.policy, layout.shard_numel(key)
-        assert policy.param and policy.grad and policy.compute and policy.reduce
+        row, policy, shard = group.row, group.row.policy, layout.shard_numel(key)
+        assert policy.compute and policy.reduce
         share = group.numel * (size - 1) // size
-        if stage in (1, 2):
+        if row.held:
             totals["params"] += group.numel * policy.compute.itemsize
-            totals["params"] += 0 if policy.computes_as_stored else nbytes(policy.param_format, shard)
-        else:
+        if not (row.held and policy.computes_as_stored):
             totals["params"] += nbytes(policy.param_format, shard)
-        if stage == 3:
+        if row.params.cuts:
             gathered[group.unit] = gathered.get(group.unit, 0) + group.numel * policy.compute.itemsize
-        gathers = 0 if stage == 0 else 1 if stage < 3 else 2 if group.unit else 1
-        if group.row.frozen:
-            gathers = gathers if stage == 3 else 0
-        else:
-            totals["sent"] += share * policy.wire.itemsize
-        travels = nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize
-        totals["sent"] += gathers * travels
+        if not row.frozen:  # what is whole on every rank goes round twice
+            totals["sent"] += share * policy.wire.itemsize if row.cuts else 2 * share * policy.reduce.itemsize
+        gathers = (2 if group.unit else 1) if row.params.cuts else int(row.held and not row.frozen)
+        totals["sent"] += gathers * (nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize)
+    like = _without_memory(layout, structure)
     return Plan(
         rows=rows,
         header=(*header(step), *_frozen_by_module(rows, frozen)),
@@ -151,7 +157,8 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
         layout=layout,
         params=totals["params"],
         grads=_living_grads(step, layout),
-        moments=_moment_bytes(step, layout, structure),
+        moments=_bytes_of(init_moments(step, like)),
+        extra=_bytes_of(init_extras(step, like)),
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
         root=gathered.get("", 0),
         sent=totals["sent"],
@@ -160,8 +167,8 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
 
 def _living_grads(step: Spec, layout: Layout) -> int:
     """All of them; of a fused update the largest unit's, where they are not held until their norm is known."""
-    way, units = step.fusion.way(step.optimizer, step.scaler is not None) if step.fusion else "held", dict[str, int]()
-    sums = step.microbatches is not None and step.microbatches.count > 1  # which are kept in the dtype of sums
+    way, units = step.fusion.way(step.optimizer, step.scales) if step.fusion else "held", dict[str, int]()
+    sums = step.microbatches.count > 1  # which are kept in the dtype of sums
     for key in layout.trainable:
         policy = layout.groups[key].row.policy
         grad = policy.reduce if sums else policy.grad
@@ -172,15 +179,17 @@ def _living_grads(step: Spec, layout: Layout) -> int:
     return sum(units.values()) if way in ("held", "8-bit") else max(units.values(), default=0)
 
 
-def _moment_bytes(step: Spec, layout: Layout, structure: Any) -> int:
-    """Asks the optimizer for its state over buffers without memory."""
-    buffers: dict[str, torch.Tensor] = {}
-    for key in layout.trainable:
-        form = layout.groups[key].row.policy.param_format
-        parts = zeros(form, layout.shard_numel(key), "meta")
-        buffers.update(zip(part_names(form, key), parts, strict=True))
-    moments = init_moments(step, Sharded(layout, Axis(), structure, buffers, kind="params"))
-    trees = [node for node in pytree.flatten(moments, is_leaf=is_sharded)[0] if is_sharded(node)]
+def _without_memory(layout: Layout, structure: Any) -> Sharded:
+    """Params of which an optimizer or a transform may be asked for its state."""
+    buffers: dict[Any, torch.Tensor] = {}
+    for key, group in layout.groups.items():
+        form = group.row.policy.param_format
+        buffers.update(zip(part_names(form, key), zeros(form, layout.shard_numel(key), "meta"), strict=True))
+    return Sharded(layout, Axis(), structure, buffers, kind="params")
+
+
+def _bytes_of(state: Any) -> int:
+    trees = [node for node in pytree.flatten(state, is_leaf=is_sharded)[0] if is_sharded(node)]
     return sum(buffer.numel() * buffer.itemsize for tree in trees for buffer in tree.buffers.values())
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
+from fzero.engine.function import sums_whole
 from fzero.engine.outputs import split_result
 from fzero.engine.run import Pullback, Run, call_function, grads_of, runs, seed_of, traversal_of
 from fzero.state.checks import check_grads, check_optimizer, check_state
@@ -19,7 +20,7 @@ from fzero.state.init import init_state
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
-from fzero.table.microbatch import Microbatches, mean_of, parts_of
+from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.needs import need_function, need_optimizer, need_step
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
@@ -71,7 +72,7 @@ class Step(Spec):
         check_state(self, state)
         need_int(rng, "step.vjp", "rng")
         numbers = need_argnums(argnums, inputs)
-        micro = self.microbatches or Microbatches()
+        micro = self.microbatches
         several = micro.count > 1
         runs = [
             Run(self, state, part, numbers, seed_of(state, rng, i), alone=not several, partial=several)
@@ -85,14 +86,14 @@ class Step(Spec):
         spec = pytree.flatten(tuple(inputs))[1]
         kept = inputs if several else ()
         # not the state itself: a used pullback holds nothing of it
-        like = grads_of(state, {})
+        like = grads_of(self, state, {})
 
         def pull(cotangent: Any, retain_graph: bool, create_graph: bool) -> tuple[Sharded, tuple[Any, ...]]:
             if several:
                 runs[0].check_structure(cotangent)
             pieces, times = micro.split_cotangent(cotangent, parts)
             pulled = []
-            total: dict[str, torch.Tensor] | None = None
+            total: dict[Any, torch.Tensor] | None = None
             for run, piece in zip(runs, pieces, strict=True):
                 grads, cots = run.pull(piece, retain_graph, create_graph)
                 total = sum_of(total, grads)
@@ -122,7 +123,7 @@ class Step(Spec):
         need_int(rng, "step.forward", "rng")
         state, inputs = _constant("step.forward", state=state, inputs=inputs)
         refuse_captured("step.forward", self.fn)
-        micro = self.microbatches or Microbatches()
+        micro = self.microbatches
         outputs = []
         with torch.inference_mode(False), torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
@@ -151,9 +152,9 @@ class Step(Spec):
         refuse_captured("step", self.fn)
         if self.fusion is not None and private.level() == 0:
             return fused_call(self, state, inputs, cotangent, rng)
-        micro = self.microbatches or Microbatches()
-        unreduced = self.stage == 1 and micro.count > 1
-        total: dict[str, torch.Tensor] | None = None
+        micro = self.microbatches
+        unreduced = micro.count > 1
+        total: dict[Any, torch.Tensor] | None = None
         losses: list[torch.Tensor] = []
         auxes: list[Any] = []
         times = 1.0
@@ -165,9 +166,9 @@ class Step(Spec):
             del grads
         assert total is not None
         axis = state.params.axis
-        for key in list(total) if unreduced else ():
-            total[key] = axis.reduce_scatter(total[key], key)
-        sharded = grads_of(state, as_grads(state.layout, total), times)
+        for key in [key for key in total if unreduced and sums_whole(state.params, key)]:
+            total[key] = state.params.axis_of(key).reduce_scatter(total[key], key)
+        sharded = grads_of(self, state, as_grads(state.layout, total), times)
         del total
         new, metrics = apply_update(self, state, sharded, None)
         if losses:
@@ -244,7 +245,7 @@ def train_step(
     if units is not None and not (isinstance(units, (str, tuple, list)) and all(isinstance(u, str) for u in units)):
         raise wrong("train_step", "units", units, "a pattern over module paths, several of them, or None")
     patterns = (units,) if isinstance(units, str) else None if units is None else tuple(units)
-    return Step(fn, optimizer, policy or Policy(), patterns, has_aux, scaler=None)
+    return Step(fn, optimizer, policy or Policy(), patterns, has_aux)
 
 
 def with_fn(step: Step, fn: Callable[..., Any], has_aux: bool | None = None) -> Step:

@@ -10,6 +10,7 @@ from torch import nn
 import fzero as fz
 
 F64 = torch.float64
+BLOCKS = ("blocks.0.*", "blocks.1.*|blocks.2.*")  # patterns of units of every scenario
 
 
 class Block(nn.Module):

@@ -152,8 +152,9 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "autocast": {
         "step": (lambda v: fz.autocast(v), {"a step"}),
         "dtype": (lambda v: fz.autocast(STEP, v), {"a dtype"}),
+        "pattern": (lambda v: fz.autocast(STEP, pattern=v), {"a string"}),
     },
-    "compile": {"step": (fz.compile, {"a step"})},
+    "compile": {"step": (fz.compile, {"a step"}), "pattern": (lambda v: fz.compile(STEP, v), {"a string"})},
     "donate": {"step": (fz.donate, {"a step"})},
     "freeze": {
         "step": (lambda v: fz.freeze(v, "w"), {"a step"}),
@@ -170,13 +171,14 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "interval": (lambda v: fz.loss_scale(STEP, interval=v), {"an int"}),
         "minimum": (lambda v: fz.loss_scale(STEP, minimum=v), {"an int", "a float"}),
     },
-    "remat": {"step": (fz.remat, {"a step"})},
+    "remat": {"step": (fz.remat, {"a step"}), "pattern": (lambda v: fz.remat(STEP, v), {"a string"})},
     **{
         f"shard_zero{stage}": {
             "step": (lambda v, shard=shard: shard(v), {"a step"}),
             "mesh": (lambda v, shard=shard: shard(STEP, v), {"None"}),
             "axis": (lambda v, shard=shard: shard(STEP, None, v), {"a string"}),
             "replicate": (lambda v, shard=shard: shard(STEP, None, "dp", v), {"None"}),
+            "pattern": (lambda v, shard=shard: shard(STEP, pattern=v), {"a string"}),
         }
         for stage, shard in ((1, fz.shard_zero1), (2, fz.shard_zero2), (3, fz.shard_zero3))
     },
@@ -227,7 +229,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "grads": (lambda v: STATE.replace(grads=v), {"None", "grads", "sharded params"}),
         "step": (lambda v: STATE.replace(step=v), {"an int"}),
         "seed": (lambda v: STATE.replace(seed=v), {"an int", "a negative"}),
-        "loss_scale": (lambda v: STATE.replace(loss_scale=v), set()),
+        "extra": (lambda v: STATE.replace(extra=v), set()),
     },
     "Pullback.__call__": {
         "cotangent": (lambda v: STEP.vjp(STATE, X)[1](v), {"None", "a 0-d tensor"}),
@@ -368,14 +370,14 @@ def test_a_state_with_a_loss_scale_in_a_step_without_and_the_reverse() -> None:
                 with pytest.raises(ValueError, match=rf"another step, made with .*{theirs}.*expected.*{ours}"):
                     call(state, X)
             converted = fz.convert(state, step)
-            assert converted.loss_scale == step.init(PARAMS).loss_scale
+            assert converted.extra == step.init(PARAMS).extra
             step(converted, X)
 
 
 def test_a_dynamic_loss_scale_survives_a_conversion() -> None:
     step = fz.loss_scale(STEP, initial=4.0, interval=1)
     state, _ = step(step.init(PARAMS), X)
-    assert fz.convert(state, fz.donate(step)).loss_scale.scale == 8.0
+    assert fz.convert(state, fz.donate(step)).extra["loss_scale"].scale == 8.0
 
 
 def test_params_and_moments_of_the_state_itself_are_no_grads() -> None:

@@ -22,6 +22,8 @@ SCENARIOS: dict[str, Any] = {
     "unit": (scenarios.stack, scenarios.vector_batches),
 }
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+UNSHARDED = strategies.transforms(stages=(0,), patterns=scenarios.BLOCKS)
+SHARDED = strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS)
 
 
 def train(rank: int, scenario: str, chosen: Any, world: int, steps: int = 5) -> Any:
@@ -57,14 +59,14 @@ def check(scenario: str, chosen: Any, world: int, **run: Any) -> None:
 
 @given(
     scenario=st.sampled_from(sorted(SCENARIOS)),
-    chosen=strategies.transforms(stages=(1, 2, 3)),
+    chosen=SHARDED,
     world=st.integers(1, 4),
 )
 def test_drawn_transforms_on_threads(scenario: str, chosen: Any, world: int) -> None:
     check(scenario, chosen, world)
 
 
-@given(scenario=st.sampled_from(sorted(SCENARIOS)), chosen=strategies.transforms(stages=(0,)))
+@given(scenario=st.sampled_from(sorted(SCENARIOS)), chosen=UNSHARDED)
 def test_drawn_transforms_unsharded(scenario: str, chosen: Any) -> None:
     check(scenario, chosen, 1)
 
@@ -92,7 +94,7 @@ def test_on_gloo_processes(transform: Any, world: int) -> None:
         check(scenario, [(transform.__name__, transform)], world, backend="processes")
 
 
-@given(data=st.data(), chosen=strategies.transforms(stages=(1, 2, 3)), world=st.integers(1, 3))
+@given(data=st.data(), chosen=SHARDED, world=st.integers(1, 3))
 def test_every_order_gives_the_same_bits(data: Any, chosen: Any, world: int) -> None:
     other = data.draw(st.permutations(chosen))
 
@@ -108,7 +110,7 @@ def test_every_order_gives_the_same_bits(data: Any, chosen: Any, world: int) -> 
     assert a.signature == b.signature and str(a) == str(b)
 
 
-@given(chosen=strategies.transforms(stages=(1, 2, 3)), world=st.integers(2, 4))
+@given(chosen=SHARDED, world=st.integers(2, 4))
 def test_frozen_leaves_stay_and_the_rest_is_exact(chosen: Any, world: int) -> None:
     pattern = "blocks.1.*|embed*"
     loss, params = scenarios.tiny_lm()

@@ -41,22 +41,34 @@ def example(name: str) -> Any:
 
 
 @settings(max_examples=20)
-@given(chosen=strategies.transforms(stages=(1, 2, 3)), world=st.integers(1, 3), decay=st.floats(0.0, 1.0))
-def test_ema_is_the_average_of_the_gathered_params(chosen: Any, world: int, decay: float) -> None:
+@given(
+    data=st.data(),
+    chosen=strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS),
+    world=st.integers(1, 3),
+    decay=st.floats(0.0, 1.0),
+)
+def test_ema_is_the_average_of_the_gathered_params(data: Any, chosen: Any, world: int, decay: float) -> None:
     loss, params = scenarios.stack()
     step = strategies.apply(fz.train_step(loss, fz.adamw(1e-2)), chosen)
-    averaged = example("my_transform").Ema(step, decay)
+    place = data.draw(st.integers(0, len(chosen)))
+    ema = ("ema", lambda step: example("my_transform").ema(step, decay))
+    averaged = strategies.apply(fz.train_step(loss, fz.adamw(1e-2)), [*chosen[:place], ema, *chosen[place:]])
 
     def rank_main(rank: int) -> None:
         batch = scenarios.vector_batches(world)[rank]
         state, expected = averaged.init(params), params
-        for _ in range(3):
-            state, _ = averaged(state, *batch)
-            plain = fz.gather(state.state.params)
+        for called in (False, True, False):
+            if called:
+                out, pullback = averaged.vjp(state, *batch)
+                state, _ = averaged.update(state, pullback(torch.ones_like(out))[0])
+            else:
+                state, _ = averaged(state, *batch)
+            plain = fz.gather(state.params)
             expected = optree.tree_map(lambda a, p: decay * a + (1 - decay) * p, expected, plain)
-        assert_trees_close(fz.gather(state.average), expected, rtol=1e-12)
+        assert_trees_close(fz.gather(state.extra["ema"]), expected, rtol=1e-12)
         other = step.init(expected)
-        assert_trees_close(averaged.forward(state, *batch), step.forward(other, *batch), rtol=1e-10)
+        average = state.replace(params=state.extra["ema"])
+        assert_trees_close(averaged.forward(average, *batch), step.forward(other, *batch), rtol=1e-10)
 
     run_ranks(rank_main, world)
 

@@ -178,11 +178,11 @@ def test_a_gradient_that_is_not_finite_skips_on_all_ranks(stage: int) -> None:
             if rank == 0:
                 bad[0, 0] = float("nan")
             state, metrics = step(state, bad, y)
-            assert bool(metrics["skipped"]) and state.step == 0 and state.loss_scale.scale == 32.0
+            assert bool(metrics["skipped"]) and state.step == 0 and state.extra["loss_scale"].scale == 32.0
             assert_trees_equal(fz.gather(state.params), before)
             for wanted in (32.0, 64.0, 64.0):
                 state, metrics = step(state, x, y)
-                assert not bool(metrics["skipped"]) and state.loss_scale.scale == wanted
+                assert not bool(metrics["skipped"]) and state.extra["loss_scale"].scale == wanted
             assert state.step == 3
 
     run_ranks(rank_main, 2 if stage else 1)

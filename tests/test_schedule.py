@@ -115,7 +115,7 @@ def test_a_unit_that_is_used_twice() -> None:
     run_ranks(used_twice, 2, backend="processes")
 
 
-def the_order_is_remembered(rank: int) -> list[tuple[str, str]]:
+def the_order_is_remembered(rank: int) -> list[tuple[str, Any]]:
     loss, params = scenarios.stack()
     step = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1)))
     state, batch = step.init(params), scenarios.vector_batches(1)[0]
@@ -129,13 +129,13 @@ def test_what_is_in_flight() -> None:
     """The next gather is announced before the current unit's compute, and the last unit is gathered once."""
     gather, reduce = "all_gather", "reduce_scatter"
     assert run_ranks(the_order_is_remembered, 2)[0] == [
-        *[(gather, f"{unit}/0") for unit in ("(root)", "blocks.0", "blocks.1", "blocks.2")],
-        (reduce, "(root)/0"),  # the head, as soon as its gradient is there
-        (gather, "blocks.1/0"),
-        (reduce, "blocks.2/0"),
-        (gather, "blocks.0/0"),
-        (reduce, "blocks.1/0"),
-        (reduce, "blocks.0/0"),
+        *[(gather, (unit, 0)) for unit in ("", "blocks.0", "blocks.1", "blocks.2")],
+        (reduce, ("", 0)),  # the head, as soon as its gradient is there
+        (gather, ("blocks.1", 0)),
+        (reduce, ("blocks.2", 0)),
+        (gather, ("blocks.0", 0)),
+        (reduce, ("blocks.1", 0)),
+        (reduce, ("blocks.0", 0)),
         ("all_reduce", "global_norm"),
         ("all_reduce", "the loss"),
     ]

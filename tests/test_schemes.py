@@ -21,6 +21,7 @@ from fzero.formats.stored import Stored, decode, encode, zeros
 from fzero.kernels import build, onepass
 from fzero.optim._adam import _decoupled
 from fzero.state.draw import Draw
+from fzero.table.layout import Key
 from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
@@ -120,7 +121,7 @@ def test_stochastic_rounding_has_no_bias_and_the_right_variance() -> None:
     count = 1 << 20
     x = torch.full((count,), 1.0 + 2.0**-10)  # an eighth of the way from 1 to the next bfloat16
     stored = Stored(Plain(BF16, True), (torch.empty(count, dtype=BF16),))
-    onepass.write(stored, x, Draw(0, 0).counters(one_leaf(count), "(root)/0", 0).blocks("cpu"))
+    onepass.write(stored, x, Draw(0, 0).counters(one_leaf(count), Key("", 0), 0).blocks("cpu"))
     up = (stored.parts[0].float() - 1.0) * 2**7
     assert set(up.unique().tolist()) == {0.0, 1.0}
     assert abs(up.mean().item() - 0.125) < 5 * (0.125 * 0.875 / count) ** 0.5
@@ -147,12 +148,12 @@ def test_random_bits_depend_on_leaf_offset_step_and_seed_only() -> None:
     params = {"a": torch.empty(70, device="meta"), "b": torch.empty(1000, device="meta")}
     step = fz.shard_zero3(fz.train_step(lambda p: p, fz.sgd(0.1)))
     alone = fz.plan(step, {"b": params["b"]}).layout
-    want = Draw(3, 5).counters(alone, "(root)/0", 0).blocks("cpu")
+    want = Draw(3, 5).counters(alone, Key("", 0), 0).blocks("cpu")
     for ranks in (1, 2, 3, 4):
         layout = fz.plan(step, params, world_size=ranks).layout
-        blocks = torch.cat([Draw(3, 5).counters(layout, "(root)/0", rank).blocks("cpu") for rank in range(ranks)])
+        blocks = torch.cat([Draw(3, 5).counters(layout, Key("", 0), rank).blocks("cpu") for rank in range(ranks)])
         assert torch.equal(blocks[2 : 2 + want.numel()], want)
-    others = [draw.counters(alone, "(root)/0", 0).blocks("cpu") for draw in (Draw(3, 6), Draw(4, 5))]
+    others = [draw.counters(alone, Key("", 0), 0).blocks("cpu") for draw in (Draw(3, 6), Draw(4, 5))]
     assert all((other != want).all() for other in others) and len(set(want.tolist())) == want.numel()
 
 
@@ -409,7 +410,7 @@ def test_an_optimizer_that_cannot_carry_8_bit_moments_is_named() -> None:
     with pytest.raises(ValueError, match=r"params\['w'\]: .*'8-bit'.*\(mine\) cannot carry.*fz.adamw"):
         step.init({"w": torch.ones(3)})
     kept = fz.train_step(lambda p: p, mine, fz.Policy.compact16(BF16)).init({"w": torch.ones(3)})
-    assert kept.moments.local("(root)/0").dtype == BF16
+    assert kept.moments.local(Key("", 0)).dtype == BF16
 
 
 # ---- gathers in 8 bits

@@ -58,8 +58,8 @@ def product_of_hessian(rank: int, stage: int, remat: bool, mode: str, world: int
     step = build(stage, remat, loss)
     state, along = step.init(params), step.init(direction)
 
-    def grad(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        def function(primals: dict[str, torch.Tensor]) -> torch.Tensor:
+    def grad(buffers: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        def function(primals: dict[Any, torch.Tensor]) -> torch.Tensor:
             traversal, _, _ = traversal_of(step, state, (0,))
             return call_function(step, state, traversal, primals, batches[rank])
 

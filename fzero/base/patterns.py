@@ -21,7 +21,13 @@ def unmatched(pattern: str, paths: Sequence[str]) -> list[str]:
     return [part for part in pattern.split("|") if not any(fnmatch.fnmatchcase(path, part) for path in paths)]
 
 
-ROOT = ""
+ROOT = ""  # the unit of leaves outside of any other
+PATTERN = "a pattern over leaf paths, such as 'blocks.*'"
+
+
+def also(pattern: str) -> str:
+    """A pattern among the arguments of a transform, where it was said."""
+    return "" if pattern == "*" else f", pattern={pattern!r}"
 
 
 def unit_of(path: str, patterns: Sequence[str] | None) -> str:

@@ -334,7 +334,7 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
 
 
-def entry_holders(mapping: dict[str, torch.Tensor], key: str) -> int:
+def entry_holders(mapping: dict[Any, torch.Tensor], key: Any) -> int:
     """How many Python references `mapping[key]` has besides the mapping's own."""
     return sys.getrefcount(mapping[key]) - 2
 

@@ -6,7 +6,8 @@ import copy
 import uuid
 import weakref
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,16 +32,23 @@ def group_needed(who: str) -> str:
 
 
 class Axis:
-    """One mesh axis seen from one rank, and an optional second one over which everything is replicated.
+    """One mesh axis seen from one rank, and others over which everything is replicated.
 
     Opaque to pytrees. `size` 1 communicates nothing. A state's axis knows its component: two components over the same
     ranks, or two runs of one that ranks start in different order, never take each other's messages or grads.
+
+    Attributes:
+        size, rank: of the axis that buffers are cut over.
+        ranks: how many ranks hold different data: the size of the mean.
+        data_rank: which of those this one is.
     """
 
     def __init__(self, group: Any = None, replicas: Any = None, name: str = "") -> None:
-        self.group, self.replicas, self.name = group, replicas, name
+        self.group, self.name = group, name
         self.size, self.rank = backend.size_of(group), backend.rank_in(group)
-        self.copies, self.copy = backend.size_of(replicas), backend.rank_in(replicas)
+        copies = backend.size_of(replicas)
+        self.replicas: tuple[Any, ...] = (replicas,) if copies > 1 else ()
+        self.ranks, self.data_rank = self.size * copies, backend.rank_in(replicas) * self.size + self.rank
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
         self.members, self.others = _members(group), _members(replicas)
         self.component, self.identity = "", ""
@@ -60,17 +68,24 @@ class Axis:
 
     def of_component(self, label: str) -> Axis:
         """This axis for one component, with an identity that its ranks agree on."""
+        return self._with(component=label, identity=self._first(uuid.uuid4().hex, f"init of {label!r}"))
+
+    def _with(self, **changes: Any) -> Axis:
         out = copy.copy(self)
-        out.component, out.identity = label, self._first(uuid.uuid4().hex, f"init of {label!r}")
+        vars(out).pop("uncut", None)
+        vars(out).update(changes)
         return out
 
     def of_component_of(self, other: Axis) -> Axis:
         """This axis for the component of an equal one, over whose ranks it goes too."""
-        if self.group is other.group and self.replicas is other.replicas:
+        if self.group is other.group and self.replicas == other.replicas:
             return other  # which counts its runs
-        out = copy.copy(self)
-        out.component, out.identity, out.records = other.component, other.identity, other.records
-        return out
+        return self._with(component=other.component, identity=other.identity, records=other.records)
+
+    @cached_property
+    def uncut(self) -> Axis:
+        """This axis for what every rank holds whole: nothing is gathered, and a mean is one over the same ranks."""
+        return self._with(group=None, size=1, rank=0, replicas=self._groups)
 
     def of_next_run(self, step: int) -> Axis:
         """This axis for one run of the component's function, which every rank must start in the same order.
@@ -80,9 +95,7 @@ class Axis:
         self._runs[step] = self._runs.pop(step, 0) + 1
         if len(self._runs) > 8:  # older states are gone back to rarely
             del self._runs[next(iter(self._runs))]
-        out = copy.copy(self)
-        out._run, out._counts = f"{self._runs[step]} after update {step}", {}
-        return out
+        return self._with(_run=f"{self._runs[step]} after update {step}", _counts={})
 
     @property
     def who(self) -> str:
@@ -90,13 +103,9 @@ class Axis:
         return f"{self.component!r} [{self.identity[:4]}]" if self.identity else "a step"
 
     @property
-    def ranks(self) -> int:
-        """How many ranks hold different data: the size of the mean."""
-        return self.size * self.copies
-
-    @property
-    def data_rank(self) -> int:
-        return self.copy * self.size + self.rank
+    def _groups(self) -> tuple[Any, ...]:
+        """The process groups that the ranks are in, but for those of one."""
+        return self.replicas if self.size == 1 else (self.group, *self.replicas)
 
     @property
     def place(self) -> str:
@@ -114,30 +123,28 @@ class Axis:
         return hash((self.name, self.members, self.others))
 
     def __repr__(self) -> str:
-        return f"Axis({self.name!r}, rank {self.rank} of {self.size}, copy {self.copy} of {self.copies})"
+        return f"Axis({self.name!r}, rank {self.rank} of {self.size}, {self.ranks // self.size} copies)"
 
     # ---- what is said about a collective
 
-    def _announced(self, operation: str, tag: str, tensor: torch.Tensor, group: Any) -> _Explained:
+    def _announced(self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Any) -> _Explained:
         """Announces a collective; the result makes calls that name it where they fail."""
         shape, dtype = tensor.shape, tensor.dtype
 
         def said() -> str:
-            unit, _, number = tag.rpartition("/")
-            what = f"unit {unit!r}" if unit and number.isdigit() else tag
             run = f", run {self._run}" if self._run else ""
-            return f"{operation} of {what} ({tuple(shape)}, {dtype}) of {self.who} over axis {self.name!r}{run}"
+            return f"{operation} of {tag} ({tuple(shape)}, {dtype}) of {self.who} over axis {self.name!r}{run}"
 
         announce(operation, tag, tensor.numel() * tensor.element_size(), said, group)
         return lambda call: explained(call, said, group)
 
-    def _number(self, operation: str, tag: str) -> int:
+    def _number(self, operation: str, tag: Hashable) -> int:
         """What the messages of one collective have in common, and no others have.
 
         A run may have two collectives of one buffer in flight: a reduction that is delivered, and one that a derivative
         of a derivative waits for.
         """
-        said = f"{operation} {tag} {self.identity} {self._run}"
+        said = f"{operation} {tag!r} {self.identity} {self._run}"
         if self._run:
             self._counts[said] = count = self._counts.get(said, 0) + 1
             said = f"{said} {count}"
@@ -145,7 +152,7 @@ class Axis:
 
     # ---- the collectives
 
-    def start_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> Callable[[], None]:
+    def start_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Hashable = "") -> Callable[[], None]:
         """Begins to fill `full[numel]` with the shards of all ranks, in rank order; the result waits for its end."""
         if self.size == 1:
             if full.data_ptr() != shard.data_ptr():
@@ -155,17 +162,17 @@ class Axis:
         start = explained(backend.start_all_gather)
         return explained(start(full, shard, self.group, self._number("all_gather", tag)))
 
-    def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
+    def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """`full[numel]` from the shards of all ranks, in rank order."""
         self.start_gather(full, shard, tag)()
         return full
 
-    def gather(self, shard: torch.Tensor, tag: str = "") -> torch.Tensor:
+    def gather(self, shard: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The full tensor whose slices along dim 0 are the ranks' shards: a new one, also on one rank."""
         return self.gather_into(shard.new_empty((shard.shape[0] * self.size, *shard.shape[1:])), shard, tag)
 
     def start_reduce_scatter(
-        self, full: torch.Tensor, tag: str = "", dtype: torch.dtype | None = None
+        self, full: torch.Tensor, tag: Hashable = "", dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, Callable[[], None]]:
         """This rank's slice of the mean over all ranks, summed in rank order, and what waits until it is there.
 
@@ -180,50 +187,46 @@ class Axis:
         if self.size > 1:
             out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]), dtype=dtype)
             explained = self._announced("reduce_scatter", tag, full, self.group)
-            number, divisor = self._number("reduce_scatter", tag), self.ranks if self.copies == 1 else 1
+            number, divisor = self._number("reduce_scatter", tag), 1 if self.replicas else self.ranks
             start = explained(backend.start_reduce_scatter)
             wait = explained(start(full, out, self.group, number, divisor))
-        elif self.copies > 1:
+        else:
             out = full.to(dtype, copy=True)
 
         def finish() -> None:
             wait()
-            if self.copies > 1:
-                self._announced("all_reduce", tag, out, self.replicas)(backend.all_reduce)(out, self.replicas)
+            for group in self.replicas:
+                self._announced("all_reduce", tag, out, group)(backend.all_reduce)(out, group)
+            if self.replicas:
                 out.div_(self.ranks)
 
         return out, finish
 
-    def reduce_scatter(self, full: torch.Tensor, tag: str = "", dtype: torch.dtype | None = None) -> torch.Tensor:
+    def reduce_scatter(self, full: torch.Tensor, tag: Hashable = "", dtype: torch.dtype | None = None) -> torch.Tensor:
         """This rank's slice of the mean over all ranks, summed in rank order in `dtype`; consumes nothing."""
         out, wait = self.start_reduce_scatter(full, tag, dtype)
         wait()
         return out
 
-    def sum(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
+    def sum(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The sum over the sharded axis: replicas hold the same values."""
-        return self._sum(tensor, tag, [(self.group, self.size)])
+        return self._sum(tensor, tag, self._groups[: len(self._groups) - len(self.replicas)])
 
-    def mean(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
+    def mean(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The mean over all ranks that hold different data."""
-        total = self._sum(tensor, tag, self._both())
+        total = self._sum(tensor, tag, self._groups)
         return total / self.ranks if self.ranks > 1 else total
 
-    def _both(self) -> list[tuple[Any, int]]:
-        return [(self.group, self.size), (self.replicas, self.copies)]
-
-    def _sum(self, tensor: torch.Tensor, tag: str, groups: list[tuple[Any, int]]) -> torch.Tensor:
-        for group, size in groups:
-            if size > 1:
-                tensor = tensor.clone()
-                self._announced("all_reduce", tag, tensor, group)(backend.all_reduce)(tensor, group)
+    def _sum(self, tensor: torch.Tensor, tag: Hashable, groups: Sequence[Any]) -> torch.Tensor:
+        for group in groups:
+            tensor = tensor.clone()
+            self._announced("all_reduce", tag, tensor, group)(backend.all_reduce)(tensor, group)
         return tensor
 
-    def broadcast(self, tensor: torch.Tensor, tag: str = "") -> torch.Tensor:
+    def broadcast(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """Rank 0's tensor, written into this one."""
-        for group, size in self._both():
-            if size > 1:
-                self._announced("broadcast", tag, tensor, group)(backend.broadcast)(tensor, group)
+        for group in self._groups:
+            self._announced("broadcast", tag, tensor, group)(backend.broadcast)(tensor, group)
         return tensor
 
     # ---- agreement
@@ -233,23 +236,21 @@ class Axis:
 
     def _first(self, said: str, what: str) -> str:
         """What rank 0 says."""
-        for group, size in self._both():
-            if size > 1:
-                said = self._by_all(said, what, group)[0]
+        for group in self._groups:
+            said = self._by_all(said, what, group)[0]
         return said
 
     def check_same(self, said: str, what: str, advice: str) -> None:
         """Raises on every rank where the ranks do not say the same."""
-        for group, size in self._both():
-            if size > 1:
-                said_by_all = self._by_all(said, what, group)
-                if len(set(said_by_all)) > 1:
-                    other = next(rank for rank, text in enumerate(said_by_all) if text != said_by_all[0])
-                    raise ValueError(
-                        f"{what} differ between the ranks of axis {self.name!r}: rank 0 has "
-                        f"{_first_difference(said_by_all[0], said_by_all[other])}, rank {other} has "
-                        f"{_first_difference(said_by_all[other], said_by_all[0])}. {advice}"
-                    )
+        for group in self._groups:
+            said_by_all = self._by_all(said, what, group)
+            if len(set(said_by_all)) > 1:
+                other = next(rank for rank, text in enumerate(said_by_all) if text != said_by_all[0])
+                raise ValueError(
+                    f"{what} differ between the ranks of axis {self.name!r}: rank 0 has "
+                    f"{_first_difference(said_by_all[0], said_by_all[other])}, rank {other} has "
+                    f"{_first_difference(said_by_all[other], said_by_all[0])}. {advice}"
+                )
 
 
 def _first_difference(text: str, other: str) -> str:

@@ -11,7 +11,7 @@ import contextlib
 import contextvars
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 from fzero.base import private
@@ -53,9 +53,9 @@ def checked_collectives(enabled: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_collectives() -> Iterator[list[tuple[str, str, int]]]:
+def recorded_collectives() -> Iterator[list[tuple[str, Hashable, int]]]:
     """Collects (operation, tag, bytes) of every collective that this thread issues inside."""
-    record: list[tuple[str, str, int]] = []
+    record: list[tuple[str, Hashable, int]] = []
     token = _listeners.set((*_listeners.get(), record))
     try:
         yield record
@@ -63,7 +63,7 @@ def recorded_collectives() -> Iterator[list[tuple[str, str, int]]]:
         _listeners.reset(token)
 
 
-def announce(operation: str, tag: str, size: int, said: Callable[[], str], group: Any) -> None:
+def announce(operation: str, tag: Hashable, size: int, said: Callable[[], str], group: Any) -> None:
     """Records a collective; in checked mode compares what all ranks of the group say, and raises if they differ."""
     for record in _listeners.get():
         record.append((operation, tag, size))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ class Wire:
         wire: dtype in which a full cotangent travels.
     """
 
-    tag: str
+    tag: Hashable
     axis: Axis
     compute: torch.dtype
     reduce: torch.dtype

@@ -18,7 +18,7 @@ import torch
 from fzero.base import private
 from fzero.base.node import first_order
 from fzero.engine.schedule import Schedule
-from fzero.table.layout import Layout
+from fzero.table.layout import Key, Layout
 
 
 class Gates:
@@ -47,25 +47,25 @@ class Delivery:
         self,
         schedule: Schedule,
         layout: Layout,
-        nodes: Mapping[str, Any],
-        receive: Callable[[str, torch.Tensor], Any],
-        unreduced: Mapping[str, torch.Tensor] | None = None,
+        nodes: Mapping[Key, Any],
+        receive: Callable[[Key, torch.Tensor], Any],
+        unreduced: Mapping[Key, torch.Tensor] | None = None,
         partial: bool = False,
     ) -> None:
         self.schedule, self.layout, self.nodes = schedule, layout, nodes
         self.receive, self.partial = receive, partial
         self.unreduced = dict(unreduced or {})
-        self._sums: dict[str, torch.Tensor] = {}
-        self._under_way: set[str] = set()
-        self._closed: set[str] = set()
-        self._delivered: set[str] = set()
+        self._sums: dict[Key, torch.Tensor] = {}
+        self._under_way: set[Key] = set()
+        self._closed: set[Key] = set()
+        self._delivered: set[Key] = set()
 
-    def wants(self, key: str) -> bool:
+    def wants(self, key: Key) -> bool:
         """Whether the pass of autograd that is running asks for a group: one inside the function may not."""
         node = self.nodes.get(key)
         return node is None or private.will_run(node)
 
-    def add(self, key: str, full: torch.Tensor) -> None:
+    def add(self, key: Key, full: torch.Tensor) -> None:
         """Starts to reduce a full cotangent of a group, which is the schedule's buffer."""
         if key in self.unreduced:
             earlier = self.unreduced.pop(key)  # a second pullback will want it again
@@ -73,20 +73,20 @@ class Delivery:
         self._under_way.add(key)
         self.schedule.reduce(key, full, lambda shard: self._arrived(key, shard))
 
-    def _arrived(self, key: str, shard: torch.Tensor) -> None:
+    def _arrived(self, key: Key, shard: torch.Tensor) -> None:
         self._under_way.discard(key)
         self._add_up(key, shard)
         if key in self._closed:
             self._deliver(key)
 
-    def _add_up(self, key: str, shard: torch.Tensor) -> None:
+    def _add_up(self, key: Key, shard: torch.Tensor) -> None:
         if key not in self._sums:
             self._sums[key] = shard
         else:
             total, dtype = self._sums[key], self.schedule.uses[key].reduce
             self._sums[key] = (total if total.dtype == dtype else total.to(dtype)).add_(shard)
 
-    def close(self, key: str, cotangent: torch.Tensor | None) -> torch.Tensor:
+    def close(self, key: Key, cotangent: torch.Tensor | None) -> torch.Tensor:
         """All uses of a group have been pulled back; `cotangent` is what came through the graph."""
         if cotangent is not None:
             self._add_up(key, cotangent.clone())  # autograd may hold on to it
@@ -96,7 +96,7 @@ class Delivery:
         use = self.schedule.uses[key]
         return torch.zeros((), dtype=use.reduce, device=use.shard.device)
 
-    def _deliver(self, key: str) -> None:
+    def _deliver(self, key: Key) -> None:
         use = self.schedule.uses[key]
         if key in self.unreduced:
             self._add_up(key, use.axis.reduce_scatter(self.unreduced.pop(key), use.tag))
@@ -121,7 +121,7 @@ class _Gate(torch.autograd.Function):
     """The identity, between a group's stored buffer and all of its uses."""
 
     @staticmethod
-    def forward(gates: Gates, key: str, primal: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(gates: Gates, key: Key, primal: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return primal.detach()
 
     @staticmethod
@@ -142,7 +142,7 @@ class _Gate(torch.autograd.Function):
         return tangent.view_as(tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, gates: Gates, key: str, primal: torch.Tensor) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, gates: Gates, key: Key, primal: torch.Tensor) -> Any:  # type: ignore[override]
         return primal.view_as(primal), in_dims[2]
 
 

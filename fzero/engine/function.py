@@ -15,13 +15,12 @@ from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, storage_of
 from fzero.capture.watch import is_strict, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
-from fzero.engine.traversal import Traversal, read
+from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.formats.stored import Stored
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Group
-from fzero.table.rows import find
+from fzero.table.layout import Group, Key
 from fzero.table.spec import Spec
 
 
@@ -32,36 +31,36 @@ def traversal_of(
     unreduced: bool = False,
     fused: bool = False,
     derived: bool = True,
-) -> tuple[Traversal, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+) -> tuple[Traversal, dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
     """What one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
 
     Args:
-        unreduced: leave cotangents full and unreduced (ZeRO-1 while it accumulates).
+        unreduced: leave cotangents full and unreduced where no rank keeps a slice of them, as microbatches are summed.
         fused: params may be overwritten once their cotangents are there.
         derived: whether it will be pulled back.
     """
-    params = state.params
-    stage = step.stage
+    params, table = state.params, step.table(state.layout)
     uses, primals, fixed = {}, {}, {}
     # in ZeRO-1 and 2 one rank alone may run forward
-    numbered = stage == 3 or (stage and derived)
-    axis = Axis() if unreduced else params.axis.of_next_run(state.step) if numbered else params.axis
+    numbered = derived or any(row.params.cuts for row in table.rows)
+    axis = params.axis.of_next_run(state.step) if numbered and params.axis.ranks > 1 else params.axis
     for key in params.keys:
-        group = params.layout.groups[key]
-        policy = group.row.policy
+        row = params.layout.groups[key].row
+        policy = row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
+        later = unreduced and sums_whole(params, key)
         held = params.held.get(key)
         shard = params.stored(key) if key in params.buffers else _stand_in(params, key)
-        stands = fused or not shard.plain or (not group.row.frozen and (unreduced or policy.reduce != policy.param))
+        stands = fused or not shard.plain or (not row.frozen and (later or policy.reduce != policy.param))
         primal = shard.parts[0]
         if stands:
             # cotangents take the primal's dtype and shape: a primal without memory stands for the stored one
-            numel = group.numel if unreduced else shard.numel()
+            numel = params.layout.groups[key].numel if later else shard.numel()
             primal = torch.zeros((), dtype=policy.reduce, device=shard.device).expand(numel)
-        (fixed if group.row.frozen else primals)[key] = primal
+        (fixed if row.frozen else primals)[key] = primal
         uses[key] = Use(
             tag=key,
-            axis=axis,
+            axis=Axis() if later else axis if row.cuts else axis.uncut,
             shard=shard,
             compute=policy.compute,
             reduce=policy.reduce,
@@ -72,25 +71,24 @@ def traversal_of(
             held=held,
         )
     device = next(iter(uses.values())).shard.device.type
-    traversal = Traversal(params.layout, uses, stage == 3, step.remats, step.compiles, seed, device)
-    return traversal, primals, fixed
+    return Traversal(params.layout, table, uses, seed, device), primals, fixed
 
 
-def _stand_in(params: Sharded, key: str) -> Stored:
+def sums_whole(params: Sharded, key: Key) -> bool:
+    """Whether a group's gradients are summed over microbatches before they are reduced, as no rank keeps a slice."""
+    grads = params.layout.groups[key].row.grads
+    return grads is not None and not grads.cuts and params.axis.ranks > 1
+
+
+def _stand_in(params: Sharded, key: Key) -> Stored:
     """For a shard that lies in the full buffer at hand: nobody reads it, and it must not count as a holder of that."""
     full, numel = params.held[key], params.layout.shard_numel(key)
     form = params.format(key)
     return Stored(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
-def autocast_of(step: Spec, device: str) -> contextlib.AbstractContextManager[Any]:
-    """What the function runs under: torch.autocast where the step has it."""
-    dtype = find(step.rules, "compute")
-    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
-
-
 def call_function(
-    step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[str, Any], inputs: Sequence[Any]
+    step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, Any], inputs: Sequence[Any]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
     tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
@@ -103,14 +101,14 @@ def call_function(
     watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     leaves = traversal.leaves(primals)
     entered = [None if isinstance(x, Handle) else private.version(private.unwrapped(x)) for x in leaves]
-    if first and not step.compiles:
+    if first and not any(row.compile for row in traversal.table.rows):
         full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
         roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
         watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
     elif traversal.acts:
         watch = watching_run(None)
     tree = pytree.unflatten(state.params.structure, leaves)
-    with autocast_of(step, traversal.device), traversal.running(), traversal.schedule.forward(), watch:
+    with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             with heard():
                 out = step.fn(tree, *inputs)
@@ -144,7 +142,7 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Te
     out: dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]] = {}
     for key in params.keys:
         group = params.layout.groups[key]
-        shard = params.layout.shard_numel(key) * params.axis.rank
+        shard = params.layout.shard_numel(key) * params.rank_of(key)
 
         def leaf_of(tensor: torch.Tensor, group: Group = group, start: int = 0) -> str:
             return f"Leaf {group.leaf_at(start + int(private.unwrapped(tensor).storage_offset()))!r}"

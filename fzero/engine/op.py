@@ -105,7 +105,7 @@ class UnitOp(Op):
         # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
         if not self._watched:
             refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._is_begun)
-        with without_donation() if keep and self.traversal.compiles else contextlib.nullcontext(), pull.surroundings():
+        with without_donation() if keep and self.call.compiles else contextlib.nullcontext(), pull.surroundings():
             found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
         out = {
             i: torch.zeros_like(x) if g is None else g
@@ -174,9 +174,9 @@ class UnitOp(Op):
         begins(self.unit, begin)
         thorough = (self._suspicious and derived) or self.call.facts.watched
         # what is no input shows itself, as an error, or to the watch
-        guard = contextlib.nullcontext() if thorough or traversal.compiles else private.without_dead_wrappers()
+        guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
         with self.surroundings(), private.saved_tensor_hooks(), guard, grad_mode:
-            watch = self._watch(fulls, begin) if thorough and not traversal.compiles else None
+            watch = self._watch(fulls, begin) if thorough and not self.call.compiles else None
             self._watched = watch is not None
             try:
                 out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())
@@ -187,7 +187,7 @@ class UnitOp(Op):
         every = frozenset(range(len(out)))
         if watch is not None and wanted:
             self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
-        self.joint = {i: every for i in every} if traversal.compiles else self.call.facts.joint
+        self.joint = {i: every for i in every} if self.call.compiles else self.call.facts.joint
         if wanted:
             self._pull = _Pull(
                 [self.keys[p] for p in wanted if p < count],

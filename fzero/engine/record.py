@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-if TYPE_CHECKING:
-    pass
+from fzero.table.layout import Key
 
-
-Keys = tuple[str, ...]
+Keys = tuple[Key, ...]
 
 
 class Facts(NamedTuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,8 @@ from fzero.engine.outputs import nothing_to_pull, scalar_loss, split_result
 from fzero.engine.traversal import Traversal
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
-from fzero.table.microbatch import Microbatches, mean_of, parts_of
+from fzero.table.layout import Key
+from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.spec import Spec
 
 
@@ -58,26 +60,27 @@ class Run:
         partial: bool = False,
     ) -> None:
         self.state: TrainState | None = state
-        self.scale, self.partial = state.loss_scale.scale, partial
+        self.scale, self.partial = scale_of(step, state), partial
         flat, self.input_spec = pytree.flatten(tuple(inputs))
         self.count = len(flat)
         self.wanted = _wanted(inputs, argnums)
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
-        self.unreduced: dict[str, torch.Tensor] = {}  # full cotangents to add before those that are delivered
+        self.unreduced: dict[Any, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
-        traversal.schedule.keeps, traversal.schedule.lean = alone, fused and step.remats
+        traversal.schedule.keeps = alone
+        traversal.schedule.lean = fused and any(row.remat for row in traversal.table.rows)
         differentiated = [flat[place] for place in self.wanted]
         self.outer = private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         # whoever differentiates the pullback too does so with respect to the buffers
         self.split = [] if self.outer or fused else [key for key in primals if traversal.is_split(key)]
-        given: dict[str, Any] = dict(primals)
+        given: dict[Key, Any] = dict(primals)
         for key in self.split:
             given[key] = tuple(traversal.layout.groups[key].cut(primals[key]).values())
         del primals
         kept = _Outputs()
 
-        def function(primals: dict[str, Any], wanted: list[torch.Tensor]) -> Any:
+        def function(primals: dict[Key, Any], wanted: list[torch.Tensor]) -> Any:
             filled = list(flat)
             for place, value in zip(self.wanted, wanted, strict=True):
                 filled[place] = value
@@ -124,8 +127,8 @@ class Run:
         cotangent: Any,
         retain_graph: bool = False,
         create_graph: bool = False,
-        receive: Callable[[str, torch.Tensor], Any] | None = None,
-    ) -> tuple[dict[str, torch.Tensor], list[Any]]:
+        receive: Callable[[Key, torch.Tensor], Any] | None = None,
+    ) -> tuple[dict[Any, torch.Tensor], list[Any]]:
         """(scaled cotangents of the primals, cotangents of the flat inputs).
 
         Args:
@@ -279,10 +282,15 @@ def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
     return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
 
 
-def grads_of(state: TrainState, buffers: dict[str, torch.Tensor], times: float = 1.0) -> Sharded:
+def scale_of(step: Spec, state: TrainState) -> float:
+    """What cotangents are multiplied by inside the pullback."""
+    return math.prod(extra.scale(state.extra[extra.name]) for extra in step.extras if extra.scale)
+
+
+def grads_of(step: Spec, state: TrainState, buffers: dict[Any, torch.Tensor], times: float = 1.0) -> Sharded:
     """Scaled sums of gradients as a tree like the params; `times` is by what to divide them too."""
     params = state.params
-    return Sharded(params.layout, params.axis, params.structure, buffers, None, state.loss_scale.scale * times)
+    return Sharded(params.layout, params.axis, params.structure, buffers, None, scale_of(step, state) * times)
 
 
 def runs(
@@ -302,7 +310,7 @@ def runs(
         unreduced: cotangents stay full and unreduced; in a fused step not the last one's.
         fused: the last one's pullback will update the params.
     """
-    micro = step.microbatches or Microbatches()
+    micro = step.microbatches
     pieces: list[Any] | None = None
     times = 1.0
     for i, part in enumerate(micro.split(inputs)):

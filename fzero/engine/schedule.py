@@ -18,6 +18,7 @@ from fzero.comm import hazards
 from fzero.comm.axis import finish_all
 from fzero.engine.record import Facts, Keys, Record
 from fzero.engine.use import Use
+from fzero.table.layout import Key
 
 
 class Running(Protocol):
@@ -49,7 +50,7 @@ class Schedule:
         lean: whether memory counts more than that it stays warm: the full cotangent's is not kept for the next unit.
     """
 
-    def __init__(self, uses: Mapping[str, Use]) -> None:
+    def __init__(self, uses: Mapping[Key, Use]) -> None:
         self.uses = uses
         self._pulls = False
         self.keeps, self.ran_before, self.lean = True, False, False
@@ -58,8 +59,8 @@ class Schedule:
         self._expected: tuple[Keys, ...] = ()
         self._on_track = True  # called so far what was expected
         self.record = Record()
-        self._ahead: dict[str, tuple[torch.Tensor, Callable[[], None]]] = {}
-        self._kept: dict[str, torch.Tensor] = {}
+        self._ahead: dict[Key, tuple[torch.Tensor, Callable[[], None]]] = {}
+        self._kept: dict[Key, torch.Tensor] = {}
         self._reducing: Callable[[], None] | None = None
         self._spare: torch.Tensor | None = None
 
@@ -112,11 +113,11 @@ class Schedule:
             if self.uses[key].gathers and key not in self._ahead and key not in self._kept:
                 self._ahead[key] = self._gather(key)
 
-    def keep(self, key: str, full: torch.Tensor) -> None:
+    def keep(self, key: Key, full: torch.Tensor) -> None:
         """Holds on to a gathered buffer for its next use."""
         self._kept[key] = full
 
-    def take(self, key: str, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def take(self, key: Key, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
         """A unit's full buffer, gathered ahead or now, and whether it is the unit's own, which it may empty."""
         use = self.uses[key]
         if not use.gathers:
@@ -127,19 +128,19 @@ class Schedule:
         wait()
         return full, True
 
-    def _gather(self, key: str) -> tuple[torch.Tensor, Callable[[], None]]:
+    def _gather(self, key: Key) -> tuple[torch.Tensor, Callable[[], None]]:
         """Starts to gather a group into a new buffer."""
         use = self.uses[key]
         with torch.inference_mode(False):  # a unit that is called outside of it may use what was gathered ahead inside
             full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.shard.device)
             return full, self._fill(key, full)
 
-    def _fill(self, key: str, full: torch.Tensor) -> Callable[[], None]:
+    def _fill(self, key: Key, full: torch.Tensor) -> Callable[[], None]:
         # a call's own graph saved views of its buffer, and is pulled back with the same values in it
         with private.preserve_version([full]), torch.no_grad():
             return self.uses[key].start_into(full)
 
-    def refill(self, key: str, full: torch.Tensor) -> Callable[[], None]:
+    def refill(self, key: Key, full: torch.Tensor) -> Callable[[], None]:
         """Starts to gather a group again into the buffer that a call's own graph refers to."""
         storage = full.untyped_storage()
         if storage.nbytes() == 0:
@@ -181,7 +182,7 @@ class Schedule:
         if previous is not None:
             previous.gather_ahead()
 
-    def buffer(self, key: str, numel: int) -> torch.Tensor:
+    def buffer(self, key: Key, numel: int) -> torch.Tensor:
         """A buffer for the full cotangent of a group: the last one's where it fits, so that memory stays warm."""
         self.finish_reduction()
         use, spare, self._spare = self.uses[key], self._spare, None
@@ -190,7 +191,7 @@ class Schedule:
         del spare
         return torch.empty(numel, dtype=use.wire, device=use.shard.device)
 
-    def reduce(self, key: str, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
+    def reduce(self, key: Key, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
         """Starts to reduce a full cotangent; this rank's share of it is given to `then`, once it is there.
 
         Args:

@@ -15,7 +15,8 @@ from fzero.capture.handle import Handle
 from fzero.engine.delivery import Delivery, Gates, gate
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
-from fzero.table.layout import Layout
+from fzero.table.layout import Key, Layout
+from fzero.table.rows import Table
 
 # the leaves of the step whose function runs, also inside its units
 running: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("fzero_running", default=None)
@@ -26,36 +27,29 @@ class Traversal:
     """One run of the step's function: what its units share. Lives as long as that run's graph, never longer."""
 
     def __init__(
-        self,
-        layout: Layout,
-        uses: Mapping[str, Use],
-        sharded: bool,
-        remat: bool,
-        compiles: bool,
-        seed: tuple[int, ...],
-        device: str,
+        self, layout: Layout, table: Table, uses: Mapping[Key, Use], seed: tuple[int, ...], device: str
     ) -> None:
-        self.layout, self.uses, self.remat, self.compiles, self.device = layout, uses, remat, compiles, device
-        self.acts = sharded or remat or compiles  # whether there is anything to do where a unit is used
+        self.layout, self.table, self.uses, self.device = layout, table, uses, device
+        self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.records = False  # whether plain autograd was on where the function began
         self.gates = Gates()
-        self.tokens: dict[str, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
-        self.nodes: dict[str, Any] = {}  # group -> its gate's node of the graph
+        self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
+        self.nodes: dict[Key, Any] = {}  # group -> its gate's node of the graph
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
 
-    def is_split(self, key: str) -> bool:
+    def is_split(self, key: Key) -> bool:
         """Whether nothing is to be done at the use of a small group: its leaves are then differentiated themselves.
 
         That costs less than a node; a large one's grads had better be moved into its flat buffer one by one.
         """
         group = self.layout.groups[key]
         small = group.numel < 1 << 16
-        return small and self.uses[key].trivial and not (group.unit and self.acts)
+        return small and self.uses[key].trivial and group.unit not in self.table.acting
 
-    def leaves(self, primals: Mapping[str, torch.Tensor | Sequence[torch.Tensor]]) -> list[Any]:
+    def leaves(self, primals: Mapping[Key, torch.Tensor | Sequence[torch.Tensor]]) -> list[Any]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles.
 
         Args:
@@ -67,7 +61,7 @@ class Traversal:
             if isinstance(primal, torch.Tensor) and active((primal,)):
                 primal = gate(self.gates, key, primal)
                 self.nodes[key] = primal.grad_fn
-            if isinstance(primal, torch.Tensor) and group.unit and self.acts:
+            if isinstance(primal, torch.Tensor) and group.unit in self.table.acting:
                 self.tokens[key] = primal
                 for slot in group.slots:
                     out[slot.leaf] = self._handle(key, slot.leaf, primal)
@@ -87,7 +81,7 @@ class Traversal:
         key, _ = self.layout.key_of[self.layout.rows[index].path]
         return self._handle(key, index, self.tokens[key])
 
-    def _handle(self, key: str, index: int, token: torch.Tensor) -> Handle:
+    def _handle(self, key: Key, index: int, token: torch.Tensor) -> Handle:
         return Handle(self, key, index, self.layout.rows[index], self.uses[key].compute, token)
 
     @property
@@ -95,11 +89,11 @@ class Traversal:
         """That of the pullback that is running, where it has one."""
         return self.gates.delivery
 
-    def wants(self, key: str) -> bool:
+    def wants(self, key: Key) -> bool:
         """Whether the pass of autograd that is running asks for the cotangent of a group."""
         return self.delivery is None or self.delivery.wants(key)
 
-    def collect(self, key: str, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
 
         Where cotangents are delivered None, otherwise what has arrived.
@@ -130,6 +124,13 @@ class Traversal:
             self.origins = {}
 
 
+def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+    """What runs under a row's column: torch.autocast, or none where it says so."""
+    if dtype is None and not torch.is_autocast_enabled(device):
+        return contextlib.nullcontext()
+    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+
+
 def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
     """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
     traversal = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
@@ -142,7 +143,7 @@ def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
 class LeafOp(Op):
     """One leaf of a unit, read outside of it: its group is gathered for this one use."""
 
-    def __init__(self, traversal: Traversal, key: str, index: int) -> None:
+    def __init__(self, traversal: Traversal, key: Key, index: int) -> None:
         group, use = traversal.layout.groups[key], traversal.uses[key]
         super().__init__(lambda primal: (group.views(use.apply(primal))[index],), None, traversal.device)
         self.traversal, self.key, self.index = traversal, key, index
@@ -176,7 +177,7 @@ class _Leaves(Op):
 
     early = True
 
-    def __init__(self, traversal: Traversal, key: str) -> None:
+    def __init__(self, traversal: Traversal, key: Key) -> None:
         group, use = traversal.layout.groups[key], traversal.uses[key]
         super().__init__(lambda primal: tuple(group.views(use.apply(primal)).values()), None, traversal.device)
         self.traversal, self.key = traversal, key

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fzero.base import private
@@ -17,7 +17,8 @@ from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
 from fzero.engine.plain import CHECKPOINTED, plain_call
-from fzero.engine.traversal import Traversal, current
+from fzero.engine.traversal import Traversal, autocast, current
+from fzero.table.rows import Row
 
 
 def call_unit(
@@ -65,8 +66,10 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     handles = call.reach.handles
     traversal = handles[0].owner if handles else traversal
     assert traversal is not None
-    if traversal.compiles:
+    rows = [traversal.table.units[unit] for unit in dict.fromkeys(handle.unit for handle in handles)]
+    if any(row.compile for row in rows):
         call.fn, call.compiles = compilable or compiled(call.fn), True
+    remat = any(row.remat for row in rows)
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))
@@ -79,7 +82,8 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
             call.learn(known)
             del known  # it leads to this frame
         try:
-            result = _attempt(traversal, call, seed, number)
+            with _autocast(traversal, rows):
+                result = _attempt(traversal, call, remat, seed, number)
             break
         except Again as raised:
             again = raised
@@ -87,11 +91,25 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     return result
 
 
-def _attempt(traversal: Traversal, call: Call, seed: int, number: int) -> Any:
+def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractContextManager[Any]:
+    """What a unit runs under: as its caller does, but where its rows say something else."""
+    wanted = {row.autocast for row in rows} or {traversal.table.outside}
+    if len(wanted) > 1:
+        raise noted(
+            ValueError(
+                f"A unit's call is given leaves of {', '.join(f'unit {row.unit!r}' for row in rows)}, which autocast "
+                f"has in {' and '.join(map(str, wanted))}; expected one dtype. Let a pattern match all of them or none."
+            )
+        )
+    (dtype,) = wanted
+    return contextlib.nullcontext() if dtype == traversal.table.outside else autocast(traversal.device, dtype)
+
+
+def _attempt(traversal: Traversal, call: Call, remat: bool, seed: int, number: int) -> Any:
     refuse_leaks(call.reach.tensors)
     primals = {handle.key: handle.primal for handle in (*call.reach.handles, *call.more)}
     # a derivative of a derivative recomputes anyway: keep no graph for it
-    recompute = traversal.remat or private.level() > 1
+    recompute = remat or private.level() > 1
     op = UnitOp(traversal, list(primals), call, recompute, seed, number)
     call.unit, call.recomputes = op.unit, recompute
     operands, wanted = call.operands(list(primals.values()))

@@ -6,7 +6,7 @@ other's transpose (ZeRO, Rajbhandari et al. 2020, section 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +74,7 @@ class Use(Wire):
         return _value(self, primal)
 
 
-def start_gather(axis: Axis, full: torch.Tensor, shard: Stored, in_8_bits: bool, tag: str) -> Callable[[], None]:
+def start_gather(axis: Axis, full: torch.Tensor, shard: Stored, in_8_bits: bool, tag: Hashable) -> Callable[[], None]:
     """Begins to fill a full buffer with all ranks' shards, which may travel in 8 bits."""
     if not in_8_bits:
         return axis.start_gather(full, shard.to(full.dtype), tag)

@@ -9,8 +9,9 @@ from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.kernels.onepass import write
-from fzero.optim.base import apart, call_fused, call_update, values
+from fzero.optim.base import call_fused, call_update, values
 from fzero.state.draw import Draw
+from fzero.state.moments import apart
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation
@@ -89,7 +90,7 @@ def _write_state(place: int, old: Any, new: Any, params: Any) -> Any:
         draw = params.draw or Draw(0, 0)
         for key, value in values(after).locals().items():
             stored = whole.stored(key)
-            write(stored, value, draw.counters(whole.layout, key, whole.axis.rank).blocks(value.device))
+            write(stored, value, draw.counters(whole.layout, key, whole.rank_of(key)).blocks(value.device))
         return whole
 
     try:

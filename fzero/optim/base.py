@@ -105,8 +105,8 @@ def _units(params: Any, grads: Any, moments: Sequence[Any]) -> Iterator[_Unit]:
         own = [params.stored(key), *[tree.stored(key) for tree in moments]]
         draw = params.draw or Draw(0, 0)
         rounds = any(not stored.plain or getattr(stored.format, "stochastic", False) for stored in own)
-        counters = draw.counters(params.layout, key, params.axis.rank) if rounds else Counters()
-        yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, counters, draw.compiles)
+        counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
+        yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, counters, key.unit in draw.compiled)
 
 
 def _as_stored(tensor: torch.Tensor) -> Stored:
@@ -139,16 +139,6 @@ def call_update(member: GradientTransformation, updates: Any, state: Any, params
     known, takes_all = _keywords(member.update)
     taken = extra if takes_all else {name: value for name, value in extra.items() if name in known}
     return member.update(updates, state, params, **taken)
-
-
-def apart(tree: Any, *others: Any) -> Any:
-    """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
-    taken = {x.untyped_storage()._cdata for x in pytree.flatten(others)[0] if isinstance(x, torch.Tensor)}
-
-    def one(x: Any) -> Any:
-        return x.clone() if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken else x
-
-    return pytree.map(one, tree)
 
 
 @functools.lru_cache(maxsize=256)

@@ -25,11 +25,10 @@ def check_state(step: Spec, state: TrainState) -> None:
             "function over the same state.)"
         )
     axis, theirs = step.axis(), state.params.axis
-    size = axis.size
-    if layout.shards != size:
+    if layout.shards != axis.size:
         raise ValueError(
             f"step: got a state cut into {layout.shards} shards (leaf {layout.rows[0].path!r} and others), "
-            f"expected {size}, the size of the sharded axis. Make the state with this "
+            f"expected {axis.size}, the size of the sharded axis. Make the state with this "
             "step's init on this process group."
         )
     if axis != theirs:
@@ -55,7 +54,7 @@ def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grad
     expected = "expected the first value that a pullback of this step returned"
     if not isinstance(grads, Sharded):
         raise TypeError(f"{argument}: got {named(grads)}, {expected}.")
-    own = {id(x) for x in pytree.leaves((state.params, state.moments))}
+    own = {id(x) for x in pytree.leaves((state.params, state.moments, state.extra))}
     if any(id(x) in own for x in pytree.leaves(grads)):
         raise TypeError(f"{argument}: got the {grads.kind} of the state itself, {expected}.")
     if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
@@ -75,7 +74,6 @@ def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grad
 
 
 def _describe(signature: tuple[Any, ...]) -> str:
-    policy, units, scaler, *rules = signature
-    sources: list[str] = sorted(rule.source for some in rules for rule in some)
-    sources += [scaler] if scaler else []
+    policy, units, extras, rules = signature
+    sources: list[str] = [*sorted(rule.source for rule in rules), *extras]
     return f"[{policy}, units={units}, {', '.join(sources) or 'no rules'}]"

@@ -7,23 +7,23 @@ from dataclasses import dataclass
 
 from fzero.formats.bits import _GOLDEN, Counters, _signed
 from fzero.formats.formats import ALIGN
-from fzero.table.layout import Layout
+from fzero.table.layout import Key, Layout
 
 
 @dataclass(frozen=True)
 class Draw:
-    """What the random bits of one update come from, and whether its kernels are to be compiled."""
+    """What the random bits of one update come from, and in which units its kernels are to be compiled."""
 
     seed: int
     count: int
-    compiles: bool = False
+    compiled: frozenset[str] = frozenset()
 
     def of_leaf(self, path: str) -> int:
         """A signed 32-bit number for a leaf."""
         said = f"{self.seed} {self.count} {path}".encode()
         return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
 
-    def counters(self, layout: Layout, key: str, rank: int) -> Counters:
+    def counters(self, layout: Layout, key: Key, rank: int) -> Counters:
         """Those of rank's shard of a group."""
         low, count = rank * layout.shard_numel(key), layout.shard_numel(key) // ALIGN
         runs, end = [], 0

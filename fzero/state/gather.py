@@ -13,6 +13,7 @@ from fzero.comm.linear import Wire, spread
 from fzero.state.constants import constants
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
+from fzero.table.layout import Key
 
 
 def gather(tree: Any) -> Any:
@@ -63,9 +64,9 @@ def _gather_one(tree: Sharded) -> Any:
     return pytree.unflatten(tree.structure, leaves)
 
 
-def _gathered(tree: Sharded, key: str) -> torch.Tensor:
+def _gathered(tree: Sharded, key: Key) -> torch.Tensor:
     """A group's full buffer; a differentiable function of its shards where plain autograd follows them."""
-    own, tag = tree.local(key), f"gather of {key}"
+    own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
     if not (own.requires_grad and torch.is_grad_enabled()):
-        return tree.axis.gather(own, tag)
-    return spread(Wire(tag, tree.axis, own.dtype, own.dtype, own.dtype), own)
+        return axis.gather(own, tag)
+    return spread(Wire(tag, axis, own.dtype, own.dtype, own.dtype), own)

@@ -13,14 +13,12 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.formats.formats import Blocks
 from fzero.formats.stored import decode, encode, is_plain
-from fzero.state.moments import init_moments
+from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.policy import Policy
-from fzero.table.rows import check_leaf
-from fzero.table.scalers import ScaleState
 from fzero.table.spec import Spec
 
 
@@ -52,6 +50,27 @@ def leaf_specs(params: Any) -> tuple[list[tuple[str, tuple[int, ...], torch.dtyp
     return specs, leaves, structure
 
 
+def check_leaf(path: str, leaf: Any) -> None:
+    """Refuses a param that cannot be trained or sharded, by name."""
+    if not isinstance(leaf, torch.Tensor):
+        raise TypeError(
+            f"params[{path!r}]: got {type(leaf).__name__}, expected a floating tensor (or a callable that makes one). "
+            "Keep what is not a tensor out of the params; a class of your own that holds some is registered with "
+            "optree (optree.register_pytree_node)."
+        )
+    if not leaf.is_floating_point():
+        raise TypeError(
+            f"params[{path!r}]: got dtype {leaf.dtype}, expected a floating dtype. "
+            "Pass integer tensors as inputs of the function, or let it close over them; of a complex param hold "
+            "torch.view_as_real(w), and take torch.view_as_complex of it in the function."
+        )
+    if leaf.numel() == 0:
+        raise ValueError(
+            f"params[{path!r}]: got shape {tuple(leaf.shape)}, which has no elements; expected at least one. "
+            "Drop the leaf from the params; of a module make it a buffer."
+        )
+
+
 def _shape_of(path: str, make: Callable[..., Any]) -> Any:
     try:
         inspect.signature(make).bind()
@@ -71,18 +90,20 @@ def _shape_of(path: str, make: Callable[..., Any]) -> Any:
 def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
     specs, leaves, structure = leaf_specs(params)
     axis = step.axis().of_component(getattr(step.fn, "__name__", type(step.fn).__name__))
-    rows = step.rows(specs, frozen_leaves(structure))
-    layout = Layout.build(rows, axis.size)
-    table = "\n".join(f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r}" for row in rows)
+    layout = Layout.build(step.rows(specs, frozen_leaves(structure)), axis.size)
+    table = "\n".join(
+        f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "
+        f"autocast {row.autocast}, remat {row.remat}"
+        for row in layout.rows
+    )
     axis.check_same(
-        f"stage {step.stage} seed {seed} sync {sync}\n{table}",
+        f"{[extra.source for extra in step.extras]} seed {seed} sync {sync}\n{table}",
         "The tables (transforms, policy, leaves, seed)",
         "Build the same step from the same params on every rank.",
     )
-    buffers: dict[str, torch.Tensor] = {}
-    held: dict[str, torch.Tensor] = {}
+    buffers: dict[Any, torch.Tensor] = {}
+    held: dict[Any, torch.Tensor] = {}
     said: list[str] = []
-    holds = step.stage in (1, 2)
     for key, group in layout.groups.items():
         policy = group.row.policy
         assert policy.param and policy.compute
@@ -98,14 +119,14 @@ def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
         full = layout.pack(key, made, policy.param if is_plain(form) else torch.float32)
         del made
         size = layout.shard_numel(key)
-        own = full.narrow(0, axis.rank * size, size)
-        if not (holds and policy.computes_as_stored):
+        own = full.narrow(0, axis.rank * size if size < group.numel else 0, size)
+        if not (group.row.held and policy.computes_as_stored):
             if is_plain(form):
                 parts: tuple[torch.Tensor, ...] = (full if size == group.numel else own.clone(),)
             else:
                 parts = encode(form, own)
             buffers.update(zip(part_names(form, key), parts, strict=True))
-        if holds:
+        if group.row.held:
             held[key] = as_held(policy, encode(form, full))
         del full, own
     axis.check_same(
@@ -115,8 +136,7 @@ def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
     )
     tree = Sharded(layout, axis, structure, buffers, held, kind="params")
     moments = init_moments(step, tree)
-    scale = step.scaler.initial() if step.scaler else ScaleState()
-    return TrainState(tree, None, moments, 0, scale, seed, step.signature)
+    return TrainState(tree, None, moments, init_extras(step, tree), 0, seed, step.signature)
 
 
 def _made(leaf: Any, spec: tuple[str, tuple[int, ...], torch.dtype]) -> torch.Tensor:

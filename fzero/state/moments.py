@@ -20,6 +20,21 @@ def init_moments(step: Spec, params: Sharded) -> Any:
     return to_moment_dtype(step.optimizer.init(template), step.optimizer.by_leaf)
 
 
+def init_extras(step: Spec, params: Sharded) -> dict[str, Any]:
+    """What transforms add to the state, in memory of its own."""
+    return {extra.name: apart(extra.init(params), params) for extra in step.extras}
+
+
+def apart(tree: Any, *others: Any) -> Any:
+    """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
+    taken = {x.untyped_storage()._cdata for x in pytree.flatten(others)[0] if isinstance(x, torch.Tensor)}
+
+    def one(x: Any) -> Any:
+        return x.clone() if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken else x
+
+    return pytree.map(one, tree)
+
+
 def to_moment_dtype(moments: Any, by_leaf: bool) -> Any:
     """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
 
@@ -49,7 +64,7 @@ def zeros_like(params: Any, nonnegative: bool = False) -> Any:
     """
     if not is_sharded(params):
         return pytree.map(torch.zeros_like, params)
-    buffers: dict[str, torch.Tensor] = {}
+    buffers: dict[Any, torch.Tensor] = {}
     for key in params.keys:
         form = params.layout.groups[key].row.policy.moment_format(not nonnegative)
         stored = params.stored(key)

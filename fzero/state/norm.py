@@ -9,7 +9,6 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import named
-from fzero.comm.axis import Axis
 from fzero.comm.linear import summed
 from fzero.state.constants import constants
 from fzero.state.gather import _nodes
@@ -39,7 +38,7 @@ def global_norm(*trees: Any) -> torch.Tensor:
             if isinstance(node, Sharded):
                 node = constants("fz.global_norm", f"trees[{place}]", node)
                 with private.below_transforms():
-                    squares = _squares(node).sum()
+                    squares = sum_of_squares(squares_of(node), node)
                 total = total + squares
             elif isinstance(node, torch.Tensor):
                 total = total + _square([node]).sum()
@@ -73,11 +72,6 @@ def _norm_by_rows(piece: torch.Tensor) -> torch.Tensor:
     return norm if in_range else torch.linalg.vector_norm(piece, dtype=torch.float64)
 
 
-def _squares(tree: Sharded) -> torch.Tensor:
-    """The sum of squares of every leaf, in leaf order: summed leaf by leaf, so that no cut changes the order."""
-    return _summed(squares_of(tree), tree.axis)
-
-
 def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
     """Leaf -> the sum of squares of this rank's part of it."""
     pieces = [(slot.leaf, piece) for key in tree.keys for slot, piece in tree.pieces(key)]
@@ -89,15 +83,13 @@ def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
     return dict(zip([leaf for leaf, _ in pieces], squares.unbind(), strict=True))
 
 
-def norm_of(squares: Mapping[int, torch.Tensor], axis: Axis) -> torch.Tensor:
-    """The norm over all leaves and shards, from `squares_of` every group."""
-    return _summed(squares, axis).sum().sqrt()
-
-
-def _summed(squares: Mapping[int, torch.Tensor], axis: Axis) -> torch.Tensor:
-    if not squares:
-        return torch.zeros(1, dtype=torch.float64)
-    stacked = torch.stack([squares[leaf] for leaf in sorted(squares)])
-    if stacked.requires_grad and torch.is_grad_enabled():
-        return summed(axis, stacked)
-    return axis.sum(stacked, "global_norm")
+def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
+    """Over all leaves and shards, from `squares_of` every group: in leaf order, so that no cut changes the order."""
+    cut = [leaf for leaf in sorted(squares) if like.layout.rows[leaf].cuts]
+    total = dict(squares)
+    if cut:
+        parts = torch.stack([squares[leaf] for leaf in cut])
+        follows = parts.requires_grad and torch.is_grad_enabled()
+        parts = summed(like.axis, parts) if follows else like.axis.sum(parts, "global_norm")
+        total.update(zip(cut, parts.unbind(), strict=True))
+    return torch.stack([total[leaf] for leaf in sorted(total)]).sum() if total else torch.zeros((), dtype=torch.float64)

@@ -12,7 +12,7 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import Format, Plain
 from fzero.formats.stored import Stored, is_plain
 from fzero.state.draw import Draw
-from fzero.table.layout import Layout, Slot
+from fzero.table.layout import Key, Layout, Slot
 
 
 class Sharded:
@@ -35,8 +35,8 @@ class Sharded:
         layout: Layout,
         axis: Axis,
         structure: Any,
-        buffers: Mapping[str, torch.Tensor],
-        held: Mapping[str, torch.Tensor] | None = None,
+        buffers: Mapping[Any, torch.Tensor],
+        held: Mapping[Any, torch.Tensor] | None = None,
         scale: float = 1.0,
         kind: str = "values",
         draw: Draw | None = None,
@@ -55,26 +55,34 @@ class Sharded:
         self._dead, self._buffers, self._held = why, {}, {}
 
     @property
-    def buffers(self) -> dict[str, torch.Tensor]:
+    def buffers(self) -> dict[Any, torch.Tensor]:
         self._alive()
         return self._buffers
 
     @property
-    def held(self) -> dict[str, torch.Tensor]:
+    def held(self) -> dict[Any, torch.Tensor]:
         self._alive()
         return self._held
 
     @property
-    def keys(self) -> tuple[str, ...]:
+    def keys(self) -> tuple[Key, ...]:
         """The groups that this tree has, in the layout's order."""
         self._alive()
         return tuple(key for key in self.layout.groups if key in self._buffers or key in self._held)
 
-    def format(self, key: str) -> Format:
+    def axis_of(self, key: Key) -> Axis:
+        """The axis that a group is cut over; over which it is whole where its rows are not cut."""
+        return self.axis if self.layout.groups[key].row.cuts else self.axis.uncut
+
+    def rank_of(self, key: Key) -> int:
+        """Which slice of a group's buffer this rank has."""
+        return self.axis.rank if self.layout.groups[key].row.cuts else 0
+
+    def format(self, key: Key) -> Format:
         """How a group is stored."""
         return self._stored_as(key)[0]
 
-    def _stored_as(self, key: str) -> tuple[Format, tuple[str, ...]]:
+    def _stored_as(self, key: Key) -> tuple[Format, tuple[Any, ...]]:
         """A group's format, and the names of its buffers."""
         if self.kind == "values":
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
@@ -85,26 +93,26 @@ class Sharded:
             known = self.layout.formats[self.kind, key] = form, part_names(form, key)
         return known
 
-    def stored(self, key: str) -> Stored:
+    def stored(self, key: Key) -> Stored:
         """This rank's slice of a group as it is stored."""
         self._alive()
         form, names = self._stored_as(key)
         if key in self._buffers:
             return Stored(form, tuple([self._buffers[name] for name in names]))
         size = self.layout.shard_numel(key)
-        return Stored(form, (self._held[key].narrow(0, self.axis.rank * size, size),))
+        return Stored(form, (self._held[key].narrow(0, self.rank_of(key) * size, size),))
 
-    def local(self, key: str) -> torch.Tensor:
+    def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
         stored = self.stored(key)
         return stored.to(stored.dtype)
 
-    def locals(self) -> dict[str, torch.Tensor]:
+    def locals(self) -> dict[Any, torch.Tensor]:
         return {key: self.local(key) for key in self.keys}
 
-    def pieces(self, key: str) -> Iterable[tuple[Slot, torch.Tensor]]:
+    def pieces(self, key: Key) -> Iterable[tuple[Slot, torch.Tensor]]:
         """Each leaf of a group with this rank's slice of it."""
-        pieces = self.layout.cut(key, self.axis.rank, self.local(key))
+        pieces = self.layout.cut(key, self.rank_of(key), self.local(key))
         return zip(self.layout.groups[key].slots, pieces, strict=True)
 
     def __getitem__(self, path: str) -> torch.Tensor:
@@ -116,7 +124,7 @@ class Sharded:
             raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")
         return next(piece for other, piece in self.pieces(key) if other.path == path)
 
-    def with_buffers(self, buffers: Mapping[str, torch.Tensor], scale: float | None = None) -> Sharded:
+    def with_buffers(self, buffers: Mapping[Any, torch.Tensor], scale: float | None = None) -> Sharded:
         """The same leaves, local slices only, with other values."""
         return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale)
 
@@ -129,10 +137,10 @@ class Sharded:
         """`fn` over the local slices of trees of the same groups."""
         return self.with_buffers({key: fn(self.local(key), *[tree.local(key) for tree in rest]) for key in self.keys})
 
-    def only(self, keys: Iterable[str]) -> Sharded:
+    def only(self, keys: Iterable[Key]) -> Sharded:
         """A view of those of the groups that this tree has, as local slices, stored as they are."""
         self._alive()
-        buffers: dict[str, torch.Tensor] = {}
+        buffers: dict[Any, torch.Tensor] = {}
         for key in keys:
             if key in self._buffers or key in self._held:
                 buffers.update(zip(self._stored_as(key)[1], self.stored(key).parts, strict=True))
@@ -142,7 +150,7 @@ class Sharded:
         """The same, rounding with these random bits."""
         return self.replaced(draw=draw)
 
-    def over(self, buffers: Mapping[str, torch.Tensor]) -> Sharded:
+    def over(self, buffers: Mapping[Any, torch.Tensor]) -> Sharded:
         """The same leaves in the same formats, over other buffers."""
         return self.replaced(buffers=buffers, held=None)
 
@@ -209,16 +217,16 @@ def _check_codes(metadata: _Static, kind: str, children: tuple[Any, ...]) -> Non
 class Part(NamedTuple):
     """The name of a further buffer of a group: a remainder, scales."""
 
-    group: str
+    group: Key
     part: str
 
 
-def part_names(form: Format, key: str) -> tuple[Any, ...]:
+def part_names(form: Format, key: Key) -> tuple[Any, ...]:
     """The names of the buffers of a group: the first has the group's own, the others are `Part`s of it."""
     return tuple(Part(key, part.name) if part.name else key for part in form.parts)
 
 
-def group_of(name: Any) -> str:
+def group_of(name: Key | Part) -> Key:
     """The group that a buffer belongs to."""
     return name.group if isinstance(name, Part) else name
 
@@ -229,7 +237,7 @@ class _Static:
     __slots__ = ("axis", "buffers", "held", "layout", "rest")
 
     def __init__(
-        self, layout: Layout, axis: Axis, buffers: tuple[str, ...], held: tuple[str, ...], rest: pytree.Unseen
+        self, layout: Layout, axis: Axis, buffers: tuple[Any, ...], held: tuple[Any, ...], rest: pytree.Unseen
     ) -> None:
         self.layout, self.axis, self.buffers, self.held, self.rest = layout, axis, buffers, held, rest
 

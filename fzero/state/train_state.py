@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.table.layout import Layout
-from fzero.table.scalers import ScaleState
 
 
 class TrainState:
@@ -21,24 +23,25 @@ class TrainState:
         grads: what `add_grads` kept, or None.
         moments: the optimizer's state, whose trees are `Sharded`.
         step: how many updates were applied.
-        loss_scale: `ScaleState`.
+        extra: what transforms add, by name: `state.extra["loss_scale"]`.
         seed: of everything random in this run.
     """
 
-    __slots__ = ("_dead", "_grads", "_moments", "_params", "loss_scale", "seed", "signature", "step")
+    __slots__ = ("_dead", "_extra", "_grads", "_moments", "_params", "seed", "signature", "step")
 
     def __init__(
         self,
         params: Any,
         grads: Any,
         moments: Any,
+        extra: Mapping[str, Any],
         step: int,
-        loss_scale: ScaleState,
         seed: int,
         signature: Any,
     ) -> None:
         self._params, self._grads, self._moments = _fresh(params), _fresh(grads), _fresh(moments)
-        self.step, self.loss_scale, self.seed, self.signature = step, loss_scale, seed, signature
+        self._extra = {name: _fresh(value) for name, value in extra.items()}
+        self.step, self.seed, self.signature = step, seed, signature
         self._dead: str | None = None
 
     def _read(self, value: Any) -> Any:
@@ -59,6 +62,10 @@ class TrainState:
         return self._read(self._moments)
 
     @property
+    def extra(self) -> Mapping[str, Any]:
+        return self._read(self._extra)
+
+    @property
     def layout(self) -> Layout:
         return self.params.layout
 
@@ -71,16 +78,21 @@ class TrainState:
         for name, (kinds, expected) in _TAKES.items():
             if name in changes and (not isinstance(changes[name], kinds) or isinstance(changes[name], bool)):
                 raise wrong("TrainState.replace", name, changes[name], expected)
+        if "extra" in changes and set(changes["extra"]) != set(self.extra):
+            raise ValueError(
+                f"TrainState.replace: got extra={sorted(changes['extra'])}, expected {sorted(self.extra)}, what the "
+                "transforms of its step keep."
+            )
         if changes.get("step", 0) < 0:
             raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
         return TrainState(**{**fields, **changes})
 
     def kill(self, why: str) -> None:
         """Marks the state and its trees as taken; any later use raises `why`."""
-        for tree in pytree.flatten((self._params, self._grads, self._moments), is_leaf=is_sharded)[0]:
+        for tree in pytree.flatten((self._params, self._grads, self._moments, self._extra), is_leaf=is_sharded)[0]:
             if is_sharded(tree):
                 tree.kill(why)
-        self._params = self._grads = self._moments = None
+        self._params = self._grads = self._moments = self._extra = None  # type: ignore[assignment]
         self._dead = why
 
     def __repr__(self) -> str:
@@ -94,11 +106,11 @@ _TAKES: dict[str, tuple[Any, str]] = {
     "grads": ((Sharded, type(None)), "grads of a step or None"),
     "step": (int, "a number of applied updates"),
     "seed": (int, "an int"),
-    "loss_scale": (ScaleState, "a ScaleState, such as state.loss_scale"),
+    "extra": (Mapping, "a dict, such as {**state.extra, name: value}"),
 }
 
 
-_FIELDS = ("params", "grads", "moments", "step", "loss_scale", "seed", "signature")
+_FIELDS = ("params", "grads", "moments", "extra", "step", "seed", "signature")
 
 
 def _fresh(tree: Any) -> Any:
@@ -111,16 +123,26 @@ def _fresh(tree: Any) -> Any:
 
 
 def _flatten(state: TrainState) -> tuple[tuple[Any, ...], Any]:
-    unseen = pytree.Unseen((state.step, state.loss_scale, state.seed, state.signature))
+    extra, spec = pytree.flatten(state.extra, is_leaf=is_sharded)
+    trees = tuple(x for x in extra if _is_tree(x))
+    others = [None if _is_tree(x) else (x,) for x in extra]  # numbers are no leaves of a state
+    unseen = pytree.Unseen((state.step, state.seed, state.signature, others))
     kept = () if state.grads is None else (state.grads,)  # torch's pytrees would take None for a leaf
-    return (state.params, state.moments, *kept), unseen
+    return (state.params, state.moments, trees, *kept), (spec, unseen)
 
 
-def _unflatten(unseen: Any, children: tuple[Any, ...]) -> TrainState:
+def _is_tree(value: Any) -> bool:
+    return isinstance(value, (Sharded, torch.Tensor))
+
+
+def _unflatten(metadata: Any, children: tuple[Any, ...]) -> TrainState:
+    spec, unseen = metadata
     state = object.__new__(TrainState)
-    state._params, state._moments, *kept = children
+    state._params, state._moments, trees, *kept = children
     state._grads = kept[0] if kept else None
-    state.step, state.loss_scale, state.seed, state.signature = unseen.value
+    state.step, state.seed, state.signature, others = unseen.value
+    rest = iter(trees)
+    state._extra = pytree.unflatten(spec, [next(rest) if other is None else other[0] for other in others])
     state._dead = None
     return state
 

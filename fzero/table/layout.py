@@ -7,11 +7,12 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.formats.formats import ALIGN, Format
-from fzero.table.rows import Row
+from fzero.table.rows import Row, Rule, Table
 
 
 def _aligned(numel: int, step: int = ALIGN) -> int:
@@ -22,6 +23,17 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     """The strides of a contiguous tensor."""
     sizes = (*shape[1:], 1) if shape else ()
     return tuple(math.prod(sizes[i:]) for i in range(len(shape)))
+
+
+class Key(NamedTuple):
+    """What a group is known by: its unit, and which of the unit's groups it is."""
+
+    unit: str
+    number: int
+
+    def __str__(self) -> str:
+        name = f"unit {self.unit!r}" if self.unit else "the root unit"
+        return f"{name}, buffer {self.number}" if self.number else name
 
 
 @dataclass(frozen=True)
@@ -37,13 +49,21 @@ class Slot:
 
 @dataclass(frozen=True)
 class Group:
-    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards."""
+    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards.
 
-    key: str
-    unit: str
+    Attributes:
+        row: the first leaf's; all but its path, shape and own dtype holds for all.
+    """
+
+    key: Key
     numel: int
+    shards: int
     slots: tuple[Slot, ...]
-    row: Row  # the first leaf's; its policy and optimizer hold for all
+    row: Row
+
+    @property
+    def unit(self) -> str:
+        return self.key.unit
 
     def leaf_at(self, offset: int) -> str:
         """The path of the leaf at an offset of the full buffer."""
@@ -104,11 +124,11 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """All groups of a tree of params over a number of shards."""
+    """All groups of a tree of params, where the sharded axis has `shards` ranks."""
 
     rows: tuple[Row, ...]
     shards: int
-    groups: Mapping[str, Group]
+    groups: Mapping[Key, Group]
 
     @cached_property
     def _hash(self) -> int:
@@ -123,48 +143,51 @@ class Layout:
     @staticmethod
     def build(rows: Sequence[Row], shards: int) -> Layout:
         """Packs the leaves in their order; leaves and shards start on multiples of `ALIGN` elements."""
-        members: dict[tuple[object, ...], list[int]] = {}
+        members: dict[tuple[str, tuple[object, ...]], list[int]] = {}
         for index, row in enumerate(rows):
-            members.setdefault((row.unit, *row.group), []).append(index)
+            members.setdefault((row.unit, row.group), []).append(index)
         counts: dict[str, int] = {}
         groups = {}
-        for (unit, *_), indices in members.items():
-            unit = str(unit)
-            own = unit == "(root)" or unit.startswith("unit ")  # each has a key of its own, whatever it is called
-            name = f"unit {unit}" if own else unit or "(root)"
-            key = f"{name}/{counts.setdefault(unit, 0)}"
+        for (unit, _), indices in members.items():
+            key = Key(unit, counts.setdefault(unit, 0))
             counts[unit] += 1
+            own = shards if rows[indices[0]].cuts else 1
             slots, end = [], 0
             for index in indices:
                 row = rows[index]
                 slots.append(Slot(index, row.path, end, row.numel, row.shape))
                 end = _aligned(end + row.numel)
-            groups[key] = Group(key, unit, _aligned(end, ALIGN * shards), tuple(slots), rows[indices[0]])
+            groups[key] = Group(key, _aligned(end, ALIGN * own), own, tuple(slots), rows[indices[0]])
         return Layout(tuple(rows), shards, groups)
 
     @cached_property
-    def key_of(self) -> dict[str, tuple[str, Slot]]:
+    def key_of(self) -> dict[str, tuple[Key, Slot]]:
         """Leaf path -> its group's key and its slot."""
         return {slot.path: (key, slot) for key, group in self.groups.items() for slot in group.slots}
 
     @cached_property
-    def trainable(self) -> tuple[str, ...]:
+    def trainable(self) -> tuple[Key, ...]:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
 
     @cached_property
-    def formats(self) -> dict[tuple[str, str], tuple[Format, tuple[str, ...]]]:
+    def formats(self) -> dict[tuple[str, Key], tuple[Format, tuple[Any, ...]]]:
         """(kind, group key) -> how that is stored and what its buffers are called, as far as asked for."""
         return {}
 
     @cached_property
-    def _sizes(self) -> dict[tuple[str, int], list[int]]:
+    def tables(self) -> dict[tuple[Rule, ...], Table]:
+        """Rules -> the table that they make of these leaves, as far as asked for: steps may share a state."""
         return {}
 
-    def shard_numel(self, key: str) -> int:
-        return self.groups[key].numel // self.shards
+    @cached_property
+    def _sizes(self) -> dict[tuple[Key, int], list[int]]:
+        return {}
 
-    def pieces(self, key: str, rank: int) -> list[tuple[Slot, int, int]]:
+    def shard_numel(self, key: Key) -> int:
+        return self.groups[key].numel // self.groups[key].shards
+
+    def pieces(self, key: Key, rank: int) -> list[tuple[Slot, int, int]]:
         """For each leaf of a group its range [start, stop) in rank's shard; start == stop where it has none of it."""
         size = self.shard_numel(key)
         low = rank * size
@@ -177,7 +200,7 @@ class Layout:
             for slot in self.groups[key].slots
         ]
 
-    def cut(self, key: str, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
+    def cut(self, key: Key, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Rank's piece of each leaf of a group, from its shard."""
         sizes = self._sizes.get((key, rank))
         if sizes is None:
@@ -186,7 +209,7 @@ class Layout:
             sizes = self._sizes[key, rank] = [b - a for a, b in itertools.pairwise(bounds)]
         return shard.split_with_sizes(sizes)[1::2]
 
-    def pack(self, key: str, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    def pack(self, key: Key, leaf: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""
         group = self.groups[key]
         leaves = [leaf[slot.leaf].detach() for slot in group.slots]

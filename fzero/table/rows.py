@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base.patterns import matches, unit_of, unmatched
+from fzero.base.patterns import ROOT, matches, unit_of, unmatched
+from fzero.formats.formats import Format
 from fzero.table.policy import ByPath, Policy
 
+Leaf = tuple[str, tuple[int, ...], torch.dtype]  # path, shape, own dtype
 FROZEN = "frozen"
+# column -> whether it is said of a whole unit, which runs as one, and not of single leaves
+COLUMNS = {"axis": False, "compute": True, "frozen": False, "remat": True, "compile": True}
 
 
 @dataclass(frozen=True)
@@ -30,7 +35,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The value of the axis column: which mesh axis a leaf's state is cut over, and from which stage on."""
+    """The value of the axis column: which mesh axis a leaf's state is cut over, and from which ZeRO stage on."""
 
     stage: int
     mesh: Any
@@ -42,14 +47,43 @@ class Sharding:
         """The same without its mesh, whose name and sizes say nothing of the ranks."""
         return dataclasses.replace(self, mesh=None)
 
-    @property
-    def lifetime(self) -> str:
-        return "one use" if self.stage == 3 else "the step"
+
+class Cut(NamedTuple):
+    """A rank keeps its slice along a mesh axis: of dim `dim`, or of the flat buffer where that is None."""
+
+    axis: str
+    dim: int | None = None
+
+
+class Kept(NamedTuple):
+    """How one kind of state of a leaf is kept between steps.
+
+    Attributes:
+        stored: its dtype or format; moments in 8 or 4 bits by that name, as the two have formats of their own.
+        cuts: the mesh axes that it is cut over.
+        memory: where it lies.
+    """
+
+    stored: torch.dtype | str | Format
+    cuts: tuple[Cut, ...] = ()
+    memory: str = "device"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What holds for one leaf. Leaves of a unit whose rows are alike share their buffers."""
+    """What holds for one leaf. Leaves of a unit whose rows are alike share their buffers.
+
+    Attributes:
+        dtype: the leaf's own.
+        policy: with every column filled in: what is computed and summed in.
+        params, grads, moments: how these are kept; None of a frozen leaf's grads and moments.
+        cuts: what a rank's slice of the leaf is, where any of its state is cut.
+        lifetime: how long a gathered copy lives: "one use", "the step" (it is held between steps too), or "always",
+            where nothing is gathered.
+        autocast: the dtype of torch.autocast while the leaf's unit runs, or None.
+        remat: whether its unit is recomputed.
+        compile: whether its unit is compiled.
+    """
 
     path: str
     shape: tuple[int, ...]
@@ -57,13 +91,23 @@ class Row:
     unit: str
     policy: Policy
     optimizer: str
-    stage: int
-    axis: str | None
-    remat: bool
+    params: Kept
+    grads: Kept | None
+    moments: Kept | None
+    cuts: tuple[Cut, ...]
+    lifetime: str
+    autocast: torch.dtype | None = None
+    remat: bool = field(default=False, compare=False)  # which say nothing of what is kept
+    compile: bool = field(default=False, compare=False)
 
     @property
     def frozen(self) -> bool:
         return self.optimizer == FROZEN
+
+    @property
+    def held(self) -> bool:
+        """Whether every rank holds the full params, beside its slice of what is updated (ZeRO-1 and 2)."""
+        return self.lifetime == "the step"
 
     @property
     def numel(self) -> int:
@@ -72,76 +116,105 @@ class Row:
     @property
     def group(self) -> tuple[Any, ...]:
         """What two leaves of a unit must share to lie in one buffer."""
-        return (self.policy, self.optimizer)
+        return (self.policy, self.optimizer, self.params, self.grads, self.moments, self.cuts, self.lifetime)
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of all leaves.
+
+    Attributes:
+        outside: the dtype of torch.autocast for what runs outside of units, or None.
+    """
+
+    rows: tuple[Row, ...]
+    outside: torch.dtype | None
+
+    @cached_property
+    def units(self) -> dict[str, Row]:
+        """Unit -> a row that says how it runs."""
+        return {row.unit: row for row in reversed(self.rows)}
+
+    @cached_property
+    def acting(self) -> frozenset[str]:
+        """The units in which something is to be done: to gather, to recompute, to compile, to compute in a dtype."""
+        return frozenset(
+            row.unit
+            for row in self.rows
+            if row.unit != ROOT and (row.params.cuts or row.remat or row.compile or row.autocast != self.outside)
+        )
 
 
 def add_rule(rules: Sequence[Rule], new: Rule) -> tuple[Rule, ...]:
-    """The rules with one more, in an order that does not depend on the order they were said in."""
+    """The rules with one more, in an order that does not depend on the order they were said in.
+
+    Raises:
+        ValueError: an unknown column; one that is set twice, for one pattern, to different values.
+    """
+    if new.column not in COLUMNS:
+        raise ValueError(
+            f"{new.source}: got a rule for the column {new.column!r}, expected one of {', '.join(map(repr, COLUMNS))}."
+        )
     for rule in rules:
         if (rule.column, rule.pattern) == (new.column, new.pattern):
             if rule.value != new.value:
-                raise ValueError(
-                    f"The column {new.column!r} of the leaves {new.pattern!r} is set twice: by {rule.source} and by "
-                    f"{new.source}. Keep one of the two."
-                )
+                raise _twice(f"of the leaves {new.pattern!r}", rule, new)
             return tuple(rules)
     return tuple(sorted((*rules, new), key=lambda rule: (rule.column, rule.pattern)))
 
 
-def find(rules: Iterable[Rule], column: str) -> Any:
-    """The value of a column that is set for all leaves at once, or None."""
-    return next((rule.value for rule in rules if rule.column == column), None)
+def _twice(of: str, rule: Rule, other: Rule) -> ValueError:
+    return ValueError(
+        f"The column {rule.column!r} {of} is set twice: by {rule.source} and by {other.source}. Keep one of the two."
+    )
 
 
-def check_leaf(path: str, leaf: Any) -> None:
-    """Refuses a param that cannot be trained or sharded, by name."""
-    if not isinstance(leaf, torch.Tensor):
-        raise TypeError(
-            f"params[{path!r}]: got {type(leaf).__name__}, expected a floating tensor (or a callable that makes one). "
-            "Keep what is not a tensor out of the params; a class of your own that holds some is registered with "
-            "optree (optree.register_pytree_node)."
-        )
-    if not leaf.is_floating_point():
-        raise TypeError(
-            f"params[{path!r}]: got dtype {leaf.dtype}, expected a floating dtype. "
-            "Pass integer tensors as inputs of the function, or let it close over them; of a complex param hold "
-            "torch.view_as_real(w), and take torch.view_as_complex of it in the function."
-        )
-    if leaf.numel() == 0:
-        raise ValueError(
-            f"params[{path!r}]: got shape {tuple(leaf.shape)}, which has no elements; expected at least one. "
-            "Drop the leaf from the params; of a module make it a buffer."
-        )
+def value_of(rules: Sequence[Rule], column: str, path: str) -> Any:
+    """What the rules say of one column of the leaf at `path`; None where none does.
+
+    Raises:
+        ValueError: two of them say different things.
+    """
+    found = [rule for rule in rules if rule.column == column and matches(rule.pattern, path)]
+    for other in found[1:]:
+        if other.value != found[0].value:
+            raise _twice(f"of leaf {path!r}", found[0], other)
+    return found[0].value if found else None
 
 
 def resolve(
-    leaves: Sequence[tuple[str, tuple[int, ...], torch.dtype]],
+    leaves: Sequence[Leaf],
     rules: Sequence[Rule],
     policy: Policy | ByPath,
     units: Sequence[str] | None,
-    label: Any,
+    label: Callable[[str], str],
     frozen: Container[int] = (),
-) -> tuple[Row, ...]:
-    """The rows of the table; every pattern must match some leaf.
+) -> Table:
+    """The table.
 
     Args:
         leaves: path, shape and own dtype of every leaf.
         label: `label(path)` names the optimizer of a leaf.
         frozen: the indices of leaves that are frozen without a rule: their module does not train them.
+
+    Raises:
+        ValueError: a pattern that matches no leaf; a leaf with two rules that contradict each other, or with a policy
+            that does not fit it; leaves of a unit that differ in what holds for units.
     """
-    paths = [path for path, _, _ in leaves]
-    _check_patterns(paths, rules, policy, units)
-    sharding: Sharding | None = find(rules, "axis")
-    autocast = find(rules, "compute")
-    patterns = [rule.pattern for rule in rules if rule.column == FROZEN]
+    _check_patterns([path for path, _, _ in leaves], rules, policy, units)
     rows = []
     for index, (path, shape, own) in enumerate(leaves):
-        cast = autocast if autocast is not None and len(shape) >= 2 and own != torch.float64 else None
-        stays = index in frozen or any(matches(pattern, path) for pattern in patterns)
+        said = {column: value_of(rules, column, path) for column in COLUMNS}
+        cast = said["compute"] if len(shape) >= 2 and own != torch.float64 else None
+        stays = index in frozen or bool(said["frozen"])
         try:
             resolved = policy.of(path).resolve(own, cast)
         except ValueError as error:
             raise ValueError(f"params[{path!r}]: {error}") from None
+        assert resolved.grad and resolved.moment
+        sharding: Sharding | None = said["axis"]
+        stage = sharding.stage if sharding else 0
+        cuts = (Cut(sharding.axis),) if sharding else ()
         rows.append(
             Row(
                 path=path,
@@ -150,12 +223,35 @@ def resolve(
                 unit=unit_of(path, units),
                 policy=resolved,
                 optimizer=FROZEN if stays else label(path),
-                stage=sharding.stage if sharding else 0,
-                axis=sharding.axis if sharding else None,
-                remat=bool(find(rules, "remat")),
+                params=Kept(resolved.param_format, cuts if stage == 3 else ()),
+                grads=None if stays else Kept(resolved.grad, cuts if stage >= 2 else ()),
+                moments=None if stays else Kept(resolved.moment, cuts),
+                cuts=cuts,
+                lifetime="one use" if stage == 3 else "the step" if stage else "always",
+                autocast=said["compute"],
+                remat=bool(said["remat"]),
+                compile=bool(said["compile"]),
             )
         )
-    return tuple(rows)
+    _check_units(rows, rules)
+    root = next((row for row in rows if row.unit == ROOT), None)
+    return Table(tuple(rows), root.autocast if root else value_of(rules, "compute", ROOT))
+
+
+def _check_units(rows: Sequence[Row], rules: Sequence[Rule]) -> None:
+    """Refuses leaves of one unit that differ in what is said of whole units."""
+    first: dict[str, Row] = {}
+    for row in rows:
+        other = first.setdefault(row.unit, row)
+        for column in (column for column, whole in COLUMNS.items() if whole):
+            if value_of(rules, column, row.path) != value_of(rules, column, other.path):
+                sources = [rule.source for rule in rules if rule.column == column]
+                what = f"unit {row.unit!r}" if row.unit != ROOT else "what lies outside of units"
+                raise ValueError(
+                    f"{', '.join(sources)}: the column {column!r} holds for one of the leaves {other.path!r} and "
+                    f"{row.path!r} only, and {what}, to which both belong, runs as one. Say a pattern that matches all "
+                    "of its leaves or none."
+                )
 
 
 def _check_patterns(

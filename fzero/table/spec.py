@@ -7,14 +7,14 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, Self, TypeVar
 
-import torch
-
 from fzero.comm.axis import Axis
+from fzero.table.extras import Extra
 from fzero.table.fusion import Fusion
+from fzero.table.layout import Layout
 from fzero.table.microbatch import Microbatches
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
-from fzero.table.rows import Row, Rule, Sharding, add_rule, find, resolve
+from fzero.table.rows import Leaf, Row, Rule, Sharding, Table, add_rule, resolve
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,8 @@ class Spec:
     units: tuple[str, ...] | None = None
     has_aux: bool = False
     rules: tuple[Rule, ...] = ()
-    microbatches: Microbatches | None = None
-    scaler: Any = None
+    extras: tuple[Extra, ...] = ()
+    microbatches: Microbatches = Microbatches()  # noqa: RUF009 - frozen
     donates: bool = False
     fusion: Fusion | None = None
 
@@ -44,35 +44,45 @@ class Spec:
     def with_header(self, field: str, value: Any, source: str) -> Self:
         """A step with one header field set; each may be set once."""
         old = getattr(self, field)
-        if old is not None and old is not False and old != value:
+        if old not in (type(self).__dataclass_fields__[field].default, value):
             raise ValueError(f"{source}: this step already has {field}={old}; expected it to be set once. Keep one.")
         return dataclasses.replace(self, **{field: value})
 
+    def with_state(self, extra: Extra) -> Self:
+        """A step that keeps more in its state: `state.extra[extra.name]`.
+
+        Raises:
+            ValueError: the step keeps something else by this name.
+        """
+        for other in self.extras:
+            if other.name == extra.name:
+                if other.source != extra.source:
+                    raise ValueError(
+                        f"{extra.source}: this step already keeps state.extra[{extra.name!r}], by {other.source}; "
+                        "expected it to be said once. Keep one."
+                    )
+                return self
+        return dataclasses.replace(self, extras=tuple(sorted((*self.extras, extra), key=lambda extra: extra.name)))
+
     @property
     def sharding(self) -> Sharding | None:
-        return find(self.rules, "axis")
+        """Any of the rules for the axis: all are over one mesh and axis."""
+        return next((rule.value for rule in self.rules if rule.column == "axis"), None)
 
     @property
-    def stage(self) -> int:
-        """The ZeRO stage: 0 where nothing is sharded."""
-        return self.sharding.stage if self.sharding else 0
-
-    @property
-    def remats(self) -> bool:
-        return bool(find(self.rules, "remat"))
-
-    @property
-    def compiles(self) -> bool:
-        return bool(find(self.rules, "compile"))
+    def scales(self) -> bool:
+        """Whether cotangents are scaled inside the pullback."""
+        return any(extra.scale for extra in self.extras)
 
     @property
     def signature(self) -> tuple[Any, ...]:
         """What a state must have been made with: everything that decides how it lies in memory, but for the ranks."""
-        rules = [rule for rule in self.rules if rule.column not in ("remat", "compile")]
-        axis = [rule for rule in rules if rule.column == "axis"]
-        placed = [dataclasses.replace(rule, value=rule.value.unplaced) for rule in axis]
-        scaler = getattr(self.scaler, "kind", self.scaler and type(self.scaler).__name__)
-        return (self.policy, self.units, scaler, tuple(rule for rule in rules if rule.column != "axis"), tuple(placed))
+        rules = [
+            dataclasses.replace(rule, value=rule.value.unplaced) if rule.column == "axis" else rule
+            for rule in self.rules
+            if rule.column not in ("remat", "compile")
+        ]
+        return (self.policy, self.units, tuple(extra.kind for extra in self.extras), tuple(rules))
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""
@@ -81,16 +91,25 @@ class Spec:
             return Axis()
         return Axis.of(sharding.mesh, sharding.axis, sharding.replicate, f"shard_zero{sharding.stage}")
 
-    def rows(
-        self, leaves: Sequence[tuple[str, tuple[int, ...], torch.dtype]], frozen: Container[int] = ()
-    ) -> tuple[Row, ...]:
-        """The table for leaves given as (path, shape, dtype).
+    def rows(self, leaves: Sequence[Leaf], frozen: Container[int] = ()) -> tuple[Row, ...]:
+        """The rows of the table for leaves given as (path, shape, dtype).
 
         Args:
             frozen: the indices of the leaves that their module does not train, `frozen_leaves` of the params' tree.
         """
         label = self.optimizer.label or (lambda path: "optimizer")
-        return resolve(leaves, self.rules, self.policy, self.units, label, frozen)
+        return resolve(leaves, self.rules, self.policy, self.units, label, frozen).rows
+
+    def table(self, layout: Layout) -> Table:
+        """The table for the leaves of a state, which another step may have made."""
+        known = layout.tables.get(self.rules)
+        if known is None:
+            leaves = [(row.path, row.shape, row.dtype) for row in layout.rows]
+            frozen = [index for index, row in enumerate(layout.rows) if row.frozen]
+            label = self.optimizer.label or (lambda path: "optimizer")
+            known = resolve(leaves, self.rules, self.policy, self.units, label, frozen)
+            layout.tables[self.rules] = known
+        return known
 
     def __str__(self) -> str:
         return describe(self)
@@ -100,13 +119,13 @@ S = TypeVar("S", bound=Spec)  # a transform returns a step of the kind that it i
 
 
 def header(step: Spec) -> tuple[str, ...]:
+    """What holds for the step as a whole, a line each."""
     lines = []
-    if step.microbatches:
+    if step.microbatches.count > 1:
         lines.append(f"accumulate: {step.microbatches.count} microbatches, in_dims={step.microbatches.in_dims}")
-    if step.scaler:
-        lines.append(f"loss scale: {step.scaler}")
+    lines += [f"state.extra[{extra.name!r}]: {extra.source}" for extra in step.extras]
     if step.fusion:
-        way = step.fusion.way(step.optimizer, step.scaler is not None)
+        way = step.fusion.way(step.optimizer, step.scales)
         ways = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
         lines.append(
             f"fuse_update: each unit is updated {ways.get(way, f'once the norm is known, grads held ({way})')}"

@@ -5,6 +5,7 @@ Leaves are made from a drawn seed, so that examples stay small and shrink well; 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,27 +48,43 @@ def policies() -> st.SearchStrategy[fz.Policy]:
     return st.builds(fz.Policy, param=dtype, grad=dtype, moment=dtype, compute=dtype, reduce=dtype)
 
 
-def transforms(stages: Sequence[int] = (0, 1, 2, 3), count: int = 2) -> st.SearchStrategy[list[tuple[str, Transform]]]:
-    """Some transforms in some order, each named; at most one sharding, from `stages`; accumulation over `count`.
+def transforms(
+    stages: Sequence[int] = (0, 1, 2, 3), count: int = 2, patterns: Sequence[str] = ()
+) -> st.SearchStrategy[list[tuple[str, Transform]]]:
+    """Some transforms in some order, each named; at most one sharding of a leaf, from `stages`; accumulation over
+    `count`. All of them leave the numbers of a float64 step alone.
 
-    All of them leave the numbers of a float64 step alone.
+    Args:
+        patterns: of leaves of whole units, no leaf in two: a transform may be said of some of them, and each be sharded
+            in its own way, at least one of them where `stages` has no 0.
     """
-    shards: dict[int, Transform] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
-    others: list[tuple[str, Transform]] = [
-        ("remat", fz.remat),
+    shards: dict[int, Callable[..., fz.Step]] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+    whole: list[tuple[str, Transform]] = [
         ("donate", fz.donate),
         ("accumulate", lambda step: fz.accumulate(step, count)),
         ("loss_scale", lambda step: fz.loss_scale(step, 64.0)),
-        ("autocast", fz.autocast),
         ("fuse_update", fz.fuse_update),
     ]
+    said: dict[str, Callable[..., fz.Step]] = {
+        "remat": fz.remat,
+        "autocast": lambda step, pattern: fz.autocast(step, pattern=pattern),
+    }
 
     @st.composite
     def draw_all(draw: st.DrawFn) -> list[tuple[str, Transform]]:
-        chosen = draw(st.lists(st.sampled_from(others), unique_by=lambda pair: pair[0]))
-        stage = draw(st.sampled_from(list(stages)))
-        if stage:
-            chosen = [*chosen, (f"shard_zero{stage}", shards[stage])]
+        chosen = draw(st.lists(st.sampled_from(whole), unique_by=lambda pair: pair[0]))
+        for name in draw(st.lists(st.sampled_from(sorted(said)), unique=True)):
+            for pattern in draw(st.one_of(st.just(["*"]), st.lists(st.sampled_from(patterns or ["*"]), unique=True))):
+                transform = functools.partial(said[name], pattern=pattern)
+                chosen.append((f"{name}({pattern})", transform))
+        cuts = dict.fromkeys(draw(st.sampled_from([("*",), tuple(patterns)])) or ("*",), 0)
+        for pattern in cuts:
+            cuts[pattern] = draw(st.sampled_from([*stages, 0] if len(cuts) > 1 else stages))
+        if 0 not in stages and not any(cuts.values()):
+            cuts[next(iter(cuts))] = draw(st.sampled_from(stages))
+        for pattern, stage in cuts.items():
+            if stage:
+                chosen.append((f"shard_zero{stage}({pattern})", functools.partial(shards[stage], pattern=pattern)))
         return draw(st.permutations(chosen))
 
     return draw_all()

@@ -1,4 +1,4 @@
-"""One transform a file: a pure function that returns a step with one more rule. See CONTRIBUTING.md to write one."""
+"""A transform a file: a pure function that returns a step with one more rule. See CONTRIBUTING.md to write one."""
 
 from fzero.transforms.accumulate import accumulate as accumulate
 from fzero.transforms.autocast import autocast as autocast
@@ -8,6 +8,6 @@ from fzero.transforms.freeze import freeze as freeze
 from fzero.transforms.fuse_update import fuse_update as fuse_update
 from fzero.transforms.loss_scale import loss_scale as loss_scale
 from fzero.transforms.remat import remat as remat
-from fzero.transforms.shard_zero1 import shard_zero1 as shard_zero1
-from fzero.transforms.shard_zero2 import shard_zero2 as shard_zero2
-from fzero.transforms.shard_zero3 import shard_zero3 as shard_zero3
+from fzero.transforms.shard import shard_zero1 as shard_zero1
+from fzero.transforms.shard import shard_zero2 as shard_zero2
+from fzero.transforms.shard import shard_zero3 as shard_zero3

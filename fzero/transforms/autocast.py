@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from fzero.base.arguments import named
+from fzero.base.arguments import named, need_str
+from fzero.base.patterns import PATTERN, also
 from fzero.table.needs import need_step
 from fzero.table.spec import S
 
 
-def autocast(step: S, dtype: torch.dtype = torch.bfloat16) -> S:
+def autocast(step: S, dtype: torch.dtype = torch.bfloat16, pattern: str = "*") -> S:
     """Computes in `dtype`: matrices are cast before they are gathered, and the function runs under torch.autocast.
 
     Leaves with fewer than two dims keep their dtype, and so do float64 leaves, as in torch.autocast; a policy's
@@ -21,6 +22,8 @@ def autocast(step: S, dtype: torch.dtype = torch.bfloat16) -> S:
     Args:
         step: any step.
         dtype: torch.bfloat16 or torch.float16.
+        pattern: fnmatch over dotted paths: the leaves that are computed with so, of a unit all or none, as a unit runs
+            under one torch.autocast. What lies outside of units follows the leaves there.
 
     Example:
         >>> step = fz.autocast(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.sgd(0.1)), torch.bfloat16)
@@ -31,4 +34,5 @@ def autocast(step: S, dtype: torch.dtype = torch.bfloat16) -> S:
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.bfloat16, torch.float16):
         got = dtype if isinstance(dtype, torch.dtype) else f"dtype={named(dtype)}"
         raise ValueError(f"autocast: got {got}, expected torch.bfloat16 or torch.float16.")
-    return step.with_rule("compute", dtype, f"autocast({dtype})")
+    need_str(pattern, "autocast", "pattern", PATTERN)
+    return step.with_rule("compute", dtype, f"autocast({dtype}{also(pattern)})", pattern)

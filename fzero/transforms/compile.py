@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from fzero.base.arguments import need_str
+from fzero.base.patterns import PATTERN, also
 from fzero.table.needs import need_step
 from fzero.table.spec import S
 
 
-def compile(step: S) -> S:
-    """Compiles every unit's function with torch.compile; units of one code and shape share their graphs.
+def compile(step: S, pattern: str = "*") -> S:
+    """Compiles units' functions with torch.compile; units of one code and shape share their graphs.
 
     The numbers are eager's up to the last bits, where kernels are fused; random numbers are the same. What is outside
     of units, and derivatives of derivatives, run as they are. The first steps take long; on CPU they need a C++
@@ -15,10 +17,12 @@ def compile(step: S) -> S:
 
     Args:
         step: any step.
+        pattern: fnmatch over dotted paths: the leaves whose units are compiled, of a unit all or none.
 
     Example:
         >>> print(fz.compile(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))))  # doctest: +ELLIPSIS
         train_step(...
     """
     need_step(step, "compile")
-    return step.with_rule("compile", True, "compile()")
+    need_str(pattern, "compile", "pattern", PATTERN)
+    return step.with_rule("compile", True, f"compile({also(pattern)[2:]})", pattern)

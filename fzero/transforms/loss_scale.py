@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from typing import NamedTuple
+
 from fzero.base.arguments import named, need_int, need_number
+from fzero.table.extras import Extra
 from fzero.table.needs import need_step
-from fzero.table.scalers import DynamicLossScale, StaticLossScale
 from fzero.table.spec import S
+
+
+class ScaleState(NamedTuple):
+    """The loss scale, and how many updates in a row were finite since it last changed."""
+
+    scale: float
+    finite: int = 0
 
 
 def loss_scale(
@@ -23,22 +33,41 @@ def loss_scale(
 
     Example:
         >>> step = fz.loss_scale(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), 1024.0)
-        >>> step.init({"w": torch.ones(1)}).loss_scale.scale
+        >>> step.init({"w": torch.ones(1)}).extra["loss_scale"].scale
         1024.0
     """
     need_step(step, "loss_scale")
     need_number(initial, "loss_scale", "initial")
     need_number(minimum, "loss_scale", "minimum")
     need_int(interval, "loss_scale", "interval", "a number of updates")
-    if isinstance(scale, str) and scale == "dynamic":
-        if not (initial >= minimum > 0 and interval >= 1):
-            raise ValueError(
-                f"loss_scale: got initial={initial}, minimum={minimum}, interval={interval}; expected "
-                "initial >= minimum > 0 and interval >= 1."
-            )
-        scaler: StaticLossScale | DynamicLossScale = DynamicLossScale(initial, interval, minimum=minimum)
-    elif isinstance(scale, (int, float)) and not isinstance(scale, bool) and 0 < scale < float("inf"):
-        scaler = StaticLossScale(float(scale))
-    else:
+    dynamic = isinstance(scale, str) and scale == "dynamic"
+    if dynamic and not (initial >= minimum > 0 and interval >= 1):
+        raise ValueError(
+            f"loss_scale: got initial={initial}, minimum={minimum}, interval={interval}; expected "
+            "initial >= minimum > 0 and interval >= 1."
+        )
+    if not dynamic and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf):
         raise ValueError(f"loss_scale: got scale={named(scale)}, expected 'dynamic' or a positive number.")
-    return step.with_header("scaler", scaler, f"loss_scale({scale!r})")
+
+    def adjust(state: ScaleState, params: object, applied: bool) -> ScaleState:
+        """Doubles after `interval` finite updates in a row, halves after one that is not, never below `minimum`."""
+        if not dynamic:
+            return state
+        if not applied:
+            return ScaleState(max(minimum, state.scale / 2.0))
+        if state.finite + 1 >= interval:
+            return ScaleState(state.scale * 2.0)
+        return ScaleState(state.scale, state.finite + 1)
+
+    first = ScaleState(initial if dynamic else float(scale))
+    options = f", initial={initial}, interval={interval}, minimum={minimum}" if dynamic else ""
+    return step.with_state(
+        Extra(
+            name="loss_scale",
+            source=f"loss_scale({scale!r}{options})",
+            init=lambda params: first,
+            update=adjust,
+            scale=lambda state: state.scale,
+            kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
+        )
+    )

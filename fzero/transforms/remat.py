@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
+from fzero.base.arguments import need_str
+from fzero.base.patterns import PATTERN, also
 from fzero.table.needs import need_step
 from fzero.table.spec import S
 
 
-def remat(step: S) -> S:
-    """Recomputes every unit in the pullback instead of keeping its activations; its randomness is replayed.
+def remat(step: S, pattern: str = "*") -> S:
+    """Recomputes units in the pullback instead of keeping their activations; their randomness is replayed.
+
+    Args:
+        step: any step.
+        pattern: fnmatch over dotted paths: the leaves whose units are recomputed, of a unit all or none.
 
     Example:
-        >>> fz.remat(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))).remats
-        True
+        >>> step = fz.remat(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), "blocks.*")
+        >>> [row.remat for row in step.rows([("blocks.0.w", (2,), torch.float32), ("head", (2,), torch.float32)])]
+        [True, False]
     """
     need_step(step, "remat")
-    return step.with_rule("remat", True, "remat()")
+    need_str(pattern, "remat", "pattern", PATTERN)
+    return step.with_rule("remat", True, f"remat({also(pattern)[2:]})", pattern)

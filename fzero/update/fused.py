@@ -11,14 +11,16 @@ from typing import Any
 
 import torch
 
+from fzero.engine.function import sums_whole
 from fzero.engine.run import Run, grads_of, runs
 from fzero.formats.formats import Companded
 from fzero.formats.stored import Stored, encode
 from fzero.optim.base import values
-from fzero.state.norm import norm_of, squares_of
+from fzero.state.norm import squares_of, sum_of_squares
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
-from fzero.table.microbatch import Microbatches, mean_of
+from fzero.table.layout import Key
+from fzero.table.microbatch import mean_of
 from fzero.table.spec import Spec
 from fzero.update.update import Judged, Update, as_grads, is_finite, sum_of
 
@@ -28,28 +30,28 @@ _HELD = Companded(signed=True)
 class _Grads:
     """What the last microbatch's pullback delivers, group by group, with what earlier ones left."""
 
-    def __init__(self, step: Spec, state: TrainState, earlier: Mapping[str, torch.Tensor], times: float) -> None:
+    def __init__(self, step: Spec, state: TrainState, earlier: Mapping[Key, torch.Tensor], times: float) -> None:
         self.step, self.state, self.earlier, self.times = step, state, earlier, times
         self.squares: dict[int, torch.Tensor] = {}
 
-    def of(self, key: str, shard: torch.Tensor) -> Sharded:
+    def of(self, key: Key, shard: torch.Tensor) -> Sharded:
         """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
         if key in self.earlier:
             shard = self.earlier[key] + shard
-        grads = grads_of(self.state, as_grads(self.state.layout, {key: shard}), self.times)
+        grads = grads_of(self.step, self.state, as_grads(self.state.layout, {key: shard}), self.times)
         kept = self.state.grads
         if kept is None:
             return grads
         return values(grads).map(torch.add, values(kept.only([key])))
 
-    def measured(self, key: str, shard: torch.Tensor) -> Sharded:
+    def measured(self, key: Key, shard: torch.Tensor) -> Sharded:
         """The same, its squares noted for the norm."""
         grads = self.of(key, shard)
         self.squares.update(squares_of(grads))
         return grads
 
     def norm(self) -> torch.Tensor:
-        return norm_of(self.squares, self.state.params.axis)
+        return sum_of_squares(self.squares, self.state.params).sqrt()
 
 
 def fused_call(step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int) -> tuple[TrainState, Any]:
@@ -63,13 +65,12 @@ def _fused_call(
     step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int, update: Update
 ) -> tuple[TrainState, Any]:
     assert step.fusion is not None
-    way = step.fusion.way(step.optimizer, step.scaler is not None)
-    micro = step.microbatches or Microbatches()
+    way = step.fusion.way(step.optimizer, step.scales)
+    micro = step.microbatches
     losses: list[torch.Tensor] = []
     auxes: list[Any] = []
-    late = step.stage == 1 and micro.count > 1  # earlier microbatches are summed unreduced
-    earlier: dict[str, torch.Tensor] | None = None
-    forwards = runs(step, state, inputs, cotangent, rng, losses, auxes, late, fused=True)
+    earlier: dict[Key, torch.Tensor] | None = None
+    forwards = runs(step, state, inputs, cotangent, rng, losses, auxes, True, fused=True)
     for _ in range(micro.count - 1):
         run, ct, _times = next(forwards)
         grads, _cotangents = run.pull(ct)
@@ -78,11 +79,10 @@ def _fused_call(
         del grads
     run, ct, times = next(forwards)
     loss = state.params.axis.mean(mean_of(losses), "the loss") if losses else None
-    if late:
-        run.unreduced = earlier or {}
-        earlier = None
+    earlier = earlier or {}
+    run.unreduced = {key: earlier.pop(key) for key in list(earlier) if sums_whole(state.params, key)}
     try:
-        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier or {}, times), way, loss)
+        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier, times), way, loss)
     except BaseException as error:
         if step.donates and update.applied:
             error.add_note(
@@ -109,7 +109,7 @@ def _pulled(
             run.drop()
             return Judged(step, state, loss.double())
 
-        def at_once(key: str, shard: torch.Tensor) -> None:
+        def at_once(key: Key, shard: torch.Tensor) -> None:
             update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})
 
         run.pull(ct, receive=at_once)
@@ -123,9 +123,9 @@ def _pulled(
             run.pull(ct, receive=lambda key, shard: update.apply([key], grads.of(key, shard), judged.extra))
         run.drop()
         return judged
-    held: dict[str, Callable[[], Sharded]] = {}
+    held: dict[Key, Callable[[], Sharded]] = {}
 
-    def hold(key: str, shard: torch.Tensor) -> None:
+    def hold(key: Key, shard: torch.Tensor) -> None:
         held[key] = _holding(grads.measured(key, shard), key, way == "8-bit")
 
     run.pull(ct, receive=hold)
@@ -142,7 +142,7 @@ def _pulled(
     return judged
 
 
-def _holding(grads: Sharded, key: str, in_8_bits: bool) -> Callable[[], Sharded]:
+def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:
     """Keeps a group's grads as they are, or in 8 bits; calling the result brings them back."""
     buffer = grads.local(key)
     if not in_8_bits or buffer.dtype == torch.float64:

@@ -12,18 +12,17 @@ from fzero.base import private, pytree
 from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.kernels.onepass import write
-from fzero.optim.base import apart, call_fused, call_update, values
+from fzero.optim.base import call_fused, call_update, values
 from fzero.state.draw import Draw
-from fzero.state.moments import to_moment_dtype
+from fzero.state.moments import apart, to_moment_dtype
 from fzero.state.norm import global_norm
 from fzero.state.sharded import Sharded, group_of, is_sharded
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Layout
-from fzero.table.scalers import NoLossScale
+from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 
 
-def sum_of(total: dict[str, torch.Tensor] | None, grads: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def sum_of(total: dict[Any, torch.Tensor] | None, grads: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
     """total + grads, written into total where it exists."""
     if total is None:
         return grads
@@ -63,8 +62,9 @@ class Judged:
         self.metrics: dict[str, Any] = {"grad_norm": norm}
         self.metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
         self.metrics["skipped"] = torch.tensor(not self.finite)
-        if step.scaler:
-            self.metrics["loss_scale"] = torch.tensor(state.loss_scale.scale, dtype=torch.float64)
+        for extra in step.extras:
+            if extra.scale:
+                self.metrics[extra.name] = torch.tensor(extra.scale(state.extra[extra.name]), dtype=torch.float64)
 
     def applied(self) -> None:
         """The update was applied before its norm was known."""
@@ -74,12 +74,10 @@ class Judged:
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, Any]]:
         """The state after this update, or after one that was skipped (None)."""
         step, state = self.step, self.state
-        scale = (step.scaler or NoLossScale()).adjust(state.loss_scale, self.finite)
-        if update is None:
-            new = state.replace(grads=None, loss_scale=scale)
-        else:
-            params, moments = update.finish()
-            new = state.replace(params=params, moments=moments, grads=None, step=state.step + 1, loss_scale=scale)
+        params, moments = update.finish() if update is not None else (state.params, state.moments)
+        own = {e.name: apart(e.update(state.extra[e.name], params, self.finite), params) for e in step.extras}
+        count = state.step + (update is not None)
+        new = state.replace(params=params, moments=moments, grads=None, extra=own, step=count)
         if step.donates:
             state.kill(
                 f"This state was donated to the step that applied update {state.step + 1}; its buffers now belong to "
@@ -105,12 +103,13 @@ class Update:
         trainable = self.layout.trainable
         keep = _Writable(step.donates, self.layout)
 
-        def kept(buffers: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        def kept(buffers: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
             return {name: keep(buffers, name) if group_of(name) in trainable else buffers[name] for name in buffers}
 
         old = self.old
         self.params = Sharded(self.layout, old.axis, old.structure, kept(old.buffers), kept(old.held), kind=old.kind)
-        self._draw = Draw(state.seed, state.step, step.compiles)
+        compiled = frozenset(row.unit for row in step.table(state.layout).rows if row.compile)
+        self._draw = Draw(state.seed, state.step, compiled)
         self._overwrites = (
             {
                 name
@@ -132,15 +131,15 @@ class Update:
         keep.warn()
         self._after: Any = self.moments
         self._waits: list[Callable[[], None]] = []
-        self.applied: list[str] = []  # the groups that have been written
+        self.applied: list[Key] = []  # the groups that have been written
 
-    def turns(self) -> list[tuple[str, ...]]:
+    def turns(self) -> list[tuple[Key, ...]]:
         """The groups in the parts that they are updated in: one by one where the others' gathers then run meanwhile."""
         trainable = self.layout.trainable
         return [(key,) for key in trainable] if self.step.optimizer.by_group and self.params.held else [trainable]
 
     @torch.no_grad()
-    def apply(self, keys: Sequence[str], grads: Sharded, extra: Mapping[str, Any]) -> None:
+    def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, Any]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
         self.applied += keys
         self._spare_readers(keys)
@@ -154,7 +153,7 @@ class Update:
             self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
         held = self.params.held
         self._waits += [
-            start_gather(self.old.axis, held[key], own.stored(key), self._in_8_bits(key), f"update of {key}")
+            start_gather(self.old.axis_of(key), held[key], own.stored(key), self._in_8_bits(key), f"update of {key}")
             for key in keys
             if key in held
         ]
@@ -166,14 +165,14 @@ class Update:
         waits, self._waits = self._waits, []
         finish_all(waits)
 
-    def _spare_readers(self, keys: Sequence[str]) -> None:
+    def _spare_readers(self, keys: Sequence[Key]) -> None:
         """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
         for buffers in (self.params.buffers, self.params.held):
             for name in buffers:
                 if name in self._overwrites and group_of(name) in keys and private.storage_holders(buffers[name]) > 1:
                     buffers[name] = buffers[name].clone()
 
-    def _in_8_bits(self, key: str) -> bool:
+    def _in_8_bits(self, key: Key) -> bool:
         return self.layout.groups[key].row.policy.gather is not None
 
     def finish(self) -> tuple[Sharded, Any]:
@@ -197,7 +196,7 @@ def _plain_update(step: Spec, moments: Any, own: Sharded, grads: Sharded, extra:
     for key in own.keys:
         stored, value = own.stored(key), params.local(key) + updates.local(key)
         assert own.draw
-        write(stored, value, own.draw.counters(own.layout, key, own.axis.rank).blocks(value.device))
+        write(stored, value, own.draw.counters(own.layout, key, own.rank_of(key)).blocks(value.device))
     return to_moment_dtype(new, step.optimizer.by_leaf)
 
 
@@ -207,7 +206,7 @@ class _Writable:
     def __init__(self, donated: bool, layout: Layout) -> None:
         self.donated, self.layout, self.copied = donated, layout, []
 
-    def __call__(self, buffers: dict[str, torch.Tensor], key: str) -> torch.Tensor:
+    def __call__(self, buffers: dict[Any, torch.Tensor], key: Key) -> torch.Tensor:
         if self.donated:
             if private.entry_holders(buffers, key) == 0 and private.storage_holders(buffers[key]) == 1:
                 return buffers[key]

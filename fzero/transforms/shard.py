@@ -1,0 +1,99 @@
+"""ZeRO stages 1, 2 and 3 (Rajbhandari et al. 2020, arXiv 1910.02054)."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from fzero.base.arguments import need_str, wrong
+from fzero.base.patterns import PATTERN, also
+from fzero.table.needs import need_step
+from fzero.table.rows import Sharding
+from fzero.table.spec import S
+
+
+def shard_zero1(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+    """Shards the moments (and, where dtypes differ, the master params) over a mesh axis: ZeRO stage 1.
+
+    Every rank holds the full params in compute dtype; one gather an update, no other communication of params. An
+    accumulating step reduces its gradients once, after the last microbatch.
+
+    Args:
+        step: any step.
+        mesh: a torch DeviceMesh; None takes the default process group, looked up when first needed.
+        axis: the mesh axis to shard over.
+        replicate: a second mesh axis, over which the shards are replicated and gradients averaged too.
+        pattern: fnmatch over dotted paths: the leaves that are sharded so. Other leaves stay whole on every rank, and
+            their gradients are means over the same ranks.
+
+    Raises:
+        ValueError: the mesh has no such axis; leaves are sharded otherwise already.
+
+    Example:
+        >>> step = fz.shard_zero1(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+        >>> step.rows([("w", (4,), torch.float32)])[0].lifetime
+        'the step'
+    """
+    return _shard(step, 1, mesh, axis, replicate, pattern)
+
+
+def shard_zero2(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+    """Shards moments and grads over a mesh axis: ZeRO stage 2.
+
+    As stage 1, but the gradients of every microbatch are reduced and cut at once, so that no full sum is kept.
+
+    Args: as for `shard_zero1`.
+
+    Example:
+        >>> step = fz.shard_zero2(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+        >>> step.rows([("w", (4,), torch.float32)])[0].lifetime
+        'the step'
+    """
+    return _shard(step, 2, mesh, axis, replicate, pattern)
+
+
+def shard_zero3(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+    """Shards params, grads and moments over a mesh axis: ZeRO stage 3.
+
+    A unit's params are gathered for each use, in compute dtype, and freed after it.
+
+    Args: as for `shard_zero1`.
+
+    Example:
+        >>> step = fz.shard_zero3(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+        >>> step.rows([("w", (4,), torch.float32)])[0].lifetime
+        'one use'
+    """
+    return _shard(step, 3, mesh, axis, replicate, pattern)
+
+
+def _shard(step: S, stage: int, mesh: Any, axis: str, replicate: str | None, pattern: str) -> S:
+    """A step whose state is cut over `axis`, from this ZeRO stage on."""
+    name = f"shard_zero{stage}"
+    need_step(step, name)
+    need_str(pattern, name, "pattern", PATTERN)
+    need_str(axis, name, "axis", "the name of a mesh axis")
+    need_str(replicate, name, "replicate", "the name of a mesh axis or None", or_none=True)
+    if mesh is not None and not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_group")):
+        raise wrong(name, "mesh", mesh, "a DeviceMesh (torch.distributed.init_device_mesh makes one) or None")
+    if replicate is not None and replicate == axis:
+        raise ValueError(f"{name}: got replicate={replicate!r}, which is the axis too; expected another mesh axis.")
+    if mesh is None and replicate is not None:
+        raise ValueError(f"{name}: got replicate={replicate!r} without a mesh; expected a mesh that has both axes.")
+    if mesh is not None:
+        known = tuple(mesh.mesh_dim_names or ())
+        for wanted in (axis, *([replicate] if replicate else [])):
+            if wanted not in known:
+                raise ValueError(
+                    f"{name}: the mesh has no axis {wanted!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
+                    "axis=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+                )
+    own = Sharding(stage, mesh, axis, replicate)
+    other = step.sharding
+    if other is not None and dataclasses.replace(other, stage=stage) != own:
+        raise ValueError(
+            f"{name}: this step is sharded over axis {other.axis!r} already, and got axis={axis!r}, "
+            f"replicate={replicate!r} or another mesh; expected one for all of its leaves. Keep one."
+        )
+    said = f"{name}(axis={axis!r}" + (f", replicate={replicate!r}" if replicate else "") + also(pattern) + ")"
+    return step.with_rule("axis", own, said, pattern)
