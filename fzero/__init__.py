@@ -8,7 +8,7 @@ from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
 from fzero.derivatives import tape as tape
-from fzero.engine.run import Pullback as Pullback
+from fzero.engine.batch import Pullback as Pullback
 from fzero.functional import functional as functional
 from fzero.optim import GradientTransformation as GradientTransformation
 from fzero.optim import adam as adam

@@ -9,24 +9,23 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
-from fzero.engine.function import sums_whole
+from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
+from fzero.engine.function import call_function, sums_whole, traversal_of
 from fzero.engine.outputs import split_result
-from fzero.engine.run import Pullback, Run, call_function, grads_of, runs, seed_of, traversal_of
 from fzero.state.checks import check_grads, check_optimizer, check_state
 from fzero.state.constants import constants, refuse_captured
 from fzero.state.init import init_state
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
-from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.needs import need_function, need_optimizer, need_step
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
 from fzero.table.spec import Spec
 from fzero.update.fused import fused_call
-from fzero.update.update import apply_update, as_grads, sum_of
+from fzero.update.update import apply_update
 
 
 @dataclass(frozen=True)
@@ -72,43 +71,8 @@ class Step(Spec):
         check_state(self, state)
         need_int(rng, "step.vjp", "rng")
         numbers = need_argnums(argnums, inputs)
-        micro = self.microbatches
-        several = micro.count > 1
-        runs = [
-            Run(self, state, part, numbers, seed_of(state, rng, i), alone=not several, partial=several)
-            for i, part in enumerate(micro.split(inputs))
-        ]
-        outputs = micro.merge([run.outputs for run in runs])
-        aux = micro.merge([run.aux for run in runs], "aux")
-        parts = [parts_of(run.outputs) for run in runs]
-        for run in runs:
-            run.outputs = run.aux = None
-        spec = pytree.flatten(tuple(inputs))[1]
-        kept = inputs if several else ()
-        # not the state itself: a used pullback holds nothing of it
-        like = grads_of(self, state, {})
-
-        def pull(cotangent: Any, retain_graph: bool, create_graph: bool) -> tuple[Sharded, tuple[Any, ...]]:
-            if several:
-                runs[0].check_structure(cotangent)
-            pieces, times = micro.split_cotangent(cotangent, parts)
-            pulled = []
-            total: dict[Any, torch.Tensor] | None = None
-            for run, piece in zip(runs, pieces, strict=True):
-                grads, cots = run.pull(piece, retain_graph, create_graph)
-                total = sum_of(total, grads)
-                pulled.append(cots)
-            flat = micro.merge_inputs(kept, pulled) if several else pulled[0]
-            assert total is not None
-            if times != 1.0:
-                total = {key: x / times for key, x in total.items()}
-                flat = [None if x is None else x / times for x in flat]
-            trees = pytree.unflatten(spec, flat)
-            return like.with_buffers(as_grads(like.layout, total)), tuple(
-                tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees
-            )
-
-        pullback = Pullback(pull)
+        pullback = Pullback(self, state, inputs, numbers, rng)
+        outputs, aux = pullback.taken()
         return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
 
     def forward(self, state: TrainState, *inputs: Any, rng: int = 0) -> Any:
@@ -152,30 +116,19 @@ class Step(Spec):
         refuse_captured("step", self.fn)
         if self.fusion is not None and private.level() == 0:
             return fused_call(self, state, inputs, cotangent, rng)
-        micro = self.microbatches
-        unreduced = micro.count > 1
-        total: dict[Any, torch.Tensor] | None = None
-        losses: list[torch.Tensor] = []
-        auxes: list[Any] = []
-        times = 1.0
-        for run, ct, divisor in runs(self, state, inputs, cotangent, rng, losses, auxes, unreduced):
+        batch, total = Batch(self, state, inputs, cotangent, rng), None
+        for run, ct in batch:
             grads, _ = run.pull(ct)
             del run
-            times = divisor
             total = sum_of(total, grads)
             del grads
         assert total is not None
-        axis = state.params.axis
-        for key in [key for key in total if unreduced and sums_whole(state.params, key)]:
+        for key in [key for key in total if self.microbatches.count > 1 and sums_whole(state.params, key)]:
             total[key] = state.params.axis_of(key).reduce_scatter(total[key], key)
-        sharded = grads_of(self, state, as_grads(state.layout, total), times)
+        sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
         del total
         new, metrics = apply_update(self, state, sharded, None)
-        if losses:
-            metrics["loss"] = axis.mean(mean_of(losses), "the loss")
-        if self.has_aux:
-            metrics["aux"] = micro.merge(auxes, "aux")
-        return new, metrics
+        return new, {**metrics, **batch.loss(), **batch.aux()}
 
     def update(self, state: TrainState, grads: Sharded, grad_norm: Any = None) -> tuple[TrainState, dict[str, Any]]:
         """The optimizer's update with these grads, and with those that the state keeps, which are cleared.

@@ -136,8 +136,9 @@ class Spec:
         return any(name == "donate" for name, _ in self.chosen)
 
     @property
-    def accumulates(self) -> bool:
-        return any(name == "accumulate" for name, _ in self.chosen)
+    def rounds_otherwise(self) -> bool:
+        """Whether it adds, or multiplies, in another order than the plain run."""
+        return self.optimizer == "clipped" or any(name in ("accumulate", "loss_scale") for name, _ in self.chosen)
 
     def sharded(self, seed: int) -> tuple[fz.Step, Any]:
         fn, params = model(self.kind, seed)

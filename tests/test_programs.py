@@ -48,7 +48,7 @@ def test_programs(case: tuple[int, list[Spec], list[Any]]) -> None:
     world, specs, operations = case
     want = programs.run_plain(specs, operations, world)
     # one rank, and nothing that adds in another order: then to the bit
-    exact = world == 1 and not any(spec.accumulates or spec.optimizer == "clipped" for spec in specs)
+    exact = world == 1 and not any(spec.rounds_otherwise for spec in specs)
 
     def rank_main(rank: int) -> None:
         programs.compare(specs, programs.run_sharded(specs, operations, rank, world), want, rank, exact)

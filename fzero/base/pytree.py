@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import optree
+import torch
 import torch.utils._pytree as torch_pytree
 
 PyTree = Any
@@ -42,11 +43,34 @@ def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
 
+def is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
 def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
     """`fn` over the leaves, None counted; the tree itself where it changes none of them."""
     leaves, spec = flatten(tree)
     new = [fn(leaf) for leaf in leaves]
     return tree if all(a is b for a, b in zip(leaves, new, strict=True)) else unflatten(spec, new)
+
+
+class Split:
+    """A tree taken apart by kinds of leaves, for `join`: those of no kind are kept here."""
+
+    def __init__(
+        self, tree: PyTree, *kinds: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
+    ) -> None:
+        leaves, self.spec = flatten(tree, is_leaf)
+        self._kinds = [next((i for i, is_kind in enumerate(kinds) if is_kind(leaf)), None) for leaf in leaves]
+        self._others = [leaf if kind is None else None for leaf, kind in zip(leaves, self._kinds, strict=True)]
+        self.places = [[place for place, kind in enumerate(self._kinds) if kind == i] for i in range(len(kinds))]
+        self.leaves: list[list[Any]] = [[leaves[place] for place in places] for places in self.places]
+
+    def join(self, *leaves: Iterable[Any]) -> PyTree:
+        """The tree with other leaves of each kind."""
+        iterators = [iter(own) for own in leaves]
+        pairs = zip(self._kinds, self._others, strict=True)
+        return unflatten(self.spec, [other if kind is None else next(iterators[kind]) for kind, other in pairs])
 
 
 def register(

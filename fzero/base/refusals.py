@@ -58,7 +58,7 @@ def place_now() -> str:
 
 
 def _place(frames: traceback.StackSummary) -> str:
-    libraries = [Path(file).parent for file in (torch.__file__, __file__, contextlib.__file__)]
+    libraries = [Path(torch.__file__).parent, Path(__file__).parent.parent, Path(contextlib.__file__).parent]
     users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
     frame = (users or frames)[-1]
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"

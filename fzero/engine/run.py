@@ -3,44 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import need_bool
 from fzero.capture.contents import tensors_in
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.op import used_up
-from fzero.engine.outputs import nothing_to_pull, scalar_loss, split_result
+from fzero.engine.outputs import nothing_to_pull, split_result
 from fzero.engine.traversal import Traversal
-from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
-from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.spec import Spec
-
-
-@dataclass
-class _Outputs:
-    """The outputs' structure: which are differentiated, which are only carried."""
-
-    spec: Any = None
-    real: Sequence[int] = ()
-    carried: Mapping[int, Any] | None = None
-    aux_spec: Any = None
-    aux_tensors: Sequence[int] = ()
-    aux_static: Sequence[Any] = ()
 
 
 class Run:
     """A forward under torch.func.vjp. `outputs`, `aux`, and `pull(cotangents)` with leaves in the outputs' order.
 
     Args:
+        scale: what cotangents are multiplied by.
         unreduced: cotangents of params stay full and unreduced.
         alone: whether no other run of the same step waits for its pullback meanwhile.
         fused: params may be overwritten once their cotangents are there.
@@ -54,18 +38,19 @@ class Run:
         inputs: Sequence[Any],
         argnums: Sequence[int] | None,
         seed: tuple[int, ...],
+        scale: float,
         unreduced: bool = False,
         alone: bool = True,
         fused: bool = False,
         partial: bool = False,
     ) -> None:
         self.state: TrainState | None = state
-        self.scale, self.partial = scale_of(step, state), partial
-        flat, self.input_spec = pytree.flatten(tuple(inputs))
+        self.scale, self.partial = scale, partial
+        flat, spec = pytree.flatten(tuple(inputs))
         self.count = len(flat)
         self.wanted = _wanted(inputs, argnums)
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
-        self.unreduced: dict[Any, torch.Tensor] = {}  # full cotangents to add before those that are delivered
+        self.unreduced: dict[Key, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
         traversal.schedule.keeps = alone
         traversal.schedule.lean = fused and any(row.remat for row in traversal.table.rows)
@@ -78,46 +63,34 @@ class Run:
         for key in self.split:
             given[key] = tuple(traversal.layout.groups[key].cut(primals[key]).values())
         del primals
-        kept = _Outputs()
+        returned: list[tuple[pytree.Split, pytree.Split]] = []
 
         def function(primals: dict[Key, Any], wanted: list[torch.Tensor]) -> Any:
             filled = list(flat)
             for place, value in zip(self.wanted, wanted, strict=True):
                 filled[place] = value
-            result = call_function(
-                step, state, traversal, {**primals, **fixed}, pytree.unflatten(self.input_spec, filled)
-            )
+            result = call_function(step, state, traversal, {**primals, **fixed}, pytree.unflatten(spec, filled))
             out, aux = split_result(step, result)
-            leaves, kept.spec = pytree.flatten(out)
-            aux_leaves, kept.aux_spec = pytree.flatten(aux)
-            for leaf in (*leaves, *aux_leaves):
+            for leaf in pytree.flatten((out, aux))[0]:
                 refuse_hidden(leaf)
-            kept.real = [i for i, o in enumerate(leaves) if is_differentiable(o)]
-            if not kept.real:
+            outputs, others = (
+                pytree.Split(out, is_differentiable, pytree.is_tensor),
+                pytree.Split(aux, pytree.is_tensor),
+            )
+            real, carried = map(tuple, outputs.leaves)
+            if not real:
                 raise nothing_to_pull(out)
-            rest = [i for i, o in enumerate(leaves) if isinstance(o, torch.Tensor) and i not in kept.real]
-            kept.aux_tensors = [i for i, o in enumerate(aux_leaves) if isinstance(o, torch.Tensor)]
-            kept.aux_static = [None if isinstance(o, torch.Tensor) else o for o in aux_leaves]
-            kept.carried = {i: o for i, o in enumerate(leaves) if not isinstance(o, torch.Tensor)}
-            carried = (tuple(leaves[i] for i in rest), tuple(aux_leaves[i] for i in kept.aux_tensors))
-            box.append(rest)
-            return tuple(leaves[i] for i in kept.real), carried
+            returned[:] = [(outputs, others)]
+            carried = carried, tuple(others.leaves[0])
+            outputs.leaves, others.leaves = [], []  # which are this level's
+            return real, carried
 
-        box: list[list[int]] = []
         with self._mode():
             run: Any = torch.func.vjp(function, given, differentiated, has_aux=True)
         real, self._pull, (rest, aux) = run
-        leaves = dict(kept.carried or {})
-        leaves.update(zip(kept.real, real, strict=True))
-        leaves.update(zip(box[-1], rest, strict=True))
-        self.kept, self.real = kept, real
-        self.outputs = pytree.unflatten(kept.spec, [leaves[i] for i in sorted(leaves)])
-        aux_leaves = list(kept.aux_static)
-        for place, value in zip(kept.aux_tensors, aux, strict=True):
-            aux_leaves[place] = value
-        self.aux = pytree.unflatten(kept.aux_spec, aux_leaves)
+        self.returned, others = returned[0]
+        self.outputs, self.aux = self.returned.join(real, rest), others.join(aux)
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
-        self.real = ()
 
     def _mode(self) -> contextlib.AbstractContextManager[Any]:
         return contextlib.nullcontext() if self.outer else torch.no_grad()
@@ -193,9 +166,9 @@ class Run:
 
     def check_structure(self, cotangent: Any) -> None:
         spec = pytree.flatten(cotangent)[1]
-        if spec != self.kept.spec:
+        if spec != self.returned.spec:
             raise ValueError(
-                f"cotangent: got the structure {spec}, expected that of the outputs, {self.kept.spec}. "
+                f"cotangent: got the structure {spec}, expected that of the outputs, {self.returned.spec}. "
                 "Give one cotangent per output, in the same containers; None counts as zero."
             )
 
@@ -204,7 +177,7 @@ class Run:
         self.check_structure(cotangent)
         names, leaves, _ = pytree.named_leaves(cotangent)
         out = []
-        for place, (shape, dtype, device) in zip(self.kept.real, self.meta, strict=True):
+        for place, (shape, dtype, device) in zip(self.returned.places[0], self.meta, strict=True):
             leaf, name = leaves[place], names[place] or "the output"
             if leaf is None:
                 leaf = torch.zeros(shape, dtype=dtype, device=device)
@@ -250,85 +223,3 @@ def _wanted(inputs: Sequence[Any], argnums: Sequence[int] | None) -> list[int]:
                 )
             place += 1
     return out
-
-
-@dataclass
-class Pullback:
-    """What `step.vjp` returns beside the outputs: takes their cotangent, returns (grads, input cotangents)."""
-
-    _call: Callable[..., tuple[Sharded, tuple[Any, ...]]]
-
-    def __call__(
-        self, cotangent: Any, retain_graph: bool = False, create_graph: bool = False
-    ) -> tuple[Sharded, tuple[Any, ...]]:
-        """Pulls a cotangent of the outputs back.
-
-        Args:
-            cotangent: the outputs' structure; `None` for an output counts as zero.
-            retain_graph: keep what is needed to call again; otherwise it is freed.
-            create_graph: make the result differentiable.
-
-        Returns:
-            grads, sharded like the params at every stage, means over the data-parallel ranks; and a tuple with one
-            cotangent per input, `None` where it was not differentiated.
-        """
-        need_bool(retain_graph, "pullback", "retain_graph")
-        need_bool(create_graph, "pullback", "create_graph")
-        return self._call(cotangent, retain_graph, create_graph)
-
-
-def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
-    """What everything random in one run comes from."""
-    return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
-
-
-def scale_of(step: Spec, state: TrainState) -> float:
-    """What cotangents are multiplied by inside the pullback."""
-    return math.prod(extra.scale(state.extra[extra.name]) for extra in step.extras if extra.scale)
-
-
-def grads_of(step: Spec, state: TrainState, buffers: dict[Any, torch.Tensor], times: float = 1.0) -> Sharded:
-    """Scaled sums of gradients as a tree like the params; `times` is by what to divide them too."""
-    params = state.params
-    return Sharded(params.layout, params.axis, params.structure, buffers, None, scale_of(step, state) * times)
-
-
-def runs(
-    step: Spec,
-    state: TrainState,
-    inputs: Sequence[Any],
-    cotangent: Any,
-    rng: int,
-    losses: list[torch.Tensor],
-    auxes: list[Any],
-    unreduced: bool,
-    fused: bool = False,
-) -> Iterator[tuple[Run, Any, float]]:
-    """One forward a microbatch, the cotangent to pull back, and by what to divide the sum; notes losses and aux.
-
-    Args:
-        unreduced: cotangents stay full and unreduced; in a fused step not the last one's.
-        fused: the last one's pullback will update the params.
-    """
-    micro = step.microbatches
-    pieces: list[Any] | None = None
-    times = 1.0
-    for i, part in enumerate(micro.split(inputs)):
-        last = fused and i == micro.count - 1
-        seed, several = seed_of(state, rng, i), micro.count > 1
-        run = Run(step, state, part, (), seed, unreduced and not last, fused=last, partial=several)
-        outputs, run.outputs = run.outputs, None
-        if cotangent is None or (isinstance(outputs, torch.Tensor) and outputs.ndim == 0):
-            losses.append(scalar_loss(outputs))
-        if pieces is None:
-            given = cotangent
-            if given is None:
-                given = torch.ones_like(outputs if micro.count == 1 else mean_of([outputs]))
-            elif micro.count > 1:
-                run.check_structure(given)
-            pieces, times = micro.split_cotangent(given, [parts_of(outputs)] * micro.count)
-        ct = pieces[i]
-        auxes.append(run.aux)
-        del outputs
-        yield run, ct, times
-        del run

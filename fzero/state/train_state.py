@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
-
 from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.state.sharded import Sharded, is_sharded
@@ -123,27 +121,23 @@ def _fresh(tree: Any) -> Any:
 
 
 def _flatten(state: TrainState) -> tuple[tuple[Any, ...], Any]:
-    extra, spec = pytree.flatten(state.extra, is_leaf=is_sharded)
-    trees = tuple(x for x in extra if _is_tree(x))
-    others = [None if _is_tree(x) else (x,) for x in extra]  # numbers are no leaves of a state
-    unseen = pytree.Unseen((state.step, state.seed, state.signature, others))
+    extra = _split(state.extra)  # numbers are no leaves of a state
+    (trees,), extra.leaves = extra.leaves, []
     kept = () if state.grads is None else (state.grads,)  # torch's pytrees would take None for a leaf
-    return (state.params, state.moments, trees, *kept), (spec, unseen)
+    unseen = pytree.Unseen((state.step, state.seed, state.signature, extra))
+    return (state.params, state.moments, tuple(trees), *kept), unseen
 
 
-def _is_tree(value: Any) -> bool:
-    return isinstance(value, (Sharded, torch.Tensor))
+def _split(extra: Mapping[str, Any]) -> pytree.Split:
+    return pytree.Split(extra, lambda node: is_sharded(node) or pytree.is_tensor(node), is_leaf=is_sharded)
 
 
-def _unflatten(metadata: Any, children: tuple[Any, ...]) -> TrainState:
-    spec, unseen = metadata
+def _unflatten(unseen: Any, children: tuple[Any, ...]) -> TrainState:
     state = object.__new__(TrainState)
     state._params, state._moments, trees, *kept = children
     state._grads = kept[0] if kept else None
-    state.step, state.seed, state.signature, others = unseen.value
-    rest = iter(trees)
-    state._extra = pytree.unflatten(spec, [next(rest) if other is None else other[0] for other in others])
-    state._dead = None
+    state.step, state.seed, state.signature, extra = unseen.value
+    state._extra, state._dead = extra.join(trees), None
     return state
 
 

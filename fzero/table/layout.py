@@ -32,7 +32,7 @@ class Key(NamedTuple):
     number: int
 
     def __str__(self) -> str:
-        name = f"unit {self.unit!r}" if self.unit else "the root unit"
+        name = f"unit {self.unit or '(root)'!r}"
         return f"{name}, buffer {self.number}" if self.number else name
 
 

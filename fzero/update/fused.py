@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
+from fzero.engine.batch import Batch, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
-from fzero.engine.run import Run, grads_of, runs
+from fzero.engine.run import Run
 from fzero.formats.formats import Companded
 from fzero.formats.stored import Stored, encode
 from fzero.optim.base import values
@@ -20,9 +21,8 @@ from fzero.state.norm import squares_of, sum_of_squares
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
-from fzero.table.microbatch import mean_of
 from fzero.table.spec import Spec
-from fzero.update.update import Judged, Update, as_grads, is_finite, sum_of
+from fzero.update.update import Judged, Update, is_finite
 
 _HELD = Companded(signed=True)
 
@@ -66,23 +66,19 @@ def _fused_call(
 ) -> tuple[TrainState, Any]:
     assert step.fusion is not None
     way = step.fusion.way(step.optimizer, step.scales)
-    micro = step.microbatches
-    losses: list[torch.Tensor] = []
-    auxes: list[Any] = []
-    earlier: dict[Key, torch.Tensor] | None = None
-    forwards = runs(step, state, inputs, cotangent, rng, losses, auxes, True, fused=True)
-    for _ in range(micro.count - 1):
-        run, ct, _times = next(forwards)
+    batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None
+    forwards = iter(batch)
+    for _ in range(step.microbatches.count - 1):
+        run, ct = next(forwards)
         grads, _cotangents = run.pull(ct)
         del run
         earlier = sum_of(earlier, grads)
         del grads
-    run, ct, times = next(forwards)
-    loss = state.params.axis.mean(mean_of(losses), "the loss") if losses else None
-    earlier = earlier or {}
+    run, ct = next(forwards)
+    loss, earlier = batch.loss(), earlier or {}
     run.unreduced = {key: earlier.pop(key) for key in list(earlier) if sums_whole(state.params, key)}
     try:
-        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier, times), way, loss)
+        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier, batch.times), way, loss.get("loss"))
     except BaseException as error:
         if step.donates and update.applied:
             error.add_note(
@@ -93,11 +89,7 @@ def _fused_call(
             )
         raise
     new, metrics = judged.next_state(update if judged.finite else None)
-    if loss is not None:
-        metrics["loss"] = loss
-    if step.has_aux:
-        metrics["aux"] = micro.merge(auxes, "aux")
-    return new, metrics
+    return new, {**metrics, **loss, **batch.aux()}
 
 
 def _pulled(

@@ -22,18 +22,6 @@ from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 
 
-def sum_of(total: dict[Any, torch.Tensor] | None, grads: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """total + grads, written into total where it exists."""
-    if total is None:
-        return grads
-    return {key: total[key] + grads[key] if total[key].requires_grad else total[key].add_(grads[key]) for key in total}
-
-
-def as_grads(layout: Layout, sums: Mapping[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-    """Sums in the dtypes that grads are kept in."""
-    return {key: total.to(layout.groups[key].row.policy.grad) for key, total in sums.items()}
-
-
 def apply_update(step: Spec, state: TrainState, grads: Sharded, grad_norm: Any) -> tuple[TrainState, dict[str, Any]]:
     """The next state and the metrics; the old state is dead afterwards where the step donates."""
     if state.grads is not None:

@@ -1,0 +1,170 @@
+"""A call of a step over its microbatches: their runs one after the other, and what they return put together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import need_bool
+from fzero.engine.outputs import scalar_loss
+from fzero.engine.run import Run
+from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Key, Layout
+from fzero.table.microbatch import mean_of, parts_of
+from fzero.table.spec import Spec
+
+Sums = dict[Key, torch.Tensor]
+
+
+def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
+    """What everything random in one run comes from."""
+    return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
+
+
+def sum_of(total: Sums | None, grads: Sums) -> Sums:
+    """total + grads, written into total where it exists."""
+    if total is None:
+        return grads
+    return {key: total[key] + grads[key] if total[key].requires_grad else total[key].add_(grads[key]) for key in total}
+
+
+def as_grads(layout: Layout, sums: Mapping[Key, torch.Tensor]) -> Sums:
+    """Sums in the dtypes that grads are kept in."""
+    return {key: total.to(layout.groups[key].row.policy.grad) for key, total in sums.items()}
+
+
+def scale_of(step: Spec, state: TrainState) -> float:
+    """What cotangents are multiplied by inside the pullback."""
+    return math.prod(extra.scale(state.extra[extra.name]) for extra in step.extras if extra.scale)
+
+
+def grads_of(step: Spec, state: TrainState, buffers: Mapping[Key, torch.Tensor], times: float = 1.0) -> Sharded:
+    """Scaled sums of gradients as a tree like the params; `times` is by what to divide them too."""
+    params = state.params
+    return Sharded(params.layout, params.axis, params.structure, buffers, None, scale_of(step, state) * times)
+
+
+class Batch:
+    """The microbatches of one call, each of which is pulled back before the next one runs.
+
+    Iterating yields `(run, cotangent)`: a forward, and what is to be pulled back through it.
+
+    Args:
+        cotangent: of the outputs of all microbatches; None for a scalar loss, whose cotangent is 1.
+        fused: the last one's pullback will update the params. The others' cotangents stay full and unreduced, where
+            no rank keeps a slice of them; so do all of a step that is not fused.
+
+    Attributes:
+        times: by what to divide the sum of the gradients.
+    """
+
+    def __init__(
+        self, step: Spec, state: TrainState, inputs: Sequence[Any], cotangent: Any, rng: int, fused: bool = False
+    ) -> None:
+        self._step, self._state, self._inputs, self._cotangent = step, state, inputs, cotangent
+        self._rng, self._fused, self._axis = rng, fused, state.params.axis
+        self._losses: list[torch.Tensor] = []
+        self._auxes: list[Any] = []
+        self.times = 1.0
+
+    def __iter__(self) -> Iterator[tuple[Run, Any]]:
+        step, state, micro = self._step, self._state, self._step.microbatches
+        several, cotangent = micro.count > 1, self._cotangent
+        pieces: list[Any] = []
+        for i, part in enumerate(micro.split(self._inputs)):
+            last = self._fused and i == micro.count - 1
+            seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
+            run = Run(step, state, part, (), seed, scale, several and not last, fused=last, partial=several)
+            outputs, run.outputs = run.outputs, None
+            if cotangent is None or (isinstance(outputs, torch.Tensor) and outputs.ndim == 0):
+                self._losses.append(scalar_loss(outputs))
+            if not pieces:
+                if cotangent is None:
+                    cotangent = torch.ones_like(mean_of([outputs]) if several else outputs)
+                elif several:
+                    run.check_structure(cotangent)
+                pieces, self.times = micro.split_cotangent(cotangent, [parts_of(outputs)] * micro.count)
+            self._auxes.append(run.aux)
+            del outputs
+            yield run, pieces[i]
+            del run
+
+    def loss(self) -> dict[str, torch.Tensor]:
+        """The metric "loss", the mean over microbatches and ranks, where the outputs are one."""
+        if not self._losses:
+            return {}
+        return {"loss": self._axis.mean(mean_of(self._losses), "the loss")}
+
+    def aux(self) -> dict[str, Any]:
+        """The metric "aux", where the step has one."""
+        return {"aux": self._step.microbatches.merge(self._auxes, "aux")} if self._step.has_aux else {}
+
+
+class Pullback:
+    """What `step.vjp` returns beside the outputs: takes their cotangent, returns (grads, input cotangents).
+
+    Attributes:
+        outputs, aux: of all microbatches, until they are taken.
+    """
+
+    def __init__(
+        self, step: Spec, state: TrainState, inputs: Sequence[Any], argnums: Sequence[int] | None, rng: int
+    ) -> None:
+        self._micro = step.microbatches
+        several, scale = self._micro.count > 1, scale_of(step, state)
+        self._runs = [
+            Run(step, state, part, argnums, seed_of(state, rng, i), scale, alone=not several, partial=several)
+            for i, part in enumerate(self._micro.split(inputs))
+        ]
+        self._parts = [parts_of(run.outputs) for run in self._runs]
+        self._inputs = inputs if several else ()
+        self._spec = pytree.flatten(tuple(inputs))[1]
+        self._like = grads_of(step, state, {})  # not the state itself: a used pullback holds nothing of it
+
+    def taken(self) -> tuple[Any, Any]:
+        """The outputs and aux of all microbatches, which are the caller's from now on."""
+        pairs = [(run.outputs, run.aux) for run in self._runs]
+        for run in self._runs:
+            run.outputs = run.aux = None
+        outputs, auxes = zip(*pairs, strict=True)
+        return self._micro.merge(outputs), self._micro.merge(auxes, "aux")
+
+    def __call__(
+        self, cotangent: Any, retain_graph: bool = False, create_graph: bool = False
+    ) -> tuple[Sharded, tuple[Any, ...]]:
+        """Pulls a cotangent of the outputs back.
+
+        Args:
+            cotangent: the outputs' structure; `None` for an output counts as zero.
+            retain_graph: keep what is needed to call again; otherwise it is freed.
+            create_graph: make the result differentiable.
+
+        Returns:
+            grads, sharded like the params at every stage, means over the data-parallel ranks; and a tuple with one
+            cotangent per input, `None` where it was not differentiated.
+        """
+        need_bool(retain_graph, "pullback", "retain_graph")
+        need_bool(create_graph, "pullback", "create_graph")
+        if self._micro.count > 1:
+            self._runs[0].check_structure(cotangent)
+        pieces, times = self._micro.split_cotangent(cotangent, self._parts)
+        total: Sums | None = None
+        pulled = []
+        for run, piece in zip(self._runs, pieces, strict=True):
+            grads, cotangents = run.pull(piece, retain_graph, create_graph)
+            total = sum_of(total, grads)
+            pulled.append(cotangents)
+        flat = self._micro.merge_inputs(self._inputs, pulled)
+        assert total is not None
+        if times != 1.0:
+            total = {key: x / times for key, x in total.items()}
+            flat = [None if x is None else x / times for x in flat]
+        trees = pytree.unflatten(self._spec, flat)
+        return self._like.with_buffers(as_grads(self._like.layout, total)), tuple(
+            tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees
+        )
