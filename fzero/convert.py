@@ -8,7 +8,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
-from fzero.formats.formats import ALIGN, Corrected, Exact, Format, Plain
+from fzero.formats.formats import ALIGN, Format
 from fzero.formats.stored import decode, encode, zeros
 from fzero.state.constants import constants
 from fzero.state.init import as_held, checksum
@@ -185,23 +185,10 @@ def _refuse_losses(old: Sharded, layout: Layout, new: Sharded | None = None) -> 
         form = new.format(key) if new is not None else group.row.policy.param_format
         for slot in group.slots:
             old_key, _ = old.layout.key_of[slot.path]
-            if old_key in old.keys and not _keeps(have := old.format(old_key), form):
+            if old_key in old.keys and not form.keeps(have := old.format(old_key)):
                 what = "params" if new is None else "moments"
                 raise ValueError(
                     f"convert: the {what} of leaf {slot.path!r} are stored as {have}, and would be rounded to {form}. "
                     "Say fz.convert(state, step, lossy=True) to round them to nearest, or use a step whose policy "
                     "keeps them, such as fz.Policy.exact()."
                 )
-
-
-def _keeps(have: Format, form: Format) -> bool:
-    """Whether every value of one format is one of the other."""
-    if have.parts == form.parts:
-        return True
-    dtype = form.parts[0].dtype
-    if isinstance(form, Plain) and dtype == torch.float64:
-        return True
-    wide = have.parts[0].dtype == torch.float64
-    if isinstance(form, Exact) or (isinstance(form, Plain) and dtype == torch.float32):
-        return not wide
-    return isinstance(form, Corrected) and isinstance(have, Plain) and have.dtype == torch.bfloat16

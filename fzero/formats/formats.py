@@ -8,15 +8,17 @@ updates and slow decays are kept in the mean.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from fzero.base import private
 from fzero.formats.ops import TorchOps
 
 GROUP = 32  # elements that share a scale
+CHUNK = 1 << 15  # elements at a time: temporaries stay small, and calls take no longer than the work
 
 
 Bits = Callable[..., Any]  # (n, own=n) -> random integers in [0, 2**n), one per element
@@ -43,8 +45,42 @@ class Part:
     every: int = 1
 
 
+class Format:
+    """A way to store values: the parts of a buffer, and the maps between them and floats.
+
+    Attributes:
+        parts: the buffers; the first has the group's own name.
+        group: how many elements are encoded together, as they share a scale that is found from all of them: 1 or 32.
+        plain: whether the values themselves are stored, in `dtype`.
+        rounds: whether encoding draws random bits.
+        dtype: of the decoded values.
+    """
+
+    parts: tuple[Part, ...]
+    group = 1
+    plain = False
+    rounds = True
+    dtype: torch.dtype = torch.float32
+
+    def keeps(self, other: Format) -> bool:
+        """Whether every value of another format is one of this one."""
+        return self.parts == other.parts
+
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+        """The values, of parts as floats and int32, times a factor."""
+        raise NotImplementedError
+
+    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+        """The parts of float32 values; rounded to nearest without noise."""
+        raise NotImplementedError
+
+    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+        """The values in a dtype that takes no arithmetic, or the stored tensor itself; None for any other."""
+        return None
+
+
 @dataclass(frozen=True)
-class Plain:
+class Plain(Format):
     """Values in one dtype, rounded to nearest, or stochastically (to bfloat16).
 
     An exact value stays as it is, infinities and NaN are kept, and a finite value does not become infinite by luck.
@@ -52,16 +88,29 @@ class Plain:
 
     dtype: torch.dtype
     stochastic: bool = False
+    plain = True
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
         return (Part("", self.dtype),)
+
+    @property
+    def rounds(self) -> bool:  # type: ignore[override]
+        return self.stochastic
+
+    def keeps(self, other: Format) -> bool:
+        if self.dtype == torch.float32:
+            return other.dtype != torch.float64
+        return self.dtype == torch.float64 or super().keeps(other)
 
     def __str__(self) -> str:
         return _short(self.dtype) + (" stochastic" if self.stochastic else "")
 
     def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
-        return stored[0] if times is None else stored[0] * times
+        return _times(stored[0], times)
+
+    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+        return parts[0].to(dtype)
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
         if not self.stochastic or noise is None:
@@ -70,16 +119,31 @@ class Plain:
 
 
 @dataclass(frozen=True)
-class Exact:
+class Exact(Format):
     """A float32 value in two halves, bit for bit: a bfloat16, and what it leaves, in int16."""
 
     parts = (Part("", torch.bfloat16), Part("remainder", torch.int16))
+    rounds = False
 
     def __str__(self) -> str:
         return "bf16 + int16"
 
-    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
-        return o.floats(o.bits(stored[0]) + stored[1])
+    def keeps(self, other: Format) -> bool:
+        return other.dtype != torch.float64
+
+    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+        """Ties to even, as float32 is cast: in the upper halves they go away from 0."""
+        if dtype != torch.bfloat16:
+            return None
+        out = torch.empty_like(parts[0])
+        for start, stop in chunks(out, 1 << 17):
+            bits, remainder = parts[0][start:stop].view(torch.int16), parts[1][start:stop]
+            odd = torch.eq(remainder, -(1 << 15), out=torch.empty_like(bits)).bitwise_and_(bits)
+            torch.sub(bits, odd, out=out[start:stop].view(torch.int16))
+        return out
+
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+        return _times(o.floats(o.bits(stored[0]) + stored[1]), times)
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
         bits = o.bits(x)
@@ -87,7 +151,7 @@ class Exact:
 
 
 @dataclass(frozen=True)
-class Corrected:
+class Corrected(Format):
     """The leading 24 bits of a float32: a bfloat16, and what it leaves, in int8 (FlashOptim's idea, 2602.23349)."""
 
     parts = (Part("", torch.bfloat16), Part("remainder", torch.int8))
@@ -95,16 +159,45 @@ class Corrected:
     def __str__(self) -> str:
         return "bf16 + int8"
 
-    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
-        return o.floats(o.bits(stored[0]) + (stored[1] << 8))
+    def keeps(self, other: Format) -> bool:
+        return super().keeps(other) or (other.plain and other.dtype == torch.bfloat16)
+
+    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+        return parts[0] if dtype == torch.bfloat16 else None
+
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+        return _times(o.floats(o.bits(stored[0]) + (stored[1] << 8)), times)
 
     def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
         bits = _carried(o, x, 0x80 if noise is None else noise(8))
         return [_upper(o, bits), o.extended(bits, 16) >> 8]
 
 
+class Grouped(Format):
+    """Codes, and a scale for every 32 of them, which comes from the largest magnitude."""
+
+    group = GROUP
+
+    def magnitude(self, o: Any, x: Any) -> Any:
+        """The bits of the magnitude, which order as it does."""
+        return o.bits(x) & _MAGNITUDE
+
+    def scale(self, o: Any, largest: Any) -> Any:
+        """The stored scale of a group, of the bits of its largest magnitude."""
+        raise NotImplementedError
+
+    def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
+        """The codes of values, of which none is too large for the scale that is stored for its group."""
+        raise NotImplementedError
+
+    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+        magnitude = self.magnitude(o, x)
+        scale = self.scale(o, magnitude.amax(-1, keepdim=True))
+        return [self.codes(o, x, magnitude, scale, noise), scale]
+
+
 @dataclass(frozen=True)
-class Companded:
+class Companded(Grouped):
     """Moments in 8 or 4 bits: groups of 32 share a scale; codes are finer near zero.
 
     The companding is piecewise linear, as in G.711 (ITU-T 1988): a magnitude over its scale plus a bias is a float, and
@@ -118,7 +211,7 @@ class Companded:
     width: int = 8
 
     @property
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
         codes = Part("", torch.int8 if self.signed else torch.uint8)
         return (codes if self.width == 8 else Part("", torch.uint8, 2), Part("scale", torch.uint8, GROUP))
 
@@ -165,15 +258,12 @@ class Companded:
         return self.level(TorchOps, TorchOps.extended(codes, self.width)).tolist()
 
     def magnitude(self, o: Any, x: Any) -> Any:
-        """The bits of the magnitude, which order as it does."""
-        return o.bits(x) & _MAGNITUDE if self.signed else o.bits(x)
+        return super().magnitude(o, x) if self.signed else o.bits(x)
 
     def scale(self, o: Any, largest: Any) -> Any:
-        """The stored scale of a group, of the bits of its largest magnitude."""
         return o.least(o.shift(largest + self.carry, 23), 253)
 
     def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
-        """The codes of values, of which none is too large for the scale that is stored for its group."""
         y = o.bits(o.times_plus(o.floats(magnitude), o.floats((254 - scale) << 23), self.bias))
         if not self.signed:
             y = o.most(y, _bits(self.bias) + (1 << self.place))
@@ -186,25 +276,30 @@ class Companded:
 
 
 @dataclass(frozen=True)
-class Blocks:
+class Blocks(Grouped):
     """Values in 8 bits, evenly between plus and minus their group's largest: what params may travel in."""
 
     parts = (Part("", torch.int8), Part("scale", torch.int16, GROUP))
+    rounds = False
 
     def __str__(self) -> str:
         return "8-bit blocks"
 
-    def decode(self, o: Any, stored: Sequence[Any]) -> Any:
-        return o.to_float(stored[0]) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127))
+    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+        return _times(o.to_float(stored[0]) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127)), times)
 
-    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
-        scale = _scale(o, x.abs().amax(-1, keepdim=True))
+    def scale(self, o: Any, largest: Any) -> Any:
+        """8 bits of exponent and 8 of mantissa, rounded up."""
+        return o.shift(o.least(largest, _LARGEST) + 0x7FFF, 15)
+
+    def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
         stored = o.floats(scale << 15)
         inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
-        return [o.clamp(o.to_int(x * inverse + 128.5) - 128, -127, 127), scale]
+        return o.clamp(o.to_int(x * inverse + 128.5) - 128, -127, 127)
 
 
-Format = Plain | Exact | Corrected | Companded | Blocks
+def _times(x: Any, times: Any) -> Any:
+    return x if times is None else x * times
 
 
 def _bits(x: float) -> int:
@@ -223,13 +318,15 @@ def _upper(o: Any, bits: Any) -> Any:
     return o.upper(bits + 0x8000)
 
 
-def _scale(o: Any, largest: Any) -> Any:
-    """What a group stores of its largest magnitude: 8 bits of exponent and 8 of mantissa, rounded up."""
-    return o.shift(o.least(o.bits(largest), _LARGEST) + 0x7FFF, 15)
-
-
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 ALIGN = 64  # elements: fused kernels give the same bits for every cut at multiples of it
+
+
+def chunks(flat: torch.Tensor, size: int) -> Iterator[tuple[int, int]]:
+    """(start, stop) over a flat tensor; of a fake one, which only takes memory, the first stands for all."""
+    numel = flat.numel()
+    for start in range(0, min(numel, size) if private.is_fake(flat) else numel, size):
+        yield start, min(start + size, numel)

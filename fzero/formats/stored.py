@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fzero.base import private
-from fzero.formats.formats import GROUP, Bits, Companded, Corrected, Exact, Format, Part, Plain
+from fzero.formats.formats import CHUNK, GROUP, Bits, Format, Part, chunks
 from fzero.formats.ops import TorchOps
 
 
@@ -20,10 +19,6 @@ def entries(part: Part, numel: int) -> int:
 
 def nbytes(format: Format, numel: int) -> int:
     return sum(entries(part, numel) * part.dtype.itemsize for part in format.parts)
-
-
-def is_plain(format: Format) -> bool:
-    return isinstance(format, Plain)
 
 
 def zeros(format: Format, numel: int, device: Any) -> tuple[torch.Tensor, ...]:
@@ -56,31 +51,14 @@ def store(format: Format, parts: Sequence[torch.Tensor], values: Sequence[torch.
 def encoded(format: Format, x: Any, noise: Bits | None) -> list[torch.Tensor]:
     """The values for the parts, of x[groups, 32]."""
     x = x * 1.0  # arithmetic sets a bit in the upper half of a NaN, which is kept
-    if not isinstance(format, Companded):
-        return format.encode(TorchOps, x, noise)
-    magnitude = format.magnitude(TorchOps, x)
-    scale = format.scale(TorchOps, magnitude.amax(-1, keepdim=True))
-    return [format.codes(TorchOps, x, magnitude, scale, noise), scale]
-
-
-CHUNK = 1 << 15  # elements at a time: temporaries stay small, and calls take no longer than the work
-
-
-def chunks(flat: torch.Tensor, size: int) -> Iterator[tuple[int, int]]:
-    """(start, stop) over a flat tensor; of a fake one, which only takes memory, the first stands for all."""
-    numel = flat.numel()
-    for start in range(0, min(numel, size) if private.is_fake(flat) else numel, size):
-        yield start, min(start + size, numel)
+    return format.encode(TorchOps, x, noise)
 
 
 def decode(format: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """Values in a dtype; of a plain format in that dtype the stored tensor itself."""
-    if isinstance(format, Plain):
-        return parts[0].to(dtype)
-    if isinstance(format, Corrected) and dtype == torch.bfloat16:
-        return parts[0]
-    if isinstance(format, Exact) and dtype == torch.bfloat16:
-        return _to_even(*parts)
+    quick = format.cast(parts, dtype)
+    if quick is not None:
+        return quick
     numel = parts[0].numel() * format.parts[0].every
     out = torch.empty(numel, dtype=dtype, device=parts[0].device)
     for start, stop in chunks(out, CHUNK):
@@ -89,19 +67,9 @@ def decode(format: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) ->
     return out
 
 
-def _to_even(high: torch.Tensor, remainder: torch.Tensor) -> torch.Tensor:
-    """The values of `Exact` in bfloat16, ties to even as float32 is cast: in their upper halves ties go away from 0."""
-    out = torch.empty_like(high)
-    for start, stop in chunks(out, 1 << 17):
-        bits = high[start:stop].view(torch.int16)
-        odd = torch.eq(remainder[start:stop], -(1 << 15), out=torch.empty_like(bits)).bitwise_and_(bits)
-        torch.sub(bits, odd, out=out[start:stop].view(torch.int16))
-    return out
-
-
 def encode(format: Format, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """The parts of a flat buffer, rounded to nearest."""
-    if isinstance(format, Plain):
+    if format.plain:
         return (x.to(format.dtype),)
     out = zeros(format, x.numel(), x.device)
     for start, stop in chunks(x, CHUNK):
@@ -119,7 +87,7 @@ class Stored:
 
     @property
     def plain(self) -> bool:
-        return isinstance(self.format, Plain)
+        return self.format.plain
 
     @property
     def device(self) -> torch.device:
@@ -128,7 +96,7 @@ class Stored:
     @property
     def dtype(self) -> torch.dtype:
         """Of the decoded values."""
-        return self.parts[0].dtype if self.plain else torch.float32
+        return self.format.dtype
 
     def numel(self) -> int:
         return self.parts[0].numel() * self.format.parts[0].every

@@ -15,9 +15,9 @@ import torch
 
 from fzero.base import private
 from fzero.formats.bits import Counters, Fields, hashed, word
-from fzero.formats.formats import GROUP, Companded, Format, Plain
+from fzero.formats.formats import GROUP, Format, chunks
 from fzero.formats.ops import TorchOps
-from fzero.formats.stored import Stored, chunks, encoded, load, store
+from fzero.formats.stored import Stored, encoded, load, store
 from fzero.kernels import build
 
 Formula = Callable[..., Sequence[Any]]
@@ -53,7 +53,7 @@ def _block(
     params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
     new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
     noise = _drawn(keys)
-    order = sorted(range(len(formats)), key=lambda i: isinstance(formats[i], Companded))
+    order = sorted(range(len(formats)), key=lambda i: formats[i].group)
     for i in order:
         store(formats[i], parts[i], encoded(formats[i], _single(formats[i], new[i]), noise))
 
@@ -61,7 +61,7 @@ def _block(
 def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
     """`decode(times=None)` of stored parts, in the dtype that is computed in."""
     stored = load(form, parts)
-    if isinstance(form, Plain):
+    if form.plain:
         stored = [x.to(dtype) for x in stored]
     return lambda *times: form.decode(TorchOps, stored, *times).to(dtype)
 
@@ -74,7 +74,7 @@ def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
 
 def _single(form: Format, x: torch.Tensor) -> torch.Tensor:
     """In float32, which encoding starts from; as it is for a plain format that rounds to nearest."""
-    return x if isinstance(form, Plain) and not form.stochastic else x.to(torch.float32)
+    return x if form.plain and not form.rounds else x.to(torch.float32)
 
 
 @functools.cache

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from fzero.formats.bits import Fields, hashed, word
-from fzero.formats.formats import GROUP, Companded, Format, Part, Plain
+from fzero.formats.formats import GROUP, Companded, Format, Grouped, Part
 from fzero.kernels.trace import KernelOps, Loop, Value
 
 N = 64  # elements of a loop; every buffer of a step is a multiple of it
@@ -170,7 +170,7 @@ class Source:
             self.shared.append(f"const int32_t {name} = {name}_[start / {GROUP} + k];")
             return name
         if part.every == 2:
-            assert isinstance(form, Companded)
+            assert isinstance(form, Companded)  # the one format of 4 bits
             array = self.array(name, "float")
             table = _listed(f"{level.hex()}f" for level in form.levels)
             self.tables.append(f"  static const float {name}levels[16] = {{{table}}};\n")
@@ -246,7 +246,7 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     """C++ of one update of a buffer: params in formats[0], moments in the others."""
     source = Source()
     names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]
-    if any(isinstance(form, Companded) for form in formats):
+    if any(form.group > 1 for form in formats):
         for form, own in zip(formats, names, strict=True):
             for part, name in zip(form.parts, own, strict=True):
                 source.fetch(part, name)
@@ -267,9 +267,9 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     hyper = [Value(loop, f"h[{i}]", "f") for i in range(hypers)]
     new = formula(KernelOps, hyper, params(), loop.let(grads, "f"), *moments)
     stores: list[_Store] = []
-    grouped: list[tuple[int, Companded, str]] = []
+    grouped: list[tuple[int, Grouped, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
-        if isinstance(form, Companded):
+        if isinstance(form, Grouped):
             kept = source.array(f"new{i}", "float")
             loop.keep(kept, value)
             grouped.append((i, form, kept))
@@ -280,20 +280,20 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
                 continue
             target = source.array(f"out_{name}", "float" if out.kind == "f" else "int32_t")
             loop.keep(target, out)
-            stores.append((part, name, target, isinstance(form, Plain) and not form.stochastic))
+            stores.append((part, name, target, form.plain and not form.rounds))
     source.add(loop, shared=source.shared)
     if grouped:
-        stores += _companded(source, words, noise, grouped, names)
+        stores += _grouped(source, words, noise, grouped, names)
     for part, name, array, rounds in stores:
         source.store(part, name, array, rounds)
     return str(source)
 
 
-def _companded(
+def _grouped(
     source: Source,
     words: _Words,
     noise: Fields,
-    grouped: Sequence[tuple[int, Companded, str]],
+    grouped: Sequence[tuple[int, Grouped, str]],
     names: Sequence[Sequence[str]],
 ) -> list[_Store]:
     """Emits the scales and codes of new values, each an (index, format, array); what is to be stored.

@@ -11,9 +11,9 @@ import torch
 
 from fzero.base import pytree
 from fzero.formats.bits import Counters
-from fzero.formats.formats import Plain
+from fzero.formats.formats import Plain, chunks
 from fzero.formats.ops import TorchOps
-from fzero.formats.stored import Stored, chunks
+from fzero.formats.stored import Stored
 from fzero.kernels.onepass import CHUNK, ON_CUDA, Formula, by_formula, run, write
 from fzero.state.draw import Draw
 from fzero.state.sharded import is_sharded
@@ -104,7 +104,7 @@ def _units(params: Any, grads: Any, moments: Sequence[Any]) -> Iterator[_Unit]:
     for key in params.keys:
         own = [params.stored(key), *[tree.stored(key) for tree in moments]]
         draw = params.draw or Draw(0, 0)
-        rounds = any(not stored.plain or getattr(stored.format, "stochastic", False) for stored in own)
+        rounds = any(stored.format.rounds for stored in own)
         counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
         yield _Unit(own[0], grads.local(key), own[1:], 1.0 / grads.scale, counters, key.unit in draw.compiled)
 

@@ -12,7 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.formats.formats import Blocks
-from fzero.formats.stored import decode, encode, is_plain
+from fzero.formats.stored import decode, encode
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
 from fzero.state.train_state import TrainState
@@ -116,16 +116,12 @@ def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
         elif axis.ranks > 1:
             said += [f"{specs[index][0]} with checksum {checksum(leaf)}" for index, leaf in made.items()]
         form = policy.param_format
-        full = layout.pack(key, made, policy.param if is_plain(form) else torch.float32)
+        full = layout.pack(key, made, form.dtype)
         del made
         size = layout.shard_numel(key)
-        own = full.narrow(0, axis.rank * size if size < group.numel else 0, size)
+        own = full if size == group.numel else full.narrow(0, axis.rank * size, size).clone()
         if not (group.row.held and policy.computes_as_stored):
-            if is_plain(form):
-                parts: tuple[torch.Tensor, ...] = (full if size == group.numel else own.clone(),)
-            else:
-                parts = encode(form, own)
-            buffers.update(zip(part_names(form, key), parts, strict=True))
+            buffers.update(zip(part_names(form, key), encode(form, own), strict=True))
         if group.row.held:
             held[key] = as_held(policy, encode(form, full))
         del full, own

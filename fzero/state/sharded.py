@@ -10,7 +10,7 @@ import torch
 from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format, Plain
-from fzero.formats.stored import Stored, is_plain
+from fzero.formats.stored import Stored
 from fzero.state.draw import Draw
 from fzero.table.layout import Key, Layout, Slot
 
@@ -203,7 +203,7 @@ def _check_codes(metadata: _Static, kind: str, children: tuple[Any, ...]) -> Non
         group = metadata.layout.groups[group_of(name)]
         policy = group.row.policy
         form = policy.param_format if kind == "params" else policy.moment_format(kind == "signed")
-        if is_plain(form) or not isinstance(child, torch.Tensor):
+        if form.plain or not isinstance(child, torch.Tensor):
             continue
         part = next(part for part, own in zip(form.parts, part_names(form, group.key), strict=True) if own == name)
         if child.dtype != part.dtype:

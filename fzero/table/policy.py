@@ -162,7 +162,7 @@ class Policy:
     @property
     def computes_as_stored(self) -> bool:
         """Whether a full buffer in compute dtype has the stored values."""
-        return isinstance(self.param_format, Plain) and self.compute == self.param and self.gather is None
+        return self.param_format.plain and self.compute == self.param and self.gather is None
 
     @staticmethod
     def by_path(policies: Mapping[str, Policy]) -> ByPath:
