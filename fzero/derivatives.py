@@ -33,7 +33,7 @@ class Tape:
         _, primals, self._fixed = traversal_of(step, state, (0,))
         self._leaves = {key: primal.detach().requires_grad_() for key, primal in primals.items()}
 
-    def __call__(self, *inputs: Any) -> Any:
+    def __call__(self, *inputs: object) -> Any:
         """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
         self._calls += 1
         seed = seed_of(self._state, self._calls - 1, 0)
@@ -112,7 +112,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
     return v.with_buffers(product)
 
 
-def per_example_grads(step: Spec, state: TrainState, *inputs: Any, only: str | None = None) -> Any:
+def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str | None = None) -> Any:
     """The gradient of every example by itself; nothing is reduced, as examples differ between ranks.
 
     The params are gathered whole for it, so this is for models, or `only` leaves, that fit on one device.
@@ -188,7 +188,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: Any, only: str | N
     return pytree.unflatten(state.params.structure, [found.get(i) for i in range(len(leaves))])
 
 
-def _example_dims(inputs: Sequence[Any]) -> list[int | None]:
+def _example_dims(inputs: Sequence[object]) -> list[int | None]:
     """0 for every flat input that is a tensor, whose examples lie along dim 0."""
     names, flat, _ = pytree.named_leaves(tuple(inputs))
     sizes: dict[str, int] = {}

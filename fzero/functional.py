@@ -133,7 +133,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                     with others(), places.installed(leaves):
                         yield
 
-                def run(call: Callable[..., Any], *given: Any) -> Any:
+                def run(call: Callable[..., object], *given: object) -> Any:
                     with contextlib.nullcontext() if whole.depth else others():
                         return call(*given)
 
@@ -147,7 +147,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 
         own.forward = forward
 
-    def apply(params: Params, *args: Any, **kwargs: Any) -> Any:
+    def apply(params: Params, *args: object, **kwargs: object) -> Any:
         _check_names(params, known)
         module = twin()
         layout, numbers = origins_of(list(params.values()))
@@ -199,10 +199,10 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     return apply, params
 
 
-def _as_one(call: Callable[..., Any]) -> Callable[..., Any]:
+def _as_one(call: Callable[..., object]) -> Callable[..., Any]:
     """The whole module as one unit: none below it is one, also where it runs again."""
 
-    def run(*args: Any) -> Any:
+    def run(*args: object) -> Any:
         token = _units.set({})
         try:
             return call(*args)

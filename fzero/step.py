@@ -56,7 +56,7 @@ class Step(Spec):
             warn_where_slow(state)
             return state
 
-    def vjp(self, state: TrainState, *inputs: Any, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
+    def vjp(self, state: TrainState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
         """Outputs and their pullback, `torch.func.vjp` through the sharded params.
 
         Args:
@@ -75,7 +75,7 @@ class Step(Spec):
         outputs, aux = pullback.taken()
         return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
 
-    def forward(self, state: TrainState, *inputs: Any, rng: int = 0) -> Any:
+    def forward(self, state: TrainState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the step has aux.
 
         None flows into the inputs either: what plain autograd differentiates counts as a constant.
@@ -98,7 +98,7 @@ class Step(Spec):
         pairs = [split_result(self, pair) for pair in outputs]
         return micro.merge([out for out, _ in pairs]), micro.merge([aux for _, aux in pairs], "aux")
 
-    def __call__(self, state: TrainState, *inputs: Any, cotangent: Any = None, rng: int = 0) -> Any:
+    def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.
 
         Args:
@@ -130,7 +130,7 @@ class Step(Spec):
         new, metrics = apply_update(self, state, sharded, None)
         return new, {**metrics, **batch.loss(), **batch.aux()}
 
-    def update(self, state: TrainState, grads: Sharded, grad_norm: Any = None) -> tuple[TrainState, dict[str, Any]]:
+    def update(self, state: TrainState, grads: Sharded, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
         """The optimizer's update with these grads, and with those that the state keeps, which are cleared.
 
         Args:
@@ -161,13 +161,13 @@ class Step(Spec):
             return state.replace(grads=added)
 
 
-def _constant(who: str, **arguments: Any) -> list[Any]:
+def _constant(who: str, **arguments: object) -> list[Any]:
     """The arguments, none of which a transform around this call may differentiate or map."""
     return [constants(who, argument, value) for argument, value in arguments.items()]
 
 
 def train_step(
-    fn: Callable[..., Any],
+    fn: Callable[..., object],
     optimizer: GradientTransformation,
     policy: Policy | ByPath | None = None,
     units: str | Sequence[str] | None = None,
@@ -201,7 +201,7 @@ def train_step(
     return Step(fn, optimizer, policy or Policy(), patterns, has_aux)
 
 
-def with_fn(step: Step, fn: Callable[..., Any], has_aux: bool | None = None) -> Step:
+def with_fn(step: Step, fn: Callable[..., object], has_aux: bool | None = None) -> Step:
     """The same table and state, another function: evaluation, generation, a second loss.
 
     Args:

@@ -17,7 +17,7 @@ from fzero.state.sharded import is_sharded
 from fzero.table.needs import need_function
 
 
-def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
+def unit(fn: Callable[..., object]) -> Callable[..., Any]:
     """Makes `fn(params_subtree, *args, **kwargs)` a unit: the grain at which params are gathered, freed and recomputed.
 
     Called with the leaves of a step's params it gathers them for this one use; outside of a step it is `fn`. It may use
@@ -35,7 +35,7 @@ def unit(fn: Callable[..., Any]) -> Callable[..., Any]:
     need_function(fn, "unit")
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return call_unit(fn, args, kwargs)
 
     return call

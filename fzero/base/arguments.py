@@ -54,7 +54,7 @@ def need_number(value: Any, who: str, argument: str, expected: str = "a number")
         raise wrong(who, argument, value, expected)
 
 
-def need_argnums(argnums: Any, inputs: Sequence[Any]) -> tuple[int, ...] | None:
+def need_argnums(argnums: object, inputs: Sequence[object]) -> tuple[int, ...] | None:
     """The inputs to differentiate, counted from 0; negative ones count from the end, as in torch.func.grad."""
     if argnums is None:
         return None

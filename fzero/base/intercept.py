@@ -54,7 +54,7 @@ class Stream(Protocol):
         """A region that draws what this one will from here on."""
         ...
 
-    def lend(self, device: torch.device, name: str, run: Callable[[], Any]) -> Any:
+    def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> Any:
         """Runs what draws from the device's default generator and cannot be given another."""
         ...
 
@@ -165,8 +165,8 @@ def _without_generator(op: Any, names: list[str]) -> Callable[..., Any]:
     chances = [names.index(name) for name in ("dropout_p", "dropout", "p") if name in names]
     modes = [names.index(name) for name in ("train", "training") if name in names]
 
-    def draws(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        def value(place: int, default: Any) -> Any:
+    def draws(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
+        def value(place: int, default: object) -> Any:
             return args[place] if place < len(args) else kwargs.get(names[place], default)
 
         return not (any(value(i, 0) == 0 for i in chances) or any(value(i, True) is False for i in modes))
@@ -192,7 +192,7 @@ def _without_generator(op: Any, names: list[str]) -> Callable[..., Any]:
     return kernel
 
 
-def _refuse_compiled_checkpoint(op: Any, *_: Any, **__: Any) -> Any:
+def _refuse_compiled_checkpoint(op: object, *_: object, **__: object) -> Any:
     raise RuntimeError(
         f"{op} draws random numbers under torch.utils.checkpoint, in a unit that is compiled and does not run on the "
         "main thread: it would draw other numbers when it is recomputed. Take fz.remat(step) in checkpoint's place, or "
@@ -200,7 +200,7 @@ def _refuse_compiled_checkpoint(op: Any, *_: Any, **__: Any) -> Any:
     )
 
 
-def _own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Generator | None:
+def _own_generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Generator | None:
     device, _ = _look(args, kwargs)
     stream: Stream = _C._get_obj_in_tls(_STREAM)
     own = stream.generator(device) if device is not None else None
@@ -209,7 +209,7 @@ def _own_generator(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Gener
     return own
 
 
-def _look(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, bool]:
+def _look(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, bool]:
     """Where an operator draws, None for fakes, which draw nothing; and whether all its tensors are plain ones."""
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return None, True

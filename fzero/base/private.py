@@ -99,7 +99,7 @@ def pull_back_early(ctx: Any) -> None:
     ctx._set_sequence_nr(1 << 62)
 
 
-def is_fake(tensor: Any) -> bool:
+def is_fake(tensor: object) -> bool:
     """Whether a tensor of FakeTensorMode: a shape and no values."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded where nobody made one
     return module is not None and isinstance(tensor, module.FakeTensor)
@@ -119,7 +119,7 @@ def single_level() -> int:
     return 0 if _functorch.CGradInterpreterPtr(interpreter).prevGradMode() else interpreter.level()
 
 
-def _operand(x: Any, level: int) -> Any:
+def _operand(x: object, level: int) -> Any:
     """An operand below a level; one of a level that has ended is a constant."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -135,7 +135,7 @@ def direct(function: Any) -> Any:
 
     class Direct(torch.autograd.function._SingleLevelFunction):
         @staticmethod
-        def forward(level: int, *operands: Any) -> Any:  # type: ignore[override]
+        def forward(level: int, *operands: object) -> Any:  # type: ignore[override]
             plain = [_operand(x, level) for x in operands]
             saved = _functorch.pop_dynamic_layer_stack()
             try:
@@ -222,12 +222,12 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
 
 
-def node_of(ctx: Any) -> Any:
+def node_of(ctx: object) -> Any:
     """The node of the graph that a Function's context is, or that functorch's own context stands before."""
     return getattr(ctx, "_pt_inner_ctx", ctx)
 
 
-def will_run(node: Any) -> bool:
+def will_run(node: object) -> bool:
     """Inside a backward: whether the running pass will come to this node of the graph."""
     return torch._C._will_engine_execute_node(node)  # type: ignore[attr-defined]
 
@@ -355,7 +355,7 @@ def function_modes() -> list[Any]:
 
 
 @contextlib.contextmanager
-def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
+def under_function_modes(modes: Sequence[object]) -> Iterator[None]:
     """Inside, these are the torch function modes that are on, and no others."""
     before = function_modes()
     if len(before) == len(modes) and all(map(operator.is_, before, modes)):
@@ -368,7 +368,7 @@ def under_function_modes(modes: Sequence[Any]) -> Iterator[None]:
         _exchange_function_modes(len(modes), before)
 
 
-def _exchange_function_modes(count: int, modes: Sequence[Any]) -> None:
+def _exchange_function_modes(count: int, modes: Sequence[object]) -> None:
     for _ in range(count):
         torch.overrides._pop_mode()  # type: ignore[attr-defined]
     for mode in modes:

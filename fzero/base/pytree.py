@@ -13,7 +13,7 @@ PyTree = Any
 Spec = optree.PyTreeSpec
 
 
-def flatten(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Spec]:
+def flatten(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[Any], Spec]:
     """Leaves and structure; `None` is a leaf, so that it keeps its place."""
     return optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True)
 
@@ -22,7 +22,7 @@ def unflatten(spec: Spec, leaves: list[Any]) -> PyTree:
     return optree.tree_unflatten(spec, leaves)
 
 
-def named_leaves(tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[str], list[Any], Spec]:
+def named_leaves(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[str], list[Any], Spec]:
     """Dotted paths (`blocks.0.attn.weight`), leaves and structure; `None` is a leaf."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=True)
     return [".".join(_part(entry) for entry in accessor) for accessor in accessors], leaves, spec
@@ -38,7 +38,9 @@ def leaves(tree: PyTree) -> list[Any]:
     return optree.tree_leaves(tree)
 
 
-def map(fn: Callable[..., Any], tree: PyTree, *rest: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> PyTree:
+def map(
+    fn: Callable[..., object], tree: PyTree, *rest: PyTree, is_leaf: Callable[[object], bool] | None = None
+) -> PyTree:
     """`fn` over the leaves of trees of one structure; `None` is kept as it is."""
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
@@ -47,7 +49,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def map_leaves(fn: Callable[[Any], Any], tree: PyTree) -> PyTree:
+def map_leaves(fn: Callable[[object], object], tree: PyTree) -> PyTree:
     """`fn` over the leaves, None counted; the tree itself where it changes none of them."""
     leaves, spec = flatten(tree)
     new = [fn(leaf) for leaf in leaves]
@@ -58,7 +60,7 @@ class Split:
     """A tree taken apart by kinds of leaves, for `join`: those of no kind are kept here."""
 
     def __init__(
-        self, tree: PyTree, *kinds: Callable[[Any], bool], is_leaf: Callable[[Any], bool] | None = None
+        self, tree: PyTree, *kinds: Callable[[object], bool], is_leaf: Callable[[object], bool] | None = None
     ) -> None:
         leaves, self.spec = flatten(tree, is_leaf)
         self._kinds = [next((i for i, is_kind in enumerate(kinds) if is_kind(leaf)), None) for leaf in leaves]

@@ -77,7 +77,7 @@ class seeded:
             _in_use.append(self)
         self.default = default
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         if self.default:
             with _one_at_a_time:
                 _in_use.remove(self)
@@ -112,7 +112,7 @@ class seeded:
         states = {**(self.start or {}), **{device: g.get_state() for device, g in (self.generators or {}).items()}}
         return functools.partial(seeded, self.seed, states)
 
-    def lend(self, device: torch.device, name: str, run: Callable[[], Any]) -> Any:
+    def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> Any:
         """`run()`, which draws from a device's default generator, with this region's numbers."""
         own = self.generator(device)
         if own is None:
@@ -197,7 +197,7 @@ class Replayed:
 
     __slots__ = ("found", "states")
 
-    def __init__(self, generators: Iterable[Any]) -> None:
+    def __init__(self, generators: Iterable[object]) -> None:
         # keyed by identity: one generator may be found twice, as an argument and in a closure
         self.states = [(g, _state(g)) for g in {id(g): g for g in generators}.values()]
         self.found: list[list[Any]] = []
@@ -216,7 +216,7 @@ class Replayed:
         self.found.append([_state(generator) for generator, _ in self._own()])
         self.rewind()
 
-    def __exit__(self, *exc: Any) -> None:
+    def __exit__(self, *exc: object) -> None:
         for (generator, _), state in zip(self._own(), self.found.pop(), strict=True):
             _set_state(generator, state)
 

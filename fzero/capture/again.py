@@ -45,7 +45,7 @@ class Unread(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in READABLE and func != REQUIRES_GRAD:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -54,7 +54,7 @@ class Unread(torch.Tensor):
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         own = next(x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Unread))
         if own.thread != threading.get_ident():
             raise noted(

@@ -51,7 +51,7 @@ _CLOSED = frozenset(
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "numpy", "optree"}) - {"__main__"}
 
 
-def is_library(name: Any) -> bool:
+def is_library(name: object) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
@@ -128,7 +128,7 @@ def attributes_of(value: Any) -> dict[str, Any] | None:
     return getattr(value, "__dict__", None)
 
 
-def tuple_of(kind: type, items: Iterable[Any], own: dict[str, Any] | None) -> Any:
+def tuple_of(kind: type, items: Iterable[object], own: dict[str, Any] | None) -> Any:
     """A tuple with other items; what its user sets on either of the two is one."""
     made = tuple.__new__(kind, items)
     if own is not None:
@@ -188,7 +188,7 @@ def exchanges(value: Any) -> bool:
     return isinstance(value, torch.Tensor) or is_built(value)
 
 
-def tensors_in(value: Any, known: Callable[[Any], bool], seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any, known: Callable[[object], bool], seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """The tensors in a value that a unit made, containers and objects taken apart; those that are known are not."""
     kind, seen = type(value), set() if seen is None else seen
     if kind in ATOMS or id(value) in seen or known(value):

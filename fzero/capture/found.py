@@ -179,7 +179,7 @@ class Found:
         elif isinstance(value, np.ndarray) and value.size > MANY and value.flags.writeable:
             self.long.append(value)
 
-    def function(self, fn: Any, top: bool) -> None:
+    def function(self, fn: object, top: bool) -> None:
         """Looks through what a function closes over, its defaults, its object, and the globals that it names."""
         if not isinstance(fn, (types.FunctionType, types.MethodType, functools.partial)):
             if top and not isinstance(fn, (types.BuiltinFunctionType, type)):
@@ -223,7 +223,7 @@ class Found:
             for space in [*self._spaces.values()]:
                 self._within(space, new)
 
-    def _named(self, where: dict[str, Any], values: Mapping[str, Any]) -> None:
+    def _named(self, where: dict[str, object], values: Mapping[str, object]) -> None:
         """Variables of a file or notebook, and what its names stand for there or in others of the user's."""
         variables = [name for name, value in values.items() if not isinstance(value, _NAMED) or _is_bound(value)]
         if variables:
@@ -312,7 +312,7 @@ def _is_users(name: str | None) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def marks(long: Iterable[Any], thorough: bool) -> list[int]:
+def marks(long: Iterable[object], thorough: bool) -> list[int]:
     """What shows that something long was changed: its length; thoroughly also what is in it, which takes a while."""
     return [_mark(x) if thorough else 0 if isinstance(x, np.ndarray) else _length(x) for x in long]
 

@@ -50,7 +50,7 @@ class Handle(Valueless):
     primal: torch.Tensor
 
     @staticmethod
-    def __new__(cls, owner: Any, key: Any, index: int, row: Row, dtype: torch.dtype, primal: torch.Tensor) -> Any:
+    def __new__(cls, owner: object, key: Any, index: int, row: Row, dtype: torch.dtype, primal: torch.Tensor) -> Any:
         self = torch.Tensor._make_wrapper_subclass(cls, row.shape, dtype=dtype, device=primal.device)
         self.owner, self.key, self.index, self.primal = owner, key, index, primal
         self.path, self.unit = row.path, row.unit
@@ -68,7 +68,7 @@ class Handle(Valueless):
         return f"{type(self).__name__}({self.path!r} of unit {self.unit!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in READABLE:
             handle = args[0]
             if func == REQUIRES_GRAD:  # which is another object at each look
@@ -96,7 +96,7 @@ class Handle(Valueless):
         return out
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         raise noted(_first_handle((args, kwargs))._refuse(f"got operator {func}"))
 
 
@@ -104,7 +104,7 @@ def _operator(name: str) -> Any:
     """torch's own takes a TypeError for another type's affair, and says nothing of the leaf."""
     function = getattr(torch.Tensor, name)
 
-    def method(self: Handle, *operands: Any) -> Any:
+    def method(self: Handle, *operands: object) -> Any:
         return type(self).__torch_function__(function, (type(self),), (self, *operands))
 
     return method
@@ -146,11 +146,11 @@ READABLE = {
 }
 
 
-def _first_handle(tree: Any) -> Handle:
+def _first_handle(tree: object) -> Handle:
     return next(leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Handle))
 
 
-def writes(func: Any, kwargs: Any) -> bool:
+def writes(func: object, kwargs: Any) -> bool:
     """Whether a function changes its first argument, or `out`."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":
@@ -164,7 +164,7 @@ def _version(copy: torch.Tensor) -> int:
     return private.version(private.unwrapped(copy))
 
 
-def _note(handle: Handle, copy: torch.Tensor, out: Any) -> None:
+def _note(handle: Handle, copy: torch.Tensor, out: object) -> None:
     """Notes what was read of a leaf: a copy; a write to it, or to a view of it, would be lost."""
     noted = copies.get()
     if noted is not None:
@@ -189,7 +189,7 @@ def storage_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def name_of(func: Any) -> str:
+def name_of(func: object) -> str:
     """What a user calls it: a property's getter by the property's name."""
     name = getattr(func, "__name__", str(func))
     own = getattr(getattr(func, "__self__", None), "__name__", name)

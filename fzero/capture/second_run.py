@@ -56,14 +56,14 @@ class SecondRun:
     def draws(self) -> bool:
         return self._draws or bool(self._drawn)
 
-    def first(self, run: Callable[[], Any]) -> Any:
+    def first(self, run: Callable[[], object]) -> Any:
         """The first run. A higher-order operator on the way has taken the function modes off, one after another."""
         if not self._modes:
             return run()
         with private.under_function_modes(self._modes):
             return run()
 
-    def run(self, run: Callable[[], Any]) -> Any:
+    def run(self, run: Callable[[], object]) -> Any:
         """A run at another time. What it sets is gone afterwards: the first run has set it already."""
         now, own = contextvars.copy_context(), contextvars.Context()
         for found, are_ours in ((self._variables, False), (now, True)):

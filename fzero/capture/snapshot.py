@@ -26,7 +26,7 @@ class Snapshot:
         "_values",
     )
 
-    def __init__(self, containers: Sequence[Container], vacant: Sequence[Any]) -> None:
+    def __init__(self, containers: Sequence[Container], vacant: Sequence[object]) -> None:
         raw = [own for container in containers if (own := container.raw) is not None]
         self._dicts = [own for own in raw if isinstance(own, dict)]
         self._lists = [own for own in raw if not isinstance(own, dict)]

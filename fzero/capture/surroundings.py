@@ -71,7 +71,7 @@ class Reach:
         long: lists, dicts and arrays that are too long to be put back.
     """
 
-    def __init__(self, arguments: Sequence[Any], around: Surroundings) -> None:
+    def __init__(self, arguments: Sequence[object], around: Surroundings) -> None:
         own = Found()
         for value in arguments:
             own.search(value, True)
@@ -269,7 +269,7 @@ def take_out(put: Sequence[tuple[Container, Content, Content]]) -> None:
         container.write({k: before[k] if k in inner and x is inner[k] else x for k, x in now.items()})
 
 
-def _once_empty(hooks: Any) -> Container:
+def _once_empty(hooks: object) -> Container:
     container = Container(hooks)
     container.found = {}
     return container

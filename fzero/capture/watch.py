@@ -73,7 +73,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
         self.made = _made.get()
         self.own = {*own}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if self.unit is None and _elsewhere.get():
             return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
@@ -113,7 +113,7 @@ class _Guard(torch.overrides.TorchFunctionMode):
     Under a functorch level without plain autograd around it nothing else is in a graph and not wrapped.
     """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if not _elsewhere.get():
             refuse_leaks((args, kwargs or {}))
             if func in _ASKS:
@@ -133,14 +133,14 @@ def _targets(args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
     return [x for x in pytree.flatten(args[:1] if out is None else out)[0] if isinstance(x, torch.Tensor)]
 
 
-def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Any) -> None:
+def _refuse_writes(func: object, args: Sequence[Any], kwargs: object) -> None:
     for target in _targets(args, kwargs):
         leaf = copy_of(target)
         if leaf is not None:
             raise noted(ValueError(written(f"Leaf {leaf.path!r}", func)))
 
 
-def written(what: str, func: Any) -> str:
+def written(what: str, func: object) -> str:
     return (
         f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute with a copy "
         "(w = w.clone()), or use the operation that is not in place. What follows another param slowly (a momentum "
@@ -148,7 +148,7 @@ def written(what: str, func: Any) -> str:
     )
 
 
-def _refuse_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse_parts(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Refuses to tell the gradient by one of several tensors that a unit puts out: their ways inside are not known."""
     is_grad = func == torch.autograd.grad
     given = dict(zip(("outputs", "inputs") if is_grad else ("inputs",), args, strict=False)) | dict(kwargs)
@@ -168,12 +168,12 @@ def _refuse_parts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
             )
 
 
-def is_watch(mode: Any) -> bool:
+def is_watch(mode: object) -> bool:
     """Whether a torch function mode is one of this file's."""
     return isinstance(mode, (_Watch, _Guard))
 
 
-def refuse_leaks(tree: Any) -> None:
+def refuse_leaks(tree: object) -> None:
     """Refuses tensors of units' own graphs: those that a watch saw, and where one functorch level is alone all."""
     made, alone = _made.get(), None
     if made is None:

@@ -19,7 +19,7 @@ from fzero.comm.divergence import announce, explained
 _Explained = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _members(group: Any) -> tuple[int, ...]:
+def _members(group: object) -> tuple[int, ...]:
     return tuple(backend.members(group)) if group is not None else ()
 
 
@@ -43,7 +43,7 @@ class Axis:
         data_rank: which of those this one is.
     """
 
-    def __init__(self, group: Any = None, replicas: Any = None, name: str = "") -> None:
+    def __init__(self, group: object = None, replicas: object = None, name: str = "") -> None:
         self.group, self.name = group, name
         self.size, self.rank = backend.size_of(group), backend.rank_in(group)
         copies = backend.size_of(replicas)
@@ -70,7 +70,7 @@ class Axis:
         """This axis for one component, with an identity that its ranks agree on."""
         return self._with(component=label, identity=self._first(uuid.uuid4().hex, f"init of {label!r}"))
 
-    def _with(self, **changes: Any) -> Axis:
+    def _with(self, **changes: object) -> Axis:
         out = copy.copy(self)
         vars(out).pop("uncut", None)
         vars(out).update(changes)
@@ -127,7 +127,7 @@ class Axis:
 
     # ---- what is said about a collective
 
-    def _announced(self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Any) -> _Explained:
+    def _announced(self, operation: str, tag: Hashable, tensor: torch.Tensor, group: object) -> _Explained:
         """Announces a collective; the result makes calls that name it where they fail."""
         shape, dtype = tensor.shape, tensor.dtype
 
@@ -231,7 +231,7 @@ class Axis:
 
     # ---- agreement
 
-    def _by_all(self, said: str, what: str, group: Any) -> list[str]:
+    def _by_all(self, said: str, what: str, group: object) -> list[str]:
         return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(said, group)
 
     def _first(self, said: str, what: str) -> str:

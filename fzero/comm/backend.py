@@ -76,7 +76,7 @@ Wait = Callable[[], None]
 CHUNK = 1 << 16  # elements that stay in a core's cache while they are added up
 
 
-def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> Wait:
+def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: object, number: int) -> Wait:
     """Fills `full` with the shards of all ranks, in rank order. The shard may lie in its place already."""
     return in_flight(full, shard, lambda full, shard: _gather(full, shard, group, number), _by_number(group))
 
@@ -109,7 +109,7 @@ def _gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) ->
     return wait
 
 
-def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
+def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: object, number: int, divisor: int) -> Wait:
     """Fills `out` with this rank's slice of the sum over `divisor`, added up in rank order where that is left to us.
 
     `full` travels in its own dtype and is summed in that of `out`: what a backend sums itself, it sums as it travels.
@@ -166,7 +166,7 @@ def done() -> None:
     pass
 
 
-def all_reduce(tensor: torch.Tensor, group: Any) -> None:
+def all_reduce(tensor: torch.Tensor, group: object) -> None:
     dist.all_reduce(tensor, group=group)
     _settle(group)
 
@@ -216,12 +216,12 @@ def gather_strings(said: str, group: Any) -> list[str]:
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
-def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: Any, async_op: bool = False) -> Any:
+def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: object, async_op: bool = False) -> Any:
     # torch >= 2.13 deprecates the older names
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(full, shard, group=group, async_op=async_op)
 
 
-def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: Any, async_op: bool) -> Any:
+def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: object, async_op: bool) -> Any:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(shard, full, group=group, async_op=async_op)

@@ -44,7 +44,7 @@ def _linear(name: str, forward: Any, transposed: Any) -> Any:
             return out.clone() if out is tensor else out
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx: Any, inputs: Any, output: object) -> None:
             ctx.wire = inputs[0]
 
         @staticmethod
@@ -52,11 +52,11 @@ def _linear(name: str, forward: Any, transposed: Any) -> Any:
             return None, transposed().apply(ctx.wire, cotangent)
 
         @staticmethod
-        def jvp(ctx: Any, _: Any, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+        def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> Any:  # type: ignore[override]
             return Map.apply(ctx.wire, tangent)
 
         @staticmethod
-        def vmap(info: Any, in_dims: Any, wire: Wire, tensor: torch.Tensor) -> Any:  # type: ignore[override]
+        def vmap(info: object, in_dims: Any, wire: Wire, tensor: torch.Tensor) -> Any:  # type: ignore[override]
             return Map.apply(wire, tensor.movedim(in_dims[1], -1).contiguous()), -1
 
     Map.__name__ = Map.__qualname__ = name

@@ -64,7 +64,7 @@ class Batch:
     """
 
     def __init__(
-        self, step: Spec, state: TrainState, inputs: Sequence[Any], cotangent: Any, rng: int, fused: bool = False
+        self, step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int, fused: bool = False
     ) -> None:
         self._step, self._state, self._inputs, self._cotangent = step, state, inputs, cotangent
         self._rng, self._fused, self._axis = rng, fused, state.params.axis
@@ -113,7 +113,7 @@ class Pullback:
     """
 
     def __init__(
-        self, step: Spec, state: TrainState, inputs: Sequence[Any], argnums: Sequence[int] | None, rng: int
+        self, step: Spec, state: TrainState, inputs: Sequence[object], argnums: Sequence[int] | None, rng: int
     ) -> None:
         self._micro = step.microbatches
         several, scale = self._micro.count > 1, scale_of(step, state)
@@ -135,7 +135,7 @@ class Pullback:
         return self._micro.merge(outputs), self._micro.merge(auxes, "aux")
 
     def __call__(
-        self, cotangent: Any, retain_graph: bool = False, create_graph: bool = False
+        self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
     ) -> tuple[Sharded, tuple[Any, ...]]:
         """Pulls a cotangent of the outputs back.
 

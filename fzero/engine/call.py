@@ -59,7 +59,7 @@ class inside:
     def __enter__(self) -> None:
         self.tokens = current.set(None), here.set(self.leaves)
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         current.reset(self.tokens[0])
         here.reset(self.tokens[1])
 
@@ -75,11 +75,11 @@ class Call:
 
     def __init__(
         self,
-        fn: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        fn: Callable[..., object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
         surroundings: Surroundings,
-        around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None,
+        around: Callable[[object], contextlib.AbstractContextManager[object]] | None,
     ) -> None:
         self.fn, self.args, self.kwargs, self.around = fn, args, dict(kwargs), around
         self.reach = Reach((*args, *self.kwargs.values()), surroundings)
@@ -180,7 +180,7 @@ class Call:
         fulls: Sequence[torch.Tensor],
         derived: bool,
         unit: str,
-        watch: contextlib.AbstractContextManager[Any],
+        watch: contextlib.AbstractContextManager[object],
     ) -> tuple[torch.Tensor, ...]:
         """Runs where no functorch level is active, and looks whether the function wrote where it should not.
 
@@ -233,7 +233,7 @@ class Call:
         self,
         leaves: Mapping[int, torch.Tensor],
         tensors: Sequence[torch.Tensor],
-        watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext(),  # noqa: B008 - has no state
+        watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008 - has no state
     ) -> tuple[torch.Tensor, ...]:
         """The call as a pure function: what it puts out. Runs under any derivative, and as often as is needed."""
         again = self._result is not None
@@ -312,9 +312,9 @@ class Call:
     def _run(
         self,
         leaves: Mapping[int, torch.Tensor],
-        watch: contextlib.AbstractContextManager[Any],
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
+        watch: contextlib.AbstractContextManager[object],
+        args: tuple[object, ...],
+        kwargs: Mapping[str, object],
     ) -> Any:
         """What the function returns; what it raises, where that or what it changed holds tensors of its own."""
         again = self._result is not None
@@ -371,7 +371,7 @@ class Call:
         return out
 
     @contextlib.contextmanager
-    def refilled(self, leaves: Mapping[int, torch.Tensor], inner: tuple[tuple[Any, ...], Filling]) -> Iterator[None]:
+    def refilled(self, leaves: Mapping[int, torch.Tensor], inner: tuple[tuple[object, ...], Filling]) -> Iterator[None]:
         """Around the pullback of a kept graph, which may run parts of the function again (torch.utils.checkpoint).
 
         Args:

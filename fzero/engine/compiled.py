@@ -29,7 +29,7 @@ def _inductor(graph: Any, inputs: Any) -> Any:
         return compile_fx(graph, inputs, config_patches={"fallback_random": True})
 
 
-def compiled(fn: Callable[..., Any], owner: nn.Module | None = None) -> Callable[..., Any]:
+def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Callable[..., Any]:
     """`fn`, compiled where it runs on plain tensors; under a functorch level, where it would be no graph, as it is.
 
     The compiler is not even imported before the first call.
@@ -42,13 +42,13 @@ def compiled(fn: Callable[..., Any], owner: nn.Module | None = None) -> Callable
     if owner is not None and any(m._forward_hooks or m._forward_pre_hooks for m in owner.modules()):
         fn = _with_own_code(fn)
 
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         return (fn if private.level() else _code_of(fn))(*args, **kwargs)
 
     return call
 
 
-def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _with_own_code(fn: Callable[..., object]) -> Callable[..., Any]:
     """The same function over another code object, by which the compiler keeps what it made."""
     function: Any = getattr(fn, "__func__", fn)
     if not isinstance(function, types.FunctionType):
@@ -59,7 +59,7 @@ def _with_own_code(fn: Callable[..., Any]) -> Callable[..., Any]:
     return new if function is fn else types.MethodType(new, fn.__self__)  # type: ignore[attr-defined]
 
 
-def _code_of(fn: Callable[..., Any]) -> Callable[..., Any]:
+def _code_of(fn: Callable[..., object]) -> Callable[..., Any]:
     function = getattr(fn, "__func__", fn)  # a bound method is another object at every look
     try:
         code = _compiled.get(function)

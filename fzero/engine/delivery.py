@@ -47,8 +47,8 @@ class Delivery:
         self,
         schedule: Schedule,
         layout: Layout,
-        nodes: Mapping[Key, Any],
-        receive: Callable[[Key, torch.Tensor], Any],
+        nodes: Mapping[Key, object],
+        receive: Callable[[Key, torch.Tensor], object],
         unreduced: Mapping[Key, torch.Tensor] | None = None,
         partial: bool = False,
     ) -> None:
@@ -125,7 +125,7 @@ class _Gate(torch.autograd.Function):
         return primal.detach()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: Any, inputs: Any, output: object) -> None:
         ctx.gates, ctx.key = inputs[0], inputs[1]
         ctx.size = inputs[2].shape
         private.pull_back_early(ctx)
@@ -138,11 +138,11 @@ class _Gate(torch.autograd.Function):
         return None, None, cotangent
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, __: Any, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+    def jvp(ctx: object, _: object, __: object, tangent: torch.Tensor) -> Any:  # type: ignore[override]
         return tangent.view_as(tangent)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, gates: Gates, key: Key, primal: torch.Tensor) -> Any:  # type: ignore[override]
+    def vmap(info: object, in_dims: Any, gates: Gates, key: Key, primal: torch.Tensor) -> Any:  # type: ignore[override]
         return primal.view_as(primal), in_dims[2]
 
 

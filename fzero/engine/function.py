@@ -88,7 +88,7 @@ def _stand_in(params: Sharded, key: Key) -> Stored:
 
 
 def call_function(
-    step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, Any], inputs: Sequence[Any]
+    step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, Any], inputs: Sequence[object]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
     tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]
@@ -165,6 +165,6 @@ def _leaf_of(traversal: Traversal, leaves: Sequence[torch.Tensor], tensor: torch
     return f"Leaf {max(found for found in offsets if found[0] <= own)[1]!r}"
 
 
-def _apart(value: Any, stored: Mapping[int, Any]) -> Any:
+def _apart(value: Any, stored: Mapping[int, object]) -> Any:
     """What is given out must not be a state's own memory: the caller may write to it."""
     return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value

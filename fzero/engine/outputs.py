@@ -11,7 +11,7 @@ from fzero.base.arguments import named
 from fzero.table.spec import Spec
 
 
-def nothing_to_pull(outputs: Any) -> ValueError:
+def nothing_to_pull(outputs: object) -> ValueError:
     """The error for a function that returned nothing that has a cotangent."""
     return ValueError(
         f"step: the function returned {_returned(outputs)}, expected a floating tensor to pull back from: a scalar "
@@ -19,7 +19,7 @@ def nothing_to_pull(outputs: Any) -> ValueError:
     )
 
 
-def split_result(step: Spec, result: Any) -> tuple[Any, Any]:
+def split_result(step: Spec, result: object) -> tuple[Any, Any]:
     """(outputs, aux) of what the function returned; aux is None where the step has none."""
     if not step.has_aux:
         return result, None
@@ -32,7 +32,7 @@ def split_result(step: Spec, result: Any) -> tuple[Any, Any]:
     return result[0], result[1]
 
 
-def scalar_loss(outputs: Any, who: str = "step(state, *inputs)") -> torch.Tensor:
+def scalar_loss(outputs: object, who: str = "step(state, *inputs)") -> torch.Tensor:
     if isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point():
         return outputs
     raise ValueError(
@@ -42,6 +42,6 @@ def scalar_loss(outputs: Any, who: str = "step(state, *inputs)") -> torch.Tensor
     )
 
 
-def _returned(outputs: Any) -> str:
+def _returned(outputs: object) -> str:
     tensors = [leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
     return named(outputs) + (f" with {named(tensors[0])}" if tensors and tensors[0] is not outputs else "")

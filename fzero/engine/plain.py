@@ -32,7 +32,7 @@ _NAMES = frozenset(
 class _Undo:
     """What a plain call has done by the time that functorch refuses something in it: it is then run as a node."""
 
-    def __init__(self, arguments: Sequence[Any], surroundings: Surroundings) -> None:
+    def __init__(self, arguments: Sequence[object], surroundings: Surroundings) -> None:
         self._refusal: TypeError | None = None
         try:
             self.reach = Reach(arguments, surroundings)
@@ -66,7 +66,7 @@ class _Undo:
 
 
 def plain_call(
-    fn: Callable[[], Any], node: Callable[[int], Any], arguments: Sequence[Any], surroundings: Surroundings
+    fn: Callable[[], object], node: Callable[[int], object], arguments: Sequence[object], surroundings: Surroundings
 ) -> Any:
     """A unit whose leaves are full tensors already is a plain call, which costs least.
 

@@ -35,7 +35,7 @@ class Run:
         self,
         step: Spec,
         state: TrainState,
-        inputs: Sequence[Any],
+        inputs: Sequence[object],
         argnums: Sequence[int] | None,
         seed: tuple[int, ...],
         scale: float,
@@ -65,7 +65,7 @@ class Run:
         del primals
         returned: list[tuple[pytree.Split, pytree.Split]] = []
 
-        def function(primals: dict[Key, Any], wanted: list[torch.Tensor]) -> Any:
+        def function(primals: dict[Key, object], wanted: list[torch.Tensor]) -> Any:
             filled = list(flat)
             for place, value in zip(self.wanted, wanted, strict=True):
                 filled[place] = value
@@ -97,10 +97,10 @@ class Run:
 
     def pull(
         self,
-        cotangent: Any,
+        cotangent: object,
         retain_graph: bool = False,
         create_graph: bool = False,
-        receive: Callable[[Key, torch.Tensor], Any] | None = None,
+        receive: Callable[[Key, torch.Tensor], object] | None = None,
     ) -> tuple[dict[Any, torch.Tensor], list[Any]]:
         """(scaled cotangents of the primals, cotangents of the flat inputs).
 
@@ -164,7 +164,7 @@ class Run:
         if getattr(self, "_pull", None) is not None:  # nobody pulled it back
             self.drop()
 
-    def check_structure(self, cotangent: Any) -> None:
+    def check_structure(self, cotangent: object) -> None:
         spec = pytree.flatten(cotangent)[1]
         if spec != self.returned.spec:
             raise ValueError(
@@ -172,7 +172,7 @@ class Run:
                 "Give one cotangent per output, in the same containers; None counts as zero."
             )
 
-    def check(self, cotangent: Any) -> list[torch.Tensor]:
+    def check(self, cotangent: object) -> list[torch.Tensor]:
         """The cotangents of the real outputs, zeros for `None`; anything else that does not fit is refused."""
         self.check_structure(cotangent)
         names, leaves, _ = pytree.named_leaves(cotangent)
@@ -208,7 +208,7 @@ def refuse_hidden(value: Any) -> None:
         )
 
 
-def _wanted(inputs: Sequence[Any], argnums: Sequence[int] | None) -> list[int]:
+def _wanted(inputs: Sequence[object], argnums: Sequence[int] | None) -> list[int]:
     """Flat positions of the input tensors to differentiate."""
     out, place = [], 0
     for number, tree in enumerate(inputs):

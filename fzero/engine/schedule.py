@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -66,7 +66,7 @@ class Schedule:
 
     # ---- forward
 
-    def expect(self, records: MutableMapping[Any, dict[Any, Record]], fn: Any, form: Any) -> None:
+    def expect(self, records: MutableMapping[object, dict[object, Record]], fn: object, form: object) -> None:
         """Looks up what the last run of `fn` called, and will note there what this one calls.
 
         Args:

@@ -131,7 +131,7 @@ def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractConte
     return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def origins_of(values: Sequence[Any]) -> tuple[Layout | None, tuple[int, ...]]:
+def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]]:
     """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
     traversal = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
     if traversal is None:

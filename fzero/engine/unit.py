@@ -22,11 +22,11 @@ from fzero.table.rows import Row
 
 
 def call_unit(
-    fn: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: Mapping[str, Any],
+    fn: Callable[..., object],
+    args: tuple[object, ...],
+    kwargs: Mapping[str, object],
     seed: int | None = None,
-    compilable: Callable[..., Any] | None = None,
+    compilable: Callable[..., object] | None = None,
     surroundings: Surroundings | None = None,
     around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
 ) -> Any:
@@ -62,7 +62,7 @@ def call_unit(
     return plainly()
 
 
-def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., Any] | None) -> Any:
+def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., object] | None) -> Any:
     handles = call.reach.handles
     traversal = handles[0].owner if handles else traversal
     assert traversal is not None

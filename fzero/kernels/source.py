@@ -29,7 +29,7 @@ TYPES = {
 }
 
 
-def _listed(numbers: Iterable[Any]) -> str:
+def _listed(numbers: Iterable[object]) -> str:
     return ", ".join(map(str, numbers))
 
 

@@ -10,7 +10,7 @@ from typing import Any
 def _operator(symbol: str, wrapping: str = "", swapped: bool = False, kind: str = "") -> Callable[[Value, Any], Value]:
     """A binary operator; `wrapping` names its form for integers, which wraps around as torch's do."""
 
-    def method(self: Value, other: Any) -> Value:
+    def method(self: Value, other: object) -> Value:
         a, b = self.name, literal(other, self.kind)
         a, b = (b, a) if swapped else (a, b)
         integral = wrapping and self.kind == "i"
@@ -66,7 +66,7 @@ class KernelOps:
     """The operations of formats and formulas on `Value`s."""
 
     @staticmethod
-    def _call(name: str, kind: str, *args: Any, of: str | None = None) -> Value:
+    def _call(name: str, kind: str, *args: object, of: str | None = None) -> Value:
         loop = next(x.loop for x in args if isinstance(x, Value))
         return loop.let(f"{name}({', '.join(literal(x, of or kind) for x in args)})", kind)
 
@@ -91,7 +91,7 @@ class KernelOps:
         return cls._call("extended", "i", x, count)
 
     @staticmethod
-    def level(code: Value, form: Any) -> Value:
+    def level(code: Value, form: object) -> Value:
         return code  # looked up where it was loaded
 
     @classmethod
@@ -99,7 +99,7 @@ class KernelOps:
         return cls._call("sqrtf", "f", x)
 
     @classmethod
-    def times_plus(cls, x: Value, y: Value, z: Any) -> Value:
+    def times_plus(cls, x: Value, y: Value, z: object) -> Value:
         return cls._call("__builtin_fmaf", "f", x, y, z)
 
     @classmethod
@@ -119,6 +119,6 @@ class KernelOps:
         return cls._call("most", "i", x, bound)
 
     @staticmethod
-    def where(condition: Value, a: Any, b: Any) -> Value:
+    def where(condition: Value, a: object, b: object) -> Value:
         kind = next(x.kind for x in (a, b) if isinstance(x, Value))
         return condition.loop.let(f"{condition.name} ? {literal(a, kind)} : {literal(b, kind)}", kind)

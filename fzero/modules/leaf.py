@@ -60,14 +60,14 @@ class Absent(Valueless):
         return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in READABLE:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
         path = next(x.path for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Absent))
         raise RuntimeError(
             f"Leaf {path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made of it "

@@ -28,7 +28,7 @@ class Places:
         elsewhere: `places_of` the copy that the module is part of.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., Any], elsewhere: Mapping[int, list[Place]]) -> None:
+    def __init__(self, module: nn.Module, run: Callable[..., object], elsewhere: Mapping[int, list[Place]]) -> None:
         self.run = run
         self.of = {
             (f"{path}.{name}" if path else name): (owner._parameters, name)
@@ -73,7 +73,7 @@ class Places:
 class Place:
     """One that holds params' placeholders besides their modules: an entry, a closure, an attribute, a default."""
 
-    def __init__(self, read: Callable[[], Any], write: Callable[[Any], None]) -> None:
+    def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
         self.write, self.holds = write, read()
         self.now: dict[int, Any] = {}
 
@@ -116,7 +116,7 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     return {number: places for number, places in found.items() if places}
 
 
-def _places_in(holder: Any, value: Any) -> Iterator[tuple[Any, Place]]:
+def _places_in(holder: object, value: Any) -> Iterator[tuple[Any, Place]]:
     """Each with what says which one it is."""
     if isinstance(holder, types.CellType):
         yield id(holder), Place(lambda: holder.cell_contents, lambda x: setattr(holder, "cell_contents", x))
@@ -137,10 +137,10 @@ def _item(holder: Any, key: Any) -> tuple[Any, Place]:
     return (id(holder), key), Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
 
 
-def _with(x: Any, now: Mapping[int, Any]) -> Any:
+def _with(x: object, now: Mapping[int, object]) -> Any:
     """The same with leaves in the placeholders' places; of what does not change, another one."""
 
-    def inner(part: Any) -> Any:
+    def inner(part: object) -> Any:
         return _with(part, now)
 
     if id(x) in now:

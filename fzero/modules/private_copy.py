@@ -129,7 +129,7 @@ class Stale(torch.Tensor):
     where: str
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         if func in READABLE or func in _LOOKS:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
@@ -146,7 +146,7 @@ class Globals(dict[str, Any]):
     CPython looks global names up by `__getitem__` where they are not in a plain dict.
     """
 
-    def __init__(self, real: dict[str, Any]) -> None:
+    def __init__(self, real: dict[str, object]) -> None:
         super().__init__(real)  # for whoever looks past __getitem__
         self.real, self.mapped = real, dict[str, Any]()
 
@@ -167,7 +167,7 @@ class _Copier:
         self._globals: dict[int, Globals] = {}
         self._fill()
 
-    def __call__(self, x: Any) -> Any:
+    def __call__(self, x: object) -> Any:
         if is_atom(x) or id(x) not in self.concerned:
             return x
         if id(x) not in self.memo:
@@ -197,7 +197,7 @@ class _Copier:
                 new.__globals__.mapped.update(mapped)
                 dict.update(new.__globals__, mapped)
 
-    def _shell(self, x: Any) -> Any:
+    def _shell(self, x: object) -> Any:
         if isinstance(x, nn.Module) and type(x) is x.__class__:
             return object.__new__(type(x))  # a __new__ of its own may want arguments
         if isinstance(x, types.CellType):
@@ -271,7 +271,7 @@ class _Copier:
             return stale
         return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
 
-    def _instance(self, x: Any) -> Any:
+    def _instance(self, x: object) -> Any:
         build = self.reach.builds.get(id(x))
         has_own_copy = hasattr(type(x), "__deepcopy__") and id(x) not in self.leading
         if has_own_copy or type(x).__module__.partition(".")[0] == "numpy":
@@ -325,7 +325,7 @@ def _leads_to(node: Any, params: set[int]) -> bool:
     return False
 
 
-def _name_of(original: Any, module: nn.Module) -> str:
+def _name_of(original: object, module: nn.Module) -> str:
     kinds = (("param", module.named_parameters()), ("buffer", module.named_buffers()))
     for what, named in (*kinds, ("submodule", module.named_modules())):
         for name, x in named:

@@ -36,7 +36,7 @@ _ATOMS = (
 _SIMPLE = frozenset({type(None), bool, int, float, str, types.ModuleType, torch.dtype, torch.device, torch.Size})
 
 
-def is_atom(x: Any) -> bool:
+def is_atom(x: object) -> bool:
     """Whether an object leads nowhere, as far as a copy is concerned."""
     if type(x) in _SIMPLE:
         return True
@@ -47,11 +47,11 @@ def is_atom(x: Any) -> bool:
     return isinstance(x, _ATOMS)
 
 
-def is_weak(x: Any) -> bool:
+def is_weak(x: object) -> bool:
     return type(x) in weakref.ProxyTypes or isinstance(x, weakref.ref)
 
 
-def is_callable(x: Any) -> bool:
+def is_callable(x: object) -> bool:
     """Whether what it holds is its own affair: a function, a bound method, a partial one."""
     return not is_weak(x) and isinstance(x, CALLABLES)
 
@@ -84,7 +84,7 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
-def reduced(x: Any) -> tuple[Any, ...] | None:
+def reduced(x: object) -> tuple[Any, ...] | None:
     """How an object says that it is built, or None where it does not: function, arguments, state, items, pairs."""
     try:
         said = x.__reduce_ex__(4)
@@ -96,7 +96,7 @@ def reduced(x: Any) -> tuple[Any, ...] | None:
     return build, tuple(arguments or ()), state, list(items or ()), list(pairs or ())
 
 
-def referent(x: Any) -> Any:
+def referent(x: object) -> Any:
     """What a weak reference or a proxy refers to."""
     if isinstance(x, weakref.ref):
         return x()
@@ -268,7 +268,7 @@ class Reach:
         for name, member in self._classes[cls]:
             yield f"the method {name}", member, False
 
-    def _parts_of_instance(self, x: Any) -> Parts:
+    def _parts_of_instance(self, x: object) -> Parts:
         build = self.builds[id(x)] = reduced(x)
         if build is None:
             for name, value in vars(x).items() if hasattr(x, "__dict__") else ():

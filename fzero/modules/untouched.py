@@ -105,10 +105,10 @@ class Untouched:
                 label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
                 self._constants.append(_Constant(reach.owner(number), label, x, sources[number]))
 
-    def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
+    def around(self, run: Callable[..., object]) -> Callable[..., Any]:
         """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
 
-        def call(*args: Any, **kwargs: Any) -> Any:
+        def call(*args: object, **kwargs: object) -> Any:
             self.dirty = self.dirty or not self.depth
             return run(*args, **kwargs)
 

@@ -130,11 +130,11 @@ def _decoupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any
     return _stepped(o, h, p * h[5], m, v), m, v
 
 
-def _coupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
+def _coupled(o: object, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
     m, v = _moments(g * h[0] + p * h[5], h, m, v)
     return _stepped(o, h, p, m, v), m, v
 
 
-def _undecayed(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
+def _undecayed(o: object, h: Any, p: object, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
     m, v = _moments(g, h, m, v, h[0])
     return _stepped(o, h, p, m, v), m, v

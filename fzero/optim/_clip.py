@@ -29,7 +29,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         raise ValueError(f"clip_by_global_norm: got max_norm={max_norm}, expected a positive norm.")
 
     def update(
-        grads: Any, state: Any, params: Any = None, *, grad_norm: Any = None, joint_norm: Any = None
+        grads: Any, state: Any, params: Any = None, *, grad_norm: object = None, joint_norm: object = None
     ) -> tuple[Any, Any]:
         norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
         factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)

@@ -35,7 +35,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     def init(params: Any) -> Any:
         return tuple(member.init(params) for member in members)
 
-    def prefix(updates: Any, states: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def prefix(updates: object, states: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
         new = []
         for member, state in zip(members[:-1], states, strict=False):
             updates, state = call_update(member, updates, state, params, extra)
@@ -81,10 +81,10 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     )
 
 
-def _write_state(place: int, old: Any, new: Any, params: Any) -> Any:
+def _write_state(place: int, old: Any, new: object, params: Any) -> Any:
     """Writes a member's next state over the buffers of its old one, in their formats."""
 
-    def one(after: Any, whole: Any) -> Any:
+    def one(after: object, whole: Any) -> Any:
         if not is_sharded(whole):
             return after
         draw = params.draw or Draw(0, 0)
@@ -136,7 +136,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
                 return pattern
         raise ValueError(f"partition: leaf {path!r} matches none of {', '.join(table)}. Add a pattern such as '*'.")
 
-    def part(tree: Any, pattern: str) -> Any:
+    def part(tree: object, pattern: str) -> Any:
         def one(node: Sharded) -> Sharded:
             groups = node.layout.groups
             return node.only(key for key in node.keys if chosen(groups[key].slots[0].path) == pattern)
@@ -187,7 +187,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     )
 
 
-def _need_sharded(tree: Any) -> None:
+def _need_sharded(tree: object) -> None:
     if not is_sharded(tree):
         raise TypeError(
             f"partition: got a tree of type {type(tree).__name__}, expected the trees of a step (fz.train_step), "

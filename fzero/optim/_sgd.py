@@ -72,7 +72,7 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
     )
 
 
-def _formula(o: Any, h: Any, p: Any, g: Any, *buffer: Any) -> tuple[Any, ...]:
+def _formula(o: object, h: Any, p: Any, g: Any, *buffer: Any) -> tuple[Any, ...]:
     g = g * h[0] + h[1] * p
     if not buffer:
         return (p - h[3] * g,)

@@ -51,7 +51,7 @@ def elementwise(
     hyper: Sequence[float],
     params: Any,
     grads: Any,
-    *moments: Any,
+    *moments: object,
     kernel: Callable[..., None] | None = None,
     generated: bool = False,
 ) -> None:
@@ -131,7 +131,9 @@ def _in_chunks(kernel: Callable[..., None], unit: _Unit, dtype: torch.dtype) -> 
             write(stored, value, (unit.counters or Counters()).blocks(value.device, start, stop))
 
 
-def call_update(member: GradientTransformation, updates: Any, state: Any, params: Any, extra: Mapping[str, Any]) -> Any:
+def call_update(
+    member: GradientTransformation, updates: object, state: Any, params: Any, extra: Mapping[str, Any]
+) -> Any:
     """`member.update` with those keywords that it takes; optax-shaped members of the user take none."""
     if not member.scales:
         updates, params = values(updates), values(params)
@@ -142,7 +144,7 @@ def call_update(member: GradientTransformation, updates: Any, state: Any, params
 
 
 @functools.lru_cache(maxsize=256)
-def _keywords(fn: Callable[..., Any]) -> tuple[tuple[str, ...], bool]:
+def _keywords(fn: Callable[..., object]) -> tuple[tuple[str, ...], bool]:
     """The names of a function's parameters, and whether it takes any keyword; a fused update asks for every group."""
     known = inspect.signature(fn).parameters
     return tuple(known), any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values())

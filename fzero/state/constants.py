@@ -22,7 +22,7 @@ _OTHERWISE = (
 )
 
 
-def constants(who: str, argument: str, tree: Any) -> Any:
+def constants(who: str, argument: str, tree: object) -> Any:
     """The tree with its tensors as they are to everybody: none may take part in a transform around this call.
 
     Raises:
@@ -46,7 +46,7 @@ def constants(who: str, argument: str, tree: Any) -> Any:
     return pytree.map(lambda x: private.unwrapped(x) if isinstance(x, torch.Tensor) else x, tree)
 
 
-def refuse_captured(who: str, fn: Any) -> None:
+def refuse_captured(who: str, fn: object) -> None:
     """The same for what a function closes over, whose outputs would have no derivative by it either."""
     if private.transforms():
         for value in _captured(fn):
@@ -54,7 +54,7 @@ def refuse_captured(who: str, fn: Any) -> None:
                 constants(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
 
 
-def _captured(fn: Any) -> Iterator[Any]:
+def _captured(fn: object) -> Iterator[Any]:
     """What a function holds on to: in its closure, its defaults, or bound by functools.partial."""
     fn = getattr(fn, "__func__", fn)
     for cell in getattr(fn, "__closure__", None) or ():
@@ -76,7 +76,7 @@ def _contents(value: Any) -> Iterator[Any]:
         yield value
 
 
-def _named_tensors(tree: Any) -> list[tuple[str, torch.Tensor]]:
+def _named_tensors(tree: object) -> list[tuple[str, torch.Tensor]]:
     """The tensors of a tree, each with its path, or that of a leaf that its buffer holds."""
     out = []
     names, nodes, _ = pytree.named_leaves(tree, is_leaf=is_sharded)

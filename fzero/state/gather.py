@@ -16,7 +16,7 @@ from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 
 
-def gather(tree: Any) -> Any:
+def gather(tree: object) -> Any:
     """The natural tree of full tensors, on every rank: decoded values (grads without their loss scale).
 
     Where plain autograd follows the buffers, as it does those of a pullback with `create_graph=True`, it follows the
@@ -40,12 +40,12 @@ def gather(tree: Any) -> Any:
         return pytree.map(lambda node: _gather_one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
 
 
-def _nodes(tree: Any) -> Sequence[Any]:
+def _nodes(tree: object) -> Sequence[Any]:
     """The leaves of a pytree, states and sharded trees whole."""
     return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))[0]
 
 
-def _need_trees(tree: Any) -> None:
+def _need_trees(tree: object) -> None:
     """Refuses what holds no sharded tree: a state, and slices that have forgotten what they are slices of."""
     expected = "expected state.params, grads, state.moments, or a pytree that holds such trees"
     nodes = _nodes(tree)

@@ -71,7 +71,7 @@ def check_leaf(path: str, leaf: Any) -> None:
         )
 
 
-def _shape_of(path: str, make: Callable[..., Any]) -> Any:
+def _shape_of(path: str, make: Callable[..., object]) -> Any:
     try:
         inspect.signature(make).bind()
     except TypeError as error:

@@ -25,17 +25,17 @@ def init_extras(step: Spec, params: Sharded) -> dict[str, Any]:
     return {extra.name: apart(extra.init(params), params) for extra in step.extras}
 
 
-def apart(tree: Any, *others: Any) -> Any:
+def apart(tree: object, *others: object) -> Any:
     """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
     taken = {x.untyped_storage()._cdata for x in pytree.flatten(others)[0] if isinstance(x, torch.Tensor)}
 
-    def one(x: Any) -> Any:
+    def one(x: object) -> Any:
         return x.clone() if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken else x
 
     return pytree.map(one, tree)
 
 
-def to_moment_dtype(moments: Any, by_leaf: bool) -> Any:
+def to_moment_dtype(moments: object, by_leaf: bool) -> Any:
     """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
 
     def one(node: Any) -> Any:

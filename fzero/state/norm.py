@@ -17,7 +17,7 @@ from fzero.state.sharded import Sharded, is_sharded
 ROW = 1024  # elements
 
 
-def global_norm(*trees: Any) -> torch.Tensor:
+def global_norm(*trees: object) -> torch.Tensor:
     """The Euclidean norm over all leaves of all trees and all their shards: a 0-d float64 tensor, alike on all ranks.
 
     Args:

@@ -197,7 +197,7 @@ def _unflatten(metadata: _Static, children: tuple[Any, ...]) -> Sharded:
     )
 
 
-def _check_codes(metadata: _Static, kind: str, children: tuple[Any, ...]) -> None:
+def _check_codes(metadata: _Static, kind: str, children: tuple[object, ...]) -> None:
     """Refuses what a tree_map computed from codes as if they were values."""
     for name, child in zip(metadata.buffers, children, strict=False):
         group = metadata.layout.groups[group_of(name)]
@@ -251,5 +251,5 @@ class _Static:
 pytree.register(Sharded, _flatten, _unflatten)
 
 
-def is_sharded(node: Any) -> bool:
+def is_sharded(node: object) -> bool:
     return isinstance(node, Sharded)

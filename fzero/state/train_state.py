@@ -31,7 +31,7 @@ class TrainState:
         self,
         params: Any,
         grads: Any,
-        moments: Any,
+        moments: object,
         extra: Mapping[str, Any],
         step: int,
         seed: int,
@@ -111,7 +111,7 @@ _TAKES: dict[str, tuple[Any, str]] = {
 _FIELDS = ("params", "grads", "moments", "extra", "step", "seed", "signature")
 
 
-def _fresh(tree: Any) -> Any:
+def _fresh(tree: object) -> Any:
     """New shells around the same buffers: killing one state then never touches another's."""
     return pytree.map(
         lambda node: node.replaced() if is_sharded(node) else node,
@@ -132,7 +132,7 @@ def _split(extra: Mapping[str, Any]) -> pytree.Split:
     return pytree.Split(extra, lambda node: is_sharded(node) or pytree.is_tensor(node), is_leaf=is_sharded)
 
 
-def _unflatten(unseen: Any, children: tuple[Any, ...]) -> TrainState:
+def _unflatten(unseen: Any, children: tuple[object, ...]) -> TrainState:
     state = object.__new__(TrainState)
     state._params, state._moments, trees, *kept = children
     state._grads = kept[0] if kept else None

@@ -19,7 +19,7 @@ class Microbatches:
     count: int = 1
     in_dims: Any = 0
 
-    def dims(self, inputs: Sequence[Any]) -> list[int | None]:
+    def dims(self, inputs: Sequence[object]) -> list[int | None]:
         """The dim of every flat leaf of the inputs; None for what is passed whole."""
         if isinstance(self.in_dims, tuple) and len(self.in_dims) != len(inputs):
             raise ValueError(
@@ -32,7 +32,7 @@ class Microbatches:
                 out.append(dim if isinstance(leaf, torch.Tensor) and dim is not None else None)
         return out
 
-    def split(self, inputs: Sequence[Any]) -> list[tuple[Any, ...]]:
+    def split(self, inputs: Sequence[object]) -> list[tuple[Any, ...]]:
         """The inputs of every microbatch."""
         if self.count == 1:
             return [tuple(inputs)]
@@ -51,7 +51,7 @@ class Microbatches:
             columns.append(list(leaf.chunk(self.count, dim)))
         return [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)]
 
-    def merge(self, outputs: Sequence[Any], what: str = "outputs") -> Any:
+    def merge(self, outputs: Sequence[object], what: str = "outputs") -> Any:
         """The outputs of all microbatches as one.
 
         Tensors with dims are concatenated along dim 0. 0-d floating ones and Python floats are averaged, in float32 or
@@ -74,7 +74,7 @@ class Microbatches:
         named = [f"{what} {name}" if name else what for name in names]
         return pytree.unflatten(spec, [_merged(*pair) for pair in zip(named, columns, strict=True)])
 
-    def split_cotangent(self, cotangent: Any, parts: Sequence[Sequence[Part]]) -> tuple[list[Any], float]:
+    def split_cotangent(self, cotangent: object, parts: Sequence[Sequence[Part]]) -> tuple[list[Any], float]:
         """The transpose of `merge`, and by what to divide what it is pulled back to.
 
         A loss's share is 1 / count, which 16 bits do not hold for every count: then it is a power of two, and what is
@@ -97,7 +97,7 @@ class Microbatches:
             self.count / divisor
         )
 
-    def merge_inputs(self, inputs: Sequence[Any], cotangents: Sequence[Sequence[Any]]) -> list[Any]:
+    def merge_inputs(self, inputs: Sequence[object], cotangents: Sequence[Sequence[object]]) -> list[Any]:
         """Cotangents of the flat inputs: concatenated where an input was split, summed where it was passed whole."""
         if self.count == 1:
             return list(cotangents[0])
@@ -124,7 +124,7 @@ class Part(NamedTuple):
     dtype: torch.dtype | None
 
 
-def parts_of(outputs: Any) -> list[Part]:
+def parts_of(outputs: object) -> list[Part]:
     """One `Part` for every leaf of a microbatch's outputs."""
     return [
         Part(o.shape[0] if o.ndim else None, o.dtype if _is_real(o) else None)
@@ -134,7 +134,7 @@ def parts_of(outputs: Any) -> list[Part]:
     ]
 
 
-def mean_of(parts: Sequence[Any]) -> torch.Tensor:
+def mean_of(parts: Sequence[object]) -> torch.Tensor:
     """The mean of 0-d floating tensors and Python floats, in float32, or in float64 where one of them is."""
     tensors = [torch.as_tensor(x) if isinstance(x, torch.Tensor) else torch.tensor(x).float() for x in parts]
     dtype = torch.float32
@@ -167,7 +167,7 @@ def _merged(name: str, parts: list[Any]) -> Any:
     return parts[0]
 
 
-def _same(x: Any, y: Any) -> bool:
+def _same(x: object, y: object) -> bool:
     try:
         return x is y or bool(x == y)
     except (RuntimeError, TypeError, ValueError):  # what compares element by element

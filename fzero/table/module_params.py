@@ -40,7 +40,7 @@ class ModuleParams(dict[str, Any]):
         """A new dict of the same leaves."""
         return _like(vars(self), self.items())
 
-    def __or__(self, other: Any) -> Any:
+    def __or__(self, other: object) -> Any:
         if not isinstance(other, dict):
             return NotImplemented
         out = self.copy()
@@ -48,11 +48,11 @@ class ModuleParams(dict[str, Any]):
         out.frozen = tuple(sorted({*self.frozen, *getattr(other, "frozen", ())}))
         return out
 
-    def __ror__(self, other: Any) -> Any:
+    def __ror__(self, other: object) -> Any:
         return NotImplemented if not isinstance(other, dict) else _like(vars(self), {**other, **self}.items())
 
 
-def _like(known: Mapping[str, Any], items: Iterable[tuple[str, Any]]) -> ModuleParams:
+def _like(known: Mapping[str, object], items: Iterable[tuple[str, object]]) -> ModuleParams:
     out = ModuleParams(items)
     vars(out).update(known)
     return out

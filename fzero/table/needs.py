@@ -22,7 +22,7 @@ def is_component(value: Any) -> bool:
     return isinstance(value, (Spec, torch.nn.Module, type))
 
 
-def need_function(fn: Any, who: str) -> None:
+def need_function(fn: object, who: str) -> None:
     """A pure function; neither a module with params of its own nor a step."""
     own = isinstance(fn, torch.nn.Module) and any(True for _ in fn.parameters())
     if own:
@@ -31,7 +31,7 @@ def need_function(fn: Any, who: str) -> None:
         raise wrong(who, "fn", fn, "a function fn(params, *inputs)")
 
 
-def need_rate(lr: Any, who: str) -> None:
+def need_rate(lr: object, who: str) -> None:
     """A learning rate: a number, a 0-d tensor, or a schedule."""
     expected = "a number, or a schedule: a function of the number of applied updates"
     if isinstance(lr, torch.Tensor):
@@ -50,7 +50,7 @@ def need_rate(lr: Any, who: str) -> None:
     need_number(lr, who, "lr", expected)
 
 
-def need_optimizer(optimizer: Any, who: str, argument: str = "optimizer") -> None:
+def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> None:
     if not isinstance(optimizer, GradientTransformation):
         raise TypeError(
             f"{who}: got {argument}={named(optimizer)}, expected a GradientTransformation such as fz.adamw(1e-3). "

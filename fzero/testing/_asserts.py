@@ -10,7 +10,7 @@ import torch
 from fzero.base import pytree
 
 
-def _pairs(first: Any, second: Any) -> list[tuple[str, Any, Any]]:
+def _pairs(first: object, second: object) -> list[tuple[str, Any, Any]]:
     names, leaves, spec = pytree.named_leaves(first)
     others, other_spec = pytree.flatten(second)
     if len(leaves) != len(others) or spec != other_spec:
@@ -18,7 +18,7 @@ def _pairs(first: Any, second: Any) -> list[tuple[str, Any, Any]]:
     return list(zip(names, leaves, others, strict=True))
 
 
-def assert_trees_close(first: Any, *rest: Any, rtol: float = 1e-10, atol: float = 0.0) -> None:
+def assert_trees_close(first: object, *rest: Any, rtol: float = 1e-10, atol: float = 0.0) -> None:
     """Every leaf within rtol of the largest value of that leaf (or atol).
 
     Example:
@@ -42,7 +42,7 @@ def assert_trees_close(first: Any, *rest: Any, rtol: float = 1e-10, atol: float 
                 )
 
 
-def assert_trees_equal(first: Any, *rest: Any) -> None:
+def assert_trees_equal(first: object, *rest: Any) -> None:
     """Every leaf has the same dtype and the same bits; NaNs of the same bits are equal.
 
     Example:
@@ -63,7 +63,7 @@ def _bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
-def assert_same_spec(first: Any, *rest: Any) -> None:
+def assert_same_spec(first: object, *rest: Any) -> None:
     """Same structure, shapes, dtypes and devices.
 
     Example:
@@ -77,7 +77,7 @@ def assert_same_spec(first: Any, *rest: Any) -> None:
                     raise AssertionError(f"leaf {name!r}: {one} and {two} differ")
 
 
-def assert_all_finite(tree: Any) -> None:
+def assert_all_finite(tree: object) -> None:
     """No leaf has an infinity or a NaN.
 
     Example:
@@ -88,7 +88,7 @@ def assert_all_finite(tree: Any) -> None:
             raise AssertionError(f"leaf {name!r}: {int((~torch.isfinite(leaf)).sum())} values are not finite")
 
 
-def assert_not_mutated(fn: Callable[..., Any], *args: Any) -> Any:
+def assert_not_mutated(fn: Callable[..., object], *args: object) -> Any:
     """Calls `fn(*args)`, checks that no tensor among the arguments changed its bits, and returns the result.
 
     Example:
@@ -101,7 +101,7 @@ def assert_not_mutated(fn: Callable[..., Any], *args: Any) -> Any:
     return out
 
 
-def assert_no_alias(first: Any, second: Any) -> None:
+def assert_no_alias(first: object, second: object) -> None:
     """No leaf of one tree shares memory with a leaf of the other.
 
     Example:

@@ -9,7 +9,7 @@ from typing import Any
 from fzero.comm.divergence import recorded_collectives
 
 
-def assert_collectives(fn: Callable[[], Any], expected: Mapping[str, int]) -> Any:
+def assert_collectives(fn: Callable[[], object], expected: Mapping[str, int]) -> Any:
     """Calls `fn()`, checks how often each collective ran on this rank, and returns the result.
 
     Args:

@@ -34,7 +34,7 @@ class LiveBytes(TorchDispatchMode):
         self._total = 0
         self.peak, self._on_change = 0, on_change
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in _plain_tensors((args, kwargs or {}))}
         for tensor in _plain_tensors(out):
@@ -79,12 +79,12 @@ class LiveBytes(TorchDispatchMode):
         self.peak = self.now()
 
 
-def _plain_tensors(tree: Any) -> list[torch.Tensor]:
+def _plain_tensors(tree: object) -> list[torch.Tensor]:
     """Those that have a storage: a wrapper of functorch has none."""
     return [x for x in pytree.flatten(tree)[0] if isinstance(x, torch.Tensor) and not private.is_wrapped(x)]
 
 
-def assert_peak_bytes(fn: Callable[[], Any], limit: int) -> Any:
+def assert_peak_bytes(fn: Callable[[], object], limit: int) -> Any:
     """Calls `fn()`, checks that what it allocates never exceeds `limit` bytes at once, and returns the result.
 
     Example:

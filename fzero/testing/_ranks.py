@@ -34,7 +34,7 @@ class RankError(RuntimeError):
 
 
 def run_ranks(
-    fn: Callable[[int], Any],
+    fn: Callable[[int], object],
     world_size: int,
     *,
     backend: str = "threads",
@@ -85,7 +85,7 @@ def _same_hazards(seed: int | None, rank: int) -> contextlib.AbstractContextMana
     return contextlib.nullcontext() if seed is None else hazards.hazards(1000 * seed + rank)
 
 
-def _on_threads(fn: Callable[[int], Any], world_size: int, timeout: float, checked: bool) -> list[Any]:
+def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, checked: bool) -> list[Any]:
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     seed = _seed_of_hazards()
@@ -159,7 +159,7 @@ class _Pool:
             pipe.close()
         self.processes, self.pipes = [], []
 
-    def run(self, fn: Callable[[int], Any], world_size: int, timeout: float, checked: bool) -> list[Any]:
+    def run(self, fn: Callable[[int], object], world_size: int, timeout: float, checked: bool) -> list[Any]:
         try:
             job = pickle.dumps(fn)
         except (pickle.PicklingError, AttributeError) as error:

@@ -12,7 +12,7 @@ from fzero.table.rows import Sharding
 from fzero.table.spec import S
 
 
-def shard_zero1(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+def shard_zero1(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
     """Shards the moments (and, where dtypes differ, the master params) over a mesh axis: ZeRO stage 1.
 
     Every rank holds the full params in compute dtype; one gather an update, no other communication of params. An
@@ -37,7 +37,7 @@ def shard_zero1(step: S, mesh: Any = None, axis: str = "dp", replicate: str | No
     return _shard(step, 1, mesh, axis, replicate, pattern)
 
 
-def shard_zero2(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+def shard_zero2(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
     """Shards moments and grads over a mesh axis: ZeRO stage 2.
 
     As stage 1, but the gradients of every microbatch are reduced and cut at once, so that no full sum is kept.
@@ -52,7 +52,7 @@ def shard_zero2(step: S, mesh: Any = None, axis: str = "dp", replicate: str | No
     return _shard(step, 2, mesh, axis, replicate, pattern)
 
 
-def shard_zero3(step: S, mesh: Any = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+def shard_zero3(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
     """Shards params, grads and moments over a mesh axis: ZeRO stage 3.
 
     A unit's params are gathered for each use, in compute dtype, and freed after it.

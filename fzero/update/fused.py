@@ -54,7 +54,7 @@ class _Grads:
         return sum_of_squares(self.squares, self.state.params).sqrt()
 
 
-def fused_call(step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int) -> tuple[TrainState, Any]:
+def fused_call(step: Spec, state: TrainState, inputs: object, cotangent: object, rng: int) -> tuple[TrainState, Any]:
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
     assert step.fusion is not None
     with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
@@ -93,7 +93,7 @@ def _fused_call(
 
 
 def _pulled(
-    step: Spec, state: TrainState, update: Update, run: Run, ct: Any, grads: _Grads, way: str, loss: Any
+    step: Spec, state: TrainState, update: Update, run: Run, ct: object, grads: _Grads, way: str, loss: Any
 ) -> Judged:
     """Pulls back and updates; what was decided."""
     if way == "once":

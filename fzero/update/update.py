@@ -22,7 +22,7 @@ from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 
 
-def apply_update(step: Spec, state: TrainState, grads: Sharded, grad_norm: Any) -> tuple[TrainState, dict[str, Any]]:
+def apply_update(step: Spec, state: TrainState, grads: Sharded, grad_norm: object) -> tuple[TrainState, dict[str, Any]]:
     """The next state and the metrics; the old state is dead afterwards where the step donates."""
     if state.grads is not None:
         grads = values(grads).map(torch.add, values(state.grads))
@@ -38,7 +38,7 @@ def apply_update(step: Spec, state: TrainState, grads: Sharded, grad_norm: Any) 
 class Judged:
     """What an update's norm decides: whether it is applied, the metrics, the next loss scale."""
 
-    def __init__(self, step: Spec, state: TrainState, norm: torch.Tensor, joint: Any = None) -> None:
+    def __init__(self, step: Spec, state: TrainState, norm: torch.Tensor, joint: object = None) -> None:
         self.step, self.state = step, state
         self.extra: dict[str, Any] = {"grad_norm": norm}
         self.finite = is_finite(norm)
@@ -149,7 +149,7 @@ class Update:
     def __enter__(self) -> Update:
         return self
 
-    def __exit__(self, *_: Any) -> None:
+    def __exit__(self, *_: object) -> None:
         waits, self._waits = self._waits, []
         finish_all(waits)
 
@@ -176,7 +176,7 @@ class Update:
         return self.params, moments
 
 
-def _plain_update(step: Spec, moments: Any, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> Any:
+def _plain_update(step: Spec, moments: object, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> Any:
     """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
     params = values(own)
     updates, new = call_update(step.optimizer, grads, moments, params, extra)
@@ -194,7 +194,7 @@ class _Writable:
     def __init__(self, donated: bool, layout: Layout) -> None:
         self.donated, self.layout, self.copied = donated, layout, []
 
-    def __call__(self, buffers: dict[Any, torch.Tensor], key: Key) -> torch.Tensor:
+    def __call__(self, buffers: dict[object, torch.Tensor], key: Key) -> torch.Tensor:
         if self.donated:
             if private.entry_holders(buffers, key) == 0 and private.storage_holders(buffers[key]) == 1:
                 return buffers[key]
