@@ -62,8 +62,8 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
     label = getattr(step.fn, "__name__", type(step.fn).__name__)
     axis = axis.of_component(label) if moves else axis.of_component_of(old.axis)
     layout = Layout.build(rows, axis.size)
-    buffers: dict[Any, torch.Tensor] = {}
-    held: dict[Any, torch.Tensor] = {}
+    buffers: dict[object, torch.Tensor] = {}
+    held: dict[object, torch.Tensor] = {}
     said: list[str] = []
     if not lossy:
         _refuse_losses(old, layout)
@@ -93,7 +93,7 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
     return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
 
 
-def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict[str, Any]:
+def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict[str, object]:
     """What both steps keep alike, as it is; what only the new one keeps, at its beginning."""
     kinds = {extra.name: extra.kind for extra in step.extras}
     before = dict(zip(state.extra, state.signature[2], strict=True))

@@ -103,11 +103,11 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
             out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
             return scalar_loss(split_result(step, out)[0], "hvp")
 
-        pulled: Any = torch.func.vjp(loss, primals)
+        pulled: object = torch.func.vjp(loss, primals)
         return pulled[1](torch.ones_like(pulled[0]))[0]
 
     with torch.no_grad():
-        pulled: Any = torch.func.vjp(grad, primals)
+        pulled: object = torch.func.vjp(grad, primals)
         (product,) = pulled[1](v.locals(), retain_graph=False, create_graph=False)
     return v.with_buffers(product)
 

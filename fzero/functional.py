@@ -16,11 +16,11 @@ from fzero.base.arguments import wrong
 from fzero.base.patterns import ROOT
 from fzero.capture.handle import Handle
 from fzero.capture.surroundings import Surroundings
-from fzero.engine.call import here
 from fzero.engine.compiled import compiled
+from fzero.engine.dispatch import call_unit
+from fzero.engine.here import here
 from fzero.engine.plain import CHECKPOINTED, plain_call
 from fzero.engine.traversal import origins_of, running
-from fzero.engine.unit import call_unit
 from fzero.modules.leaf import Absent, readable
 from fzero.modules.places import Places, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds, refuse_params
@@ -30,9 +30,9 @@ from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
-_units: contextvars.ContextVar[Mapping[str, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_units")
+_units: contextvars.ContextVar[Mapping[str, Mapping[str, object]]] = contextvars.ContextVar("fzero_module_units")
 # index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
-_outside: contextvars.ContextVar[Mapping[int, Mapping[str, Any]]] = contextvars.ContextVar("fzero_module_leaves")
+_outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = contextvars.ContextVar("fzero_module_leaves")
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
@@ -76,7 +76,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
     known = dict.fromkeys(names.values())  # in order, so that every rank says the same
-    structures: dict[Any, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
+    structures: dict[object, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
     threads = threading.local()  # swapping a module's params is not safe across threads
 
     def twin() -> nn.Module:
@@ -176,7 +176,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 out = call_unit(threads.call, whole, {}, None, threads.fast, reached, installed)
             else:
                 outside = {name: params[leaf] for name, leaf in aliases.items()}
-                by_index: dict[int, dict[str, Any]] = {}
+                by_index: dict[int, dict[str, object]] = {}
                 for name, leaf in outside.items():
                     if isinstance(leaf, Handle):
                         by_index.setdefault(leaf.index, {})[name] = leaf
@@ -199,7 +199,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     return apply, params
 
 
-def _as_one(call: Callable[..., object]) -> Callable[..., Any]:
+def _as_one(call: Callable[..., object]) -> Callable[..., object]:
     """The whole module as one unit: none below it is one, also where it runs again."""
 
     def run(*args: object) -> Any:

@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_int
+from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Blocks, Companded, Plain
 from fzero.formats.stored import nbytes, zeros
@@ -126,7 +127,7 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
         need_int(world_size, "plan", "world_size", "a number of ranks or None")
     specs, _, structure = leaf_specs(params)
     if world_size is None:
-        world_size = step.axis().size if step.sharding and torch.distributed.is_initialized() else 1
+        world_size = step.axis().size if step.sharding and backend.initialized() else 1
     if world_size < 1:
         raise ValueError(f"plan: got world_size={world_size}, expected at least 1.")
     frozen = frozen_leaves(structure)

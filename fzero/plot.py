@@ -11,7 +11,7 @@ from fzero.plan import Plan
 KINDS = ("params", "moments", "grads")
 
 
-def plot_plan(plans: Mapping[str, Plan], axes: Any = None) -> Any:
+def plot_plan(plans: Mapping[str, Plan], axes: Any = None) -> object:
     """Draws the bytes a parameter of each plan, over all ranks, stacked by kind of state.
 
     Grads are those that live at most at once, reduced; gathered params and activations are not counted.

@@ -12,7 +12,7 @@ from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.capture.handle import Handle
 from fzero.capture.surroundings import Surroundings
-from fzero.engine.unit import call_unit
+from fzero.engine.dispatch import call_unit
 from fzero.state.sharded import is_sharded
 from fzero.table.needs import need_function
 

@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.base import private
+from fzero.base import private, texts
 
 
 def seen(fn: Any) -> tuple[Any, torch.Tensor]:
@@ -371,32 +371,32 @@ def _writes_what_is_saved() -> None:
 @pytest.mark.parametrize(
     ("text", "refused"),
     [
-        (private.SAVED_HOOKS, lambda: seen(_checkpointed)),
-        (private.OLD_FUNCTION, lambda: seen(_Old.apply)),
-        (private.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
-        (private.NO_MEMORY, lambda: seen(_ctc)),
-        (private.BACKWARD, lambda: seen(lambda x: x.sum().backward())),
-        (private.NO_LEAF, lambda: (torch.ones(2, requires_grad=True) * 2).requires_grad_(False)),
-        (private.NO_COPY, lambda: copy.deepcopy(torch.ones(2, requires_grad=True) * 2)),
-        (private.NO_STORAGE, lambda: seen(copy.deepcopy)),
-        (private.SETS_DATA, lambda: seen(lambda x: setattr(x.detach(), "data", x * 2))),
-        (private.RETAIN_GRAD, lambda: seen(lambda x: x.exp().retain_grad())),
-        (private.NOT_USED, lambda: torch.autograd.grad(_leaf().sum(), _leaf())),
-        (private.FREED[0], lambda: _emptied().view(2, 2) @ torch.ones(2, 2)),
-        (private.FREED[1], lambda: _emptied().as_strided((2,), (1,))),
-        (private.NO_STRIDES, lambda: seen(lambda x: x.reshape(1, -1).to_sparse_csr())),
-        (private.NO_STORAGE, lambda: _without_its_level(torch.Tensor.t)),
-        (private.NO_MEMORY, lambda: _without_its_level(torch.sin)),
-        (private.WRITES_LEAF, _writes_a_leaf),
-        (private.WRITES_CAPTURED, _writes_what_is_captured),
-        (private.WRITES_SAVED, _writes_what_is_saved),
+        (texts.SAVED_HOOKS, lambda: seen(_checkpointed)),
+        (texts.OLD_FUNCTION, lambda: seen(_Old.apply)),
+        (texts.REQUIRES_GRAD, lambda: seen(lambda x: x.detach().requires_grad_())),
+        (texts.NO_MEMORY, lambda: seen(_ctc)),
+        (texts.BACKWARD, lambda: seen(lambda x: x.sum().backward())),
+        (texts.NO_LEAF, lambda: (torch.ones(2, requires_grad=True) * 2).requires_grad_(False)),
+        (texts.NO_COPY, lambda: copy.deepcopy(torch.ones(2, requires_grad=True) * 2)),
+        (texts.NO_STORAGE, lambda: seen(copy.deepcopy)),
+        (texts.SETS_DATA, lambda: seen(lambda x: setattr(x.detach(), "data", x * 2))),
+        (texts.RETAIN_GRAD, lambda: seen(lambda x: x.exp().retain_grad())),
+        (texts.NOT_USED, lambda: torch.autograd.grad(_leaf().sum(), _leaf())),
+        (texts.FREED[0], lambda: _emptied().view(2, 2) @ torch.ones(2, 2)),
+        (texts.FREED[1], lambda: _emptied().as_strided((2,), (1,))),
+        (texts.NO_STRIDES, lambda: seen(lambda x: x.reshape(1, -1).to_sparse_csr())),
+        (texts.NO_STORAGE, lambda: _without_its_level(torch.Tensor.t)),
+        (texts.NO_MEMORY, lambda: _without_its_level(torch.sin)),
+        (texts.WRITES_LEAF, _writes_a_leaf),
+        (texts.WRITES_CAPTURED, _writes_what_is_captured),
+        (texts.WRITES_SAVED, _writes_what_is_saved),
     ],
 )
 def test_what_torch_says_where_it_refuses(text: str, refused: Any) -> None:
     with pytest.raises(RuntimeError) as caught:
         refused()
-    assert private.says(caught.value, text)
-    assert not private.says(ValueError(text), text)
+    assert texts.says(caught.value, text)
+    assert not texts.says(ValueError(text), text)
 
 
 def test_what_is_computed_without_autocast() -> None:

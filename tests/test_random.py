@@ -14,8 +14,8 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import fzero as fz
+from fzero.base.private import inductor
 from fzero.base.random import Replayed, seeded
-from fzero.engine.compiled import _inductor
 from fzero.testing import run_ranks
 
 X = torch.linspace(0.1, 0.9, 60).reshape(6, 10)
@@ -281,7 +281,7 @@ def test_compiled_code_draws_the_same_on_a_thread() -> None:
         return (F.dropout(x * 2) + torch.rand_like(x) * x + F.dropout(x, 0.2)).sin()
 
     want = drawn(lambda: fn(X))
-    code = torch.compile(fn, backend=_inductor)
+    code = torch.compile(fn, backend=inductor)
     before = torch.get_rng_state()
     # the first call, which also compiles, and later ones; then the main thread, with code of its own
     found = [*on_thread(lambda: [drawn(lambda: code(X)) for _ in range(3)]), drawn(lambda: code(X))]
@@ -418,7 +418,7 @@ def test_a_checkpoint_replays_the_threads_own_numbers(reentrant: bool) -> None:
 def test_a_compiled_checkpoint_that_would_replay_other_numbers_is_refused() -> None:
     inner = lambda x: F.dropout(x.sin()) * x.cos()
     fn = lambda x: checkpoint(inner, x, use_reentrant=False).exp()  # type: ignore[union-attr]
-    code = torch.compile(fn, backend=_inductor)
+    code = torch.compile(fn, backend=inductor)
 
     def work(fn: Callable[..., Any]) -> torch.Tensor:
         x = X.clone().requires_grad_()

@@ -165,7 +165,8 @@ def test_random_fields_have_bits_of_their_own(names: list[str], word: int) -> No
     """A bit of a word changes the upper bits of one field at most, and every upper bit of a field is such a bit."""
 
     def drawn(words: dict[int, int]) -> list[int]:
-        fields = Fields(lambda number: words.get(number, word), lambda x, n: x >> n)
+        read: Any = lambda number: words.get(number, word)
+        fields: Any = Fields(read, lambda x, n: x >> n)
         return [fields(*FIELDS[name]) >> FIELDS[name][0] - FIELDS[name][1] for name in names]
 
     start = drawn({})

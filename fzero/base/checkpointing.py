@@ -35,7 +35,7 @@ def take_over(here: Callable[[], Region]) -> None:
 
 
 @functools.cache
-def _takers(module: Any) -> dict[CodeType, Callable[[dict[str, Any], Callable[[], Region]], None]]:
+def _takers(module: Any) -> dict[CodeType, Callable[[dict[str, object], Callable[[], Region]], None]]:
     """By the function of torch's that calls what will run again."""
     return {
         inspect.unwrap(module.checkpoint).__code__: _take_generator,
@@ -62,7 +62,7 @@ def _take_generator(variables: dict[str, Any], here: Callable[[], Region]) -> No
         cells["fn"].cell_contents = _within(here(), cells["fn"].cell_contents)
 
 
-def _within(region: Region, fn: Callable[..., Any]) -> Callable[..., Any]:
+def _within(region: Region, fn: Callable[..., Any]) -> Callable[..., object]:
     @functools.wraps(fn, updated=())
     def run(*args: Any, **kwargs: Any) -> Any:
         with region():

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, texts
 from fzero.base.graph import gradients, refuse_foreign_leaves
 from fzero.base.random import seeded
 
@@ -62,7 +62,7 @@ class Op:
             with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
                 yield
 
-    def _dtype(self) -> contextlib.AbstractContextManager[Any]:
+    def _dtype(self) -> contextlib.AbstractContextManager[object]:
         """torch's default dtype, where it is another one now."""
         same = torch.get_default_dtype() == self.default_dtype
         return contextlib.nullcontext() if same else _default_dtype(self.default_dtype)
@@ -152,7 +152,7 @@ def _saved(ctx: Any) -> Tensors:
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
-        if not private.says(error, private.WRITES_SAVED):
+        if not texts.says(error, texts.WRITES_SAVED):
             raise
         raise ValueError(
             f"An input of {ctx.op.name} was changed in place after it was called, and pulling it back needs what was "
@@ -186,7 +186,7 @@ class Node(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
         count = ctx.count
-        real: Any = tuple(cotangents[i] for i in ctx.real)
+        real: object = tuple(cotangents[i] for i in ctx.real)
         needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
         wanted = [i for i in range(count) if needs[i]]
         found = ctx.op.back(lambda: _saved(ctx), wanted, real) if first_order() else None
@@ -199,14 +199,14 @@ class Node(torch.autograd.Function):
         return (None, None, *[found.get(i) for i in range(count)])
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> object:  # type: ignore[override]
         tensors = ctx.saved_tensors
         moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
         arguments = (*tensors, *[tangents[i] for i in moving])
         return Node.apply(ctx.op.pushed(len(tensors), moving), active(arguments), *arguments)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> Any:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Any, op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> object:  # type: ignore[override]
         mapped = op.derived(torch.func.vmap(op.fn, in_dims=tuple(in_dims[2:]), randomness=info.randomness))
         out = Node.apply(mapped, wanted, *tensors)
         return out, (0,) * len(out)  # type: ignore[arg-type]

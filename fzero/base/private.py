@@ -13,32 +13,8 @@ import torch
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
-# what torch says where it refuses something, which nothing but its words tells
-SAVED_HOOKS = "saved tensor hooks"  # torch.utils.checkpoint under functorch
-OLD_FUNCTION = "setup_context"  # an autograd.Function without one under functorch
-REQUIRES_GRAD = "requires_grad_()"  # called under functorch
-BACKWARD = "backward() called inside a functorch transform"
-NO_LEAF = "you can only change requires_grad flags of leaf variables"
-NO_COPY = "support the deepcopy protocol"
-NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
-NO_STORAGE = "Cannot access storage of TensorWrapper"
-NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
-SETS_DATA = "mutating directly with `.data` inside functorch"
-RETAIN_GRAD = "retain_grad() inside of a function being transformed"
-NOT_USED = "appears to not have been used in the graph"
-FREED = ("data is not allocated yet", "out of bounds for storage of size 0")  # of a tensor whose storage was emptied
-WRITES_LEAF = "leaf Variable that requires grad"
-WRITES_CAPTURED = "would mutate a captured Tensor"
-WRITES_SAVED = "modified by an inplace operation"
-# what functorch refuses, and plain autograd does
-REFUSED = (
-    *(SAVED_HOOKS, OLD_FUNCTION, REQUIRES_GRAD, NO_LEAF, BACKWARD),
-    *(NO_MEMORY, NO_STORAGE, NO_STRIDES, NO_COPY, SETS_DATA),
-)
-COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)  # of which it says NO_STRIDES
 
-
-def without_autocast() -> AbstractContextManager[Any]:
+def without_autocast() -> AbstractContextManager[object]:
     """Inside, what is computed has the dtype of what it is computed from."""
     if not torch._C._is_any_autocast_enabled():  # type: ignore[attr-defined]
         return contextlib.nullcontext()
@@ -51,11 +27,6 @@ def without_autocast() -> AbstractContextManager[Any]:
 def dispatch_modes() -> bool:
     """Whether a mode looks at every operator, as one that traces them does, for which values do not exist."""
     return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
-
-
-def says(error: BaseException, *texts: str) -> bool:
-    """Whether torch refused something for one of these reasons."""
-    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
 
 
 _shared_level = False  # whether rank threads share a level of forward mode, which then says nothing
@@ -119,7 +90,7 @@ def single_level() -> int:
     return 0 if _functorch.CGradInterpreterPtr(interpreter).prevGradMode() else interpreter.level()
 
 
-def _operand(x: object, level: int) -> Any:
+def _operand(x: object, level: int) -> object:
     """An operand below a level; one of a level that has ended is a constant."""
     if not isinstance(x, torch.Tensor):
         return x
@@ -222,7 +193,7 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         tensor = _functorch.get_unwrapped(tensor)
 
 
-def node_of(ctx: object) -> Any:
+def node_of(ctx: object) -> object:
     """The node of the graph that a Function's context is, or that functorch's own context stands before."""
     return getattr(ctx, "_pt_inner_ctx", ctx)
 
@@ -285,7 +256,7 @@ def below_transforms(at: int = 0) -> Iterator[None]:
 _WRAPPERS = torch._C.DispatchKeySet(torch._C.DispatchKey.FuncTorchGradWrapper)  # type: ignore[attr-defined]
 
 
-def without_dead_wrappers() -> AbstractContextManager[Any]:
+def without_dead_wrappers() -> AbstractContextManager[object]:
     """Inside, an operator on a tensor of a functorch level that is not active raises NO_MEMORY or NO_STORAGE.
 
     Otherwise functorch takes its value for a constant, without a word.
@@ -303,7 +274,7 @@ def keeps_graph() -> bool:
     return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
 
 
-def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[Any]:
+def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
     """Writes to these tensors do not count as in-place changes of what autograd saved."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
@@ -339,17 +310,17 @@ def entry_holders(mapping: dict[Any, torch.Tensor], key: Any) -> int:
     return sys.getrefcount(mapping[key]) - 2
 
 
-def function_mode() -> Any:
+def function_mode() -> object:
     """The innermost torch function mode; None where there is none."""
     return torch.overrides._get_current_function_mode()  # type: ignore[attr-defined]
 
 
-def without_function_mode() -> AbstractContextManager[Any]:
+def without_function_mode() -> AbstractContextManager[object]:
     """Inside, the innermost torch function mode sees nothing."""
     return torch.overrides._pop_mode_temporarily()  # type: ignore[attr-defined]
 
 
-def function_modes() -> list[Any]:
+def function_modes() -> list[object]:
     """All torch function modes that are on, the innermost last."""
     return torch.overrides._get_current_function_mode_stack()  # type: ignore[attr-defined]
 
@@ -378,3 +349,33 @@ def _exchange_function_modes(count: int, modes: Sequence[object]) -> None:
 def dispatches() -> bool:
     """Whether a mode (of fake tensors, of counting) stands between operators and values."""
     return torch._C._len_torch_dispatch_stack() > 0
+
+
+def without_subclasses() -> AbstractContextManager[object]:
+    """Inside, tensor subclasses are passed to functions as they are."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_dispatched(kind: type) -> bool:
+    """Whether a class of tensors sees operators, and so may keep its values elsewhere."""
+    return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+
+
+def without_donation() -> AbstractContextManager[object]:
+    """Graphs that are compiled inside may be pulled back again, and those pulled back inside stay."""
+    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[attr-defined]
+
+
+def inductor(graph: object, inputs: object) -> Any:
+    """torch.compile's default compiler, with eager's random numbers."""
+    from torch._inductor.compile_fx import compile_fx
+
+    with without_donation():
+        return compile_fx(graph, inputs, config_patches={"fallback_random": True})  # type: ignore[arg-type]
+
+
+def without_values() -> AbstractContextManager[object]:
+    """Inside, tensors that are made are fake: a shape and no values."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and rarely needed
+
+    return FakeTensorMode(allow_non_fake_inputs=True)

@@ -112,7 +112,7 @@ class seeded:
         states = {**(self.start or {}), **{device: g.get_state() for device, g in (self.generators or {}).items()}}
         return functools.partial(seeded, self.seed, states)
 
-    def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> Any:
+    def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> object:
         """`run()`, which draws from a device's default generator, with this region's numbers."""
         own = self.generator(device)
         if own is None:
@@ -135,12 +135,12 @@ class seeded:
 
 GENERATORS = (torch.Generator, random.Random, np.random.RandomState, np.random.Generator, np.random.BitGenerator)
 # those that the functions of the modules `random` and `numpy.random` draw from
-PYTHON: Any = random.getstate.__self__  # type: ignore[attr-defined]
-NUMPY: Any = np.random.get_state.__self__
+PYTHON: object = random.getstate.__self__  # type: ignore[attr-defined]
+NUMPY: object = np.random.get_state.__self__
 SHARED = {id(PYTHON): "random", id(NUMPY): "numpy.random"}  # by the modules that they are of
 
 
-def drawn_by(value: Any) -> Any:
+def drawn_by(value: Any) -> object:
     """The generator that a module or one of its functions draws from, where it is one of the shared; else None."""
     if value is random:
         return PYTHON
@@ -150,7 +150,7 @@ def drawn_by(value: Any) -> Any:
     return own if id(own) in SHARED else None
 
 
-def _state(generator: Any) -> Any:
+def _state(generator: Any) -> object:
     if isinstance(generator, torch.Generator):
         return generator.get_state()
     if isinstance(generator, random.Random):
@@ -220,6 +220,6 @@ class Replayed:
         for (generator, _), state in zip(self._own(), self.found.pop(), strict=True):
             _set_state(generator, state)
 
-    def _own(self) -> list[tuple[Any, Any]]:
+    def _own(self) -> list[tuple[object, object]]:
         """Those that nobody else draws from meanwhile: threads share the modules' generators."""
         return [(g, s) for g, s in self.states if id(g) not in SHARED or intercept.acts_for_main()]

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch
 
-from fzero.base import private
+from fzero.base import texts
 
 Error = TypeVar("Error", bound=BaseException)
 _said: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar("fzero_refusals", default=None)
@@ -135,34 +135,34 @@ def writes_leaf(unit: str) -> str:
 
 # what functorch refuses outside of units, and what to write instead
 _OUTSIDE = {
-    private.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
+    texts.REQUIRES_GRAD: "calls requires_grad_() outside of units{place}, which torch.func does not let see its "
     "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
     "(step.vjp(state, x)), or take plain autograd: fz.tape.",
-    private.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
+    texts.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
     "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
     "also without params), or take plain autograd: fz.tape.",
-    private.NO_STORAGE: "copies a tensor or asks for its memory outside of units{place}, as copy.deepcopy does, which "
+    texts.NO_STORAGE: "copies a tensor or asks for its memory outside of units{place}, as copy.deepcopy does, which "
     "torch.func does not let. Take x.detach().clone(), make what calls it a unit (fz.unit), or take plain autograd: "
     "fz.tape.",
-    private.NO_COPY: "calls copy.deepcopy outside of units{place} with what leads to a param, which is computed here. "
+    texts.NO_COPY: "calls copy.deepcopy outside of units{place} with what leads to a param, which is computed here. "
     "Take copies before the step runs, or x.detach().clone() of tensors.",
-    private.SETS_DATA: "assigns to x.data outside of units{place}, which torch.func does not support. Assign to the "
+    texts.SETS_DATA: "assigns to x.data outside of units{place}, which torch.func does not support. Assign to the "
     "name, x = ..., or write to a copy.",
-    private.NO_LEAF: "sets requires_grad of a tensor that is computed, as params are{place}. Take "
+    texts.NO_LEAF: "sets requires_grad of a tensor that is computed, as params are{place}. Take "
     "x = x.detach() where no gradient is wanted; params that are not trained are said by fz.freeze.",
-    private.RETAIN_GRAD: "calls retain_grad{place}, which torch.func does not support: there is no x.grad. Ask for "
+    texts.RETAIN_GRAD: "calls retain_grad{place}, which torch.func does not support: there is no x.grad. Ask for "
     "the gradient by torch.func.grad inside, or take plain autograd: fz.tape.",
-    private.NOT_USED: "asks torch.autograd.grad for a derivative{place} that its run does not know: by an input that "
+    texts.NOT_USED: "asks torch.autograd.grad for a derivative{place} that its run does not know: by an input that "
     "its caller set requires_grad of, say, while torch.func differentiates. Take torch.func.grad or torch.func.vjp "
     "inside, or plain autograd: fz.tape.",
-    private.NO_STRIDES: "uses a sparse tensor in compressed form (CSR, CSC, BSR, BSC) outside of units{place}, which "
+    texts.NO_STRIDES: "uses a sparse tensor in compressed form (CSR, CSC, BSR, BSC) outside of units{place}, which "
     "torch.func does not support. Make what uses it a unit (fz.unit, also without params), or take COO: to_sparse().",
-    private.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
+    texts.BACKWARD: "calls backward() outside of units{place}, which torch.func does not support. Differentiate "
     "inside by torch.func.grad or torch.func.vjp, or make what calls it a unit (fz.unit).",
-    private.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
+    texts.OLD_FUNCTION: "calls an autograd.Function without setup_context outside of units{place}, which torch.func "
     "does not support (a full backward hook on a module that is a unit is one: put it on a module inside). Make what "
     "calls it a unit (fz.unit), or take plain autograd: fz.tape.",
-    private.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
+    texts.SAVED_HOOKS: "uses saved-tensor hooks (torch.utils.checkpoint does) outside of units{place}, where "
     "torch.func does not support them. Make what calls it a unit (units= in train_step, or fz.unit), or leave the "
     "checkpoint out: fz.remat(step) recomputes units.",
 }
@@ -171,7 +171,7 @@ _OUTSIDE = {
 def refuse_outside(error: RuntimeError) -> None:
     """Refuses what torch refused outside of units, by the words of this library."""
     for text, what in _OUTSIDE.items():
-        if private.says(error, text):
+        if texts.says(error, text):
             raise TypeError(f"step: the function {what.format(place=place_of(error))}") from error
-    if private.says(error, *private.FREED):
+    if texts.says(error, *texts.FREED):
         raise ValueError(freed(f"step: the function{place_of(error)}")) from error

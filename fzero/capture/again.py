@@ -45,16 +45,16 @@ class Unread(torch.Tensor):
         return self
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in READABLE and func != REQUIRES_GRAD:
-            with torch._C.DisableTorchFunctionSubclass():
+            with private.without_subclasses():
                 return func(*args, **(kwargs or {}))
         if func in _DETACHED and not (private.level() or private.is_wrapper(args[0].tensor)):
             return args[0].tensor.detach()  # a constant, as the last step's state is that is carried on
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         own = next(x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Unread))
         if own.thread != threading.get_ident():
             raise noted(

@@ -317,7 +317,7 @@ class Params(Container):
 
 def has_attributes(tensor: torch.Tensor) -> bool:
     """Whether what its user sets on a tensor is all that it has beside its values."""
-    return type(tensor).__torch_dispatch__ is torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
+    return not private.is_dispatched(type(tensor))
 
 
 def moves(tensor: torch.Tensor) -> bool:

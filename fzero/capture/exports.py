@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private, pytree, texts
 from fzero.capture.containers import Cell, has_attributes
 from fzero.capture.contents import attributes_of, container_of, containers_of, is_tuple, tuple_of
 from fzero.capture.handle import Valueless
@@ -83,13 +83,13 @@ class Exports:
             return True
         return not isinstance(value, torch.Tensor) and container_of(value) is not None
 
-    def _tensor(self, tensor: torch.Tensor) -> Any:
+    def _tensor(self, tensor: torch.Tensor) -> object:
         if tensor.is_nested:
             raise TypeError(
                 f"Unit {self._unit!r} puts out a nested tensor, expected ordinary ones, whose memory can be told. "
                 "Return its values and offsets, and make the nested tensor outside."
             )
-        if tensor.layout in private.COMPRESSED:
+        if tensor.layout in texts.COMPRESSED:
             if self._knows(tensor):
                 return tensor
             raise TypeError(
@@ -108,7 +108,7 @@ class Exports:
                 self.dressed[index] = kind, {name: self.of(value) for name, value in vars(tensor).items()}
         return Slot(index)
 
-    def _object(self, value: Any) -> Any:
+    def _object(self, value: Any) -> object:
         if self._knows(value) or id(value) in self._objects:
             return value
         self._objects[id(value)] = value
@@ -306,3 +306,19 @@ def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
     if how == "copy":
         return tensor.resolve_conj().resolve_neg().clone()
     return base_of(tensor) if how == "base" else tensor
+
+
+def differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
+    """Whether the values of a copy differ from those that it was made of, although no operation wrote to it."""
+    outer = private.unwrapped(outer)
+    if inner.layout != torch.strided or inner.is_meta or private.version(inner):
+        return False
+    if inner.data_ptr() == outer.data_ptr():
+        return False
+    both = [x.detach().resolve_conj().resolve_neg() for x in (inner, outer)]
+    one, other = [torch.view_as_real(x) if x.is_complex() else x for x in both]
+    return not bool(((one == other) | ((one != one) & (other != other))).all())
+
+
+def geometry(x: torch.Tensor) -> object:
+    return (x.shape, x.stride()) if x.layout == torch.strided else x.shape

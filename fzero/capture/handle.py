@@ -73,7 +73,7 @@ class Handle(Valueless):
             handle = args[0]
             if func == REQUIRES_GRAD:  # which is another object at each look
                 return private.is_differentiated(handle.primal)
-            with torch._C.DisableTorchFunctionSubclass():
+            with private.without_subclasses():
                 return func(*args, **(kwargs or {}))
         if func in _OF_THE_GRAPH:
             raise noted(_first_handle((args, kwargs))._refuse(f"got {name_of(func)!r}, which a copy would answer"))

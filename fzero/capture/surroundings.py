@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.base import private
+from fzero.base import texts
 from fzero.base.refusals import place_now
 from fzero.capture.containers import Container, Content, Params, moves
 from fzero.capture.contents import replaced
@@ -102,7 +102,7 @@ class Reach:
                 f"A unit{place_now()} got or reaches a nested tensor, expected ordinary ones, whose memory can be "
                 "told. Give it the values and the offsets, and make the nested tensor inside."
             )
-        elif tensor.layout in private.COMPRESSED:  # no operator under functorch takes it: it enters as it is
+        elif tensor.layout in texts.COMPRESSED:  # no operator under functorch takes it: it enters as it is
             if moves(tensor):
                 raise TypeError(
                     f"A unit{place_now()} got or reaches a sparse tensor in compressed form (CSR, CSC, BSR, BSC) that "

@@ -73,7 +73,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
         self.made = _made.get()
         self.own = {*own}
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if self.unit is None and _elsewhere.get():
             return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
@@ -113,7 +113,7 @@ class _Guard(torch.overrides.TorchFunctionMode):
     Under a functorch level without plain autograd around it nothing else is in a graph and not wrapped.
     """
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if not _elsewhere.get():
             refuse_leaks((args, kwargs or {}))
             if func in _ASKS:
@@ -248,7 +248,7 @@ def elsewhere() -> Iterator[None]:
 def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     """Around a run of a step's function; thoroughly where it is said what is protected."""
     token, read = _made.set({}), copies.set({})
-    mode: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if protected is not None:
         mode = _Watch(None, protected)
     elif private.single_level():

@@ -103,7 +103,7 @@ class Axis:
         return f"{self.component!r} [{self.identity[:4]}]" if self.identity else "a step"
 
     @property
-    def _groups(self) -> tuple[Any, ...]:
+    def _groups(self) -> tuple[object, ...]:
         """The process groups that the ranks are in, but for those of one."""
         return self.replicas if self.size == 1 else (self.group, *self.replicas)
 

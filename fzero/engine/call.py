@@ -8,7 +8,6 @@ output, and outputs that share memory, with each other or with an input, do so o
 from __future__ import annotations
 
 import contextlib
-import contextvars
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, texts
 from fzero.base.refusals import (
     another_run,
     clear_frames,
@@ -32,36 +31,15 @@ from fzero.base.refusals import (
 from fzero.capture.again import Again, Unread
 from fzero.capture.containers import Container, Content
 from fzero.capture.contents import replaced, tensors_in
-from fzero.capture.exports import Exports, Outlets, alike, built, memory
+from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
 from fzero.capture.handle import Handle
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
+from fzero.engine.here import inside
 from fzero.engine.record import Facts
-from fzero.engine.traversal import Traversal, current
+from fzero.engine.traversal import Traversal
 
-# (run, index) of the leaves that the unit that is running has; None outside of units
-here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = contextvars.ContextVar(
-    "fzero_here", default=None
-)
-
-
-_UNSEEN = (private.NO_MEMORY, private.NO_STORAGE)  # of a tensor that came unseen
-
-
-class inside:
-    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
-
-    __slots__ = ("leaves", "tokens")
-
-    def __init__(self, leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> None:
-        self.leaves = leaves
-
-    def __enter__(self) -> None:
-        self.tokens = current.set(None), here.set(self.leaves)
-
-    def __exit__(self, *_: object) -> None:
-        current.reset(self.tokens[0])
-        here.reset(self.tokens[1])
+_UNSEEN = (texts.NO_MEMORY, texts.NO_STORAGE)  # of a tensor that came unseen
 
 
 class Call:
@@ -101,7 +79,7 @@ class Call:
         self._mutated: tuple[int, ...] = ()
         self._errors: list[BaseException] = []  # that the function kept
         self._raises = False  # whether the result is an error, to be raised
-        self.inner: tuple[tuple[Any, ...], Filling] = (), []  # the arguments of the last run, and what was put where
+        self.inner: tuple[tuple[object, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._changed: set[int] = set()  # ids of what the function changed
         self._form: list[Any] = []  # of what the function puts out
         self._outlets: Outlets | None = None  # which tensors are put out, and how
@@ -196,7 +174,7 @@ class Call:
         try:
             out = self.body(leaves, inputs, watch)
         except RuntimeError as error:
-            if not private.says(error, private.WRITES_LEAF):
+            if not texts.says(error, texts.WRITES_LEAF):
                 raise
             places = {i for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
             if places <= self.facts.mutated:
@@ -245,7 +223,7 @@ class Call:
             copied = [i in self.facts.mutated or (fresh and x.requires_grad) for i, x in enumerate(tensors)]
             tensors = [x.clone() if own else x for x, own in zip(tensors, copied, strict=True)]
         tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
-        mapping, shapes = self._mapping(leaves, tensors), [_geometry(x) for x in tensors]
+        mapping, shapes = self._mapping(leaves, tensors), [geometry(x) for x in tensors]
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
         before = self.reach.clear() if again else None
@@ -262,9 +240,9 @@ class Call:
             written = [i for i, own in enumerate(copied) if own and private.version(tensors[i])] if fresh else []
             if not self.facts.mutated.issuperset(written):
                 raise Again(mutated=frozenset(written))
-            if shapes != [_geometry(x) for x in tensors]:
+            if shapes != [geometry(x) for x in tensors]:
                 raise ValueError(reshapes(self.unit))
-            if fresh and not private.dispatch_modes() and any(map(_differs_unseen, tensors, self.reach.tensors)):
+            if fresh and not private.dispatch_modes() and any(map(differs_unseen, tensors, self.reach.tensors)):
                 raise ValueError(unseen_write(self.unit))
             exports = Exports(self.unit, self.reach.knows, origins)
             template = exports.of(result)
@@ -280,7 +258,7 @@ class Call:
             else:  # whoever catches it finds what the function had done
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
-            if private.says(error, *(private.REFUSED if private.level() else (private.SAVED_HOOKS,))):
+            if texts.says(error, *(texts.REFUSED if private.level() else (texts.SAVED_HOOKS,))):
                 raise TypeError(twice(self.unit, error)) from error
             raise
         if before is not None:
@@ -315,7 +293,7 @@ class Call:
         watch: contextlib.AbstractContextManager[object],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
-    ) -> Any:
+    ) -> object:
         """What the function returns; what it raises, where that or what it changed holds tensors of its own."""
         again = self._result is not None
         with inside(self._here(leaves)), watch:
@@ -323,9 +301,9 @@ class Call:
                 with heard():
                     result = self.fn(*args, **kwargs)
             except Exception as error:
-                if not (private.level() or self.facts.watched) and private.says(error, *_UNSEEN):
+                if not (private.level() or self.facts.watched) and texts.says(error, *_UNSEEN):
                     raise Again(watched=True) from None
-                if private.says(error, *private.FREED):
+                if texts.says(error, *texts.FREED):
                     raise ValueError(freed(f"Unit {self.unit!r}{place_of(error)}")) from error
                 if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
                     raise
@@ -337,8 +315,8 @@ class Call:
 
     def _holds_tensors(self, error: Exception) -> bool:
         """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
-        refused = private.REFUSED if private.level() else (private.SAVED_HOOKS,)
-        if private.says(error, private.WRITES_LEAF, *refused):
+        refused = texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)
+        if texts.says(error, texts.WRITES_LEAF, *refused):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]
         return next(tensors_in([error, *changed], self.reach.knows), None) is not None
@@ -349,7 +327,7 @@ class Call:
         mapping.update(self.reach.stand_ins(Unread))
         return mapping
 
-    def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
         return replaced(self.args, mapping), {name: replaced(value, mapping) for name, value in self.kwargs.items()}
 
     def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
@@ -415,19 +393,3 @@ class Call:
 
 def _is_same(now: Content, content: Content) -> bool:
     return all(map(operator.is_, now.values(), content.values()))
-
-
-def _differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
-    """Whether the values of a copy differ from those that it was made of, although no operation wrote to it."""
-    outer = private.unwrapped(outer)
-    if inner.layout != torch.strided or inner.is_meta or private.version(inner):
-        return False
-    if inner.data_ptr() == outer.data_ptr():
-        return False
-    both = [x.detach().resolve_conj().resolve_neg() for x in (inner, outer)]
-    one, other = [torch.view_as_real(x) if x.is_complex() else x for x in both]
-    return not bool(((one == other) | ((one != one) & (other != other))).all())
-
-
-def _geometry(x: torch.Tensor) -> Any:
-    return (x.shape, x.stride()) if x.layout == torch.strided else x.shape

@@ -13,23 +13,10 @@ from torch import nn
 
 from fzero.base import private
 
-_compiled: weakref.WeakKeyDictionary[Any, Callable[..., Any]] = weakref.WeakKeyDictionary()
+_compiled: weakref.WeakKeyDictionary[object, Callable[..., object]] = weakref.WeakKeyDictionary()
 
 
-def without_donation() -> Any:
-    """Graphs that are compiled inside may be pulled back again, and those pulled back inside stay."""
-    return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[attr-defined]
-
-
-def _inductor(graph: Any, inputs: Any) -> Any:
-    """The default compiler, with eager's random numbers."""
-    from torch._inductor.compile_fx import compile_fx
-
-    with without_donation():
-        return compile_fx(graph, inputs, config_patches={"fallback_random": True})
-
-
-def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Callable[..., Any]:
+def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Callable[..., object]:
     """`fn`, compiled where it runs on plain tensors; under a functorch level, where it would be no graph, as it is.
 
     The compiler is not even imported before the first call.
@@ -48,9 +35,9 @@ def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Calla
     return call
 
 
-def _with_own_code(fn: Callable[..., object]) -> Callable[..., Any]:
+def _with_own_code(fn: Callable[..., object]) -> Callable[..., object]:
     """The same function over another code object, by which the compiler keeps what it made."""
-    function: Any = getattr(fn, "__func__", fn)
+    function: object = getattr(fn, "__func__", fn)
     if not isinstance(function, types.FunctionType):
         return fn
     code = function.__code__.replace()
@@ -59,12 +46,12 @@ def _with_own_code(fn: Callable[..., object]) -> Callable[..., Any]:
     return new if function is fn else types.MethodType(new, fn.__self__)  # type: ignore[attr-defined]
 
 
-def _code_of(fn: Callable[..., object]) -> Callable[..., Any]:
+def _code_of(fn: Callable[..., object]) -> Callable[..., object]:
     function = getattr(fn, "__func__", fn)  # a bound method is another object at every look
     try:
         code = _compiled.get(function)
     except TypeError:  # cannot be referred to weakly
-        return torch.compile(fn, backend=_inductor)
+        return torch.compile(fn, backend=private.inductor)
     if code is None:
-        code = _compiled[function] = torch.compile(function, backend=_inductor)
+        code = _compiled[function] = torch.compile(function, backend=private.inductor)
     return code if function is fn else functools.partial(code, fn.__self__)  # type: ignore[attr-defined]

@@ -138,11 +138,11 @@ class _Gate(torch.autograd.Function):
         return None, None, cotangent
 
     @staticmethod
-    def jvp(ctx: object, _: object, __: object, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+    def jvp(ctx: object, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
         return tangent.view_as(tangent)
 
     @staticmethod
-    def vmap(info: object, in_dims: Any, gates: Gates, key: Key, primal: torch.Tensor) -> Any:  # type: ignore[override]
+    def vmap(info: object, in_dims: Any, gates: Gates, key: Key, primal: torch.Tensor) -> object:  # type: ignore[override]
         return primal.view_as(primal), in_dims[2]
 
 

@@ -165,6 +165,6 @@ def _leaf_of(traversal: Traversal, leaves: Sequence[torch.Tensor], tensor: torch
     return f"Leaf {max(found for found in offsets if found[0] <= own)[1]!r}"
 
 
-def _apart(value: Any, stored: Mapping[int, object]) -> Any:
+def _apart(value: Any, stored: Mapping[int, object]) -> object:
     """What is given out must not be a state's own memory: the caller may write to it."""
     return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value

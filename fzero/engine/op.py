@@ -21,7 +21,6 @@ from fzero.capture.handle import storage_of
 from fzero.capture.watch import begins, begun, is_strict, watching
 from fzero.comm.axis import done
 from fzero.engine.call import Call
-from fzero.engine.compiled import without_donation
 from fzero.engine.traversal import Traversal
 
 
@@ -105,7 +104,10 @@ class UnitOp(Op):
         # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
         if not self._watched:
             refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._is_begun)
-        with without_donation() if keep and self.call.compiles else contextlib.nullcontext(), pull.surroundings():
+        with (
+            private.without_donation() if keep and self.call.compiles else contextlib.nullcontext(),
+            pull.surroundings(),
+        ):
             found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
         out = {
             i: torch.zeros_like(x) if g is None else g

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fzero.base import pytree
@@ -19,7 +17,7 @@ def nothing_to_pull(outputs: object) -> ValueError:
     )
 
 
-def split_result(step: Spec, result: object) -> tuple[Any, Any]:
+def split_result(step: Spec, result: object) -> tuple[object, object]:
     """(outputs, aux) of what the function returned; aux is None where the step has none."""
     if not step.has_aux:
         return result, None

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from fzero.base import private
+from fzero.base import private, texts
 from fzero.base.random import seeded
 from fzero.base.refusals import first_words, place_of
 from fzero.capture.handle import HandleError
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Reach, Surroundings
 from fzero.capture.watch import elsewhere
-from fzero.engine.call import here, inside
+from fzero.engine.here import here, inside
 from fzero.engine.traversal import current
 
 CHECKPOINTED = (
@@ -47,7 +46,7 @@ class _Undo:
         """Whether the unit's code names something that functorch refuses, or the unit reaches such a tensor."""
         if self._refusal is not None or self.reach.names(_NAMES):
             return True
-        return any(x.layout in private.COMPRESSED for x in (*self.reach.tensors, *self.reach.constants))
+        return any(x.layout in texts.COMPRESSED for x in (*self.reach.tensors, *self.reach.constants))
 
     def __call__(self, error: BaseException) -> None:
         if self._refusal is not None:
@@ -67,7 +66,7 @@ class _Undo:
 
 def plain_call(
     fn: Callable[[], object], node: Callable[[int], object], arguments: Sequence[object], surroundings: Surroundings
-) -> Any:
+) -> object:
     """A unit whose leaves are full tensors already is a plain call, which costs least.
 
     Where its function does what functorch refuses (torch.utils.checkpoint, old-style Functions, requires_grad_), it
@@ -96,7 +95,7 @@ def plain_call(
             with seeded(seed), inside(None):
                 return fn()
         except RuntimeError as error:
-            if not private.says(error, *private.REFUSED):
+            if not texts.says(error, *texts.REFUSED):
                 raise
             record.as_nodes.add(code)
             if undo is None:

@@ -92,7 +92,7 @@ class Run:
         self.outputs, self.aux = self.returned.join(real, rest), others.join(aux)
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
 
-    def _mode(self) -> contextlib.AbstractContextManager[Any]:
+    def _mode(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.outer else torch.no_grad()
 
     def pull(

@@ -110,11 +110,11 @@ class _Value(torch.autograd.Function):
         return None, ctx.use.collect(cotangent) if first_order() else Collect.apply(ctx.use, cotangent)
 
     @staticmethod
-    def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+    def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
         return Spread.apply(ctx.use, tangent)
 
     @staticmethod
-    def vmap(info: object, in_dims: Any, use: Use, primal: torch.Tensor) -> Any:  # type: ignore[override]
+    def vmap(info: object, in_dims: Any, use: Use, primal: torch.Tensor) -> object:  # type: ignore[override]
         return Spread.apply(use, primal.movedim(in_dims[1], -1).contiguous()), -1
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 import torch
 
 from fzero.formats.formats import ALIGN
 
+Shift = Callable[[torch.Tensor, int], torch.Tensor]  # to the right, logically
 _GOLDEN, _STREAM = 0x9E3779B9 - (1 << 32), 0x632BE5AB
 
 
@@ -29,7 +29,7 @@ class Counters:
     runs: tuple[tuple[int, int, int], ...] = ()
     count: int = 0
 
-    def blocks(self, device: Any, start: int = 0, stop: int | None = None) -> torch.Tensor:
+    def blocks(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """int32[blocks] of the elements from start to stop, multiples of 64; all by default."""
         begin, end = start // ALIGN, self.count if stop is None else stop // ALIGN
         out = torch.empty(max(0, min(end, self.count) - begin), dtype=torch.int32, device=device)
@@ -53,7 +53,7 @@ def _signed(x: int) -> int:
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def word(block: Any, lane: Any, stream: int, shift: Callable[[Any, int], Any]) -> Any:
+def word(block: torch.Tensor, lane: torch.Tensor, stream: int, shift: Shift) -> torch.Tensor:
     """32 random bits for lane 0 to 63 of a block, an int32; streams are independent.
 
     Args:
@@ -63,13 +63,13 @@ def word(block: Any, lane: Any, stream: int, shift: Callable[[Any, int], Any]) -
     return _mixed(block + lane * _GOLDEN + _signed(stream * _STREAM), shift)
 
 
-def hashed(x: Any, shift: Callable[[Any, int], Any]) -> Any:
+def hashed(x: torch.Tensor, shift: Shift) -> torch.Tensor:
     """lowbias32 of int32 counters."""
     x = _mixed(x ^ shift(x, 16), shift)
     return x ^ shift(x, 16)
 
 
-def _mixed(x: Any, shift: Callable[[Any, int], Any]) -> Any:
+def _mixed(x: torch.Tensor, shift: Shift) -> torch.Tensor:
     """The middle of lowbias32: enough for what is random already, but for a counter."""
     x = x * 0x7FEB352D
     x = x ^ shift(x, 15)
@@ -84,11 +84,11 @@ class Fields:
         shift: the logical shift to the right.
     """
 
-    def __init__(self, read: Callable[[int], Any], shift: Callable[[Any, int], Any]) -> None:
+    def __init__(self, read: Callable[[int], torch.Tensor], shift: Shift) -> None:
         self._read, self._shift = read, shift
         self._number, self._free = -1, 0
 
-    def __call__(self, count: int, own: int | None = None) -> Any:
+    def __call__(self, count: int, own: int | None = None) -> torch.Tensor:
         """Integers in [0, 2**count), each as likely.
 
         Args:

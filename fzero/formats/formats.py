@@ -10,18 +10,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fzero.base import private
-from fzero.formats.ops import TorchOps
+from fzero.formats.ops import Ops, TorchOps
 
 GROUP = 32  # elements that share a scale
 CHUNK = 1 << 15  # elements at a time: temporaries stay small, and calls take no longer than the work
 
 
-Bits = Callable[..., Any]  # (n, own=n) -> random integers in [0, 2**n), one per element
+T = torch.Tensor  # in a generated kernel a value of its loop
+Bits = Callable[..., torch.Tensor]  # (n, own=n) -> random integers in [0, 2**n), one per element
 
 
 _MAGNITUDE = 0x7FFFFFFF
@@ -66,15 +66,15 @@ class Format:
         """Whether every value of another format is one of this one."""
         return self.parts == other.parts
 
-    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+    def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
         """The values, of parts as floats and int32, times a factor."""
         raise NotImplementedError
 
-    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+    def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
         """The parts of float32 values; rounded to nearest without noise."""
         raise NotImplementedError
 
-    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    def cast(self, parts: Sequence[T], dtype: torch.dtype) -> T | None:
         """The values in a dtype that takes no arithmetic, or the stored tensor itself; None for any other."""
         return None
 
@@ -106,13 +106,13 @@ class Plain(Format):
     def __str__(self) -> str:
         return _short(self.dtype) + (" stochastic" if self.stochastic else "")
 
-    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+    def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
         return _times(stored[0], times)
 
-    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    def cast(self, parts: Sequence[T], dtype: torch.dtype) -> T | None:
         return parts[0].to(dtype)
 
-    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+    def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
         if not self.stochastic or noise is None:
             return [x]
         return [o.upper(_carried(o, x, noise(16)))]
@@ -131,7 +131,7 @@ class Exact(Format):
     def keeps(self, other: Format) -> bool:
         return other.dtype != torch.float64
 
-    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    def cast(self, parts: Sequence[T], dtype: torch.dtype) -> T | None:
         """Ties to even, as float32 is cast: in the upper halves they go away from 0."""
         if dtype != torch.bfloat16:
             return None
@@ -142,10 +142,10 @@ class Exact(Format):
             torch.sub(bits, odd, out=out[start:stop].view(torch.int16))
         return out
 
-    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+    def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
         return _times(o.floats(o.bits(stored[0]) + stored[1]), times)
 
-    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+    def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
         bits = o.bits(x)
         return [_upper(o, bits), o.extended(bits, 16)]
 
@@ -162,13 +162,13 @@ class Corrected(Format):
     def keeps(self, other: Format) -> bool:
         return super().keeps(other) or (other.plain and other.dtype == torch.bfloat16)
 
-    def cast(self, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor | None:
+    def cast(self, parts: Sequence[T], dtype: torch.dtype) -> T | None:
         return parts[0] if dtype == torch.bfloat16 else None
 
-    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+    def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
         return _times(o.floats(o.bits(stored[0]) + (stored[1] << 8)), times)
 
-    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+    def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
         bits = _carried(o, x, 0x80 if noise is None else noise(8))
         return [_upper(o, bits), o.extended(bits, 16) >> 8]
 
@@ -178,19 +178,19 @@ class Grouped(Format):
 
     group = GROUP
 
-    def magnitude(self, o: Any, x: Any) -> Any:
+    def magnitude(self, o: Ops, x: T) -> T:
         """The bits of the magnitude, which order as it does."""
         return o.bits(x) & _MAGNITUDE
 
-    def scale(self, o: Any, largest: Any) -> Any:
+    def scale(self, o: Ops, largest: T) -> T:
         """The stored scale of a group, of the bits of its largest magnitude."""
         raise NotImplementedError
 
-    def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
+    def codes(self, o: Ops, x: T, magnitude: T, scale: T, noise: Bits | None) -> T:
         """The codes of values, of which none is too large for the scale that is stored for its group."""
         raise NotImplementedError
 
-    def encode(self, o: Any, x: Any, noise: Bits | None) -> list[Any]:
+    def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
         magnitude = self.magnitude(o, x)
         scale = self.scale(o, magnitude.amax(-1, keepdim=True))
         return [self.codes(o, x, magnitude, scale, noise), scale]
@@ -238,15 +238,15 @@ class Companded(Grouped):
     def __str__(self) -> str:
         return f"{self.width}-bit"
 
-    def decode(self, o: Any, stored: Sequence[Any], times: Any = 1.0) -> Any:
-        scale = o.floats(stored[1] << 23) * times
+    def decode(self, o: Ops, stored: Sequence[T], times: T | float | None = None) -> T:
+        scale = _times(o.floats(stored[1] << 23), times)
         if self.width == 4:
             return o.level(stored[0], self) * scale
         code = stored[0] & self.most if self.signed else stored[0]
         x = o.less_times(o.floats((code << self.place) | _bits(self.bias)), self.bias, scale)
         return o.floats(o.bits(x) | (stored[0] & _SIGN)) if self.signed else x
 
-    def level(self, o: Any, code: Any) -> Any:
+    def level(self, o: Ops, code: T) -> T:
         """What a signed code stands for, over its scale: exact, so that one product of it has one rounding."""
         x = o.floats(((code & self.most) << self.place) | _bits(self.bias)) - self.bias
         return o.floats(o.bits(x) | (code & _SIGN))
@@ -257,13 +257,13 @@ class Companded(Grouped):
         codes = torch.arange(1 << self.width, dtype=torch.int32)
         return self.level(TorchOps, TorchOps.extended(codes, self.width)).tolist()
 
-    def magnitude(self, o: Any, x: Any) -> Any:
+    def magnitude(self, o: Ops, x: T) -> T:
         return super().magnitude(o, x) if self.signed else o.bits(x)
 
-    def scale(self, o: Any, largest: Any) -> Any:
+    def scale(self, o: Ops, largest: T) -> T:
         return o.least(o.shift(largest + self.carry, 23), 253)
 
-    def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
+    def codes(self, o: Ops, x: T, magnitude: T, scale: T, noise: Bits | None) -> T:
         y = o.bits(o.times_plus(o.floats(magnitude), o.floats((254 - scale) << 23), self.bias))
         if not self.signed:
             y = o.most(y, _bits(self.bias) + (1 << self.place))
@@ -285,20 +285,20 @@ class Blocks(Grouped):
     def __str__(self) -> str:
         return "8-bit blocks"
 
-    def decode(self, o: Any, stored: Sequence[Any], times: Any = None) -> Any:
+    def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
         return _times(o.to_float(stored[0]) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127)), times)
 
-    def scale(self, o: Any, largest: Any) -> Any:
+    def scale(self, o: Ops, largest: T) -> T:
         """8 bits of exponent and 8 of mantissa, rounded up."""
         return o.shift(o.least(largest, _LARGEST) + 0x7FFF, 15)
 
-    def codes(self, o: Any, x: Any, magnitude: Any, scale: Any, noise: Bits | None) -> Any:
+    def codes(self, o: Ops, x: T, magnitude: T, scale: T, noise: Bits | None) -> T:
         stored = o.floats(scale << 15)
         inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
         return o.clamp(o.to_int(x * inverse + 128.5) - 128, -127, 127)
 
 
-def _times(x: Any, times: Any) -> Any:
+def _times(x: T, times: T | float | None) -> T:
     return x if times is None else x * times
 
 
@@ -307,13 +307,13 @@ def _bits(x: float) -> int:
     return int(math.log2(x)) + 127 << 23
 
 
-def _carried(o: Any, x: Any, carry: Any) -> Any:
+def _carried(o: Ops, x: T, carry: T | int) -> T:
     """The bits of x with `carry` added to the lower half, which makes nothing finite infinite."""
     bits = o.bits(x)
     return bits + o.where((bits & _MAGNITUDE) >= _LARGEST, 0, carry)
 
 
-def _upper(o: Any, bits: Any) -> Any:
+def _upper(o: Ops, bits: T) -> T:
     """The bfloat16 beside a lower half that is stored as a signed number."""
     return o.upper(bits + 0x8000)
 
@@ -325,7 +325,7 @@ def _short(dtype: torch.dtype) -> str:
 ALIGN = 64  # elements: fused kernels give the same bits for every cut at multiples of it
 
 
-def chunks(flat: torch.Tensor, size: int) -> Iterator[tuple[int, int]]:
+def chunks(flat: T, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) over a flat tensor; of a fake one, which only takes memory, the first stands for all."""
     numel = flat.numel()
     for start in range(0, min(numel, size) if private.is_fake(flat) else numel, size):

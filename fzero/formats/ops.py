@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol, TypeAlias
 
 import torch
 
 _HIGH = -65536  # the upper half of a word
+
+
+class _Leveled(Protocol):
+    def level(self, o: type[TorchOps], code: torch.Tensor) -> torch.Tensor: ...
 
 
 class TorchOps:
@@ -41,7 +45,7 @@ class TorchOps:
         return x.double().sqrt().float() if exact else x.sqrt()
 
     @staticmethod
-    def where(condition: torch.Tensor, x: Any, y: Any) -> torch.Tensor:
+    def where(condition: torch.Tensor, x: torch.Tensor | float, y: torch.Tensor | float) -> torch.Tensor:
         out = torch.where(condition, x, y)
         return out.to(torch.int32) if out.dtype == torch.int64 else out  # of two whole numbers
 
@@ -56,19 +60,24 @@ class TorchOps:
         return (x - y) * z
 
     @staticmethod
-    def level(code: torch.Tensor, form: Any) -> torch.Tensor:
+    def level(code: torch.Tensor, form: _Leveled) -> torch.Tensor:
         """What a 4-bit code stands for; a kernel looks it up where it loads the code."""
         return form.level(TorchOps, code)
 
-    clamp = torch.clamp
-    sign = torch.sign
+    @staticmethod
+    def clamp(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
+        return torch.clamp(x, low, high)
 
     @staticmethod
-    def least(x: torch.Tensor, bound: Any) -> torch.Tensor:
+    def sign(x: torch.Tensor) -> torch.Tensor:
+        return torch.sign(x)
+
+    @staticmethod
+    def least(x: torch.Tensor, bound: int) -> torch.Tensor:
         return torch.clamp(x, max=bound)
 
     @staticmethod
-    def most(x: torch.Tensor, bound: Any) -> torch.Tensor:
+    def most(x: torch.Tensor, bound: int) -> torch.Tensor:
         return torch.clamp(x, min=bound)
 
     @staticmethod
@@ -78,3 +87,6 @@ class TorchOps:
     @staticmethod
     def to_int(x: torch.Tensor) -> torch.Tensor:
         return x.to(torch.int32)
+
+
+Ops: TypeAlias = type[TorchOps]  # or what stands for it in a generated kernel

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -20,7 +19,9 @@ from fzero.formats.ops import TorchOps
 from fzero.formats.stored import Stored, encoded, load, store
 from fzero.kernels import build
 
-Formula = Callable[..., Sequence[Any]]
+T = torch.Tensor  # of formulas: in a generated kernel a value of its loop
+Load = Callable[..., T]  # `load(times=1)`, a moment
+Formula = Callable[..., Sequence[T]]
 CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24

@@ -29,6 +29,9 @@ TYPES = {
 }
 
 
+_OPS: Any = KernelOps  # for torch's operations, over which formats and formulas are written
+
+
 def _listed(numbers: Iterable[object]) -> str:
     return ", ".join(map(str, numbers))
 
@@ -217,6 +220,10 @@ class Source:
 _Store = tuple[Part, str, str, bool]  # the arguments of Source.store
 
 
+def _value(loop: Loop, name: str, kind: str) -> Any:
+    return Value(loop, name, kind)
+
+
 class _Words:
     """The random words of a loop's elements; each is an array, made where it is first read."""
 
@@ -224,7 +231,7 @@ class _Words:
         self.source = source
         self.loop: Loop | None = None
 
-    def read(self, number: int) -> Value:
+    def read(self, number: int) -> Any:
         if f"word{number}" not in self.source.arrays:
             self._emit(number)
         assert self.loop is not None
@@ -233,8 +240,8 @@ class _Words:
     def _emit(self, number: int) -> None:
         block, loop = Loop("b"), Loop("w")
         array = self.source.array(f"word{number}", "int32_t")
-        key = hashed(block.let("counter(runs_, run, first + start / 64 + k)", "i"), KernelOps.shift)
-        bits = word(Value(loop, key.name, "i"), Value(loop, "i", "i"), number, KernelOps.shift)
+        key: Any = hashed(block.let("counter(runs_, run, first + start / 64 + k)", "i"), _OPS.shift)
+        bits: Any = word(_value(loop, key.name, "i"), _value(loop, "i", "i"), number, _OPS.shift)
         loop.lines.append(f"{array}[k * 64 + i] = {bits.name};")
         self.source.text.append(
             f"      for (int k = 0; k < N / 64; k++) {{ {' '.join(block.lines)}\n"
@@ -257,15 +264,15 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
     ]
     grads = source.load(Part("", grad), "grad")
     words = _Words(source)
-    noise = Fields(words.read, KernelOps.shift)
+    noise = Fields(words.read, _OPS.shift)
     loop = words.loop = Loop("t")
     kinds = [["f" if p.dtype.is_floating_point or p.every == 2 else "i" for p in form.parts] for form in formats]
     params, *moments = [
-        functools.partial(form.decode, KernelOps, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
+        functools.partial(form.decode, _OPS, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
         for form, own, kind in zip(formats, arrays, kinds, strict=True)
     ]
-    hyper = [Value(loop, f"h[{i}]", "f") for i in range(hypers)]
-    new = formula(KernelOps, hyper, params(), loop.let(grads, "f"), *moments)
+    hyper = [_value(loop, f"h[{i}]", "f") for i in range(hypers)]
+    new = formula(_OPS, hyper, params(), loop.let(grads, "f"), *moments)
     stores: list[_Store] = []
     grouped: list[tuple[int, Grouped, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
@@ -274,7 +281,8 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
             loop.keep(kept, value)
             grouped.append((i, form, kept))
             continue
-        for part, name, out in zip(form.parts, names[i], form.encode(KernelOps, value, noise), strict=True):
+        encoded: Any = form.encode(_OPS, value, noise)
+        for part, name, out in zip(form.parts, names[i], encoded, strict=True):
             if part.dtype == torch.float32:
                 loop.keep(f"(start + {name}_)", out)
                 continue
@@ -305,17 +313,17 @@ def _grouped(
     sizes, tops = source.array("sizes", "int32_t", padded * GROUP), source.array("tops", "int32_t", padded)
     for n, (_, form, kept) in enumerate(grouped):
         loop = Loop("b")
-        loop.keep(f"({sizes} + {n * N})", form.magnitude(KernelOps, loop.let(f"{kept}[i]", "f")))
+        loop.keep(f"({sizes} + {n * N})", form.magnitude(_OPS, loop.let(f"{kept}[i]", "f")))
         source.add(loop)
     source.text += [f"      largest({sizes} + {k * GROUP}, {tops} + {k});" for k in range(0, padded, 4)]
     for n, (i, form, kept) in enumerate(grouped):
         scales, codes, loop = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t"), Loop("g")
-        loop.keep(scales, form.scale(KernelOps, loop.let(f"{tops}[{n * groups} + i]", "i")))
+        loop.keep(scales, form.scale(_OPS, loop.let(f"{tops}[{n * groups} + i]", "i")))
         source.text.append(f"      GROUPS {{ const int i = k; {' '.join(loop.lines)} }}")
         loop = words.loop = Loop("c")
         scale = loop.let("scale", "i")
         value, size = loop.let(f"{kept}[i]", "f"), loop.let(f"{sizes}[{n * N} + i]", "i")
-        loop.keep(codes, form.codes(KernelOps, value, size, scale, noise))
+        loop.keep(codes, form.codes(_OPS, value, size, scale, noise))
         source.add(loop, shared=[f"const int32_t scale = {scales}[k];"])
         stores += [(form.parts[0], names[i][0], codes, False), (form.parts[1], names[i][1], scales, False)]
     return stores

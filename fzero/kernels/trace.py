@@ -53,12 +53,12 @@ class Loop:
         self.lines: list[str] = []
         self.names = names
 
-    def let(self, expression: str, kind: str) -> Value:
+    def let(self, expression: str, kind: str) -> Any:
         name = f"{self.names}{len(self.lines)}"
         self.lines.append(f"const {'float' if kind == 'f' else 'int32_t'} {name} = {expression};")
         return Value(self, name, kind)
 
-    def keep(self, array: str, value: Value) -> None:
+    def keep(self, array: str, value: Any) -> None:
         self.lines.append(f"{array}[i] = {value.name};")
 
 

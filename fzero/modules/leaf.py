@@ -12,7 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.refusals import noted
 from fzero.capture.again import Again
 from fzero.capture.handle import READABLE, Handle, Valueless, name_of, reading
-from fzero.engine.call import here
+from fzero.engine.here import here
 from fzero.engine.traversal import current, read
 
 
@@ -60,14 +60,14 @@ class Absent(Valueless):
         return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in READABLE:
-            with torch._C.DisableTorchFunctionSubclass():
+            with private.without_subclasses():
                 return func(*args, **(kwargs or {}))
         return cls.__torch_dispatch__(func, types, args, kwargs)
 
     @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
         path = next(x.path for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Absent))
         raise RuntimeError(
             f"Leaf {path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made of it "

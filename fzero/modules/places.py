@@ -55,7 +55,7 @@ class Places:
         """Inside, these leaves are the module's params, also where they are held besides their module."""
         places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
         old = [owner[name] for owner, name in places]
-        moved: list[tuple[Place, torch.Tensor, Any]] = []
+        moved: list[tuple[Place, torch.Tensor, object]] = []
         try:
             for (owner, name), leaf in zip(places, leaves.values(), strict=True):
                 owner[name] = leaf
@@ -93,7 +93,7 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     """
     own = {id(m._parameters) for m in module.modules()}
     found: dict[int, list[Place]] = {}
-    known: dict[Any, Place] = {}  # one that holds several params is filled with all of them
+    known: dict[object, Place] = {}  # one that holds several params is filled with all of them
     for name, param in module.named_parameters():
         waiting, seen = [id(param)], set[tuple[int, int]]()
         while waiting:
@@ -116,7 +116,7 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     return {number: places for number, places in found.items() if places}
 
 
-def _places_in(holder: object, value: Any) -> Iterator[tuple[Any, Place]]:
+def _places_in(holder: object, value: Any) -> Iterator[tuple[object, Place]]:
     """Each with what says which one it is."""
     if isinstance(holder, types.CellType):
         yield id(holder), Place(lambda: holder.cell_contents, lambda x: setattr(holder, "cell_contents", x))
@@ -133,11 +133,11 @@ def _places_in(holder: object, value: Any) -> Iterator[tuple[Any, Place]]:
         yield from _places_in(vars(holder), value)
 
 
-def _item(holder: Any, key: Any) -> tuple[Any, Place]:
+def _item(holder: Any, key: Any) -> tuple[object, Place]:
     return (id(holder), key), Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
 
 
-def _with(x: object, now: Mapping[int, object]) -> Any:
+def _with(x: object, now: Mapping[int, object]) -> object:
     """The same with leaves in the placeholders' places; of what does not change, another one."""
 
     def inner(part: object) -> Any:

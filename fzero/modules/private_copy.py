@@ -129,9 +129,9 @@ class Stale(torch.Tensor):
     where: str
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         if func in READABLE or func in _LOOKS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with private.without_subclasses():
                 return func(*args, **(kwargs or {}))
         where = next(leaf.where for leaf in pytree.leaves((args, kwargs or {})) if isinstance(leaf, Stale))
         raise ValueError(
@@ -197,7 +197,7 @@ class _Copier:
                 new.__globals__.mapped.update(mapped)
                 dict.update(new.__globals__, mapped)
 
-    def _shell(self, x: object) -> Any:
+    def _shell(self, x: object) -> object:
         if isinstance(x, nn.Module) and type(x) is x.__class__:
             return object.__new__(type(x))  # a __new__ of its own may want arguments
         if isinstance(x, types.CellType):
@@ -228,7 +228,7 @@ class _Copier:
         real = x.__globals__.real if isinstance(x.__globals__, Globals) else x.__globals__
         return self._globals.setdefault(id(real), Globals(real))
 
-    def _made(self, x: Any) -> Any:
+    def _made(self, x: Any) -> object:
         if isinstance(x, torch.Tensor):
             return self._tensor(x)
         if type(x) in weakref.ProxyTypes:
@@ -271,7 +271,7 @@ class _Copier:
             return stale
         return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
 
-    def _instance(self, x: object) -> Any:
+    def _instance(self, x: object) -> object:
         build = self.reach.builds.get(id(x))
         has_own_copy = hasattr(type(x), "__deepcopy__") and id(x) not in self.leading
         if has_own_copy or type(x).__module__.partition(".")[0] == "numpy":
@@ -295,7 +295,7 @@ class _Copier:
             new[self(key)] = self(value)
         return new
 
-    def _state(self, state: Any) -> Any:
+    def _state(self, state: Any) -> object:
         """A state that only its object's class understands; the object is not in the reach itself."""
         if type(state) is list:  # of a dataclass with slots: it must be full at once
             return [self(value) for value in state]

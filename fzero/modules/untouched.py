@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.base import private
+from fzero.base import private, texts
 from fzero.modules.private_copy import Stale
 from fzero.modules.reach import REGISTRIES, Reach
 
@@ -105,7 +105,7 @@ class Untouched:
                 label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
                 self._constants.append(_Constant(reach.owner(number), label, x, sources[number]))
 
-    def around(self, run: Callable[..., object]) -> Callable[..., Any]:
+    def around(self, run: Callable[..., object]) -> Callable[..., object]:
         """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
 
         def call(*args: object, **kwargs: object) -> Any:
@@ -154,7 +154,7 @@ def refuse_changes(said: list[str]) -> None:
 
 def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     """Names the submodule that a functorch level did not let write to its buffer."""
-    if not private.says(error, private.WRITES_CAPTURED):
+    if not texts.says(error, texts.WRITES_CAPTURED):
         return
     paths = {id(child): path for path, child in module.named_modules()}
     place, trace = None, error.__traceback__

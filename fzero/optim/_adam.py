@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_number
+from fzero.formats.ops import Ops
+from fzero.kernels.onepass import Load, T
 from fzero.optim.base import elementwise, rate
 from fzero.state.moments import zeros_like
 from fzero.table.needs import need_rate
@@ -116,25 +119,25 @@ def _adam(
     )
 
 
-def _moments(g: Any, h: Any, m: Any, v: Any, times: Any = 1.0) -> tuple[Any, Any]:
+def _moments(g: T, h: Sequence[T], m: Load, v: Load, times: T | float = 1.0) -> tuple[T, T]:
     part = g * (times * h[4])
     return g * (times * h[2]) + m(h[1]), part * part + v(h[3])
 
 
-def _stepped(o: Any, h: Any, p: Any, m: Any, v: Any) -> Any:
+def _stepped(o: Ops, h: Sequence[T], p: T, m: T, v: T) -> T:
     return p + m / (o.sqrt(v) + h[7]) * h[6]
 
 
-def _decoupled(o: Any, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(g, h, m, v, h[0])
-    return _stepped(o, h, p * h[5], m, v), m, v
+def _decoupled(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load) -> tuple[T, T, T]:
+    first, second = _moments(g, h, m, v, h[0])
+    return _stepped(o, h, p * h[5], first, second), first, second
 
 
-def _coupled(o: object, h: Any, p: Any, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(g * h[0] + p * h[5], h, m, v)
-    return _stepped(o, h, p, m, v), m, v
+def _coupled(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load) -> tuple[T, T, T]:
+    first, second = _moments(g * h[0] + p * h[5], h, m, v)
+    return _stepped(o, h, p, first, second), first, second
 
 
-def _undecayed(o: object, h: Any, p: object, g: Any, m: Any, v: Any) -> tuple[Any, Any, Any]:
-    m, v = _moments(g, h, m, v, h[0])
-    return _stepped(o, h, p, m, v), m, v
+def _undecayed(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load) -> tuple[T, T, T]:
+    first, second = _moments(g, h, m, v, h[0])
+    return _stepped(o, h, p, first, second), first, second

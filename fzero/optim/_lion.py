@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from fzero.base import pytree
 from fzero.base.arguments import need_number
+from fzero.formats.ops import Ops
+from fzero.kernels.onepass import Load, T
 from fzero.optim.base import elementwise, rate
 from fzero.state.moments import zeros_like
 from fzero.table.needs import need_rate
@@ -66,6 +69,6 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     )
 
 
-def _formula(o: Any, h: Any, p: Any, g: Any, m: Any) -> tuple[Any, Any]:
+def _formula(o: Ops, h: Sequence[T], p: T, g: T, m: Load) -> tuple[T, T]:
     g = g * h[0]
     return p * h[5] - h[6] * o.sign(m(h[1]) + h[2] * g), m(h[3]) + h[4] * g

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_number
+from fzero.formats.ops import Ops
+from fzero.kernels.onepass import Load, T
 from fzero.optim.base import elementwise, rate
 from fzero.state.moments import zeros_like
 from fzero.table.needs import need_rate
@@ -72,7 +75,7 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
     )
 
 
-def _formula(o: object, h: Any, p: Any, g: Any, *buffer: Any) -> tuple[Any, ...]:
+def _formula(o: Ops, h: Sequence[T], p: T, g: T, *buffer: Load) -> tuple[T, ...]:
     g = g * h[0] + h[1] * p
     if not buffer:
         return (p - h[3] * g,)

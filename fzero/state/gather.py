@@ -40,7 +40,7 @@ def gather(tree: object) -> Any:
         return pytree.map(lambda node: _gather_one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
 
 
-def _nodes(tree: object) -> Sequence[Any]:
+def _nodes(tree: object) -> Sequence[object]:
     """The leaves of a pytree, states and sharded trees whole."""
     return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))[0]
 
@@ -55,7 +55,7 @@ def _need_trees(tree: object) -> None:
         raise TypeError(f"gather: got tree={named(tree)}, in which no tree is sharded; {expected}.")
 
 
-def _gather_one(tree: Sharded) -> Any:
+def _gather_one(tree: Sharded) -> object:
     leaves: list[Any] = [None] * len(tree.layout.rows)
     for key in tree.keys:
         full = _gathered(tree, key)

@@ -81,9 +81,7 @@ def _shape_of(path: str, make: Callable[..., object]) -> Any:
         ) from None
     except ValueError:  # a builtin that has no signature
         pass
-    from torch._subclasses.fake_tensor import FakeTensorMode  # slow to import, and only needed here
-
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with private.without_values():
         return make()
 
 

@@ -12,7 +12,7 @@ from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.table.spec import Spec
 
 
-def init_moments(step: Spec, params: Sharded) -> Any:
+def init_moments(step: Spec, params: Sharded) -> object:
     """The optimizer's state for the trainable leaves, in the table's formats."""
     template = params.only(params.layout.trainable)
     if not step.optimizer.by_leaf:  # who does not know of formats is given values
@@ -20,12 +20,12 @@ def init_moments(step: Spec, params: Sharded) -> Any:
     return to_moment_dtype(step.optimizer.init(template), step.optimizer.by_leaf)
 
 
-def init_extras(step: Spec, params: Sharded) -> dict[str, Any]:
+def init_extras(step: Spec, params: Sharded) -> dict[str, object]:
     """What transforms add to the state, in memory of its own."""
     return {extra.name: apart(extra.init(params), params) for extra in step.extras}
 
 
-def apart(tree: object, *others: object) -> Any:
+def apart(tree: Any, *others: object) -> Any:
     """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
     taken = {x.untyped_storage()._cdata for x in pytree.flatten(others)[0] if isinstance(x, torch.Tensor)}
 
@@ -35,7 +35,7 @@ def apart(tree: object, *others: object) -> Any:
     return pytree.map(one, tree)
 
 
-def to_moment_dtype(moments: object, by_leaf: bool) -> Any:
+def to_moment_dtype(moments: object, by_leaf: bool) -> object:
     """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
 
     def one(node: Any) -> Any:
@@ -64,7 +64,7 @@ def zeros_like(params: Any, nonnegative: bool = False) -> Any:
     """
     if not is_sharded(params):
         return pytree.map(torch.zeros_like, params)
-    buffers: dict[Any, torch.Tensor] = {}
+    buffers: dict[object, torch.Tensor] = {}
     for key in params.keys:
         form = params.layout.groups[key].row.policy.moment_format(not nonnegative)
         stored = params.stored(key)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 
@@ -27,7 +26,7 @@ def global_norm(*trees: object) -> torch.Tensor:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
-    total: Any = 0.0
+    total: object = 0.0
     for place, tree in enumerate(trees):
         for node in _nodes(tree):
             if tree is None or not (node is None or is_sharded(node) or isinstance(node, torch.Tensor)):

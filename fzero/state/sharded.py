@@ -82,7 +82,7 @@ class Sharded:
         """How a group is stored."""
         return self._stored_as(key)[0]
 
-    def _stored_as(self, key: Key) -> tuple[Format, tuple[Any, ...]]:
+    def _stored_as(self, key: Key) -> tuple[Format, tuple[object, ...]]:
         """A group's format, and the names of its buffers."""
         if self.kind == "values":
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
@@ -140,7 +140,7 @@ class Sharded:
     def only(self, keys: Iterable[Key]) -> Sharded:
         """A view of those of the groups that this tree has, as local slices, stored as they are."""
         self._alive()
-        buffers: dict[Any, torch.Tensor] = {}
+        buffers: dict[object, torch.Tensor] = {}
         for key in keys:
             if key in self._buffers or key in self._held:
                 buffers.update(zip(self._stored_as(key)[1], self.stored(key).parts, strict=True))
@@ -169,7 +169,7 @@ class Sharded:
         return f"Sharded({self.axis}\n" + "\n".join(lines) + ")"
 
 
-def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], Any]:
+def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], object]:
     metadata = _Static(
         tree.layout,
         tree.axis,
@@ -221,7 +221,7 @@ class Part(NamedTuple):
     part: str
 
 
-def part_names(form: Format, key: Key) -> tuple[Any, ...]:
+def part_names(form: Format, key: Key) -> tuple[object, ...]:
     """The names of the buffers of a group: the first has the group's own, the others are `Part`s of it."""
     return tuple(Part(key, part.name) if part.name else key for part in form.parts)
 

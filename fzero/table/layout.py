@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -171,7 +171,7 @@ class Layout:
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
 
     @cached_property
-    def formats(self) -> dict[tuple[str, Key], tuple[Format, tuple[Any, ...]]]:
+    def formats(self) -> dict[tuple[str, Key], tuple[Format, tuple[object, ...]]]:
         """(kind, group key) -> how that is stored and what its buffers are called, as far as asked for."""
         return {}
 

@@ -33,14 +33,14 @@ class ModuleParams(dict[str, Any]):
         super().__init__(leaves)
         self.frozen = tuple(sorted(frozen))
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> object:
         return ModuleParams, (dict(self),), vars(self)
 
     def copy(self) -> ModuleParams:
         """A new dict of the same leaves."""
         return _like(vars(self), self.items())
 
-    def __or__(self, other: object) -> Any:
+    def __or__(self, other: object) -> object:
         if not isinstance(other, dict):
             return NotImplemented
         out = self.copy()
@@ -48,7 +48,7 @@ class ModuleParams(dict[str, Any]):
         out.frozen = tuple(sorted({*self.frozen, *getattr(other, "frozen", ())}))
         return out
 
-    def __ror__(self, other: object) -> Any:
+    def __ror__(self, other: object) -> object:
         return NotImplemented if not isinstance(other, dict) else _like(vars(self), {**other, **self}.items())
 
 

@@ -54,7 +54,7 @@ class _Grads:
         return sum_of_squares(self.squares, self.state.params).sqrt()
 
 
-def fused_call(step: Spec, state: TrainState, inputs: object, cotangent: object, rng: int) -> tuple[TrainState, Any]:
+def fused_call(step: Spec, state: TrainState, inputs: object, cotangent: object, rng: int) -> tuple[TrainState, object]:
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
     assert step.fusion is not None
     with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
@@ -63,7 +63,7 @@ def fused_call(step: Spec, state: TrainState, inputs: object, cotangent: object,
 
 def _fused_call(
     step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int, update: Update
-) -> tuple[TrainState, Any]:
+) -> tuple[TrainState, object]:
     assert step.fusion is not None
     way = step.fusion.way(step.optimizer, step.scales)
     batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None

@@ -22,7 +22,9 @@ from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 
 
-def apply_update(step: Spec, state: TrainState, grads: Sharded, grad_norm: object) -> tuple[TrainState, dict[str, Any]]:
+def apply_update(
+    step: Spec, state: TrainState, grads: Sharded, grad_norm: object
+) -> tuple[TrainState, dict[str, object]]:
     """The next state and the metrics; the old state is dead afterwards where the step donates."""
     if state.grads is not None:
         grads = values(grads).map(torch.add, values(state.grads))
@@ -59,7 +61,7 @@ class Judged:
         self.finite = True
         self.metrics["skipped"] = torch.tensor(False)
 
-    def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, Any]]:
+    def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, object]]:
         """The state after this update, or after one that was skipped (None)."""
         step, state = self.step, self.state
         params, moments = update.finish() if update is not None else (state.params, state.moments)
@@ -176,7 +178,7 @@ class Update:
         return self.params, moments
 
 
-def _plain_update(step: Spec, moments: object, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> Any:
+def _plain_update(step: Spec, moments: object, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> object:
     """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
     params = values(own)
     updates, new = call_update(step.optimizer, grads, moments, params, extra)

@@ -1,0 +1,33 @@
+"""What torch says where it refuses something, which nothing but its words tells."""
+
+from __future__ import annotations
+
+import torch
+
+SAVED_HOOKS = "saved tensor hooks"  # torch.utils.checkpoint under functorch
+OLD_FUNCTION = "setup_context"  # an autograd.Function without one under functorch
+REQUIRES_GRAD = "requires_grad_()"  # called under functorch
+BACKWARD = "backward() called inside a functorch transform"
+NO_LEAF = "you can only change requires_grad flags of leaf variables"
+NO_COPY = "support the deepcopy protocol"
+NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
+NO_STORAGE = "Cannot access storage of TensorWrapper"
+NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
+SETS_DATA = "mutating directly with `.data` inside functorch"
+RETAIN_GRAD = "retain_grad() inside of a function being transformed"
+NOT_USED = "appears to not have been used in the graph"
+FREED = ("data is not allocated yet", "out of bounds for storage of size 0")  # of a tensor whose storage was emptied
+WRITES_LEAF = "leaf Variable that requires grad"
+WRITES_CAPTURED = "would mutate a captured Tensor"
+WRITES_SAVED = "modified by an inplace operation"
+# what functorch refuses, and plain autograd does
+REFUSED = (
+    *(SAVED_HOOKS, OLD_FUNCTION, REQUIRES_GRAD, NO_LEAF, BACKWARD),
+    *(NO_MEMORY, NO_STORAGE, NO_STRIDES, NO_COPY, SETS_DATA),
+)
+COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)  # of which it says NO_STRIDES
+
+
+def says(error: BaseException, *texts: str) -> bool:
+    """Whether torch refused something for one of these reasons."""
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

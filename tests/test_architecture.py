@@ -1,0 +1,138 @@
+"""The house: which wing may know which, one place for torch.distributed and one for private torch, small files."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fzero as fz
+
+ROOT = Path(fz.__file__).parent
+# each wing imports from those before it, and from itself
+WINGS = (
+    *("base", "comm", "formats", "kernels", "table", "state", "transforms", "optim"),
+    *("capture", "engine", "modules", "update"),
+)
+TOP = ("step", "unit", "functional", "derivatives", "convert", "plan", "plot")
+FILES = sorted(ROOT.rglob("*.py"))
+# testing is beside the house: it looks at comm, and its strategies at everything
+MODULES = {
+    ".".join(("fzero", *path.relative_to(ROOT).with_suffix("").parts)).removesuffix(".__init__"): path for path in FILES
+}
+
+
+def imported(path: Path) -> list[tuple[int, str]]:
+    """Every module of the package that a file imports anywhere, also for types alone, with the line."""
+    found = []
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+        elif isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        else:
+            continue
+        for name in names:
+            while name.startswith("fzero") and name not in MODULES:
+                name = name.rpartition(".")[0]
+            if name.startswith("fzero"):
+                found.append((node.lineno, name))
+    return found
+
+
+def rank(module: str) -> int:
+    """How far down a module lies: those of a wing alike."""
+    parts = module.split(".")
+    if len(parts) == 1:
+        return len(WINGS) + len(TOP)  # the table of contents
+    if parts[1] in WINGS:
+        return WINGS.index(parts[1])
+    return len(WINGS) + (TOP.index(parts[1]) if parts[1] in TOP else len(TOP))
+
+
+def test_every_file_has_its_wing() -> None:
+    beside = {path.name for path in ROOT.iterdir() if path.suffix == ".py"}
+    assert beside == {"__init__.py", *(f"{name}.py" for name in TOP)} and len(beside) <= 12
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
+    assert folders == {*WINGS, "testing"}
+    for wing in WINGS:
+        assert ast.get_docstring(ast.parse((ROOT / wing / "__init__.py").read_text())), wing
+
+
+def test_arrows_go_down() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{line} imports {name}"
+        for module, path in MODULES.items()
+        if not module.startswith("fzero.testing")
+        for line, name in imported(path)
+        if rank(name) > rank(module)
+    ]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_no_imports_go_round() -> None:
+    graph = {module: {name for _, name in imported(path)} - {module} for module, path in MODULES.items()}
+    done: set[str] = set()
+
+    def visit(module: str, way: tuple[str, ...]) -> None:
+        assert module not in way, " -> ".join((*way[way.index(module) :], module))
+        if module not in done:
+            for name in sorted(graph[module]):
+                visit(name, (*way, module))
+            done.add(module)
+
+    for module in graph:
+        visit(module, ())
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_files_are_small(path: Path) -> None:
+    assert len(path.read_text().splitlines()) <= 400
+
+
+def _places(pattern: str) -> set[str]:
+    """The files whose code, comments and texts aside, matches."""
+    found = set()
+    for path in FILES:
+        tree = ast.parse(path.read_text())
+        names = [
+            ast.unparse(node)
+            for node in ast.walk(tree)
+            if isinstance(node, (ast.Attribute, ast.Import, ast.ImportFrom))
+        ]
+        if any(re.search(pattern, name) for name in names):
+            found.add(str(path.relative_to(ROOT)))
+    return found
+
+
+def test_one_place_for_torch_distributed() -> None:
+    assert _places(r"\btorch\.distributed\b") == {"comm/backend.py", "testing/_ranks.py", "testing/_threads.py"}
+
+
+def test_one_place_for_private_torch() -> None:
+    """What torch keeps to itself; the fused kernels and foreach functions are told by their names alone."""
+    private = r"\btorch\._(?!_file__|foreach|fused)[a-zC]|\btorch\.(?!testing)[a-z_.]*\._[a-z]"
+    random, pytrees = {"base/intercept.py", "base/checkpointing.py"}, {"base/pytree.py"}
+    testing = {"testing/_memory.py", "testing/_threads.py"}  # a dispatch mode, and ranks that are threads
+    assert _places(private) <= {"base/private.py", *random, *pytrees, *testing}
+
+
+def test_the_import_is_quick_and_says_nothing() -> None:
+    code = "import torch, time\nbegun = time.perf_counter()\nimport fzero\nprint(time.perf_counter() - begun)"
+    times = []
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
+        assert not done.stderr
+        times.append(float(done.stdout))
+    assert min(times) < 0.3, times
+
+
+def test_any_is_rare() -> None:
+    """Where nothing better can be said."""
+    count = sum(len(re.findall(r"\bAny\b", path.read_text())) for path in FILES)
+    assert count <= 710, count
