@@ -79,8 +79,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     structures: dict[object, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
     threads = threading.local()  # swapping a module's params is not safe across threads
 
-    def twin() -> nn.Module:
-        if not hasattr(threads, "twin") or (threads.untouched.broken and not threads.untouched.depth):
+    def copied() -> nn.Module:
+        if not hasattr(threads, "copied") or (threads.untouched.broken and not threads.untouched.depth):
             module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
             threads.patched, threads.paths = set(), set()
             threads.elsewhere = places_of(module, reach)
@@ -89,12 +89,12 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             whole = threads.untouched = Untouched(module, reach, sources)
             fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs), module), threads.elsewhere)
             threads.call, threads.fast = _as_one(whole.around(threads.places.call)), _as_one(whole.around(fast.call))
-            threads.twin = module
-        return threads.twin
+            threads.copied = module
+        return threads.copied
 
     def patch(path: str) -> None:
         threads.paths.add(path)
-        own = twin().get_submodule(path)
+        own = copied().get_submodule(path)
         if id(own) in threads.patched:  # one module at two paths is one unit, called twice
             return
         threads.patched.add(id(own))
@@ -149,7 +149,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 
     def apply(params: Params, *args: object, **kwargs: object) -> Any:
         _check_names(params, known)
-        module = twin()
+        module = copied()
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)
         known_structure = structures.get(key)

@@ -168,16 +168,16 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
 
 def _living_grads(step: Spec, layout: Layout) -> int:
     """All of them; of a fused update the largest unit's, where they are not held until their norm is known."""
-    way, units = step.fusion.way(step.optimizer, step.scales) if step.fusion else "held", dict[str, int]()
+    mode, units = step.fusion.mode(step.optimizer, step.scales) if step.fusion else "held", dict[str, int]()
     sums = step.microbatches.count > 1  # which are kept in the dtype of sums
     for key in layout.trainable:
         policy = layout.groups[key].row.policy
         grad = policy.reduce if sums else policy.grad
         assert grad
-        held = Companded(signed=True) if way == "8-bit" else Plain(grad)
+        held = Companded(signed=True) if mode == "8-bit" else Plain(grad)
         unit = layout.groups[key].unit
         units[unit] = units.get(unit, 0) + nbytes(held, layout.shard_numel(key))
-    return sum(units.values()) if way in ("held", "8-bit") else max(units.values(), default=0)
+    return sum(units.values()) if mode in ("held", "8-bit") else max(units.values(), default=0)
 
 
 def _without_memory(layout: Layout, structure: Any) -> Sharded:

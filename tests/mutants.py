@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-SCHEDULE, FAULTS, EXACT = "tests/test_schedule.py", "tests/test_faults.py", "tests/test_exact.py"
+SCHEDULE, FAULTS, EXACT = "tests/engine/test_schedule.py", "tests/test_faults.py", "tests/test_exact.py"
 ORDERS = (f"{SCHEDULE}::test_orders_that_change", SCHEDULE)
 NOT_PULLED = (f"{SCHEDULE}::test_units_that_are_not_pulled_back", SCHEDULE)
 TWICE = (f"{SCHEDULE}::test_a_unit_that_is_used_twice", SCHEDULE)

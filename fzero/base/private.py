@@ -1,4 +1,4 @@
-"""The private parts of torch that fzero stands on, in one place, each with a test in `tests/test_private.py`."""
+"""The private parts of torch that fzero stands on, in one place, each with a test in `tests/base/test_private.py`."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from fzero.capture.containers import Cell, has_attributes
 from fzero.capture.contents import attributes_of, container_of, containers_of, is_tuple, tuple_of
 from fzero.capture.handle import Valueless
 
-_LAZY = (map(str, ()), filter(None, ()))
+_LAZY = (types.GeneratorType, map, filter)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
@@ -64,14 +64,14 @@ class Exports:
             if all(map(operator.is_, items, tuple.__iter__(value))):
                 return value
             return _Tuple(type(value), items, own)
-        if isinstance(value, (types.GeneratorType, *map(type, _LAZY))) and not self._knows(value):
+        if isinstance(value, _LAZY) and not self._knows(value):
             raise TypeError(
                 f"Unit {self._unit!r} puts out a {type(value).__name__}, which would compute when the unit has ended, "
                 "expected what is computed. Return a list: list(...)."
             )
         if type(value) is frozenset:
             items = [self.of(item) for item in value]
-            return value if all(map(operator.is_, items, value)) else _Tree(None, items)
+            return value if all(map(operator.is_, items, value)) else _Tuple(frozenset, items, None)
         leaves, spec = pytree.flatten(value, is_leaf=self._stays)
         if len(leaves) == 1 and leaves[0] is value:
             return self._object(value)
@@ -142,11 +142,11 @@ class _Tuple:
 def built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
     if isinstance(template, Slot):
         return tensors[template.index]
-    if isinstance(template, _Tree) and template.spec is None:
-        return frozenset(built(leaf, tensors) for leaf in template.leaves)
     if isinstance(template, _Tree):
         return pytree.unflatten(template.spec, [built(leaf, tensors) for leaf in template.leaves])
     if isinstance(template, _Tuple):
+        if template.kind is frozenset:
+            return frozenset(built(item, tensors) for item in template.items)
         return tuple_of(template.kind, [built(item, tensors) for item in template.items], template.own)
     return template
 

@@ -51,10 +51,10 @@ def traversal_of(
         later = unreduced and sums_whole(params, key)
         held = params.held.get(key)
         shard = params.stored(key) if key in params.buffers else _stand_in(params, key)
-        stands = fused or not shard.plain or (not row.frozen and (later or policy.reduce != policy.param))
+        placeholder = fused or not shard.plain or (not row.frozen and (later or policy.reduce != policy.param))
         primal = shard.parts[0]
-        if stands:
-            # cotangents take the primal's dtype and shape: a primal without memory stands for the stored one
+        if placeholder:
+            # cotangents take the primal's dtype and shape: a placeholder without memory takes the stored one's place
             numel = params.layout.groups[key].numel if later else shard.numel()
             primal = torch.zeros((), dtype=policy.reduce, device=shard.device).expand(numel)
         (fixed if row.frozen else primals)[key] = primal
@@ -66,7 +66,7 @@ def traversal_of(
             reduce=policy.reduce,
             grad=policy.grad,
             wire=policy.wire,
-            stands=stands,
+            placeholder=placeholder,
             gather8=policy.gather is not None,
             held=held,
         )

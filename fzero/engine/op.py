@@ -90,7 +90,7 @@ class UnitOp(Op):
             with torch.no_grad():
                 self._forward(tuple(t.detach() for t in tensors()), wanted, True, self._gather_previous)
             keep = False
-            if self.traversal.schedule.lean:
+            if self.traversal.schedule.frees:
                 self.traversal.schedule.finish_reduction()
         elif self._pull is None:
             return None
@@ -186,10 +186,11 @@ class UnitOp(Op):
                 for key, full in self._fulls.items():
                     traversal.schedule.keep(key, full)
                 raise
-        every = frozenset(range(len(out)))
         if watch is not None and wanted:
             self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
-        self.joint = {i: every for i in every} if self.call.compiles else self.call.facts.joint
+        self.joint = self.call.facts.joint
+        if self.call.compiles:  # whose graphs do not say
+            self.joint = dict.fromkeys(range(len(out)), frozenset(range(len(out))))
         if wanted:
             self._pull = _Pull(
                 [self.keys[p] for p in wanted if p < count],

@@ -47,13 +47,13 @@ class Schedule:
     Attributes:
         keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
         ran_before: whether the function has run to its end before.
-        lean: whether memory counts more than that it stays warm: the full cotangent's is not kept for the next unit.
+        frees: whether buffers are freed at once, and not kept warm for the next unit.
     """
 
     def __init__(self, uses: Mapping[Key, Use]) -> None:
         self.uses = uses
         self._pulls = False
-        self.keeps, self.ran_before, self.lean = True, False, False
+        self.keeps, self.ran_before, self.frees = True, False, False
         self._calls: list[Callable[[], Running | None]] = []
         self._called: list[Keys] = []
         self._expected: tuple[Keys, ...] = ()
@@ -207,7 +207,7 @@ class Schedule:
 
         def finish() -> None:
             wait()
-            if self._pulls and not self.lean:
+            if self._pulls and not self.frees:
                 hazards.poison(full)
                 self._spare = full
             then(mean)

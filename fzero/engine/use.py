@@ -29,13 +29,14 @@ class Use(Wire):
     Attributes:
         shard: this rank's shard as it is stored.
         gather8: whether params travel in 8 bits.
-        stands: whether the differentiated tensor only stands for the shard (sums of another dtype, encoded params).
+        placeholder: whether the differentiated tensor has no memory and is never read: grads are summed in another
+            dtype than the shard is stored in, or it is encoded.
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
     """
 
     shard: Stored
     grad: torch.dtype
-    stands: bool = False
+    placeholder: bool = False
     gather8: bool = False
     held: torch.Tensor | None = None
 
@@ -47,7 +48,7 @@ class Use(Wire):
             full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.shard.device)
             self.start_into(full)()
             return full, True
-        shard = self.shard.to(self.compute) if self.stands else primal.to(self.compute)
+        shard = self.shard.to(self.compute) if self.placeholder else primal.to(self.compute)
         if self.axis.size == 1:
             return shard, shard is not primal and all(shard is not part for part in self.shard.parts)
         return self.axis.gather(shard, self.tag), True
@@ -56,7 +57,7 @@ class Use(Wire):
     def trivial(self) -> bool:
         """Whether the stored buffer is used as it is, and its cotangent is its grad."""
         stored = self.shard.dtype
-        alone = self.held is None and not self.stands and not self.gather8 and self.axis.ranks == 1
+        alone = self.held is None and not self.placeholder and not self.gather8 and self.axis.ranks == 1
         return alone and self.compute == self.grad == self.reduce == stored
 
     @property

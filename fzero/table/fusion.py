@@ -15,7 +15,7 @@ class Fusion:
 
     norm: str = "auto"
 
-    def way(self, optimizer: GradientTransformation, scaled: bool) -> str:
+    def mode(self, optimizer: GradientTransformation, scaled: bool) -> str:
         """ "once" where nothing needs the norm.
 
         Args:

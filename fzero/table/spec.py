@@ -125,10 +125,10 @@ def header(step: Spec) -> tuple[str, ...]:
         lines.append(f"accumulate: {step.microbatches.count} microbatches, in_dims={step.microbatches.in_dims}")
     lines += [f"state.extra[{extra.name!r}]: {extra.source}" for extra in step.extras]
     if step.fusion:
-        way = step.fusion.way(step.optimizer, step.scales)
-        ways = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
+        mode = step.fusion.mode(step.optimizer, step.scales)
+        modes = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
         lines.append(
-            f"fuse_update: each unit is updated {ways.get(way, f'once the norm is known, grads held ({way})')}"
+            f"fuse_update: each unit is updated {modes.get(mode, f'once the norm is known, grads held ({mode})')}"
         )
     if step.donates:
         lines.append("donate: the state passed in is overwritten")

@@ -22,7 +22,7 @@ from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
-from fzero.update.update import Judged, Update, is_finite
+from fzero.update.update import Decision, Update, is_finite
 
 _HELD = Companded(signed=True)
 
@@ -65,7 +65,7 @@ def _fused_call(
     step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int, update: Update
 ) -> tuple[TrainState, object]:
     assert step.fusion is not None
-    way = step.fusion.way(step.optimizer, step.scales)
+    mode = step.fusion.mode(step.optimizer, step.scales)
     batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None
     forwards = iter(batch)
     for _ in range(step.microbatches.count - 1):
@@ -78,7 +78,9 @@ def _fused_call(
     loss, earlier = batch.loss(), earlier or {}
     run.unreduced = {key: earlier.pop(key) for key in list(earlier) if sums_whole(state.params, key)}
     try:
-        judged = _pulled(step, state, update, run, ct, _Grads(step, state, earlier, batch.times), way, loss.get("loss"))
+        decision = _pulled(
+            step, state, update, run, ct, _Grads(step, state, earlier, batch.times), mode, loss.get("loss")
+        )
     except BaseException as error:
         if step.donates and update.applied:
             error.add_note(
@@ -88,50 +90,50 @@ def _fused_call(
                 "checkpoint, or leave fz.donate out: the state passed in then stays as it was."
             )
         raise
-    new, metrics = judged.next_state(update if judged.finite else None)
+    new, metrics = decision.next_state(update if decision.finite else None)
     return new, {**metrics, **loss, **batch.aux()}
 
 
 def _pulled(
-    step: Spec, state: TrainState, update: Update, run: Run, ct: object, grads: _Grads, way: str, loss: Any
-) -> Judged:
+    step: Spec, state: TrainState, update: Update, run: Run, ct: object, grads: _Grads, mode: str, loss: Any
+) -> Decision:
     """Pulls back and updates; what was decided."""
-    if way == "once":
+    if mode == "once":
         if loss is not None and not is_finite(loss):
             run.drop()
-            return Judged(step, state, loss.double())
+            return Decision(step, state, loss.double())
 
         def at_once(key: Key, shard: torch.Tensor) -> None:
             update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})
 
         run.pull(ct, receive=at_once)
-        judged = Judged(step, state, grads.norm())
-        judged.applied()
-        return judged
-    if way == "twice":
+        decision = Decision(step, state, grads.norm())
+        decision.applied()
+        return decision
+    if mode == "twice":
         run.pull(ct, retain_graph=True, receive=grads.measured)
-        judged = Judged(step, state, grads.norm())
-        if judged.finite:
-            run.pull(ct, receive=lambda key, shard: update.apply([key], grads.of(key, shard), judged.extra))
+        decision = Decision(step, state, grads.norm())
+        if decision.finite:
+            run.pull(ct, receive=lambda key, shard: update.apply([key], grads.of(key, shard), decision.extra))
         run.drop()
-        return judged
+        return decision
     held: dict[Key, Callable[[], Sharded]] = {}
 
     def hold(key: Key, shard: torch.Tensor) -> None:
-        held[key] = _holding(grads.measured(key, shard), key, way == "8-bit")
+        held[key] = _holding(grads.measured(key, shard), key, mode == "8-bit")
 
     run.pull(ct, receive=hold)
-    judged = Judged(step, state, grads.norm())
-    if judged.finite and not step.optimizer.by_group:
+    decision = Decision(step, state, grads.norm())
+    if decision.finite and not step.optimizer.by_group:
         parts = [own() for own in held.values()]
         held.clear()
         buffers = {key: x for part in parts for key, x in part.locals().items()}
-        update.apply(tuple(buffers), parts[0].with_buffers(buffers), judged.extra)
+        update.apply(tuple(buffers), parts[0].with_buffers(buffers), decision.extra)
     for key in list(held):
         own = held.pop(key)
-        if judged.finite:
-            update.apply([key], own(), judged.extra)
-    return judged
+        if decision.finite:
+            update.apply([key], own(), decision.extra)
+    return decision
 
 
 def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:

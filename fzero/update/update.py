@@ -28,16 +28,16 @@ def apply_update(
     """The next state and the metrics; the old state is dead afterwards where the step donates."""
     if state.grads is not None:
         grads = values(grads).map(torch.add, values(state.grads))
-    judged = Judged(step, state, global_norm(grads), grad_norm)
-    if judged.finite:
+    decision = Decision(step, state, global_norm(grads), grad_norm)
+    if decision.finite:
         with Update(step, state) as update:
             for keys in update.turns():
-                update.apply(keys, grads.only(keys), judged.extra)
-            return judged.next_state(update)
-    return judged.next_state(None)
+                update.apply(keys, grads.only(keys), decision.extra)
+            return decision.next_state(update)
+    return decision.next_state(None)
 
 
-class Judged:
+class Decision:
     """What an update's norm decides: whether it is applied, the metrics, the next loss scale."""
 
     def __init__(self, step: Spec, state: TrainState, norm: torch.Tensor, joint: object = None) -> None:

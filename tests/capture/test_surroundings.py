@@ -9,24 +9,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from units import F64, SHARDS, X, params_of
 
 import fzero as fz
 from fzero.engine import op as unit
 from fzero.testing import assert_trees_close, run_ranks
 
-F64 = torch.float64
-SHARDS: dict[str, Any] = {"remat": fz.remat, "ZeRO-3": fz.shard_zero3}
-
-
-def params_of(seed: int = 0) -> Any:
-    generator = torch.Generator().manual_seed(seed)
-    return {
-        "blocks": [{"w": torch.randn(4, 4, dtype=F64, generator=generator)} for _ in range(2)],
-        "s": torch.ones((), dtype=F64),
-    }
-
-
-X = torch.randn(3, 4, dtype=F64, generator=torch.Generator().manual_seed(1))
 ONE = torch.ones((), dtype=F64)
 
 

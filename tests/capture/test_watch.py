@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_second_runs import block_of, refused
 from torch import nn
+from units import block_of, refused
 from written import F64, Block, X, filled
 
 import fzero as fz

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_second_runs import block_of, refused
+from units import block_of, refused
 
 import fzero as fz
 
@@ -37,7 +37,7 @@ def test_a_unit_puts_out_a_compressed_tensor(form: str, shard: Any) -> None:
 
 @every_shard
 def test_a_compressed_tensor_outside_of_units(shard: Any) -> None:
-    match = r"a sparse tensor in compressed form \(CSR, CSC, BSR, BSC\) outside of units \(in 'fn', test_layouts.py"
+    match = r"a sparse tensor in compressed form \(CSR, CSC, BSR, BSC\) outside of units \(in 'fn', test_exports.py"
 
     def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
         return fz.unit(lambda q, x: x @ q["w"])(p["blocks"][0], x).to_sparse_csr().to_dense().mean()

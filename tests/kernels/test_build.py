@@ -30,6 +30,7 @@ PLANTED = 'extern "C" int kernel() { return 13; }\n'
 STRANGER = 12345  # another user
 NO_COMPILER = "/nonexistent/g++"
 
+ROOT = Path(__file__).parent.parent.parent
 needs_compiler = pytest.mark.skipif(build.compiler() is None, reason="no C++ compiler")
 
 
@@ -104,7 +105,12 @@ def library_of(source: str, folder: Path) -> bytes:
 
 def environment(cxx: Path | str) -> dict[str, str]:
     """Of a process that imports this copy of the package."""
-    return {**os.environ, "CXX": str(cxx), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent.parent)}
+    return {
+        **os.environ,
+        "CXX": str(cxx),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parent.parent.parent),
+    }
 
 
 def large(optimizer: str = "lion") -> list[torch.Tensor]:

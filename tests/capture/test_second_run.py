@@ -17,36 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_reach import F64, SHARDS, X, params_of
 from torch import nn
+from units import F64, SHARDS, X, block_of, params_of, refused
 
 import fzero as fz
 from fzero.base import intercept
 from fzero.testing import assert_trees_close, run_ranks
-
-
-def block_of(body: Any) -> Any:
-    """fn(params, x), whose units are `body(q, x)`."""
-    unit = fz.unit(body)
-
-    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
-        for q in p["blocks"]:
-            x = unit(q, x)
-        return x.square().mean()
-
-    return fn
-
-
-def refused(fn: Any, error: type[Exception], match: str, shard: Any = fz.remat) -> None:
-    """On two ranks, in the first step."""
-
-    def rank_main(rank: int) -> None:
-        step = shard(fz.train_step(fn, fz.sgd(0.1)))
-        state = step.init(params_of())
-        with pytest.raises(error, match=match):
-            step(state, X)
-
-    run_ranks(rank_main, 2)
 
 
 def test_an_iterator_that_a_second_run_would_advance() -> None:

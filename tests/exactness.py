@@ -1,0 +1,84 @@
+"""A training of five steps in any composition of transforms, against the plain float64 step: what every one owes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+from reference import adamw_steps
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
+
+SCENARIOS: dict[str, Any] = {
+    "module": (scenarios.tiny_lm, scenarios.token_batches),
+    "unit": (scenarios.stack, scenarios.vector_batches),
+}
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+
+def train(rank: int, scenario: str, chosen: Any, world: int, steps: int = 5) -> Any:
+    make, batches = SCENARIOS[scenario]
+    loss, params = make()
+    step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(1e-2)))
+    step = strategies.apply(step, chosen)
+    state = step.init(params)
+    batch = batches(world)[rank]
+    losses, norms = [], []
+    for _ in range(steps):
+        state, metrics = step(state, *batch)
+        losses.append(metrics["loss"].item())
+        norms.append(metrics["grad_norm"].item())
+    return fz.gather(state.params), losses, norms
+
+
+@functools.cache
+def expected(scenario: str, world: int) -> Any:
+    make, batches = SCENARIOS[scenario]
+    loss, params = make()
+    return adamw_steps(loss, params, batches(world), 5, max_norm=0.5)
+
+
+def check(scenario: str, chosen: Any, world: int, **run: Any) -> None:
+    fn = functools.partial(train, scenario=scenario, chosen=chosen, world=world)
+    params, losses, norms = expected(scenario, world)
+    for got in run_ranks(fn, world, **run):
+        assert_trees_close(got[0], params, rtol=1e-10)
+        assert torch.allclose(torch.tensor(got[1]), torch.tensor(losses), rtol=1e-10, atol=0)
+        assert torch.allclose(torch.tensor(got[2]), torch.tensor(norms), rtol=1e-10, atol=0)
+
+
+def owes(transform: Any, world: int = 2) -> None:
+    """What a transform owes: the numbers stay, with every stage, for all leaves and in any order with others."""
+    own = ("it", transform)
+    for scenario in SCENARIOS:
+        check(scenario, [own], 1)
+        for stage in (1, 2, 3):
+            others = [
+                ("remat", fz.remat),
+                ("shard", SHARDS[stage]),
+                ("accumulate", lambda step: fz.accumulate(step, 2)),
+            ]
+            check(scenario, [own, *others], world)
+            check(scenario, [*others, own], world)
+
+
+def refuses_what_is_no_step(transform: Any) -> None:
+    for what in (None, lambda p, x: x, torch.nn.Linear(1, 1), fz.train_step):
+        with pytest.raises(TypeError, match=r"got step=.*expected a step that fz.train_step made"):
+            transform(what)
+
+
+def same_in_any_order(transform: Any, other: Any) -> None:
+    """Two transforms give the same bits in both orders."""
+
+    def both(rank: int) -> None:
+        pair = [("it", transform), ("other", other)]
+        first, second = (train(rank, "module", chosen, 2, steps=2) for chosen in (pair, pair[::-1]))
+        assert_trees_equal(first[0], second[0])
+        assert first[1:] == second[1:]
+
+    run_ranks(both, 2)

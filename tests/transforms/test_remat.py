@@ -1,0 +1,59 @@
+"""fz.remat: the same numbers, and only what recomputes."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import exactness
+import pytest
+import torch
+
+import fzero as fz
+from fzero.testing import LiveBytes, run_ranks
+
+F64 = torch.float64
+
+
+def test_what_every_transform_owes() -> None:
+    exactness.owes(fz.remat)
+    exactness.refuses_what_is_no_step(fz.remat)
+
+
+def test_any_order_with_a_sharding_gives_the_same_bits() -> None:
+    exactness.same_in_any_order(fz.remat, fz.shard_zero2)
+
+
+def test_it_says_so_in_the_table() -> None:
+    step = fz.remat(fz.train_step(lambda p, x: x, fz.sgd(0.1)), "blocks.*")
+    rows = step.rows([("blocks.0.w", (2,), F64), ("head", (2,), F64)])
+    assert [row.remat for row in rows] == [True, False]
+    assert "remat      blocks.*         remat(pattern='blocks.*')" in str(step)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_activations_of_one_unit_live_at_a_time(stage: int) -> None:
+    """The peak of a pullback grows by a block's input only, not by what it computes in between."""
+
+    def peak(blocks: int, remat: bool) -> int:
+        def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(8):
+                x = torch.tanh(x * p["w"])
+            return x
+
+        unit = fz.unit(block)
+        loss = lambda p, x: functools.reduce(lambda x, q: unit(q, x), p["blocks"], x).sum()
+        params = {"blocks": [{"w": torch.ones(1)} for _ in range(blocks)]}
+
+        def rank_main(rank: int) -> int:
+            step = exactness.SHARDS[stage](fz.train_step(loss, fz.sgd(0.1)))
+            step = fz.remat(step) if remat else step
+            state, x = step.init(params), torch.ones(10_000)
+            with LiveBytes() as live:
+                step.vjp(state, x, argnums=())[1](torch.ones(()))
+            return live.peak
+
+        return run_ranks(rank_main, 1)[0]
+
+    assert peak(8, True) - peak(4, True) < 1.5 * (4 * 40_000)
+    assert peak(8, False) - peak(4, False) > 7 * (4 * 40_000)
