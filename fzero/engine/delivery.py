@@ -94,7 +94,7 @@ class Delivery:
         if key not in self._under_way:
             self._deliver(key)
         use = self.schedule.uses[key]
-        return torch.zeros((), dtype=use.reduce, device=use.shard.device)
+        return torch.zeros((), dtype=use.reduce, device=use.device)
 
     def _deliver(self, key: Key) -> None:
         use = self.schedule.uses[key]
@@ -104,7 +104,7 @@ class Delivery:
         dtype = use.reduce if self.partial else use.grad
         if total is None:
             numel = self.layout.groups[key].numel // use.axis.size
-            total = torch.zeros(numel, dtype=dtype, device=use.shard.device)
+            total = torch.zeros(numel, dtype=dtype, device=use.device)
         self._delivered.add(key)
         self.receive(key, total.to(dtype))
 

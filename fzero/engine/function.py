@@ -56,12 +56,13 @@ def traversal_of(
         if placeholder:
             # cotangents take the primal's dtype and shape: a placeholder without memory takes the stored one's place
             numel = params.layout.groups[key].numel if later else shard.numel()
-            primal = torch.zeros((), dtype=policy.reduce, device=shard.device).expand(numel)
+            primal = torch.zeros((), dtype=policy.reduce, device=params.device).expand(numel)
         (fixed if row.frozen else primals)[key] = primal
         uses[key] = Use(
             tag=key,
             axis=Axis() if later else axis if row.cuts else axis.uncut,
             shard=shard,
+            device=params.device,
             compute=policy.compute,
             reduce=policy.reduce,
             grad=policy.grad,
@@ -70,8 +71,7 @@ def traversal_of(
             gather8=policy.gather is not None,
             held=held,
         )
-    device = next(iter(uses.values())).shard.device.type
-    return Traversal(params.layout, table, uses, seed, device), primals, fixed
+    return Traversal(params.layout, table, uses, seed, params.device.type), primals, fixed
 
 
 def sums_whole(params: Sharded, key: Key) -> bool:

@@ -132,7 +132,7 @@ class Schedule:
         """Starts to gather a group into a new buffer."""
         use = self.uses[key]
         with torch.inference_mode(False):  # a unit that is called outside of it may use what was gathered ahead inside
-            full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.shard.device)
+            full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.device)
             return full, self._fill(key, full)
 
     def _fill(self, key: Key, full: torch.Tensor) -> Callable[[], None]:
@@ -189,7 +189,7 @@ class Schedule:
         if spare is not None and (spare.numel(), spare.dtype) == (numel, use.wire):
             return spare
         del spare
-        return torch.empty(numel, dtype=use.wire, device=use.shard.device)
+        return torch.empty(numel, dtype=use.wire, device=use.device)
 
     def reduce(self, key: Key, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
         """Starts to reduce a full cotangent; this rank's share of it is given to `then`, once it is there.

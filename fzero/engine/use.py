@@ -27,7 +27,8 @@ class Use(Wire):
     """How one buffer is used: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
 
     Attributes:
-        shard: this rank's shard as it is stored.
+        shard: this rank's shard as it is stored, wherever that is.
+        device: that computes.
         gather8: whether params travel in 8 bits.
         placeholder: whether the differentiated tensor has no memory and is never read: grads are summed in another
             dtype than the shard is stored in, or it is encoded.
@@ -35,6 +36,7 @@ class Use(Wire):
     """
 
     shard: Stored
+    device: torch.device
     grad: torch.dtype
     placeholder: bool = False
     gather8: bool = False
@@ -45,7 +47,7 @@ class Use(Wire):
         if self.held is not None:
             return self.held, False
         if self.gather8:
-            full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.shard.device)
+            full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.device)
             self.start_into(full)()
             return full, True
         shard = self.shard.to(self.compute) if self.placeholder else primal.to(self.compute)

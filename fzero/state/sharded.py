@@ -65,6 +65,12 @@ class Sharded:
         return self._held
 
     @property
+    def device(self) -> torch.device:
+        """That computes with this tree."""
+        self._alive()
+        return next(iter((*self._buffers.values(), *self._held.values()))).device
+
+    @property
     def keys(self) -> tuple[Key, ...]:
         """The groups that this tree has, in the layout's order."""
         self._alive()
