@@ -123,7 +123,7 @@ def test_one_place_for_private_torch() -> None:
 
 
 def test_the_import_is_quick_and_says_nothing() -> None:
-    code = "import torch, time\nbegun = time.perf_counter()\nimport fzero\nprint(time.perf_counter() - begun)"
+    code = "import torch, time\nbegun = time.process_time()\nimport fzero\nprint(time.process_time() - begun)"
     times = []
     for _ in range(3):
         done = subprocess.run([sys.executable, "-W", "error", "-c", code], capture_output=True, text=True, check=True)
@@ -135,4 +135,4 @@ def test_the_import_is_quick_and_says_nothing() -> None:
 def test_any_is_rare() -> None:
     """Where nothing better can be said."""
     count = sum(len(re.findall(r"\bAny\b", path.read_text())) for path in FILES)
-    assert count <= 710, count
+    assert count <= 680, count

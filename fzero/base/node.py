@@ -147,7 +147,7 @@ def differentiate(
     return tuple(o.detach() for o in out), pull
 
 
-def _saved(ctx: Any) -> Tensors:
+def _saved(ctx: private.Context) -> Tensors:
     """What a node was called with."""
     try:
         return ctx.saved_tensors
@@ -170,7 +170,7 @@ class Node(torch.autograd.Function):
         return op.run(tuple(tensor.detach() for tensor in tensors), wanted)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: private.Context, inputs: Any, output: Any) -> None:
         ctx.op = inputs[0]
         ctx.op.node = weakref.ref(private.node_of(ctx))
         if ctx.op.early:
@@ -184,7 +184,7 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, *cotangents: Any) -> Any:  # type: ignore[override]
         count = ctx.count
         real: object = tuple(cotangents[i] for i in ctx.real)
         needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
@@ -199,7 +199,7 @@ class Node(torch.autograd.Function):
         return (None, None, *[found.get(i) for i in range(count)])
 
     @staticmethod
-    def jvp(ctx: Any, _: Any, __: Any, *tangents: Any) -> object:  # type: ignore[override]
+    def jvp(ctx: private.Context, _: Any, __: Any, *tangents: Any) -> object:  # type: ignore[override]
         tensors = ctx.saved_tensors
         moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
         arguments = (*tensors, *[tangents[i] for i in moving])

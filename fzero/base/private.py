@@ -7,11 +7,21 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
+
+
+class Context(torch.autograd.function.FunctionCtx):
+    """What a torch.autograd.Function keeps for its derivatives: whatever its `setup_context` sets."""
+
+    if TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any: ...
+
+        def __setattr__(self, name: str, value: object) -> None: ...
 
 
 def without_autocast() -> AbstractContextManager[object]:
@@ -65,7 +75,7 @@ def level() -> int:
     return int(_functorch.maybe_current_level() or 0)
 
 
-def pull_back_early(ctx: Any) -> None:
+def pull_back_early(ctx: Context) -> None:
     """Lets autograd run a Function's backward as soon as it can; otherwise what was called first comes last."""
     ctx._set_sequence_nr(1 << 62)
 
@@ -118,11 +128,11 @@ def direct(function: Any) -> Any:
             return tuple(_functorch._wrap_for_grad(o, level) for o in out)
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        def setup_context(ctx: Context, inputs: Any, output: Any) -> None:
             function.setup_context(ctx, inputs[1:], output)
 
         @staticmethod
-        def backward(ctx: Any, *cotangents: Any) -> Any:
+        def backward(ctx: Context, *cotangents: Any) -> Any:
             return None, *function.backward(ctx, *cotangents)
 
     Direct.__name__ = Direct.__qualname__ = function.__name__

@@ -13,13 +13,14 @@ from typing import Any
 import torch
 
 from fzero.comm import backend
+from fzero.comm.backend import Group
 from fzero.comm.backend import done as done
 from fzero.comm.divergence import announce, explained
 
 _Explained = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
-def _members(group: object) -> tuple[int, ...]:
+def _members(group: Group | None) -> tuple[int, ...]:
     return tuple(backend.members(group)) if group is not None else ()
 
 
@@ -43,11 +44,11 @@ class Axis:
         data_rank: which of those this one is.
     """
 
-    def __init__(self, group: object = None, replicas: object = None, name: str = "") -> None:
+    def __init__(self, group: Group | None = None, replicas: Group | None = None, name: str = "") -> None:
         self.group, self.name = group, name
         self.size, self.rank = backend.size_of(group), backend.rank_in(group)
         copies = backend.size_of(replicas)
-        self.replicas: tuple[Any, ...] = (replicas,) if copies > 1 else ()
+        self.replicas: tuple[Group, ...] = (replicas,) if replicas is not None and copies > 1 else ()
         self.ranks, self.data_rank = self.size * copies, backend.rank_in(replicas) * self.size + self.rank
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
         self.members, self.others = _members(group), _members(replicas)
@@ -103,9 +104,9 @@ class Axis:
         return f"{self.component!r} [{self.identity[:4]}]" if self.identity else "a step"
 
     @property
-    def _groups(self) -> tuple[object, ...]:
+    def _groups(self) -> tuple[Group, ...]:
         """The process groups that the ranks are in, but for those of one."""
-        return self.replicas if self.size == 1 else (self.group, *self.replicas)
+        return self.replicas if self.group is None or self.size == 1 else (self.group, *self.replicas)
 
     @property
     def place(self) -> str:
@@ -127,8 +128,9 @@ class Axis:
 
     # ---- what is said about a collective
 
-    def _announced(self, operation: str, tag: Hashable, tensor: torch.Tensor, group: object) -> _Explained:
+    def _announced(self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Group | None) -> _Explained:
         """Announces a collective; the result makes calls that name it where they fail."""
+        assert group is not None
         shape, dtype = tensor.shape, tensor.dtype
 
         def said() -> str:
@@ -217,7 +219,7 @@ class Axis:
         total = self._sum(tensor, tag, self._groups)
         return total / self.ranks if self.ranks > 1 else total
 
-    def _sum(self, tensor: torch.Tensor, tag: Hashable, groups: Sequence[Any]) -> torch.Tensor:
+    def _sum(self, tensor: torch.Tensor, tag: Hashable, groups: Sequence[Group]) -> torch.Tensor:
         for group in groups:
             tensor = tensor.clone()
             self._announced("all_reduce", tag, tensor, group)(backend.all_reduce)(tensor, group)
@@ -231,7 +233,7 @@ class Axis:
 
     # ---- agreement
 
-    def _by_all(self, said: str, what: str, group: object) -> list[str]:
+    def _by_all(self, said: str, what: str, group: Group) -> list[str]:
         return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(said, group)
 
     def _first(self, said: str, what: str) -> str:

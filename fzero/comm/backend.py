@@ -18,20 +18,22 @@ import torch.distributed.nn.functional
 
 from fzero.comm.hazards import in_flight
 
+Group = dist.ProcessGroup
+
 
 def initialized() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def world() -> Any:
+def world() -> Group | None:
     return dist.group.WORLD
 
 
-def size_of(group: Any) -> int:
+def size_of(group: Group | None) -> int:
     return group.size() if group is not None else 1
 
 
-def rank_in(group: Any) -> int:
+def rank_in(group: Group | None) -> int:
     return group.rank() if group is not None else 0
 
 
@@ -43,12 +45,12 @@ def world_size() -> int:
     return dist.get_world_size()
 
 
-def members(group: Any) -> list[int]:
+def members(group: Group) -> list[int]:
     """The global ranks of a group, in group order."""
     return dist.get_process_group_ranks(group)
 
 
-def name_of(group: Any) -> str:
+def name_of(group: Group) -> str:
     """What tells this group from others on all of its ranks."""
     return f"{group.group_name}:{','.join(map(str, members(group)))}"
 
@@ -58,7 +60,7 @@ def store() -> Any:
     return dist.distributed_c10d._get_default_store()
 
 
-def timeout_of(group: Any) -> float:
+def timeout_of(group: Group) -> float:
     """Seconds that a collective of this group may take."""
     try:
         return group._get_backend(_device_of(group)).options._timeout.total_seconds()
@@ -66,7 +68,7 @@ def timeout_of(group: Any) -> float:
         return dist.default_pg_timeout.total_seconds()
 
 
-def _device_of(group: Any) -> torch.device:
+def _device_of(group: Group) -> torch.device:
     if dist.get_backend(group) == "nccl":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device("cpu")
@@ -76,17 +78,17 @@ Wait = Callable[[], None]
 CHUNK = 1 << 16  # elements that stay in a core's cache while they are added up
 
 
-def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: object, number: int) -> Wait:
+def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
     """Fills `full` with the shards of all ranks, in rank order. The shard may lie in its place already."""
     return in_flight(full, shard, lambda full, shard: _gather(full, shard, group, number), _by_number(group))
 
 
-def _by_number(group: Any) -> bool:
+def _by_number(group: Group) -> bool:
     """Whether messages find each other by their numbers, in whatever order they leave."""
     return dist.get_backend(group) == "gloo"
 
 
-def _gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) -> Wait:
+def _gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
     backend = dist.get_backend(group)
     if backend == "gloo":
         parts = list(full.chunk(size_of(group)))
@@ -109,7 +111,7 @@ def _gather(full: torch.Tensor, shard: torch.Tensor, group: Any, number: int) ->
     return wait
 
 
-def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: object, number: int, divisor: int) -> Wait:
+def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, divisor: int) -> Wait:
     """Fills `out` with this rank's slice of the sum over `divisor`, added up in rank order where that is left to us.
 
     `full` travels in its own dtype and is summed in that of `out`: what a backend sums itself, it sums as it travels.
@@ -117,7 +119,7 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: object, n
     return in_flight(out, full, lambda out, full: _scatter(full, out, group, number, divisor), _by_number(group))
 
 
-def _scatter(full: torch.Tensor, out: torch.Tensor, group: Any, number: int, divisor: int) -> Wait:
+def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, divisor: int) -> Wait:
     backend, size, rank = dist.get_backend(group), size_of(group), rank_in(group)
     alike = full.dtype == out.dtype
     if backend not in ("gloo", "threaded") and alike:
@@ -166,23 +168,23 @@ def done() -> None:
     pass
 
 
-def all_reduce(tensor: torch.Tensor, group: object) -> None:
+def all_reduce(tensor: torch.Tensor, group: Group) -> None:
     dist.all_reduce(tensor, group=group)
     _settle(group)
 
 
-def _settle(group: Any) -> None:
+def _settle(group: Group) -> None:
     """On threads, whoever leaves a collective last still holds all ranks' tensors, which donation would see."""
     if dist.get_backend(group) == "threaded":
         dist.barrier(group=group)
 
 
-def broadcast(tensor: torch.Tensor, group: Any) -> None:
+def broadcast(tensor: torch.Tensor, group: Group) -> None:
     """The first rank's tensor, written into this one."""
     dist.broadcast(tensor, group=group, group_src=0)
 
 
-def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Any, number: int) -> Wait:
+def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Group, number: int) -> Wait:
     """send[r] goes to rank r, receive[r] comes from it; only messages of the same number meet."""
     own = rank_in(group)
     peers = [rank for rank in range(len(send)) if rank != own]
@@ -198,7 +200,7 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
     return wait
 
 
-def gather_strings(said: str, group: Any) -> list[str]:
+def gather_strings(said: str, group: Group) -> list[str]:
     """What every rank of the group says, in rank order."""
     if dist.get_backend(group) == "fake":  # one rank that stands for all
         return [said] * size_of(group)
@@ -216,12 +218,12 @@ def gather_strings(said: str, group: Any) -> list[str]:
     return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
 
 
-def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: object, async_op: bool = False) -> Any:
+def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool = False) -> Any:
     # torch >= 2.13 deprecates the older names
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     return gather(full, shard, group=group, async_op=async_op)
 
 
-def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: object, async_op: bool) -> Any:
+def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: Group, async_op: bool) -> Any:
     scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     return scatter(shard, full, group=group, async_op=async_op)

@@ -63,7 +63,7 @@ def recorded_collectives() -> Iterator[list[tuple[str, Hashable, int]]]:
         _listeners.reset(token)
 
 
-def announce(operation: str, tag: Hashable, size: int, said: Callable[[], str], group: object) -> None:
+def announce(operation: str, tag: Hashable, size: int, said: Callable[[], str], group: backend.Group) -> None:
     """Records a collective; in checked mode compares what all ranks of the group say, and raises if they differ."""
     for record in _listeners.get():
         record.append((operation, tag, size))
@@ -90,7 +90,7 @@ class Watch:
         self._counts: dict[str, int] = {}
         self._stuck = False
 
-    def agree(self, said: str, group: object) -> list[str]:
+    def agree(self, said: str, group: backend.Group) -> list[str]:
         """What every rank of the group says at this point, in group order."""
         store, me, members = backend.store(), backend.global_rank(), backend.members(group)
         if self._prefix is None:  # of one generation of watches: all ranks have entered equally often
@@ -157,7 +157,7 @@ class Watch:
             backend.store().set(key, json.dumps(["", -1, [], end]))
 
 
-def explained(call: Callable[..., object], said: Callable[[], str], group: object) -> Callable[..., Any]:
+def explained(call: Callable[..., object], said: Callable[[], str], group: backend.Group) -> Callable[..., Any]:
     """`call`, naming what failed: a timeout of the backend knows neither the unit nor what the others were doing."""
 
     def explaining(*args: object) -> Any:
@@ -176,7 +176,7 @@ def explained(call: Callable[..., object], said: Callable[[], str], group: objec
     return explaining
 
 
-def _ask_others(said: str, group: object, seconds: float = 0.5) -> str:
+def _ask_others(said: str, group: backend.Group, seconds: float = 0.5) -> str:
     """What the other ranks say that failed on them; they time out at about the same moment."""
     try:
         store, me = backend.store(), backend.global_rank()

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from fzero.base import private
 from fzero.comm.axis import Axis
 
 
@@ -44,15 +45,15 @@ def _linear(name: str, forward: Any, transposed: Any) -> Any:
             return out.clone() if out is tensor else out
 
         @staticmethod
-        def setup_context(ctx: Any, inputs: Any, output: object) -> None:
+        def setup_context(ctx: private.Context, inputs: Any, output: object) -> None:
             ctx.wire = inputs[0]
 
         @staticmethod
-        def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+        def backward(ctx: private.Context, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
             return None, transposed().apply(ctx.wire, cotangent)
 
         @staticmethod
-        def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> Any:  # type: ignore[override]
+        def jvp(ctx: private.Context, _: object, tangent: torch.Tensor) -> Any:  # type: ignore[override]
             return Map.apply(ctx.wire, tangent)
 
         @staticmethod

@@ -125,14 +125,14 @@ class _Gate(torch.autograd.Function):
         return primal.detach()
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: object) -> None:
+    def setup_context(ctx: private.Context, inputs: Any, output: object) -> None:
         ctx.gates, ctx.key = inputs[0], inputs[1]
         ctx.size = inputs[2].shape
         private.pull_back_early(ctx)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: Any, cotangent: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, cotangent: Any) -> Any:  # type: ignore[override]
         if ctx.gates.delivery is not None and first_order():
             cotangent = ctx.gates.delivery.close(ctx.key, cotangent).expand(ctx.size)  # the sum is delivered elsewhere
         return None, None, cotangent

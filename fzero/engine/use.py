@@ -105,15 +105,15 @@ class _Value(torch.autograd.Function):
         return full.view(full.shape)
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: object) -> None:
+    def setup_context(ctx: private.Context, inputs: Any, output: object) -> None:
         ctx.use = inputs[0]
 
     @staticmethod
-    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
         return None, ctx.use.collect(cotangent) if first_order() else Collect.apply(ctx.use, cotangent)
 
     @staticmethod
-    def jvp(ctx: Any, _: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
+    def jvp(ctx: private.Context, _: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
         return Spread.apply(ctx.use, tangent)
 
     @staticmethod
