@@ -42,7 +42,7 @@ def traversal_of(
     params, table = state.params, step.table(state.layout)
     uses, primals, fixed = {}, {}, {}
     # in ZeRO-1 and 2 one rank alone may run forward
-    numbered = derived or any(row.params.cuts for row in table.rows)
+    numbered = derived or table.gathers
     axis = params.axis.of_next_run(state.step) if numbered and params.axis.ranks > 1 else params.axis
     for key in params.keys:
         row = params.layout.groups[key].row
@@ -101,7 +101,7 @@ def call_function(
     watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     leaves = traversal.leaves(primals)
     entered = [None if isinstance(x, Handle) else private.version(private.unwrapped(x)) for x in leaves]
-    if first and not any(row.compile for row in traversal.table.rows):
+    if first and not traversal.table.compiled:
         full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
         roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
         watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})

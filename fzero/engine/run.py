@@ -53,7 +53,7 @@ class Run:
         self.unreduced: dict[Key, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
         traversal.schedule.keeps = alone
-        traversal.schedule.frees = fused and any(row.remat for row in traversal.table.rows)
+        traversal.schedule.frees = fused and traversal.table.remats
         differentiated = [flat[place] for place in self.wanted]
         self.outer = private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         self._leads_on = self.outer  # whether another graph leads to the calls of this one

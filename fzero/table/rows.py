@@ -136,6 +136,20 @@ class Table:
         return {row.unit: row for row in reversed(self.rows)}
 
     @cached_property
+    def gathers(self) -> bool:
+        """Whether params are gathered where they are used."""
+        return any(row.params.cuts for row in self.rows)
+
+    @cached_property
+    def remats(self) -> bool:
+        return any(row.remat for row in self.rows)
+
+    @cached_property
+    def compiled(self) -> frozenset[str]:
+        """The units that are compiled."""
+        return frozenset(row.unit for row in self.rows if row.compile)
+
+    @cached_property
     def acting(self) -> frozenset[str]:
         """The units in which something is to be done: to gather, to recompute, to compile, to compute in a dtype."""
         return frozenset(

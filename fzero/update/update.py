@@ -65,7 +65,15 @@ class Decision:
         """The state after this update, or after one that was skipped (None)."""
         step, state = self.step, self.state
         params, moments = update.finish() if update is not None else (state.params, state.moments)
-        own = {e.name: apart(e.update(state.extra[e.name], params, self.finite), params) for e in step.extras}
+        try:
+            own = {e.name: apart(e.update(state.extra[e.name], params, self.finite), params) for e in step.extras}
+        except BaseException as error:
+            if step.donates and update is not None:
+                state.kill(
+                    f"This state was donated to update {state.step + 1}, which wrote over its buffers and then failed "
+                    f"in the update of state.extra ({type(error).__name__}: {error}). Go on from another state."
+                )
+            raise
         count = state.step + (update is not None)
         new = state.replace(params=params, moments=moments, grads=None, extra=own, step=count)
         if step.donates:
@@ -98,8 +106,7 @@ class Update:
 
         old = self.old
         self.params = Sharded(self.layout, old.axis, old.structure, kept(old.buffers), kept(old.held), kind=old.kind)
-        compiled = frozenset(row.unit for row in step.table(state.layout).rows if row.compile)
-        self._draw = Draw(state.seed, state.step, compiled)
+        self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
         self._overwrites = (
             {
                 name

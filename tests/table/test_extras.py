@@ -1,0 +1,128 @@
+"""State that a transform adds: it begins, is updated, skipped, donated, converted and mapped over like moments."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import scenarios
+import torch
+import torch.utils._pytree as torch_pytree
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
+
+SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+
+
+def total(step: fz.Step, source: str = "total()") -> fz.Step:
+    """The sum of the params after every update, and how many there were."""
+
+    def init(params: fz.Sharded) -> Any:
+        return {"sum": params, "count": 0}
+
+    def update(value: Any, params: fz.Sharded, applied: bool) -> Any:
+        if not applied:
+            return value
+        return {"sum": value["sum"].map(torch.add, params), "count": value["count"] + 1}
+
+    return step.with_state(fz.Extra("total", source, init, update))
+
+
+@pytest.mark.parametrize("donated", [False, True])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_it_follows_the_params(stage: int, fused: bool, donated: bool) -> None:
+    loss, params = scenarios.stack()
+
+    def rank_main(rank: int) -> None:
+        step = total(SHARDS[stage](fz.train_step(loss, fz.adamw(1e-2))))
+        step = fz.fuse_update(step) if fused else step
+        step = fz.donate(step) if donated else step
+        state, want = step.init(params), params
+        for _ in range(3):
+            state, _ = step(state, *scenarios.vector_batches(2)[rank])
+            want = optree.tree_map(torch.add, want, fz.gather(state.params))
+        assert state.extra["total"]["count"] == 3
+        assert_trees_close(fz.gather(state.extra["total"]["sum"]), want, rtol=1e-13)
+        assert not {x.data_ptr() for x in state.params.buffers.values()} & {
+            x.data_ptr() for x in state.extra["total"]["sum"].buffers.values()
+        }
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
+def test_a_skipped_update_says_so() -> None:
+    step = total(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+    state, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([1.0, float("nan")]))
+    assert metrics["skipped"] and state.extra["total"]["count"] == 0
+
+
+def test_numbers_are_no_leaves_and_trees_are() -> None:
+    loss, params = scenarios.stack()
+    step = total(fz.train_step(loss, fz.adamw(1e-2)))
+    state: Any = step.init(params)
+    leaves, spec = optree.tree_flatten(state)
+    assert all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+    assert len(leaves) == 4 * len(state.layout.groups)
+    again: Any = optree.tree_unflatten(spec, [leaf + 1 for leaf in leaves])
+    assert again.extra["total"]["count"] == 0
+    assert_trees_equal(fz.gather(again.extra["total"]["sum"]), optree.tree_map(lambda p: p + 1, params))
+    mean: Any = torch_pytree.tree_map(lambda a, b: (a + b) / 2, state, again)
+    assert_trees_close(fz.gather(mean.extra["total"]["sum"]), optree.tree_map(lambda p: p + 0.5, params))
+
+
+def test_it_is_converted_and_never_lost_without_a_word() -> None:
+    loss, params = scenarios.stack()
+
+    def rank_main(rank: int) -> None:
+        plain = fz.train_step(loss, fz.adamw(1e-2))
+        one, other = fz.shard_zero3(total(plain)), total(fz.shard_zero1(plain))
+        state, _ = one(one.init(params), *scenarios.vector_batches(2)[rank])
+        there = fz.convert(state, other)
+        assert there.extra["total"]["count"] == 1
+        assert_trees_equal(fz.gather(there.extra["total"]["sum"]), fz.gather(state.extra["total"]["sum"]))
+        with pytest.raises(ValueError, match=r"keeps state\.extra\['total'\], which the step does not"):
+            fz.convert(state, fz.shard_zero3(plain))
+        assert not fz.convert(state, fz.shard_zero3(plain), lossy=True).extra
+        begun = fz.convert(fz.shard_zero3(plain).init(params), one)
+        assert begun.extra["total"]["count"] == 0
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_state_of_a_step_without_it_is_refused() -> None:
+    loss, params = scenarios.stack()
+    plain = fz.train_step(loss, fz.sgd(0.1))
+    with pytest.raises(ValueError, match=r"a state of another step, made with .*expected one made with .*total\(\)"):
+        total(plain)(plain.init(params), *scenarios.vector_batches(1)[0])
+    with pytest.raises(ValueError, match=r"got extra=\[\], expected \['total'\]"):
+        total(plain).init(params).replace(extra={})
+
+
+def test_two_of_one_name_are_refused_unless_they_are_one() -> None:
+    step = total(fz.train_step(lambda p: p, fz.sgd(0.1)))
+    assert total(step) is step
+    with pytest.raises(ValueError, match=r"other\(\): this step already keeps state\.extra\['total'\], by total\(\)"):
+        total(step, "other()")
+
+
+def test_a_donated_state_whose_extra_fails_is_dead_and_says_why() -> None:
+    def update(value: Any, params: fz.Sharded, applied: bool) -> Any:
+        raise KeyError("mine")
+
+    step = fz.donate(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)))
+    step = step.with_state(fz.Extra("bad", "bad()", lambda params: 0, update))
+    state = step.init({"w": torch.ones(2)})
+    with pytest.raises(KeyError, match="mine"):
+        step(state, torch.ones(2))
+    with pytest.raises(RuntimeError, match=r"wrote over its buffers and then failed in the update of state\.extra"):
+        _ = state.params
+
+
+def test_the_plan_counts_it() -> None:
+    step = fz.train_step(lambda p: p, fz.sgd(0.1))
+    params = {"w": torch.empty(64, 64, device="meta")}
+    assert fz.plan(total(step), params).extra == 64 * 64 * 4 and fz.plan(step, params).extra == 0
+    assert "further state 16.00 KiB" in str(fz.plan(total(step), params))
