@@ -95,13 +95,12 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
 
 def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict[str, object]:
     """What both steps keep alike, as it is; what only the new one keeps, at its beginning."""
-    kinds = {extra.name: extra.kind for extra in step.extras}
-    before = dict(zip(state.extra, state.signature[2], strict=True))
-    lost = [name for name in before if name not in kinds and name != "loss_scale"]
+    kinds, before = ({name: kind for name, kind, _ in each[2]} for each in (step.signature, state.signature))
+    lost = [name for name, kind, expendable in state.signature[2] if kinds.get(name) != kind and not expendable]
     if lost and not lossy:
         raise ValueError(
-            f"convert: the state keeps state.extra[{lost[0]!r}], which the step does not. Say fz.convert(state, step, "
-            "lossy=True) to drop it, or use a step with the same transforms."
+            f"convert: the state keeps state.extra[{lost[0]!r}] of {before[lost[0]]}, which the step does not. Say "
+            "fz.convert(state, step, lossy=True) to drop it, or use a step with the same transforms."
         )
     return {
         name: _filled(state.extra[name], value, lossy) if before.get(name) == kinds[name] else value
@@ -120,7 +119,12 @@ def _filled(old: Any, new: Any, lossy: bool) -> Any:
         source, buffers = _Source(before), {}
         for key in after.keys:
             form = after.format(key)
-            own = _own(source.parts(after.layout, key, form), after.axis.rank, after.layout.groups[key].shards)
+            start = None
+            if any(before.layout.key_of[slot.path][0] not in before.keys for slot in after.layout.groups[key].slots):
+                parts = after.stored(key).parts  # it was frozen
+                start = [after.axis_of(key).gather(part, f"convert of {key}") for part in parts]
+            full = source.parts(after.layout, key, form, start)
+            own = _own(full, after.axis.rank, after.layout.groups[key].shards)
             buffers.update(zip(part_names(form, key), own, strict=True))
         return after.over(buffers)
 
@@ -155,14 +159,16 @@ class _Source:
             self._gathered[key] = [self.tree.axis_of(key).gather(part, f"convert of {key}") for part in parts]
         return self._gathered[key]
 
-    def parts(self, layout: Layout, key: Key, form: Format) -> list[torch.Tensor]:
-        """The full parts of a new group."""
+    def parts(
+        self, layout: Layout, key: Key, form: Format, start: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        """The full parts of a new group; `start` has those of leaves that the old tree does not have, or zeros do."""
         group = layout.groups[key]
         device = next(iter(self.tree.locals().values())).device if self.tree.keys else "cpu"
-        out = list(zeros(form, group.numel, device))
+        out = start or list(zeros(form, group.numel, device))
         for slot in group.slots:
             old_key, old = self.tree.layout.key_of[slot.path]
-            if old_key not in self.tree.keys:  # it was frozen: its moments start at zero
+            if old_key not in self.tree.keys:  # it was frozen
                 continue
             numel = -(-slot.numel // ALIGN) * ALIGN
             have = self.tree.format(old_key)

@@ -40,7 +40,7 @@ def as_grads(layout: Layout, sums: Mapping[Key, torch.Tensor]) -> Sums:
 
 def scale_of(step: Spec, state: TrainState) -> float:
     """What cotangents are multiplied by inside the pullback."""
-    return math.prod(extra.scale(state.extra[extra.name]) for extra in step.extras if extra.scale)
+    return math.prod(extra.factor(state.extra[extra.name]) for extra in step.extras)
 
 
 def grads_of(step: Spec, state: TrainState, buffers: Mapping[Key, torch.Tensor], times: float = 1.0) -> Sharded:

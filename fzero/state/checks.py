@@ -75,5 +75,5 @@ def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grad
 
 def _describe(signature: tuple[Any, ...]) -> str:
     policy, units, extras, rules = signature
-    sources: list[str] = [*sorted(rule.source for rule in rules), *extras]
+    sources: list[str] = [*sorted(rule.source for rule in rules), *(kind for _, kind, _ in extras)]
     return f"[{policy}, units={units}, {', '.join(sources) or 'no rules'}]"

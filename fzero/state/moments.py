@@ -9,6 +9,7 @@ import torch
 from fzero.base import pytree
 from fzero.formats.stored import zeros
 from fzero.state.sharded import Sharded, is_sharded, part_names
+from fzero.table.extras import Extra
 from fzero.table.spec import Spec
 
 
@@ -22,7 +23,43 @@ def init_moments(step: Spec, params: Sharded) -> object:
 
 def init_extras(step: Spec, params: Sharded) -> dict[str, object]:
     """What transforms add to the state, in memory of its own."""
-    return {extra.name: apart(extra.init(params), params) for extra in step.extras}
+    return {extra.name: _placed(extra, extra.init(params), params) for extra in step.extras}
+
+
+def next_extra(extra: Extra, value: Any, params: Sharded, applied: bool) -> Any:
+    """What an entry is after an update.
+
+    Raises:
+        ValueError: its structure changed.
+    """
+    try:
+        new = _placed(extra, extra.update(value, params, applied), params)
+    except Exception as error:
+        error.add_note(f"This was in the update of state.extra[{extra.name!r}], by {extra.source}.")
+        raise
+    old, spec = pytree.flatten(value, is_leaf=is_sharded)
+    leaves, own = pytree.flatten(new, is_leaf=is_sharded)
+    kinds = [[type(leaf) if is_sharded(leaf) or leaf is None else None for leaf in each] for each in (old, leaves)]
+    if own != spec or kinds[0] != kinds[1]:
+        raise ValueError(
+            f"state.extra[{extra.name!r}] ({extra.source}): its update made {own} of {spec}, expected the structure of "
+            "what its init returned. Begin with zeros where there is nothing yet."
+        )
+    return new
+
+
+def _placed(extra: Extra, value: Any, params: Sharded) -> Any:
+    """The value in memory of its own; refused where its trees are not of the params' buffers."""
+    for tree in filter(is_sharded, pytree.flatten(value, is_leaf=is_sharded)[0]):
+        for key in tree.keys:
+            numel, expected = tree.stored(key).numel(), params.layout.shard_numel(key)
+            if numel != expected:
+                raise ValueError(
+                    f"state.extra[{extra.name!r}] ({extra.source}): got {numel} elements for the group of leaf "
+                    f"{params.layout.groups[key].slots[0].path!r}, expected the {expected} of this rank's slice. Map "
+                    "over a tree with functions that keep shapes."
+                )
+    return apart(value, params)
 
 
 def apart(tree: Any, *others: object) -> Any:

@@ -82,7 +82,8 @@ class Spec:
             for rule in self.rules
             if rule.column not in ("remat", "compile")
         ]
-        return (self.policy, self.units, tuple(extra.kind for extra in self.extras), tuple(rules))
+        extras = tuple((extra.name, extra.kind, extra.expendable) for extra in self.extras)
+        return (self.policy, self.units, extras, tuple(rules))
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""

@@ -68,6 +68,7 @@ def loss_scale(
             init=lambda params: first,
             update=adjust,
             scale=lambda state: state.scale,
+            expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
         )
     )

@@ -14,7 +14,7 @@ from fzero.engine.use import start_gather
 from fzero.kernels.onepass import write
 from fzero.optim.base import call_fused, call_update, values
 from fzero.state.draw import Draw
-from fzero.state.moments import apart, to_moment_dtype
+from fzero.state.moments import apart, next_extra, to_moment_dtype
 from fzero.state.norm import global_norm
 from fzero.state.sharded import Sharded, group_of, is_sharded
 from fzero.state.train_state import TrainState
@@ -54,7 +54,7 @@ class Decision:
         self.metrics["skipped"] = torch.tensor(not self.finite)
         for extra in step.extras:
             if extra.scale:
-                self.metrics[extra.name] = torch.tensor(extra.scale(state.extra[extra.name]), dtype=torch.float64)
+                self.metrics[extra.name] = torch.tensor(extra.factor(state.extra[extra.name]), dtype=torch.float64)
 
     def applied(self) -> None:
         """The update was applied before its norm was known."""
@@ -66,7 +66,7 @@ class Decision:
         step, state = self.step, self.state
         params, moments = update.finish() if update is not None else (state.params, state.moments)
         try:
-            own = {e.name: apart(e.update(state.extra[e.name], params, self.finite), params) for e in step.extras}
+            own = {extra.name: next_extra(extra, state.extra[extra.name], params, self.finite) for extra in step.extras}
         except BaseException as error:
             if step.donates and update is not None:
                 state.kill(

@@ -83,13 +83,72 @@ def test_it_is_converted_and_never_lost_without_a_word() -> None:
         there = fz.convert(state, other)
         assert there.extra["total"]["count"] == 1
         assert_trees_equal(fz.gather(there.extra["total"]["sum"]), fz.gather(state.extra["total"]["sum"]))
-        with pytest.raises(ValueError, match=r"keeps state\.extra\['total'\], which the step does not"):
+        with pytest.raises(ValueError, match=r"keeps state\.extra\['total'\] of total\(\), which the step does not"):
             fz.convert(state, fz.shard_zero3(plain))
         assert not fz.convert(state, fz.shard_zero3(plain), lossy=True).extra
         begun = fz.convert(fz.shard_zero3(plain).init(params), one)
         assert begun.extra["total"]["count"] == 0
 
     run_ranks(rank_main, 2)
+
+
+def kept(step: fz.Step, name: str = "kept", source: str = "kept()", **options: Any) -> fz.Step:
+    init = options.pop("init", lambda params: params)
+    return step.with_state(fz.Extra(name, source, init, options.pop("update", lambda v, p, a: v), **options))
+
+
+def test_one_of_another_kind_is_not_begun_anew_without_a_word() -> None:
+    plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+    state = kept(plain, source="kept(1)").init({"w": torch.ones(2)})
+    with pytest.raises(ValueError, match=r"keeps state\.extra\['kept'\] of kept\(1\), which the step does not"):
+        fz.convert(state, kept(plain, source="kept(2)"))
+    with pytest.raises(ValueError, match=r"made with .*kept\(1\).*expected one made with .*kept\(2\)"):
+        kept(plain, source="kept(2)")(state, torch.ones(2))
+    with pytest.raises(ValueError, match=r"a state of another step"):  # of one source, by another name
+        kept(plain, "other", "kept(1)")(state, torch.ones(2))
+    named = kept(kept(plain, "loss_scale", "mine()"), "b")
+    with pytest.raises(ValueError, match=r"keeps state\.extra\['loss_scale'\] of mine\(\)"):
+        fz.convert(named.init({"w": torch.ones(2)}), kept(plain, "b"))
+
+
+def test_entries_go_by_name_in_whatever_order() -> None:
+    plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+    count = lambda value, params, applied: value + 1
+    step = kept(kept(plain, "a", "a()", init=lambda params: 0, update=count), "b")
+    state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+    state = state.replace(extra={name: state.extra[name] for name in ("b", "a")})
+    assert fz.convert(state, fz.donate(step)).extra["a"] == 1
+
+
+def test_a_leaf_that_was_frozen_begins_as_init_says() -> None:
+    loss, params = scenarios.stack()
+    step = kept(fz.train_step(loss, fz.adamw(1e-2)), init=lambda params: params.only(params.layout.trainable))
+    state = fz.freeze(step, "blocks.0.*").init(params)
+    assert_trees_equal(fz.gather(fz.convert(state, step).extra["kept"]), params)
+
+
+def test_what_no_entry_may_be_is_refused_by_name() -> None:
+    plain, x = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1)), torch.ones(2)
+    params = {"w": torch.ones(2)}
+    with pytest.raises(ValueError, match=r"got the name 'lr' for an entry of state\.extra, which is that of a metric"):
+        kept(plain, "lr")
+    for scale in (0.0, float("nan"), float("inf"), -1.0):
+        bad = kept(plain, scale=lambda value, scale=scale: scale)
+        with pytest.raises(ValueError, match=r"got a scale of .*expected a positive"):
+            bad(bad.init(params), x)
+    with pytest.raises(ValueError, match=r"got 1 elements for the group of leaf 'w', expected the 64"):
+        kept(plain, init=lambda params: params.map(lambda p: p.sum().view(1))).init(params)
+    grows = kept(plain, update=lambda v, p, a: v.map(lambda q: torch.cat([q, q])))
+    with pytest.raises(ValueError, match=r"got 128 elements for the group of leaf 'w', expected the 64"):
+        grows(grows.init(params), x)
+    lazy = kept(plain, init=lambda params: None, update=lambda v, p, a: p)
+    with pytest.raises(ValueError, match=r"expected the structure of what its init returned.*Begin with zeros"):
+        lazy(lazy.init(params), x)
+    wrong: Any = lambda value, params: value
+    with pytest.raises(TypeError) as caught:
+        two = kept(plain, update=wrong)
+        two(two.init(params), x)
+    assert caught.value.__notes__ == ["This was in the update of state.extra['kept'], by kept()."]
 
 
 def test_a_state_of_a_step_without_it_is_refused() -> None:
