@@ -356,11 +356,6 @@ def _exchange_function_modes(count: int, modes: Sequence[object]) -> None:
         torch.overrides._push_mode(mode)  # type: ignore[attr-defined]
 
 
-def dispatches() -> bool:
-    """Whether a mode (of fake tensors, of counting) stands between operators and values."""
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
 def without_subclasses() -> AbstractContextManager[object]:
     """Inside, tensor subclasses are passed to functions as they are."""
     return torch._C.DisableTorchFunctionSubclass()

@@ -7,6 +7,8 @@ import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fzero.base import private
 from fzero.base.node import apply
 from fzero.base.refusals import is_ours, noted
@@ -17,7 +19,7 @@ from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
 from fzero.engine.plain import CHECKPOINTED, plain_call
-from fzero.engine.traversal import Traversal, autocast, current
+from fzero.engine.traversal import Traversal, current
 from fzero.table.rows import Row
 
 
@@ -102,7 +104,9 @@ def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractC
             )
         )
     (dtype,) = wanted
-    return contextlib.nullcontext() if dtype == traversal.table.outside else autocast(traversal.device, dtype)
+    if dtype == traversal.table.outside:
+        return contextlib.nullcontext()
+    return torch.autocast(traversal.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
 def _attempt(traversal: Traversal, call: Call, remat: bool, seed: int, number: int) -> Any:

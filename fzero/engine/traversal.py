@@ -125,10 +125,8 @@ class Traversal:
 
 
 def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
-    """What runs under a row's column: torch.autocast, or none where it says so."""
-    if dtype is None and not torch.is_autocast_enabled(device):
-        return contextlib.nullcontext()
-    return torch.autocast(device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
+    """torch.autocast where there is a dtype, otherwise what the caller's own says."""
+    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 
 
 def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]]:

@@ -98,8 +98,11 @@ class Spec:
         Args:
             frozen: the indices of the leaves that their module does not train, `frozen_leaves` of the params' tree.
         """
+        return self._resolved(leaves, frozen).rows
+
+    def _resolved(self, leaves: Sequence[Leaf], frozen: Container[int]) -> Table:
         label = self.optimizer.label or (lambda path: "optimizer")
-        return resolve(leaves, self.rules, self.policy, self.units, label, frozen).rows
+        return resolve(leaves, self.rules, self.policy, self.units, label, frozen)
 
     def table(self, layout: Layout) -> Table:
         """The table for the leaves of a state, which another step may have made."""
@@ -107,9 +110,7 @@ class Spec:
         if known is None:
             leaves = [(row.path, row.shape, row.dtype) for row in layout.rows]
             frozen = [index for index, row in enumerate(layout.rows) if row.frozen]
-            label = self.optimizer.label or (lambda path: "optimizer")
-            known = resolve(leaves, self.rules, self.policy, self.units, label, frozen)
-            layout.tables[self.rules] = known
+            known = layout.tables[self.rules] = self._resolved(leaves, frozen)
         return known
 
     def __str__(self) -> str:

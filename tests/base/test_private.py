@@ -249,12 +249,12 @@ def test_an_allocators_error() -> None:
     assert not private.is_out_of_memory(RuntimeError("Connection closed by peer"))
 
 
-def test_dispatches() -> None:
+def test_dispatch_modes() -> None:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    assert not private.dispatches()
+    assert not private.dispatch_modes()
     with FakeTensorMode():
-        assert private.dispatches()
+        assert private.dispatch_modes()
 
 
 def test_below_a_tensors_level() -> None:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import exactness
 import pytest
 import torch
 
 import fzero as fz
+from fzero.testing import run_ranks
 
 F64 = torch.float64
 
@@ -31,3 +34,31 @@ def test_two_dtypes_for_one_leaf_are_refused() -> None:
     step = fz.autocast(fz.train_step(lambda p, x: x, fz.sgd(0.1)), torch.bfloat16)
     with pytest.raises(ValueError, match=r"set twice: by autocast\(torch.bfloat16\) and by autocast\(torch.float16\)"):
         fz.autocast(step, torch.float16)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_callers_own_autocast_stays(stage: int) -> None:
+    """Around a step that says nothing of it, as around any function."""
+    seen: list[torch.dtype] = []
+
+    def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append((x @ p["w"]).dtype)
+        return (x @ p["w"]).float()
+
+    unit = fz.unit(block)
+    params = {"blocks": [{"w": torch.ones(2, 2)}], "head": torch.ones(2, 2)}
+
+    def fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        out = unit(params["blocks"][0], x) @ params["head"]
+        seen.append(out.dtype)
+        return out.float().mean()
+
+    def rank_main(rank: int) -> None:
+        step = exactness.SHARDS[stage](fz.train_step(fn, fz.sgd(0.1)))
+        state = step.init(params)
+        with torch.autocast("cpu", torch.bfloat16):
+            step.forward(state, torch.ones(1, 2))
+            step(state, torch.ones(1, 2))
+
+    run_ranks(rank_main, 1)
+    assert seen == [torch.bfloat16] * 4
