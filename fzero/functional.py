@@ -18,9 +18,8 @@ from fzero.capture.handle import Handle
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import call_unit
-from fzero.engine.here import here
 from fzero.engine.plain import CHECKPOINTED, plain_call
-from fzero.engine.traversal import origins_of, running
+from fzero.engine.traversal import here, origins_of, running
 from fzero.modules.leaf import Absent, readable
 from fzero.modules.places import Places, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds, refuse_params

@@ -3,29 +3,54 @@
 from __future__ import annotations
 
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.refusals import noted
-from fzero.capture.handle import READABLE, REQUIRES_GRAD, Handle
+from fzero.capture.handle import READABLE, REQUIRES_GRAD
 
 _DETACHED = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
 
-class Again(BaseException):
-    """A call is run once more, now that more is known of it. Nothing that an `except Exception` should catch."""
+class Facts(NamedTuple):
+    """What an earlier run showed of one call of a unit, beside the leaves that it is given.
 
-    def __init__(
-        self,
-        mutated: frozenset[int] = frozenset(),
-        more: Handle | None = None,
-        read: int | None = None,
-        returned: frozenset[int] = frozenset(),
-        watched: bool = False,
-    ) -> None:
-        self.mutated, self.more, self.read, self.returned, self.watched = mutated, more, read, returned, watched
+    Attributes:
+        mutated: positions among its tensors of those that it changes in place.
+        more: indices of leaves that it reads although it is not given them.
+        read: places among the tensors that lie in objects of those that it reads.
+        returned: positions among its tensors of those that it returns, or views of them, where it will be run again:
+            the caller may change them meanwhile.
+        draws: whether it draws from random generators that are Python's or numpy's own.
+        watched: whether it computes with tensors of functorch levels that have ended, so that each operation must be
+            looked at to tell them from those of levels that go on.
+        joint: of the tensors that it puts out, each -> the others that depend on it inside.
+    """
+
+    mutated: frozenset[int] = frozenset()
+    more: tuple[int, ...] = ()
+    read: frozenset[int] = frozenset()
+    returned: frozenset[int] = frozenset()
+    draws: bool = False
+    watched: bool = False
+    joint: Mapping[int, frozenset[int]] = {}
+
+    def joined(self, showed: Facts) -> Facts:
+        """These, and what another run showed."""
+        return Facts(
+            *(self.mutated | showed.mutated, (*self.more, *showed.more), self.read | showed.read),
+            *(self.returned | showed.returned, self.draws or showed.draws, self.watched or showed.watched, self.joint),
+        )
+
+
+class Again(BaseException):
+    """A call is run once more, now that this is known of it too. Nothing that an `except Exception` should catch."""
+
+    def __init__(self, showed: Facts) -> None:
+        self.showed = showed
 
 
 class Unread(torch.Tensor):
@@ -64,4 +89,4 @@ class Unread(torch.Tensor):
                     "itself. Keep the object in the module, or run ranks as processes."
                 )
             )
-        raise noted(Again(read=own.place))
+        raise noted(Again(Facts(read=frozenset({own.place}))))

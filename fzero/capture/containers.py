@@ -33,7 +33,6 @@ Content = dict[Any, Any]
 class Container:
     """One mutable object, and its content as key -> value when it was found."""
 
-    __slots__ = ("found", "of")
     observed = True  # whether what a unit changes here is changed for its caller
 
     def __init__(self, of: Any) -> None:
@@ -66,8 +65,6 @@ class Container:
 
 
 class List(Container):
-    __slots__ = ()
-
     def read(self) -> Content:
         return dict(enumerate(_kind_of(self.of).__iter__(self.of)))
 
@@ -79,8 +76,6 @@ class List(Container):
 
 class Attributes(Container):
     """An object's __dict__; of a module what it has beside its params, buffers and submodules."""
-
-    __slots__ = ()
 
     def read(self) -> Content:
         own = vars(self.of)
@@ -102,19 +97,20 @@ class Attributes(Container):
 class _Behind(Container):
     """One whose content no dict or list shows."""
 
-    __slots__ = ()
+    raw = None
 
-    @property
-    def raw(self) -> Any:
-        return None
+
+class _Data(_Behind):
+    """One whose content is a value, no object."""
+
+    def differs(self, content: Content) -> Content | None:
+        now = self.read()
+        return None if now == content else now
 
 
 class Slots(_Behind):
-    __slots__ = ()
-
     def read(self) -> Content:
-        names = [name for cls in type(self.of).__mro__ for name in slot_names(cls)]
-        return {name: getattr(self.of, name) for name in names if hasattr(self.of, name)}
+        return {name: getattr(self.of, name) for name in slots_of(type(self.of)) if hasattr(self.of, name)}
 
     def write(self, content: Content) -> None:
         for name in self.read():
@@ -126,8 +122,6 @@ class Slots(_Behind):
 
 class Cell(_Behind):
     """A variable that a function shares with the one around it."""
-
-    __slots__ = ()
 
     def read(self) -> Content:
         try:
@@ -143,8 +137,6 @@ class Cell(_Behind):
 class Defaults(_Behind):
     """The values of a function's last parameters where a call does not say them."""
 
-    __slots__ = ()
-
     def read(self) -> Content:
         return dict(enumerate(self.of.__defaults__ or ()))
 
@@ -155,8 +147,6 @@ class Defaults(_Behind):
 class Bound(_Behind):
     """The positional arguments that a functools.partial holds."""
 
-    __slots__ = ()
-
     def read(self) -> Content:
         return dict(enumerate(self.of.args))
 
@@ -165,8 +155,6 @@ class Bound(_Behind):
 
 
 class Set(_Behind):
-    __slots__ = ()
-
     def read(self) -> Content:
         return dict(enumerate(set.__iter__(self.of)))
 
@@ -185,9 +173,7 @@ def size_of(value: Any) -> int:
     return value.tell() if isinstance(value, io.StringIO) else len(value)
 
 
-class Bytes(_Behind):
-    __slots__ = ()
-
+class Bytes(_Data):
     def read(self) -> Content:
         if isinstance(self.of, (io.StringIO, io.BytesIO)):
             return {"": (self.of.getvalue(), self.of.tell())}
@@ -205,15 +191,9 @@ class Bytes(_Behind):
         else:
             self.of[:] = array.array(self.of.typecode, content[""])
 
-    def differs(self, content: Content) -> Content | None:
-        now = self.read()
-        return None if now == content else now
 
-
-class Array(_Behind):
+class Array(_Data):
     """A numpy array, as bytes."""
-
-    __slots__ = ()
 
     def read(self) -> Content:
         return {"": self.of.tobytes()}
@@ -221,15 +201,9 @@ class Array(_Behind):
     def write(self, content: Content) -> None:
         np.copyto(self.of, np.frombuffer(content[""], self.of.dtype).reshape(self.of.shape))
 
-    def differs(self, content: Content) -> Content | None:
-        now = self.read()
-        return None if now == content else now
-
 
 class Objects(_Behind):
     """A numpy array of objects."""
-
-    __slots__ = ()
 
     def read(self) -> Content:
         return dict(enumerate(self.of.flat))
@@ -242,8 +216,6 @@ class Objects(_Behind):
 class Raised(_Behind):
     """An error: what it was made with, and its attributes."""
 
-    __slots__ = ()
-
     def read(self) -> Content:
         return {**vars(self.of), "args": self.of.args}
 
@@ -254,8 +226,6 @@ class Raised(_Behind):
 
 class Globals(_Behind):
     """Global variables that a function reads or writes."""
-
-    __slots__ = ("names",)
 
     def __init__(self, of: Any, names: Sequence[str]) -> None:
         self.names = names
@@ -274,8 +244,6 @@ class Globals(_Behind):
 
 class ClassAttributes(_Behind):
     """What a class has beside its functions and its documentation."""
-
-    __slots__ = ("whole",)
 
     def read(self) -> Content:
         own = vars(self.of).items()
@@ -298,21 +266,13 @@ class ClassAttributes(_Behind):
         super().__init__(of)
 
 
-class Params(Container):
+class Params(Globals):
     """The differentiated params of a module around the unit, which hooks and wrapped forwards inside it may read."""
 
-    __slots__ = ("keys",)
     observed = False  # nobody may write there, which is seen elsewhere
 
-    def __init__(self, of: Any) -> None:
-        self.keys = [name for name, x in of.items() if x is not None and not isinstance(x, Handle) and moves(x)]
-        super().__init__(of)
-
-    def read(self) -> Content:
-        return {name: self.of[name] for name in self.keys if name in self.of}
-
-    def write(self, content: Content) -> None:
-        self.of.update(content)
+    def __init__(self, of: dict[str, Any]) -> None:
+        super().__init__(of, [k for k, x in of.items() if x is not None and not isinstance(x, Handle) and moves(x)])
 
 
 def has_attributes(tensor: torch.Tensor) -> bool:
@@ -325,11 +285,17 @@ def moves(tensor: torch.Tensor) -> bool:
     return private.is_wrapped(tensor) or private.is_differentiated(tensor)
 
 
-def slot_names(cls: type) -> tuple[str, ...]:
-    slots = cls.__dict__.get("__slots__", ())
-    names = (slots,) if isinstance(slots, str) else tuple(n for n in slots if n not in ("__dict__", "__weakref__"))
-    own = cls.__name__.lstrip("_")  # as Python names what is private to a class
-    return tuple(f"_{own}{n}" if own and n.startswith("__") and not n.endswith("__") else n for n in names)
+@functools.lru_cache(4096)
+def slots_of(kind: type) -> tuple[str, ...]:
+    """The names of a class's slots and of those that it is made of, as Python names what is private to a class."""
+    found = []
+    for cls in kind.__mro__:
+        slots, own = cls.__dict__.get("__slots__", ()), cls.__name__.lstrip("_")
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                hidden = own and name.startswith("__") and not name.endswith("__")
+                found.append(f"_{own}{name}" if hidden else name)
+    return tuple(found)
 
 
 def _kind_of(value: Any) -> Any:

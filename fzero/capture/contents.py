@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import collections
+import dis
 import functools
 import operator
 import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import optree
@@ -31,7 +32,7 @@ from fzero.capture.containers import (
     Raised,
     Set,
     Slots,
-    slot_names,
+    slots_of,
 )
 
 ATOMS = frozenset(
@@ -49,6 +50,25 @@ _CLOSED = frozenset(
 
 # their functions know nothing of the user's global names
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "numpy", "optree"}) - {"__main__"}
+
+
+class Names(NamedTuple):
+    """The names in a function's code and in code nested in it: globals, attributes, imported modules."""
+
+    reads: frozenset[str]
+    assigns: frozenset[str]
+    attributes: frozenset[str]
+    imports: frozenset[str]
+
+
+@functools.lru_cache(4096)
+def names_of(code: types.CodeType) -> Names:
+    kinds = (("LOAD_GLOBAL", "LOAD_NAME"), ("STORE_GLOBAL", "DELETE_GLOBAL"), ("IMPORT_NAME",))
+    instructions = [*dis.get_instructions(code)]
+    reads, assigns, imports = ({i.argval for i in instructions if i.opname in kind} for kind in kinds)
+    own = (reads, assigns, set(code.co_names), imports)
+    nested = [names_of(inner) for inner in code.co_consts if isinstance(inner, types.CodeType)]
+    return Names(*(frozenset(part.union(*parts)) for part, *parts in zip(own, *nested, strict=True)))
 
 
 def is_library(name: object) -> bool:
@@ -86,7 +106,7 @@ def container_of(value: Any) -> type[Container] | None:
         return Set
     if hasattr(value, "__dict__"):
         return Attributes
-    return Slots if any(slot_names(cls) for cls in kind.__mro__) and _is_users(kind) else None
+    return Slots if _is_users(kind) and slots_of(kind) else None
 
 
 def _is_users(kind: type) -> bool:
@@ -112,7 +132,7 @@ def containers_of(value: Any) -> list[Container]:
     found = [how(value)]
     if how not in (Attributes, Raised) and getattr(value, "__dict__", None):
         found.append(Attributes(value))
-    if how not in (Slots, Raised) and _is_users(type(value)) and any(map(slot_names, type(value).__mro__)):
+    if how not in (Slots, Raised) and _is_users(type(value)) and slots_of(type(value)):
         found.append(Slots(value))
     return found
 

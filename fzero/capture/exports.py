@@ -6,14 +6,14 @@ import itertools
 import operator
 import types
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base import private, pytree, texts
 from fzero.capture.containers import Cell, has_attributes
 from fzero.capture.contents import attributes_of, container_of, containers_of, is_tuple, tuple_of
-from fzero.capture.handle import Valueless
+from fzero.capture.handle import Valueless, storage_of
 
 _LAZY = (types.GeneratorType, map, filter)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -28,13 +28,11 @@ def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
     return inner
 
 
-class Slot:
+class Slot(NamedTuple):
     """Stands for a tensor that the call puts out."""
 
-    __slots__ = ("constant", "index")
-
-    def __init__(self, index: int, constant: bool = False) -> None:
-        self.index, self.constant = index, constant
+    index: int
+    constant: bool = False
 
     def outside(self, out: Sequence[torch.Tensor]) -> torch.Tensor:
         return out[self.index].detach() if self.constant else out[self.index]
@@ -125,18 +123,15 @@ class Exports:
         return value
 
 
-class _Tree:
-    __slots__ = ("leaves", "spec")
-
-    def __init__(self, spec: Any, leaves: list[Any]) -> None:
-        self.spec, self.leaves = spec, leaves
+class _Tree(NamedTuple):
+    spec: pytree.Spec
+    leaves: list[object]
 
 
-class _Tuple:
-    __slots__ = ("items", "kind", "own")
-
-    def __init__(self, kind: type, items: list[Any], own: dict[str, Any] | None) -> None:
-        self.kind, self.items, self.own = kind, items, own
+class _Tuple(NamedTuple):
+    kind: type
+    items: list[object]
+    own: dict[str, Any] | None
 
 
 def built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
@@ -160,8 +155,6 @@ class View:
         whole: what it is a view of, inside.
         constant: whether no derivative goes through it.
     """
-
-    __slots__ = ("base", "constant", "offset", "size", "stride")
 
     def __init__(self, base: Any, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
         self.base, self.constant = base, constant
@@ -204,10 +197,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 def memory(tensor: torch.Tensor) -> int:
     """What tensors that share memory have in common."""
-    try:
-        return tensor.untyped_storage()._cdata
-    except (RuntimeError, NotImplementedError):  # a sparse tensor has none
-        return id(tensor)
+    return storage_of(tensor) or id(tensor)
 
 
 class Outlets:

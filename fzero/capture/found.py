@@ -5,7 +5,6 @@ from __future__ import annotations
 import array
 import builtins
 import collections
-import dis
 import functools
 import sys
 import types
@@ -42,6 +41,7 @@ from fzero.capture.contents import (
     is_library,
     is_registered,
     is_tuple,
+    names_of,
 )
 from fzero.capture.snapshot import Snapshot
 
@@ -212,12 +212,14 @@ class Found:
             self._content(Defaults(fn))
         self.search(fn.__kwdefaults__, False)
         self._content(Attributes(fn))
-        names, attributes, imports = _names(fn.__code__)
-        self._named(fn.__globals__, {name: fn.__globals__.get(name) for name in names})
+        names = names_of(fn.__code__)
+        variables = sorted((names.reads | names.assigns) - vars(builtins).keys())
+        self._named(fn.__globals__, {name: fn.__globals__.get(name) for name in variables})
         package = fn.__globals__.get("__package__")  # of whose own modules the whole name is not told
-        imported = {name: sys.modules.get(name) or sys.modules.get(f"{package}.{name}") for name in imports}
-        self._named(fn.__globals__, {name: module for name, module in imported.items() if module is not None})
-        new = attributes - self.names
+        for name in sorted(names.imports):
+            module = sys.modules.get(name) or sys.modules.get(f"{package}.{name}")
+            self._named(fn.__globals__, {name: module} if module is not None else {})
+        new = names.attributes - self.names
         if new:
             self.names |= new
             for space in [*self._spaces.values()]:
@@ -280,23 +282,6 @@ class Found:
         self.containers.append(container)
         for item in container.found.values():
             self.search(item, False)
-
-
-@functools.lru_cache(4096)
-def _names(code: types.CodeType) -> tuple[tuple[str, ...], frozenset[str], tuple[str, ...]]:
-    """Of a function the globals that are not Python's own, the names of attributes, and what it imports."""
-    operations = ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL")
-    instructions = [*dis.get_instructions(code)]
-    names = {i.argval for i in instructions if i.opname in operations}
-    imports = {i.argval for i in instructions if i.opname == "IMPORT_NAME"}
-    attributes = set(code.co_names)
-    for inner in code.co_consts:
-        if isinstance(inner, types.CodeType):
-            own, others, more = _names(inner)
-            names.update(own)
-            imports.update(more)
-            attributes |= others
-    return tuple(sorted(names - vars(builtins).keys())), frozenset(attributes), tuple(sorted(imports))
 
 
 def _is_bound(value: Any) -> bool:

@@ -9,16 +9,16 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import weakref
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.graph import closed_over, edges_to, refuse_foreign_leaves
-from fzero.base.node import Op
+from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted
 from fzero.capture.handle import Handle, copies, copy_of, name_of, storage_of, writes
+from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
@@ -36,6 +36,11 @@ _made: contextvars.ContextVar[dict[int, _Of] | None] = contextvars.ContextVar("f
 
 
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_elsewhere", default=False)
+
+
+def leaf_of(group: Group, start: int = 0) -> LeafOf:
+    """Names the leaf of a group that a tensor in its buffer, or in a part of that from `start` on, belongs to."""
+    return lambda x: f"Leaf {group.leaf_at(start + int(private.unwrapped(x).storage_offset()))!r}"
 
 
 def is_strict() -> bool:
@@ -56,7 +61,7 @@ _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_gr
 _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-defined]
 
 
-class _Watch(torch.overrides.TorchFunctionMode):
+class Watch(torch.overrides.TorchFunctionMode):
     """Looks at every operation.
 
     Args:
@@ -67,7 +72,7 @@ class _Watch(torch.overrides.TorchFunctionMode):
         own: ids of what the unit made, or made a leaf of a graph, itself.
     """
 
-    def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Collection[int] = ()) -> None:
+    def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Iterable[int] = ()) -> None:
         super().__init__()
         self.unit, self.protected = unit, protected
         self.made = _made.get()
@@ -123,7 +128,7 @@ class _Guard(torch.overrides.TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-for _mode in (_Watch, _Guard):  # torch.compile in the function must not compile these
+for _mode in (Watch, _Guard):  # torch.compile in the function must not compile these
     _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
@@ -170,7 +175,7 @@ def _refuse_parts(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) 
 
 def is_watch(mode: object) -> bool:
     """Whether a torch function mode is one of this file's."""
-    return isinstance(mode, (_Watch, _Guard))
+    return isinstance(mode, (Watch, _Guard))
 
 
 def refuse_leaks(tree: object) -> None:
@@ -224,11 +229,6 @@ def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
     )
 
 
-def watching(unit: str, protected: Mapping[int, LeafOf], own: Collection[int]) -> _Watch:
-    """Around a unit's function; `protected` as for the run, `own` what its graph begins with."""
-    return _Watch(unit, protected, own)
-
-
 @contextlib.contextmanager
 def elsewhere() -> Iterator[None]:
     """Around a unit's call, which is none of the operations of the function that calls it."""
@@ -250,7 +250,7 @@ def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     token, read = _made.set({}), copies.set({})
     mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if protected is not None:
-        mode = _Watch(None, protected)
+        mode = Watch(None, protected)
     elif private.single_level():
         mode = _Guard()
     try:

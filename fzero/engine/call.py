@@ -28,16 +28,14 @@ from fzero.base.refusals import (
     unseen_write,
     writes_leaf,
 )
-from fzero.capture.again import Again, Unread
+from fzero.capture.again import Again, Facts, Unread
 from fzero.capture.containers import Container, Content
 from fzero.capture.contents import replaced, tensors_in
 from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
 from fzero.capture.handle import Handle
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
-from fzero.engine.here import inside
-from fzero.engine.record import Facts
-from fzero.engine.traversal import Traversal
+from fzero.engine.traversal import Traversal, inside
 
 _UNSEEN = (texts.NO_MEMORY, texts.NO_STORAGE)  # of a tensor that came unseen
 
@@ -95,23 +93,11 @@ class Call:
 
     # ---- before
 
-    def learn(self, again: Again) -> None:
+    def learn(self, showed: Facts) -> None:
         """Takes note of what a run showed, which did not go to its end."""
-        more = self.facts.more
-        if again.more is not None:
-            assert again.more.index not in more
-            self.more.append(again.more)
-            more = (*more, again.more.index)
-        read = self.facts.read
-        if again.read is not None:
-            assert again.read not in read
-            read |= {again.read}
-        returned, mutated = self.facts.returned | again.returned, self.facts.mutated | again.mutated
-        watched = self.facts.watched or again.watched
-        facts = self.facts._replace(mutated=mutated, more=more, read=read, returned=returned, watched=watched)
+        facts = self.facts.joined(showed)
         assert facts != self.facts
-        self.facts = facts
-        self.reach.reads(read)
+        self._know(facts)
         self.reach.restore()
         self._second.look()
         self._second.refuse(self.unit)
@@ -126,10 +112,14 @@ class Call:
 
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
         """Starts with what earlier runs showed."""
-        self.facts, self.first, self._record = facts or Facts(), facts is None, traversal.schedule.record
-        self.reach.reads(self.facts.read)
-        self.more = [traversal.handle(index) for index in self.facts.more]
+        self._traversal, self.first, self._record = traversal, facts is None, traversal.schedule.record
+        self._know(facts or Facts())
         self._second.begin(self.first, self.facts.draws or self._record.draws)
+
+    def _know(self, facts: Facts) -> None:
+        self.facts = facts
+        self.reach.reads(facts.read)
+        self.more = [self._traversal.handle(index) for index in facts.more]
 
     def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
         """What the node is applied to, and which of it is differentiated.
@@ -179,7 +169,7 @@ class Call:
             places = {i for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
             if places <= self.facts.mutated:
                 raise ValueError(writes_leaf(unit)) from error
-            raise Again(mutated=frozenset(places)) from None
+            raise Again(Facts(mutated=frozenset(places))) from None
         finally:
             self._fulls = ()
         if [private.version(full) for full in fulls] != gathered:
@@ -192,7 +182,7 @@ class Call:
                     f"{tuple(inputs[min(changed - self.facts.mutated)].shape)}), which it did not do when it was "
                     "called here before. Write to a copy: x = x.clone(), or use the operation that is not in place."
                 )
-            raise Again(mutated=changed)
+            raise Again(Facts(mutated=changed))
         return out
 
     def _refuse_aliases(self, unit: str, inputs: Sequence[torch.Tensor], derived: bool) -> None:
@@ -239,7 +229,7 @@ class Call:
                 self._second.refuse(self.unit)
             written = [i for i, own in enumerate(copied) if own and private.version(tensors[i])] if fresh else []
             if not self.facts.mutated.issuperset(written):
-                raise Again(mutated=frozenset(written))
+                raise Again(Facts(mutated=frozenset(written)))
             if shapes != [geometry(x) for x in tensors]:
                 raise ValueError(reshapes(self.unit))
             if fresh and not private.dispatch_modes() and any(map(differs_unseen, tensors, self.reach.tensors)):
@@ -258,7 +248,7 @@ class Call:
             else:  # whoever catches it finds what the function had done
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
-            if texts.says(error, *(texts.REFUSED if private.level() else (texts.SAVED_HOOKS,))):
+            if texts.says(error, *_refused()):
                 raise TypeError(twice(self.unit, error)) from error
             raise
         if before is not None:
@@ -302,7 +292,7 @@ class Call:
                     result = self.fn(*args, **kwargs)
             except Exception as error:
                 if not (private.level() or self.facts.watched) and texts.says(error, *_UNSEEN):
-                    raise Again(watched=True) from None
+                    raise Again(Facts(watched=True)) from None
                 if texts.says(error, *texts.FREED):
                     raise ValueError(freed(f"Unit {self.unit!r}{place_of(error)}")) from error
                 if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
@@ -315,8 +305,7 @@ class Call:
 
     def _holds_tensors(self, error: Exception) -> bool:
         """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
-        refused = texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)
-        if texts.says(error, texts.WRITES_LEAF, *refused):
+        if texts.says(error, texts.WRITES_LEAF, *_refused()):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]
         return next(tensors_in([error, *changed], self.reach.knows), None) is not None
@@ -368,7 +357,7 @@ class Call:
     def _need_copies(self, returned: set[int]) -> None:
         """A run later needs these tensors as they were, and the caller, who is given them, may change them."""
         if self.recomputes and self._derived and self.first and not returned <= self.facts.returned:
-            raise Again(returned=frozenset(returned))
+            raise Again(Facts(returned=frozenset(returned)))
 
     def finish(self, out: Sequence[torch.Tensor]) -> Any:
         """The call's result, from what its node put out; what it changed is changed."""
@@ -389,6 +378,11 @@ class Call:
         if self._raises:
             raise self._result[0]
         return built(self._result[0], tensors)
+
+
+def _refused() -> tuple[str, ...]:
+    """The words of torch's refusals of what a derivative, or a derivative's derivative, cannot do."""
+    return texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)
 
 
 def _is_same(now: Content, content: Content) -> bool:

@@ -12,7 +12,7 @@ import torch
 from fzero.base import private
 from fzero.base.node import apply
 from fzero.base.refusals import is_ours, noted
-from fzero.capture.again import Again
+from fzero.capture.again import Again, Facts
 from fzero.capture.surroundings import Surroundings
 from fzero.capture.watch import elsewhere, refuse_leaks
 from fzero.engine.call import Call
@@ -77,18 +77,16 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))
     moving = call.moving
     call.knows(traversal, schedule.facts(number, moving))
-    again: Again | None = None
+    showed: Facts | None = None
     while True:
-        if again is not None:  # known from now on
-            known, again = again, None
-            call.learn(known)
-            del known  # it leads to this frame
+        if showed is not None:
+            call.learn(showed)
         try:
             with _autocast(traversal, rows):
                 result = _attempt(traversal, call, remat, seed, number)
             break
-        except Again as raised:
-            again = raised
+        except Again as again:
+            showed = again.showed
     schedule.record.facts[number, moving] = call.known
     return result
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,14 +12,14 @@ from fzero.base import private, pytree
 from fzero.base.node import active
 from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, storage_of
-from fzero.capture.watch import is_strict, refuse_leaks, watching_run
+from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.formats.stored import Stored
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Group, Key
+from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
 
@@ -102,9 +101,11 @@ def call_function(
     leaves = traversal.leaves(primals)
     entered = [None if isinstance(x, Handle) else private.version(private.unwrapped(x)) for x in leaves]
     if first and not traversal.table.compiled:
-        full = [leaf for leaf in leaves if not isinstance(leaf, Handle)]
-        roots = {storage_of(leaf): functools.partial(_leaf_of, traversal, leaves) for leaf in full}
-        watch = watching_run(roots | {storage: leaf_of for storage, (_, leaf_of) in stored.items()})
+        layout = traversal.layout
+        groups = [layout.groups[layout.key_of[row.path][0]] for row in layout.rows]
+        full = [pair for pair in zip(leaves, groups, strict=True) if not isinstance(pair[0], Handle)]
+        roots = {storage_of(leaf): leaf_of(group) for leaf, group in full}
+        watch = watching_run(roots | {storage: name for storage, (_, name) in stored.items()})
     elif traversal.acts:
         watch = watching_run(None)
     tree = pytree.unflatten(state.params.structure, leaves)
@@ -137,32 +138,16 @@ def call_function(
     return pytree.map_leaves(lambda x: _apart(x, stored), out)
 
 
-def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]]:
+def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
     """Storage -> a buffer of the params, and what names the leaf that a view of it belongs to."""
-    out: dict[int, tuple[torch.Tensor, Callable[[torch.Tensor], str]]] = {}
+    out: dict[int, tuple[torch.Tensor, LeafOf]] = {}
     for key in params.keys:
-        group = params.layout.groups[key]
-        shard = params.layout.shard_numel(key) * params.rank_of(key)
-
-        def leaf_of(tensor: torch.Tensor, group: Group = group, start: int = 0) -> str:
-            return f"Leaf {group.leaf_at(start + int(private.unwrapped(tensor).storage_offset()))!r}"
-
-        full = params.held.get(key)
+        group, full = params.layout.groups[key], params.held.get(key)
+        own = params.layout.shard_numel(key) * params.rank_of(key)
         for part in params.stored(key).parts if full is None else (*params.stored(key).parts, full):
-            start = 0 if full is not None and storage_of(part) == storage_of(full) else shard
-            out[storage_of(part)] = part, functools.partial(leaf_of, start=start)
+            start = 0 if full is not None and storage_of(part) == storage_of(full) else own
+            out[storage_of(part)] = part, leaf_of(group, start)
     return out
-
-
-def _leaf_of(traversal: Traversal, leaves: Sequence[torch.Tensor], tensor: torch.Tensor) -> str:
-    """Names the full leaf, of those that the function has, that a tensor is a view of."""
-    offsets = [
-        (private.unwrapped(leaf).storage_offset(), row.path)
-        for leaf, row in zip(leaves, traversal.layout.rows, strict=True)
-        if storage_of(leaf) == storage_of(tensor)
-    ]
-    own = private.unwrapped(tensor).storage_offset()
-    return f"Leaf {max(found for found in offsets if found[0] <= own)[1]!r}"
 
 
 def _apart(value: Any, stored: Mapping[int, object]) -> object:

@@ -9,37 +9,37 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
 from fzero.base import private
-from fzero.base.graph import gradients, joint_outputs, refuse_foreign_leaves
-from fzero.base.node import Op, Tensors
+from fzero.base.node import Op, Tensors, gradients, joint_outputs, refuse_foreign_leaves
 from fzero.capture.again import Again
 from fzero.capture.handle import storage_of
-from fzero.capture.watch import begins, begun, is_strict, watching
+from fzero.capture.watch import Watch, begins, begun, is_strict, leaf_of
 from fzero.comm.axis import done
 from fzero.engine.call import Call
 from fzero.engine.traversal import Traversal
+from fzero.table.layout import Key
 
 
+@dataclass(eq=False)
 class _Pull:
     """The kept graph of one first-order run of a unit."""
 
-    __slots__ = ("inputs", "keys", "leaves", "outputs", "surroundings")
-
-    def __init__(self, keys: list[Any], leaves: list[list[torch.Tensor]], inputs: dict[int, torch.Tensor]) -> None:
-        self.keys, self.leaves, self.inputs = keys, leaves, inputs
-        self.outputs: list[torch.Tensor] = []
-        self.surroundings: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext
+    keys: list[Key]
+    leaves: list[list[torch.Tensor]]
+    inputs: dict[int, torch.Tensor]
+    outputs: list[torch.Tensor]
+    surroundings: Callable[[], contextlib.AbstractContextManager[object]]
 
 
 class UnitOp(Op):
     """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
 
     def __init__(
-        self, traversal: Traversal, keys: list[Any], call: Call, recompute: bool, seed: int, number: int
+        self, traversal: Traversal, keys: list[Key], call: Call, recompute: bool, seed: int, number: int
     ) -> None:
         def pure(*tensors: torch.Tensor) -> Tensors:
             leaves: dict[int, torch.Tensor] = {}
@@ -53,9 +53,9 @@ class UnitOp(Op):
         self.traversal, self.keys, self.call, self.recompute, self.number = traversal, keys, call, recompute, number
         self.name = f"unit {self.unit!r}"
         self._pull: _Pull | None = None
-        self._fulls: dict[Any, torch.Tensor] = {}  # of this call's own graph
+        self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
         self._is_begun, self._records, self._watched = begun(), torch.is_grad_enabled(), False
-        self._arriving: dict[Any, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
+        self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self.used = False
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
         self._suspicious = not (traversal.schedule.on_track and private.single_level()) or is_strict()
@@ -83,20 +83,23 @@ class UnitOp(Op):
     def back(
         self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor] | None:
+        schedule = self.traversal.schedule
         keep = ends = self.traversal.retain_graph or private.keeps_graph()
         if self.used:
             raise RuntimeError(used_up(f"unit {self.unit!r}"))
         if self.recompute:
             with torch.no_grad():
-                self._forward(tuple(t.detach() for t in tensors()), wanted, True, self._gather_previous)
+                self._forward(
+                    tuple(t.detach() for t in tensors()), wanted, True, lambda: schedule.gather_previous(self)
+                )
             keep = False
-            if self.traversal.schedule.frees:
-                self.traversal.schedule.finish_reduction()
+            if schedule.frees:
+                schedule.finish_reduction()
         elif self._pull is None:
             return None
         else:
             self._refill()
-            self._gather_previous()
+            schedule.gather_previous(self)
         pull = self._pull
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
@@ -178,7 +181,10 @@ class UnitOp(Op):
         # what is no input shows itself, as an error, or to the watch
         guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
         with self.surroundings(), private.saved_tensor_hooks(), guard, grad_mode:
-            watch = self._watch(fulls, begin) if thorough and not self.call.compiles else None
+            groups = [traversal.layout.groups[key] for key in self.keys]
+            protected = {storage_of(full): leaf_of(group) for full, group in zip(fulls, groups, strict=True)}
+            watched = thorough and not self.call.compiles
+            watch = Watch(self.unit, protected, map(id, begin)) if watched else None
             self._watched = watch is not None
             try:
                 out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())
@@ -196,32 +202,18 @@ class UnitOp(Op):
                 [self.keys[p] for p in wanted if p < count],
                 differentiated,
                 {p: inputs[p - count] for p in wanted if p >= count},
+                [o for o in out if o.is_floating_point() or o.is_complex()],
+                functools.partial(self.call.refilled, leaves, self.call.inner),
             )
-            self._pull.outputs = [o for o in out if o.is_floating_point() or o.is_complex()]
-            self._pull.surroundings = functools.partial(self.call.refilled, leaves, self.call.inner)
             if watch is not None:
                 refuse_foreign_leaves(self._pull.outputs, begin, lambda leaf: id(leaf) not in watch.own)
         self.call.inner = (), []
         return tuple(o.detach() for o in out)
 
-    def _watch(self, fulls: Sequence[torch.Tensor], begin: Sequence[torch.Tensor]) -> Any:
-        groups = [self.traversal.layout.groups[key] for key in self.keys]
-        return watching(
-            self.unit,
-            {
-                storage_of(full): lambda x, group=group: f"Leaf {group.leaf_at(int(x.storage_offset()))!r}"
-                for full, group in zip(fulls, groups, strict=True)
-            },
-            {*map(id, begin)},
-        )
-
     def _empty(self) -> None:
         """Gives back the memory of the gathered buffers; the call's graph still refers to them."""
         for full in self._fulls.values():
             self.traversal.schedule.empty(full)
-
-    def _gather_previous(self) -> None:
-        self.traversal.schedule.gather_previous(self)
 
     def gather_ahead(self) -> None:
         """Starts to gather what the pullback of this call will need, where the pass that is running comes to it.

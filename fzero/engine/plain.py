@@ -11,8 +11,7 @@ from fzero.capture.handle import HandleError
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Reach, Surroundings
 from fzero.capture.watch import elsewhere
-from fzero.engine.here import here, inside
-from fzero.engine.traversal import current
+from fzero.engine.traversal import current, here, inside
 
 CHECKPOINTED = (
     "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, or by another thread: its params "

@@ -9,32 +9,46 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from fzero.base import private
+from fzero.capture.again import Facts
 from fzero.comm import hazards
 from fzero.comm.axis import finish_all
-from fzero.engine.record import Facts, Keys, Record
 from fzero.engine.use import Use
 from fzero.table.layout import Key
 
+Keys = tuple[Key, ...]
+
+
+class Record:
+    """What the last run of a function called, in order, and what is known of those calls.
+
+    Attributes:
+        facts: by a call's number and the places among its tensors of those that are differentiated.
+    """
+
+    def __init__(self) -> None:
+        self.order: tuple[Keys, ...] | None = None
+        self.facts: dict[tuple[int, tuple[int, ...]], Facts] = {}
+        self.as_nodes: set[Any] = set()  # the code of plain units that functorch refuses
+        self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
+        self.may_be: dict[Any, bool] = {}  # that of those that were called -> whether it names what functorch refuses
+
 
 class Running(Protocol):
-    """A unit's call, as far as its run's schedule calls back."""
+    """A unit's call, as far as its run's schedule calls back; see `UnitOp`."""
 
     number: int
     used: bool
 
-    def gather_ahead(self) -> None:
-        """Starts to gather what its pullback will need, where the pass that is running comes to it."""
+    def gather_ahead(self) -> None: ...
 
-    def forget_ahead(self) -> None:
-        """Leaves what was gathered ahead and not used."""
+    def forget_ahead(self) -> None: ...
 
-    def forget(self) -> None:
-        """Lets go of the call, which nobody will pull back."""
+    def forget(self) -> None: ...
 
 
 def _gone() -> None:

@@ -1,4 +1,7 @@
-"""One run of the step's function: the tree that it receives, of handles and full leaves, and what its units share."""
+"""One run of the step's function: the tree that it receives, of handles and full leaves, and what its units share.
+
+And which run, and which unit of it, goes on at the moment.
+"""
 
 from __future__ import annotations
 
@@ -21,6 +24,21 @@ from fzero.table.rows import Table
 # the leaves of the step whose function runs, also inside its units
 running: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("fzero_running", default=None)
 current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
+# (run, index) of the leaves that the unit that is running has; None outside of units
+here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = contextvars.ContextVar(
+    "fzero_here", default=None
+)
+
+
+@contextlib.contextmanager
+def inside(leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> Iterator[None]:
+    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
+    tokens = current.set(None), here.set(leaves)
+    try:
+        yield
+    finally:
+        current.reset(tokens[0])
+        here.reset(tokens[1])
 
 
 class Traversal:
@@ -69,7 +87,7 @@ class Traversal:
                 views = (
                     primal
                     if not isinstance(primal, torch.Tensor)
-                    else apply(_Leaves(self, key), active((primal,)), primal)
+                    else apply(LeavesOp(self, key), active((primal,)), primal)
                 )
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
@@ -138,54 +156,41 @@ def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]
     return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
 
 
-class LeafOp(Op):
-    """One leaf of a unit, read outside of it: its group is gathered for this one use."""
+class LeavesOp(Op):
+    """A group's shard -> its leaves in full, outside of units: all that the function sees, or the one that it reads.
 
-    def __init__(self, traversal: Traversal, key: Key, index: int) -> None:
+    Args:
+        only: the leaf that is read, for whose use alone the group is gathered; None for all.
+    """
+
+    def __init__(self, traversal: Traversal, key: Key, only: int | None = None) -> None:
         group, use = traversal.layout.groups[key], traversal.uses[key]
-        super().__init__(lambda primal: (group.views(use.apply(primal))[index],), None, traversal.device)
-        self.traversal, self.key, self.index = traversal, key, index
-        traversal.schedule.called((key,))
+
+        def taken(views: Mapping[int, torch.Tensor]) -> Tensors:
+            return tuple(views.values()) if only is None else (views[only].clone(),)
+
+        super().__init__(lambda primal: taken(group.views(use.apply(primal))), None, traversal.device)
+        self.traversal, self.key, self.group, self.only, self._taken = traversal, key, group, only, taken
+        # made before the function runs, it would be pulled back last of all, with every unit's cotangents waiting
+        self.early = only is None
+        if only is not None:
+            traversal.schedule.called((key,))
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
-        full, _ = self.traversal.schedule.take(self.key, tensors[0])
-        return (self.traversal.layout.groups[self.key].cut(full)[self.index].clone(),)
+        return self._taken(self.group.cut(self.traversal.schedule.take(self.key, tensors[0])[0]))
 
     def back(
         self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor]:
         if not self.traversal.wants(self.key):
             return {}
-        leaves = [slot.leaf for slot in self.traversal.layout.groups[self.key].slots]
-        shard = self.traversal.collect(self.key, [cotangents[0] if leaf == self.index else None for leaf in leaves])
+        if self.only is not None:
+            cotangents = [cotangents[0] if slot.leaf == self.only else None for slot in self.group.slots]
+        shard = self.traversal.collect(self.key, cotangents)
         return {0: shard} if shard is not None else {}
 
 
 def read(handle: Handle) -> torch.Tensor:
     """A unit's leaf in full, outside that unit, differentiable."""
-    op = LeafOp(handle.owner, handle.key, handle.index)
+    op = LeavesOp(handle.owner, handle.key, handle.index)
     return apply(op, active((handle.primal,)), handle.primal)[0]
-
-
-class _Leaves(Op):
-    """A group that is full where the function sees it: its shard -> its leaves.
-
-    Made before the function runs, it would be pulled back last of all, with every unit's cotangents waiting.
-    """
-
-    early = True
-
-    def __init__(self, traversal: Traversal, key: Key) -> None:
-        group, use = traversal.layout.groups[key], traversal.uses[key]
-        super().__init__(lambda primal: tuple(group.views(use.apply(primal)).values()), None, traversal.device)
-        self.traversal, self.key = traversal, key
-
-    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
-        full, _ = self.traversal.uses[self.key].value(tensors[0])
-        return tuple(self.traversal.layout.groups[self.key].cut(full).values())
-
-    def back(
-        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor]:
-        shard = self.traversal.collect(self.key, cotangents) if self.traversal.wants(self.key) else None
-        return {0: shard} if shard is not None else {}

@@ -10,10 +10,9 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.refusals import noted
-from fzero.capture.again import Again
+from fzero.capture.again import Again, Facts
 from fzero.capture.handle import READABLE, Handle, Valueless, name_of, reading
-from fzero.engine.here import here
-from fzero.engine.traversal import current, read
+from fzero.engine.traversal import current, here, read
 
 
 def full(handle: Handle) -> torch.Tensor:
@@ -22,7 +21,7 @@ def full(handle: Handle) -> torch.Tensor:
     if leaves is not None:
         own = leaves.get((id(handle.owner), handle.index))
         if own is None:
-            raise noted(Again(more=handle))
+            raise noted(Again(Facts(more=(handle.index,))))
         return own
     if current.get() is not handle.owner:
         raise noted(handle._refuse("read where its step's function is not running"))

@@ -11,13 +11,15 @@ import copy
 import functools
 import types
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fzero.base import private, pytree
+from fzero.capture.containers import slots_of
+from fzero.capture.contents import names_of
 from fzero.capture.exports import overlap
 from fzero.capture.handle import READABLE, storage_of
 from fzero.modules.reach import (
@@ -29,7 +31,6 @@ from fzero.modules.reach import (
     contents,
     globals_of,
     is_atom,
-    names_of,
     referent,
 )
 
@@ -209,9 +210,8 @@ class _Copier:
     def _fill_shell(self, x: Any, new: Any) -> None:
         if isinstance(x, nn.Module):
             new.__dict__.update({name: self(value) for name, value in vars(x).items()})
-            for name in _slots(type(x)):
-                if hasattr(x, name):
-                    object.__setattr__(new, name, self(getattr(x, name)))
+            for name in filter(functools.partial(hasattr, x), slots_of(type(x))):
+                object.__setattr__(new, name, self(getattr(x, name)))
             if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
                 new.__dict__["_compiled_call_impl"] = None
         elif isinstance(x, types.CellType):
@@ -223,7 +223,7 @@ class _Copier:
 
     def _globals_of(self, x: types.FunctionType) -> dict[str, Any]:
         names = [name for name, value in globals_of(x).items() if id(value) in self.concerned]
-        if not names or names_of(x.__code__)[2]:  # what it assigns would be lost
+        if not names or names_of(x.__code__).assigns:  # what it assigns would be lost
             return x.__globals__
         real = x.__globals__.real if isinstance(x.__globals__, Globals) else x.__globals__
         return self._globals.setdefault(id(real), Globals(real))
@@ -304,12 +304,6 @@ class _Copier:
         if type(state) is dict:
             return {key: self(value) for key, value in state.items()}
         return tuple(map(self._state, state)) if type(state) is tuple else self(state)
-
-
-def _slots(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
-        own = vars(base).get("__slots__", ())
-        yield from (own,) if isinstance(own, str) else own
 
 
 def _leads_to(node: Any, params: set[int]) -> bool:

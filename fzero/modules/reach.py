@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import dis
 import enum
 import functools
 import gc
@@ -17,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fzero.capture.contents import is_library
+from fzero.capture.contents import is_library, names_of
 
 Parts = Iterator[tuple[str, Any, bool]]
 HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
@@ -56,27 +55,12 @@ def is_callable(x: object) -> bool:
     return not is_weak(x) and isinstance(x, CALLABLES)
 
 
-@functools.lru_cache(4096)
-def names_of(code: types.CodeType) -> tuple[frozenset[str], frozenset[str], bool]:
-    """The global names and the attribute names that code and the code nested in it use; whether it assigns globals."""
-    reads, attributes, writes = set[str](), set(code.co_names), False
-    for instruction in dis.get_instructions(code):
-        if instruction.opname in ("LOAD_GLOBAL", "LOAD_NAME"):
-            reads.add(instruction.argval)
-        writes = writes or instruction.opname in ("STORE_GLOBAL", "DELETE_GLOBAL")
-    for nested in code.co_consts:
-        if isinstance(nested, types.CodeType):
-            inner, names, assigns = names_of(nested)
-            reads, attributes, writes = reads | inner, attributes | names, writes or assigns
-    return frozenset(reads), frozenset(attributes), writes
-
-
 def globals_of(function: types.FunctionType) -> dict[str, Any]:
     """The global names that a function reads, with their values; none of a library's functions."""
     if is_library(dict.get(function.__globals__, "__name__")):
         return {}
     found = {}
-    for name in sorted(names_of(function.__code__)[0]):
+    for name in sorted(names_of(function.__code__).reads):
         try:
             found[name] = function.__globals__[name]  # those of a private copy answer with the copy
         except KeyError:
@@ -128,7 +112,7 @@ def _members(cls: type, start: Iterable[str]) -> Iterator[tuple[str, Any]]:
 
 def _attribute_names(function: types.FunctionType, depth: int = 3) -> frozenset[str]:
     """Those that a function uses, or that one which it wraps does."""
-    names = names_of(function.__code__)[1]
+    names = names_of(function.__code__).attributes
     for cell in function.__closure__ or () if depth else ():
         inner = contents(cell)
         if isinstance(inner, types.FunctionType):
@@ -300,7 +284,7 @@ def _parts_of_function(function: types.FunctionType) -> Parts:
     for name, value in globals_of(function).items():
         yield f"the global name {name!r}", value, False
         if isinstance(value, (types.ModuleType, type)):
-            for attribute in sorted(names_of(function.__code__)[1] & vars(value).keys()):
+            for attribute in sorted(names_of(function.__code__).attributes & vars(value).keys()):
                 held = vars(value)[attribute]
                 if isinstance(held, (nn.Module, torch.Tensor)):
                     yield f"the global name '{name}.{attribute}'", held, False

@@ -5,8 +5,6 @@ Its other attributes are its own affair, as they are a module's: a counter count
 
 from __future__ import annotations
 
-import itertools
-import operator
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,28 +13,10 @@ import torch
 from torch import nn
 
 from fzero.base import private, texts
+from fzero.capture.containers import Container
+from fzero.capture.snapshot import Snapshot
 from fzero.modules.private_copy import Stale
 from fzero.modules.reach import REGISTRIES, Reach
-
-
-class _Registry:
-    """The buffers, params or submodules of one module, and what they were before."""
-
-    def __init__(self, path: str, name: str, module: nn.Module) -> None:
-        self.path, self.what, self.of, self.module = path, REGISTRIES[name], getattr(module, name), module
-        self.before = dict(self.of)
-
-    def restore(self) -> list[str]:
-        """Puts back what was there; the names of what was written."""
-        now, before = self.of, self.before
-        if len(now) == len(before) and all(map(operator.is_, now.values(), before.values())) and [*now] == [*before]:
-            return []
-        names = [name for name in {**before, **now} if before.get(name, self) is not now.get(name, self)]
-        now.clear()
-        now.update(before)
-        for name in names:  # which an attribute would hide
-            vars(self.module).pop(name, None)
-        return [f"its {self.what} {self.path + name!r}" for name in names]
 
 
 @dataclass(eq=False)
@@ -92,13 +72,11 @@ class Untouched:
         self.thorough = True  # until a call has passed: what goes past the version counters (.data) does so at once
         names = {id(buffer): name for name, buffer in module.named_buffers()}
         self._registries = [
-            _Registry(f"{path}." if path else "", name, own)
+            (Container(getattr(own, name)), own, f"its {what}", f"{path}." if path else "")
             for path, own in module.named_modules()
-            for name in REGISTRIES
+            for name, what in REGISTRIES.items()
         ]
-        self._dicts = [registry.of for registry in self._registries]
-        self._lengths, self._names = [*map(len, self._dicts)], [name for own in self._dicts for name in own]
-        self._values = [value for own in self._dicts for value in own.values()]
+        self._snapshot = Snapshot([registry for registry, *_ in self._registries], ())
         self._constants: list[_Constant] = []
         for number, x in reach.objects.items():
             if number in reach.owned and isinstance(x, torch.Tensor) and number in sources and not isinstance(x, Stale):
@@ -128,18 +106,15 @@ class Untouched:
     def restore(self) -> list[str]:
         said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
         self.broken = self.broken or bool(said)
-        if not self._are_as_before():
-            for registry in self._registries:
-                said += registry.restore()
+        for registry, module, what, prefix in () if self._snapshot.holds() else self._registries:
+            before, now = registry.found, registry.differs(registry.found)
+            if now is not None:
+                registry.write(before)
+                names = [name for name in {**before, **now} if before.get(name, self) is not now.get(name, self)]
+                said += [f"{what} {prefix + name!r}" for name in names]
+                for name in names:  # which an attribute would hide
+                    vars(module).pop(name, None)
         return said
-
-    def _are_as_before(self) -> bool:
-        """Whether every registry is what it was: one look at all of them, as there are thousands."""
-        return (
-            [*map(len, self._dicts)] == self._lengths
-            and all(map(operator.is_, itertools.chain.from_iterable(map(dict.values, self._dicts)), self._values))
-            and all(map(operator.is_, itertools.chain.from_iterable(self._dicts), self._names))
-        )
 
 
 def refuse_changes(said: list[str]) -> None:
