@@ -17,8 +17,7 @@ from fzero.base.patterns import ROOT
 from fzero.capture.handle import Handle
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
-from fzero.engine.dispatch import call_unit
-from fzero.engine.plain import CHECKPOINTED, plain_call
+from fzero.engine.dispatch import CHECKPOINTED, call_unit, plain_call
 from fzero.engine.traversal import here, origins_of, running
 from fzero.modules.leaf import Absent, readable
 from fzero.modules.places import Places, places_of

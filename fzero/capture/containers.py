@@ -34,6 +34,7 @@ class Container:
     """One mutable object, and its content as key -> value when it was found."""
 
     observed = True  # whether what a unit changes here is changed for its caller
+    behind = False  # whether no dict or list shows its content
 
     def __init__(self, of: Any) -> None:
         self.of = of
@@ -61,7 +62,7 @@ class Container:
     @property
     def raw(self) -> Any:
         """A dict or list that changes whenever the content does; None where there is none."""
-        return self.of
+        return None if self.behind else self.of
 
 
 class List(Container):
@@ -95,9 +96,7 @@ class Attributes(Container):
 
 
 class _Behind(Container):
-    """One whose content no dict or list shows."""
-
-    raw = None
+    behind = True
 
 
 class _Data(_Behind):

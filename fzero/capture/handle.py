@@ -24,10 +24,31 @@ reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = conte
 )
 
 
-# of a run: storage of the copy that was read of a leaf -> the leaf, and what has that storage
-copies: contextvars.ContextVar[dict[int, tuple[Handle, list[weakref.ref[torch.Tensor]]]] | None] = (
-    contextvars.ContextVar("fzero_copies", default=None)
-)
+class Seen:
+    """Tensors that were seen in one run of a step's function.
+
+    Attributes:
+        made: id of a tensor -> it, and the unit whose graph it is of; None for one of no unit. Where nothing is
+            watched only what units' graphs begin with.
+        copies: storage of the copy that was read of a leaf -> the leaf, and what has that storage.
+    """
+
+    def __init__(self) -> None:
+        self.made: dict[int, tuple[weakref.ref[torch.Tensor], str | None]] = {}
+        self.copies: dict[int, tuple[Handle, list[weakref.ref[torch.Tensor]]]] = {}
+
+    def note(self, tensor: torch.Tensor, unit: str | None) -> None:
+        self.made[id(tensor)] = weakref.ref(tensor), unit
+
+    def knows(self, tensor: torch.Tensor) -> bool:
+        return id(tensor) in self.made and self.made[id(tensor)][0]() is tensor
+
+    def unit_of(self, tensor: torch.Tensor) -> str | None:
+        return self.made[id(tensor)][1] if self.knows(tensor) else None
+
+
+# that of the run that goes on, while one does
+seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("fzero_seen", default=None)
 
 
 class Valueless(torch.Tensor):
@@ -166,16 +187,17 @@ def _version(copy: torch.Tensor) -> int:
 
 def _note(handle: Handle, copy: torch.Tensor, out: object) -> None:
     """Notes what was read of a leaf: a copy; a write to it, or to a view of it, would be lost."""
-    noted = copies.get()
-    if noted is not None:
+    own = seen.get()
+    if own is not None:
         views = [x for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)]
         alive = [weakref.ref(x) for x in (copy, *views) if storage_of(x) == storage_of(copy)]
-        noted[storage_of(copy)] = handle, alive
+        own.copies[storage_of(copy)] = handle, alive
 
 
 def copy_of(tensor: torch.Tensor) -> Handle | None:
     """The leaf that a tensor is a copy of, or a view of one, as it was read outside of the leaf's unit."""
-    handle, alive = (copies.get() or {}).get(storage_of(tensor), (None, []))
+    own = seen.get()
+    handle, alive = own.copies.get(storage_of(tensor), (None, [])) if own is not None else (None, [])
     return handle if any(x() is not None for x in alive) else None
 
 

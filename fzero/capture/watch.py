@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -17,22 +16,11 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted
-from fzero.capture.handle import Handle, copies, copy_of, name_of, storage_of, writes
+from fzero.capture.handle import Handle, Seen, copy_of, name_of, seen, storage_of, writes
 from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
-
-
-class _Of(weakref.ref[torch.Tensor]):
-    """A tensor, and the unit that it is of; None for one that is known to be of no unit."""
-
-    __slots__ = ("unit",)
-    unit: str | None
-
-
-# of the run: id of a tensor that a unit made -> it; where nothing is watched only what its graph begins with
-_made: contextvars.ContextVar[dict[int, _Of] | None] = contextvars.ContextVar("fzero_made", default=None)
 
 
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_elsewhere", default=False)
@@ -75,7 +63,7 @@ class Watch(torch.overrides.TorchFunctionMode):
     def __init__(self, unit: str | None, protected: Mapping[int, LeafOf], own: Iterable[int] = ()) -> None:
         super().__init__()
         self.unit, self.protected = unit, protected
-        self.made = _made.get()
+        self.seen = seen.get()
         self.own = {*own}
 
     def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
@@ -100,16 +88,14 @@ class Watch(torch.overrides.TorchFunctionMode):
             for x in results if func != _SET_REQUIRES_GRAD else args[:1]:
                 if isinstance(x, torch.Tensor) and (x.requires_grad or storage_of(x) in self.protected):
                     self.own.add(id(x))
-                    if self.made is not None:
-                        _note(self.made, x, self.unit)
+                    if self.seen is not None:
+                        self.seen.note(x, self.unit)
         return out
 
     def _refuse_leaked(self, tensor: torch.Tensor) -> None:
-        if self.made is None or id(tensor) in self.own:
-            return
-        known = self.made.get(id(tensor))
-        if known is not None and known() is tensor and known.unit is not None:
-            raise noted(ValueError(leaked(tensor, known.unit)))
+        unit = None if self.seen is None or id(tensor) in self.own else self.seen.unit_of(tensor)
+        if unit is not None:
+            raise noted(ValueError(leaked(tensor, unit)))
 
 
 class _Guard(torch.overrides.TorchFunctionMode):
@@ -123,7 +109,8 @@ class _Guard(torch.overrides.TorchFunctionMode):
             refuse_leaks((args, kwargs or {}))
             if func in _ASKS:
                 _refuse_parts(func, args, kwargs or {})
-            if copies.get() and writes(func, kwargs):
+            own = seen.get()
+            if own is not None and own.copies and writes(func, kwargs):
                 _refuse_writes(func, args, kwargs)
         return func(*args, **(kwargs or {}))
 
@@ -180,44 +167,33 @@ def is_watch(mode: object) -> bool:
 
 def refuse_leaks(tree: object) -> None:
     """Refuses tensors of units' own graphs: those that a watch saw, and where one functorch level is alone all."""
-    made, alone = _made.get(), None
-    if made is None:
+    own, alone = seen.get(), None
+    if own is None:
         return
     for x in pytree.flatten(tree)[0]:
         if isinstance(x, torch.Tensor) and not isinstance(x, Handle) and x.requires_grad:
-            known = made.get(id(x))
-            if known is not None and known() is x:
-                if known.unit is not None:
-                    raise noted(ValueError(leaked(x, known.unit)))
+            unit = own.unit_of(x)
+            if unit is not None:
+                raise noted(ValueError(leaked(x, unit)))
+            if own.knows(x):
                 continue
             alone = private.single_level() if alone is None else alone
             if alone and x.grad_fn is not None and not private.is_wrapper(x):
-                refuse_foreign_leaves((x,), (), begun(), lambda leaf: leaked(x, made[id(leaf)].unit))
-                _note(made, x, None)  # of a graph around the step, where it is a constant
-
-
-def _note(made: dict[int, _Of], tensor: torch.Tensor, unit: str | None) -> None:
-    made[id(tensor)] = own = _Of(tensor)
-    own.unit = unit
+                refuse_foreign_leaves((x,), (), begun(), lambda leaf: leaked(x, own.unit_of(leaf)))
+                own.note(x, None)  # of a graph around the step, where it is a constant
 
 
 def begins(unit: str, leaves: Sequence[torch.Tensor]) -> None:
     """Notes what a unit's graph begins with: no other unit, and nobody outside, may compute with that."""
-    made = _made.get()
-    if made is not None:
+    if (own := seen.get()) is not None:
         for leaf in leaves:
-            _note(made, leaf, unit)
+            own.note(leaf, unit)
 
 
 def begun() -> Callable[[torch.Tensor], bool]:
     """Tells of a tensor whether a unit's graph begins with it, in the run that is going on; at any time."""
-    made = _made.get() or {}
-
-    def is_begun(leaf: torch.Tensor) -> bool:
-        known = made.get(id(leaf))
-        return known is not None and known() is leaf and known.unit is not None
-
-    return is_begun
+    own = seen.get()
+    return lambda leaf: own is not None and own.unit_of(leaf) is not None
 
 
 def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
@@ -233,7 +209,7 @@ def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:
 def elsewhere() -> Iterator[None]:
     """Around a unit's call, which is none of the operations of the function that calls it."""
     mode = private.function_mode()
-    if _made.get() is None and not isinstance(mode, _Guard):
+    if seen.get() is None and not isinstance(mode, _Guard):
         yield
         return
     token = _elsewhere.set(True)
@@ -247,7 +223,7 @@ def elsewhere() -> Iterator[None]:
 @contextlib.contextmanager
 def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     """Around a run of a step's function; thoroughly where it is said what is protected."""
-    token, read = _made.set({}), copies.set({})
+    token = seen.set(Seen())
     mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     if protected is not None:
         mode = Watch(None, protected)
@@ -257,5 +233,4 @@ def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
         with mode:
             yield
     finally:
-        _made.reset(token)
-        copies.reset(read)
+        seen.reset(token)

@@ -87,11 +87,10 @@ class UnitOp(Op):
         keep = ends = self.traversal.retain_graph or private.keeps_graph()
         if self.used:
             raise RuntimeError(used_up(f"unit {self.unit!r}"))
+        gather_previous = functools.partial(schedule.gather_previous, self)
         if self.recompute:
             with torch.no_grad():
-                self._forward(
-                    tuple(t.detach() for t in tensors()), wanted, True, lambda: schedule.gather_previous(self)
-                )
+                self._forward(tuple(t.detach() for t in tensors()), wanted, True, gather_previous)
             keep = False
             if schedule.frees:
                 schedule.finish_reduction()
@@ -99,7 +98,7 @@ class UnitOp(Op):
             return None
         else:
             self._refill()
-            schedule.gather_previous(self)
+            gather_previous()
         pull = self._pull
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]

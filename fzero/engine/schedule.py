@@ -55,6 +55,18 @@ def _gone() -> None:
     """Stands for a reference to a call that nothing runs any more."""
 
 
+@contextlib.contextmanager
+def _ended_by(end: Callable[[], None]) -> Iterator[None]:
+    """`end()` afterwards, also after an error, which counts more than one of `end`'s."""
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(RuntimeError):
+            end()
+        raise
+    end()
+
+
 class Schedule:
     """The buffers in flight of one run.
 
@@ -171,13 +183,8 @@ class Schedule:
     @contextlib.contextmanager
     def forward(self) -> Iterator[None]:
         """Around the function's run. What is in flight at its end is waited for, or it would meet later messages."""
-        try:
+        with _ended_by(self._end_of_gathers):
             yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                self._end_of_gathers()
-            raise
-        self._end_of_gathers()
         self.record.order = tuple(self._called)
         self._expected = ()
 
@@ -237,16 +244,12 @@ class Schedule:
     @contextlib.contextmanager
     def pullback(self) -> Iterator[None]:
         """Around a whole pullback; outside of one nothing is gathered ahead of one, as its end would be unknown."""
-        self._pulls = True
-        try:
-            yield
-        except BaseException:
-            with contextlib.suppress(RuntimeError):
-                self._end_of_pullback()
-            raise
-        finally:
-            self._pulls = False
-        self._end_of_pullback()
+        with _ended_by(self._end_of_pullback):
+            self._pulls = True
+            try:
+                yield
+            finally:
+                self._pulls = False
 
     def _end_of_gathers(self) -> None:
         ahead, self._ahead = self._ahead, {}

@@ -14,7 +14,7 @@ from torch import nn
 
 from fzero.base import private, texts
 from fzero.capture.containers import Container
-from fzero.capture.snapshot import Snapshot
+from fzero.capture.found import Snapshot
 from fzero.modules.private_copy import Stale
 from fzero.modules.reach import REGISTRIES, Reach
 
