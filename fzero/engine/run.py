@@ -57,12 +57,6 @@ class Run:
         differentiated = [flat[place] for place in self.wanted]
         self.outer = private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
-        # whoever differentiates the pullback too does so with respect to the buffers
-        self.split = [] if self.outer or fused else [key for key in primals if traversal.is_split(key)]
-        given: dict[Key, Any] = dict(primals)
-        for key in self.split:
-            given[key] = tuple(traversal.layout.groups[key].cut(primals[key]).values())
-        del primals
         returned: list[tuple[pytree.Split, pytree.Split]] = []
 
         def function(primals: dict[Key, object], wanted: list[torch.Tensor]) -> Any:
@@ -86,7 +80,7 @@ class Run:
             return real, carried
 
         with self._mode():
-            run: Any = torch.func.vjp(function, given, differentiated, has_aux=True)
+            run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, (rest, aux) = run
         self.returned, others = returned[0]
         self.outputs, self.aux = self.returned.join(real, rest), others.join(aux)
@@ -120,33 +114,20 @@ class Run:
         traversal.retain_graph = again
         found: dict[Any, torch.Tensor] = {}
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
-        delivers = not (self.outer or create_graph)
-        delivery = None
-        if delivers:
-            delivery = Delivery(
-                *(traversal.schedule, traversal.layout, traversal.nodes),
-                *(receive or found.__setitem__, self.unreduced, self.partial),
-            )
-            traversal.gates.delivery = delivery
+        receive = receive or found.__setitem__
+        own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
+        traversal.gates.delivery = delivery = None if self.outer or create_graph else Delivery(*own)
         try:
             with torch.enable_grad() if create_graph else self._mode(), traversal.schedule.pullback():
                 grads, wanted = self._pull(
                     tuple(cotangents), retain_graph=again or create_graph, create_graph=create_graph or self.outer
                 )
-                for key in self.split:
-                    group, leaves = traversal.layout.groups[key], list(grads.pop(key))
-                    if delivers:
-                        traversal.collect(key, leaves)
-                    else:
-                        grads[key] = group.joined_differentiably(leaves)
-                    del leaves
                 if delivery is not None:
                     delivery.finish()
         finally:
             traversal.gates.delivery = None
-        if not delivers:
-            policies = {key: traversal.layout.groups[key].row.policy for key in grads}
-            found = {key: g if self.partial else g.to(policies[key].grad) for key, g in grads.items()}
+        if delivery is None:
+            found = {key: g if self.partial else g.to(traversal.uses[key].grad) for key, g in grads.items()}
         if not again and not create_graph:
             self.drop()
         out: list[Any] = [None] * self.count

@@ -58,37 +58,20 @@ class Traversal:
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
 
-    def is_split(self, key: Key) -> bool:
-        """Whether nothing is to be done at the use of a small group: its leaves are then differentiated themselves.
-
-        That costs less than a node; a large one's grads had better be moved into its flat buffer one by one.
-        """
-        group = self.layout.groups[key]
-        small = group.numel < 1 << 16
-        return small and self.uses[key].trivial and group.unit not in self.table.acting
-
-    def leaves(self, primals: Mapping[Key, torch.Tensor | Sequence[torch.Tensor]]) -> list[Any]:
-        """The leaves of the tree that the function receives, in leaf order: full tensors, or handles.
-
-        Args:
-            primals: the stored buffers, or of a group that is split its leaves.
-        """
+    def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[Any]:
+        """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
         out: list[Any] = [None] * len(self.layout.rows)
         for key, primal in primals.items():
             group = self.layout.groups[key]
-            if isinstance(primal, torch.Tensor) and active((primal,)):
+            if active((primal,)):
                 primal = gate(self.gates, key, primal)
                 self.nodes[key] = primal.grad_fn
-            if isinstance(primal, torch.Tensor) and group.unit in self.table.acting:
+            if group.unit in self.table.acting:
                 self.tokens[key] = primal
                 for slot in group.slots:
                     out[slot.leaf] = self._handle(key, slot.leaf, primal)
             else:
-                views = (
-                    primal
-                    if not isinstance(primal, torch.Tensor)
-                    else apply(LeavesOp(self, key), active((primal,)), primal)
-                )
+                views = apply(LeavesOp(self, key), active((primal,)), primal)
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf

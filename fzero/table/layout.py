@@ -110,12 +110,6 @@ class Group:
             torch._foreach_copy_([part for part, _ in pairs], [leaf for _, leaf in pairs])
         return full
 
-    def joined_differentiably(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The same as a differentiable function of the leaves."""
-        gaps = [leaves[0].new_zeros(size) for size in self.split_sizes[::2]]
-        parts = [part for gap, leaf in zip(gaps, leaves, strict=False) for part in (gap, _dense(leaf).reshape(-1))]
-        return torch.cat([*parts, gaps[-1]])
-
     def views(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         """Leaf index -> its view of a full buffer; differentiable, by one split (slices would pad each gradient)."""
         parts = full.split_with_sizes(list(self.split_sizes))
