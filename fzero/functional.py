@@ -21,7 +21,7 @@ from fzero.engine.dispatch import CHECKPOINTED, call_unit, plain_call
 from fzero.engine.traversal import here, origins_of, running
 from fzero.modules.leaf import Absent, readable
 from fzero.modules.places import Places, places_of
-from fzero.modules.private_copy import private_copy, refuse_kinds, refuse_params
+from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched, refuse_changes, refuse_in_place
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
@@ -64,7 +64,6 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     if not isinstance(module, nn.Module):
         raise wrong("functional", "module", module, "a torch.nn.Module")
     refuse_kinds(module)
-    refuse_params(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
     memo = {id(param): Absent(name, param) for name, param in module.named_parameters()}

@@ -15,7 +15,7 @@ from torch import nn
 
 from fzero.capture.contents import attributes_of, tuple_of
 from fzero.capture.handle import Handle
-from fzero.modules.reach import BOUND, Reach
+from fzero.modules.reach import BOUND, Reach, rebuilt
 
 FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
 
@@ -147,15 +147,12 @@ def _with(x: object, now: Mapping[int, object]) -> object:
         return now[id(x)]
     if isinstance(x, tuple):
         return tuple_of(type(x), map(inner, tuple.__iter__(x)), attributes_of(x))
-    if isinstance(x, functools.partial):
-        return type(x)(inner(x.func), *map(inner, x.args), **{k: inner(v) for k, v in x.keywords.items()})
+    if isinstance(x, (types.MethodType, functools.partial)):
+        return rebuilt(x, inner)
     if isinstance(x, weakref.ref):
         leaf = now.get(id(x()))
         return x if leaf is None else (lambda: leaf) if isinstance(leaf, Handle) else weakref.ref(leaf)
-    if isinstance(x, (types.MethodType, *BOUND)) and id(x.__self__) in now:
-        leaf = now[id(x.__self__)]
-        if isinstance(x, types.MethodType):
-            return types.MethodType(x.__func__, leaf)
-        name = x.__name__  # a handle refuses when it is used, not before
+    if isinstance(x, BOUND) and id(x.__self__) in now:
+        leaf, name = now[id(x.__self__)], x.__name__  # a handle refuses when it is used, not before
         return (lambda *a, **k: getattr(leaf, name)(*a, **k)) if isinstance(leaf, Handle) else getattr(leaf, name)
     return x

@@ -31,6 +31,7 @@ from fzero.modules.reach import (
     contents,
     globals_of,
     is_atom,
+    rebuilt,
     referent,
 )
 
@@ -68,47 +69,33 @@ def private_copy(
 
 
 def refuse_kinds(module: nn.Module) -> None:
-    """Refuses modules that work on no tensors but their own."""
+    """Refuses modules that work on no tensors but their own, and params that are more than their values."""
     for path, child in module.named_modules():
-        where = f"submodule {path!r}" if path else "the module"
+        where = f"fz.functional: {f'submodule {path!r}' if path else 'the module'}"
         if isinstance(child, torch.jit.ScriptModule):
             raise ValueError(
-                f"fz.functional: {where} is a ScriptModule ({type(child).__name__}), whose compiled code reads its own "
-                "params. Pass the module that it was made from; fz.compile(step) compiles its units."
+                f"{where} is a ScriptModule ({type(child).__name__}), whose compiled code reads its own params. Pass "
+                "the module that it was made from; fz.compile(step) compiles its units."
             )
         if isinstance(child, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
             raise ValueError(
-                f"fz.functional: {where} is a {type(child).__name__}, which copies and reduces by itself. Pass its "
-                ".module; a step over it takes the mean over ranks."
+                f"{where} is a {type(child).__name__}, which copies and reduces by itself. Pass its .module; a step "
+                "over it takes the mean over ranks."
             )
         if type(child).__name__ == "OptimizedModule":
             raise ValueError(
-                f"fz.functional: {where} was compiled by torch.compile, and its code reads its own params. Pass its "
-                "._orig_mod, and compile the units by fz.compile(step)."
+                f"{where} was compiled by torch.compile, and its code reads its own params. Pass its ._orig_mod, and "
+                "compile the units by fz.compile(step)."
             )
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None and nn.parameter.is_lazy(tensor):
                 raise ValueError(
-                    f"fz.functional: {where} ({type(child).__name__}) has a lazy {name!r} without a shape yet. Call "
-                    "the module once on an input, which initialises it, before fz.functional."
+                    f"{where} ({type(child).__name__}) has a lazy {name!r} without a shape yet. Call the module once "
+                    "on an input, which initialises it, before fz.functional."
                 )
-    for path, param in module.named_parameters():
-        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
-            raise ValueError(
-                f"fz.functional: param {path!r} has a hook on its gradient (register_hook), which a pure function of "
-                "the params does not run. Remove it, and apply it to the grads between step.vjp and step.update."
-            )
-
-
-_LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
-_LOOKS |= {torch.Tensor.is_inference}
-
-
-def refuse_params(module: nn.Module) -> None:
-    """Refuses params that are more than their values."""
     seen: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, param in module.named_parameters():
-        if param._backward_hooks or param._post_accumulate_grad_hooks:
+        if param._backward_hooks or getattr(param, "_post_accumulate_grad_hooks", None):
             raise ValueError(
                 f"fz.functional: param {name!r} has a hook on its gradient (register_hook), which a param that is an "
                 "argument does not have. Compute in forward with what the hook makes of it (w * mask + "
@@ -122,6 +109,10 @@ def refuse_params(module: nn.Module) -> None:
                     "apart. Make them one param: other.weight = one.weight."
                 )
         seen[memory].append((name, param))
+
+
+_LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
+_LOOKS |= {torch.Tensor.is_inference}
 
 
 class Stale(torch.Tensor):
@@ -237,14 +228,10 @@ class _Copier:
             return weakref.WeakMethod(self(x()))
         if isinstance(x, weakref.ref):
             return weakref.ref(self(x()))
-        if isinstance(x, types.MethodType):
-            return types.MethodType(self(x.__func__), self(x.__self__))
         if isinstance(x, BOUND):
             return getattr(self(x.__self__), x.__name__)
-        if isinstance(x, functools.partial):
-            new = type(x)(self(x.func), *map(self, x.args), **{k: self(v) for k, v in x.keywords.items()})
-            vars(new).update({name: self(value) for name, value in vars(x).items()})
-            return new
+        if isinstance(x, (types.MethodType, functools.partial)):
+            return rebuilt(x, self)
         if type(x) in SEQUENCES or type(x) in MAPPINGS:
             return type(x)(map(self, x))
         if isinstance(x, WEAK):

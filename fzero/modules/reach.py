@@ -9,7 +9,7 @@ import gc
 import logging
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -78,6 +78,15 @@ def reduced(x: object) -> tuple[Any, ...] | None:
         return None
     build, arguments, state, items, pairs = (*said, None, None, None)[:5]
     return build, tuple(arguments or ()), state, list(items or ()), list(pairs or ())
+
+
+def rebuilt(x: types.MethodType | functools.partial[object], inner: Callable[[object], Any]) -> object:
+    """A bound method or a partial function anew, of other parts."""
+    if isinstance(x, types.MethodType):
+        return types.MethodType(inner(x.__func__), inner(x.__self__))
+    new = type(x)(inner(x.func), *map(inner, x.args), **{name: inner(value) for name, value in x.keywords.items()})
+    vars(new).update({name: inner(value) for name, value in vars(x).items()})
+    return new
 
 
 def referent(x: object) -> Any:
