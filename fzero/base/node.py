@@ -263,7 +263,7 @@ def refuse_foreign_leaves(
             raise ValueError((text or closed_over)(variable))
 
 
-def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[Any, int]]:
+def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[object, int]]:
     """What tensors depend on in their graph: (node, which of its outputs)."""
     todo: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr) for x in out if x.grad_fn is not None]
     seen, nodes = set(todo), {node for node, _ in todo}

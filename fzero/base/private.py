@@ -315,7 +315,7 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
 
 
-def entry_holders(mapping: dict[Any, torch.Tensor], key: Any) -> int:
+def entry_holders(mapping: dict[object, torch.Tensor], key: object) -> int:
     """How many Python references `mapping[key]` has besides the mapping's own."""
     return sys.getrefcount(mapping[key]) - 2
 
@@ -371,7 +371,7 @@ def without_donation() -> AbstractContextManager[object]:
     return torch._functorch.config.patch(donated_buffer=False)  # type: ignore[attr-defined]
 
 
-def inductor(graph: object, inputs: object) -> Any:
+def inductor(graph: object, inputs: object) -> object:
     """torch.compile's default compiler, with eager's random numbers."""
     from torch._inductor.compile_fx import compile_fx
 

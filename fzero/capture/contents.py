@@ -218,7 +218,7 @@ def tensors_in(value: Any, known: Callable[[object], bool], seen: set[int] | Non
         yield value
         return
     if is_tuple(kind):
-        items: Iterable[Any] = [*tuple.__iter__(value), *(attributes_of(value) or {}).values()]
+        items: Iterable[object] = [*tuple.__iter__(value), *(attributes_of(value) or {}).values()]
     elif containers := containers_of(value):
         items = [item for container in containers for item in container.found.values()]
     elif is_registered(kind):

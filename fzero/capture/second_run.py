@@ -63,7 +63,7 @@ class SecondRun:
         with private.under_function_modes(self._modes):
             return run()
 
-    def run(self, run: Callable[[], object]) -> Any:
+    def run(self, run: Callable[[], object]) -> object:
         """A run at another time. What it sets is gone afterwards: the first run has set it already."""
         now, own = contextvars.copy_context(), contextvars.Context()
         for found, are_ours in ((self._variables, False), (now, True)):

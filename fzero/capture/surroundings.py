@@ -121,7 +121,7 @@ class Reach:
         """Whether some code that was seen names one of these words."""
         return any(not part.found.names.isdisjoint(words) for part in self._parts)
 
-    def knows(self, value: Any) -> bool:
+    def knows(self, value: object) -> bool:
         return any(id(value) in part.found.ids for part in self._parts)
 
     @property

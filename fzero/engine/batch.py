@@ -136,7 +136,7 @@ class Pullback:
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
-    ) -> tuple[Sharded, tuple[Any, ...]]:
+    ) -> tuple[Sharded, tuple[object, ...]]:
         """Pulls a cotangent of the outputs back.
 
         Args:

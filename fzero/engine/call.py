@@ -359,7 +359,7 @@ class Call:
         if self.recomputes and self._derived and self.first and not returned <= self.facts.returned:
             raise Again(Facts(returned=frozenset(returned)))
 
-    def finish(self, out: Sequence[torch.Tensor]) -> Any:
+    def finish(self, out: Sequence[torch.Tensor]) -> object:
         """The call's result, from what its node put out; what it changed is changed."""
         assert self._outlets is not None
         recipes = self._outlets.recipes

@@ -6,7 +6,6 @@ import functools
 import types
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
@@ -29,7 +28,7 @@ def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Calla
     if owner is not None and any(m._forward_hooks or m._forward_pre_hooks for m in owner.modules()):
         fn = _with_own_code(fn)
 
-    def call(*args: object, **kwargs: object) -> Any:
+    def call(*args: object, **kwargs: object) -> object:
         return (fn if private.level() else _code_of(fn))(*args, **kwargs)
 
     return call

@@ -122,7 +122,7 @@ def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractC
     return torch.autocast(traversal.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
 
 
-def _attempt(traversal: Traversal, call: Call, remat: bool, seed: int, number: int) -> Any:
+def _attempt(traversal: Traversal, call: Call, remat: bool, seed: int, number: int) -> object:
     refuse_leaks(call.reach.tensors)
     primals = {handle.key: handle.primal for handle in (*call.reach.handles, *call.more)}
     # a derivative of a derivative recomputes anyway: keep no graph for it

@@ -97,7 +97,7 @@ def call_function(
     versions = [private.version(buffer) for buffer, _ in stored.values()]
     # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
     first = not traversal.schedule.ran_before or is_strict() or (torch.is_grad_enabled() and private.level() == 0)
-    watch: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     leaves = traversal.leaves(primals)
     entered = [None if isinstance(x, Handle) else private.version(private.unwrapped(x)) for x in leaves]
     if first and not traversal.table.compiled:
@@ -150,6 +150,6 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
     return out
 
 
-def _apart(value: Any, stored: Mapping[int, object]) -> object:
+def _apart(value: object, stored: Mapping[int, object]) -> object:
     """What is given out must not be a state's own memory: the caller may write to it."""
     return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value

@@ -174,12 +174,12 @@ class Run:
         return out
 
 
-def is_differentiable(value: Any) -> bool:
+def is_differentiable(value: object) -> bool:
     """Whether a value is a tensor of real or complex numbers."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 
-def refuse_hidden(value: Any) -> None:
+def refuse_hidden(value: object) -> None:
     """Refuses an output that hides tensors, whose derivative nobody could ask for."""
     if not isinstance(value, torch.Tensor) and next(tensors_in(value, lambda _: False), None) is not None:
         raise TypeError(

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -33,9 +33,11 @@ class Record:
     def __init__(self) -> None:
         self.order: tuple[Keys, ...] | None = None
         self.facts: dict[tuple[int, tuple[int, ...]], Facts] = {}
-        self.as_nodes: set[Any] = set()  # the code of plain units that functorch refuses
+        self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
         self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
-        self.may_be: dict[Any, bool] = {}  # that of those that were called -> whether it names what functorch refuses
+        self.may_be: dict[
+            object, bool
+        ] = {}  # that of those that were called -> whether it names what functorch refuses
 
 
 class Running(Protocol):

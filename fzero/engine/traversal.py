@@ -60,7 +60,7 @@ class Traversal:
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[Any]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
-        out: list[Any] = [None] * len(self.layout.rows)
+        out: list[object] = [None] * len(self.layout.rows)
         for key, primal in primals.items():
             group = self.layout.groups[key]
             if active((primal,)):
@@ -125,7 +125,7 @@ class Traversal:
             self.origins = {}
 
 
-def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[Any]:
+def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
     """torch.autocast where there is a dtype, otherwise what the caller's own says."""
     return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 

@@ -109,7 +109,7 @@ class _Value(torch.autograd.Function):
         ctx.use = inputs[0]
 
     @staticmethod
-    def backward(ctx: private.Context, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, cotangent: torch.Tensor) -> object:  # type: ignore[override]
         return None, ctx.use.collect(cotangent) if first_order() else Collect.apply(ctx.use, cotangent)
 
     @staticmethod

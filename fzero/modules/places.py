@@ -133,14 +133,14 @@ def _places_in(holder: object, value: Any) -> Iterator[tuple[object, Place]]:
         yield from _places_in(vars(holder), value)
 
 
-def _item(holder: Any, key: Any) -> tuple[object, Place]:
+def _item(holder: Any, key: object) -> tuple[object, Place]:
     return (id(holder), key), Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
 
 
 def _with(x: object, now: Mapping[int, object]) -> object:
     """The same with leaves in the placeholders' places; of what does not change, another one."""
 
-    def inner(part: object) -> Any:
+    def inner(part: object) -> object:
         return _with(part, now)
 
     if id(x) in now:

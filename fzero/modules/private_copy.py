@@ -282,7 +282,7 @@ class _Copier:
             new[self(key)] = self(value)
         return new
 
-    def _state(self, state: Any) -> object:
+    def _state(self, state: object) -> object:
         """A state that only its object's class understands; the object is not in the reach itself."""
         if type(state) is list:  # of a dataclass with slots: it must be full at once
             return [self(value) for value in state]

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
@@ -86,7 +85,7 @@ class Untouched:
     def around(self, run: Callable[..., object]) -> Callable[..., object]:
         """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
 
-        def call(*args: object, **kwargs: object) -> Any:
+        def call(*args: object, **kwargs: object) -> object:
             self.dirty = self.dirty or not self.depth
             return run(*args, **kwargs)
 
