@@ -14,7 +14,7 @@ from fzero.base.patterns import matches
 from fzero.base.random import seeded
 from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
-from fzero.engine.outputs import scalar_loss, split_result
+from fzero.engine.run import scalar_loss, split_result
 from fzero.engine.traversal import autocast, running
 from fzero.state.checks import check_grads, check_state
 from fzero.state.constants import constants

@@ -13,7 +13,7 @@ from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
 from fzero.engine.function import call_function, sums_whole, traversal_of
-from fzero.engine.outputs import split_result
+from fzero.engine.run import split_result
 from fzero.state.checks import check_grads, check_optimizer, check_state
 from fzero.state.constants import constants, refuse_captured
 from fzero.state.init import init_state

@@ -26,16 +26,6 @@ def first_order() -> bool:
     return not torch.is_grad_enabled() and private.level() == 0
 
 
-@contextlib.contextmanager
-def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-
-
 class Op:
     """`fn(*tensors) -> tuple of tensors`, with the surroundings it was called in.
 
@@ -56,17 +46,19 @@ class Op:
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
         enabled, dtype = self.autocast
-        with seeded(self.seed), self._dtype():
-            if not enabled and not torch.is_autocast_enabled(self.device):
-                yield
-                return
-            with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
-                yield
-
-    def _dtype(self) -> contextlib.AbstractContextManager[object]:
-        """torch's default dtype, where it is another one now."""
-        same = torch.get_default_dtype() == self.default_dtype
-        return contextlib.nullcontext() if same else _default_dtype(self.default_dtype)
+        before = torch.get_default_dtype()
+        if before != self.default_dtype:  # it is the process's: other threads may have set it meanwhile
+            torch.set_default_dtype(self.default_dtype)
+        try:
+            with seeded(self.seed):
+                if enabled or torch.is_autocast_enabled(self.device):
+                    with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
+                        yield
+                else:
+                    yield
+        finally:
+            if before != self.default_dtype:
+                torch.set_default_dtype(before)
 
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)

@@ -10,8 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
-from fzero.engine.outputs import scalar_loss
-from fzero.engine.run import Run
+from fzero.engine.run import Run, scalar_loss
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout

@@ -1,4 +1,4 @@
-"""One run of the step's function under torch.func.vjp, and the pullback that it leaves."""
+"""One run of the step's function under torch.func.vjp: what it returned, and the pullback that it leaves."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.arguments import named
 from fzero.capture.contents import tensors_in
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.op import used_up
-from fzero.engine.outputs import nothing_to_pull, split_result
 from fzero.engine.traversal import Traversal
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
@@ -204,3 +204,39 @@ def _wanted(inputs: Sequence[object], argnums: Sequence[int] | None) -> list[int
                 )
             place += 1
     return out
+
+
+def nothing_to_pull(outputs: object) -> ValueError:
+    """The error for a function that returned nothing that has a cotangent."""
+    return ValueError(
+        f"step: the function returned {_returned(outputs)}, expected a floating tensor to pull back from: a scalar "
+        "loss (0-d), or outputs with a cotangent of their own. Leave .item() and float(...) out of the function."
+    )
+
+
+def split_result(step: Spec, result: object) -> tuple[object, object]:
+    """(outputs, aux) of what the function returned; aux is None where the step has none."""
+    if not step.has_aux:
+        return result, None
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, (tuple, list)) else named(result)
+        raise TypeError(
+            f"step: the function returned {got}: got no pair, expected (outputs, aux), as the step has has_aux=True. "
+            "Return both, or leave has_aux out."
+        )
+    return result[0], result[1]
+
+
+def scalar_loss(outputs: object, who: str = "step(state, *inputs)") -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point():
+        return outputs
+    raise ValueError(
+        f"{who}: the function returned {_returned(outputs)}, expected a scalar loss (a 0-d floating tensor). "
+        "Reduce it (.mean()) and leave .item() out, or pass cotangent= for outputs that are not a scalar; has_aux=True "
+        "for (loss, aux)."
+    )
+
+
+def _returned(outputs: object) -> str:
+    tensors = [leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return named(outputs) + (f" with {named(tensors[0])}" if tensors and tensors[0] is not outputs else "")

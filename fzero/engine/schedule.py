@@ -35,9 +35,7 @@ class Record:
         self.facts: dict[tuple[int, tuple[int, ...]], Facts] = {}
         self.as_nodes: set[object] = set()  # the code of plain units that functorch refuses
         self.draws = False  # whether some unit may have begun later to draw from Python's or numpy's own generators
-        self.may_be: dict[
-            object, bool
-        ] = {}  # that of those that were called -> whether it names what functorch refuses
+        self.may_be: dict[object, bool] = {}  # that of those that were called -> whether it names what is refused
 
 
 class Running(Protocol):
