@@ -14,7 +14,7 @@ from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, storage_of
 from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
-from fzero.engine.traversal import Traversal, read
+from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.formats.stored import Stored
 from fzero.state.sharded import Sharded
@@ -109,9 +109,7 @@ def call_function(
     elif traversal.acts:
         watch = watching_run(None)
     tree = pytree.unflatten(state.params.structure, leaves)
-    outside = traversal.table.outside  # where no dtype is said the caller's own autocast stays
-    cast = torch.autocast(traversal.device, dtype=outside, cache_enabled=False) if outside else contextlib.nullcontext()
-    with cast, traversal.running(), traversal.schedule.forward(), watch:
+    with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             with heard():
                 out = step.fn(tree, *inputs)

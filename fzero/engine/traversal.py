@@ -125,6 +125,11 @@ class Traversal:
             self.origins = {}
 
 
+def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    """torch.autocast where there is a dtype, otherwise what the caller's own says."""
+    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+
+
 def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]]:
     """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
     traversal = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
