@@ -32,10 +32,11 @@ from fzero.capture.again import Again, Facts, Unread
 from fzero.capture.containers import Container, Content
 from fzero.capture.contents import replaced, tensors_in
 from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
-from fzero.capture.handle import Handle
+from fzero.capture.handle import Handle, storage_of
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
 from fzero.engine.traversal import Traversal, inside
+from fzero.table.layout import Key
 
 _UNSEEN = (texts.NO_MEMORY, texts.NO_STORAGE)  # of a tensor that came unseen
 
@@ -105,9 +106,19 @@ class Call:
         self._forget()
 
     @property
+    def owner(self) -> Traversal | None:
+        """The run that its leaves are of."""
+        return self.reach.handles[0].owner if self.reach.handles else None
+
+    @property
+    def primals(self) -> dict[Key, torch.Tensor]:
+        """The stored buffers of its leaves, as far as is known of the call."""
+        return {handle.key: handle.primal for handle in (*self.reach.handles, *self.more)}
+
+    @property
     def moving(self) -> tuple[int, ...]:
-        """Places of the tensors, leaves first, that are differentiated, as far as nothing is known of the call."""
-        tensors = (*{handle.key: handle.primal for handle in self.reach.handles}.values(), *self.reach.tensors)
+        """Places of the tensors, leaves first, that are differentiated, as far as is known of the call."""
+        tensors = (*self.primals.values(), *self.reach.tensors)
         return tuple(i for i, tensor in enumerate(tensors) if private.is_differentiated(tensor))
 
     def knows(self, traversal: Traversal, facts: Facts | None) -> None:
@@ -121,11 +132,12 @@ class Call:
         self.reach.reads(facts.read)
         self.more = [self._traversal.handle(index) for index in facts.more]
 
-    def operands(self, primals: Sequence[torch.Tensor]) -> tuple[tuple[torch.Tensor, ...], list[int]]:
+    def operands(self) -> tuple[tuple[torch.Tensor, ...], list[int]]:
         """What the node is applied to, and which of it is differentiated.
 
         What the function may change in place is given as a copy, as a second run needs what was there.
         """
+        primals = self.primals.values()
         tensors = (*primals, *self.reach.tensors)
         records = torch.is_grad_enabled()
         wanted = [i for i, tensor in enumerate(tensors) if records and private.is_differentiated(tensor)]
@@ -265,7 +277,7 @@ class Call:
             self._mutated = tuple(i for i in cloned if not seen or private.version(tensors[i]))
         out = [*exports.tensors, *[tensors[place] for place in self._mutated]]
         if self._outlets is None:
-            own = {memory(full) for full in self._fulls}
+            own = {storage_of(full) for full in self._fulls}
             count = len(exports.tensors)
             self._outlets = Outlets(out, count, tensors, self.reach.tensors, own, self._moving, self._leaves)
             self._need_copies(self._outlets.returned)

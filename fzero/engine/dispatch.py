@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fzero.base import private, texts
-from fzero.base.node import apply
 from fzero.base.random import seeded
 from fzero.base.refusals import first_words, is_ours, noted, place_of
 from fzero.capture.again import Again, Facts
@@ -80,17 +79,15 @@ def call_unit(
 
 
 def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., object] | None) -> Any:
-    handles = call.reach.handles
-    traversal = handles[0].owner if handles else traversal
+    traversal = call.owner or traversal
     assert traversal is not None
-    rows = [traversal.table.units[unit] for unit in dict.fromkeys(handle.unit for handle in handles)]
+    rows = [traversal.table.units[unit] for unit in dict.fromkeys(key.unit for key in call.primals)]
     if any(row.compile for row in rows):
         call.fn, call.compiles = compilable or compiled(call.fn), True
     remat = any(row.remat for row in rows)
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
-    number = schedule.called(tuple(dict.fromkeys(handle.key for handle in handles)))
-    moving = call.moving
+    number, moving = schedule.called(tuple(call.primals)), call.moving
     call.knows(traversal, schedule.facts(number, moving))
     showed: Facts | None = None
     while True:
@@ -98,7 +95,8 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
             call.learn(showed)
         try:
             with _autocast(traversal, rows):
-                result = _attempt(traversal, call, remat, seed, number)
+                refuse_leaks(call.reach.tensors)
+                result = UnitOp(traversal, call, remat, seed, number).applied()
             break
         except Again as again:
             showed = again.showed
@@ -120,17 +118,6 @@ def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractC
     if dtype == traversal.table.outside:
         return contextlib.nullcontext()
     return torch.autocast(traversal.device, dtype=dtype, enabled=dtype is not None, cache_enabled=False)
-
-
-def _attempt(traversal: Traversal, call: Call, remat: bool, seed: int, number: int) -> object:
-    refuse_leaks(call.reach.tensors)
-    primals = {handle.key: handle.primal for handle in (*call.reach.handles, *call.more)}
-    # a derivative of a derivative recomputes anyway: keep no graph for it
-    recompute = remat or private.level() > 1
-    op = UnitOp(traversal, list(primals), call, recompute, seed, number)
-    call.unit, call.recomputes = op.unit, recompute
-    operands, wanted = call.operands(list(primals.values()))
-    return call.finish(apply(op, wanted, *operands))
 
 
 class _Undo:

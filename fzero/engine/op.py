@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
-from fzero.base.node import Op, Tensors, gradients, joint_outputs, refuse_foreign_leaves
+from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
 from fzero.capture.again import Again
 from fzero.capture.handle import storage_of
 from fzero.capture.watch import Watch, begins, begun, is_strict, leaf_of
@@ -38,9 +38,9 @@ class _Pull:
 class UnitOp(Op):
     """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
 
-    def __init__(
-        self, traversal: Traversal, keys: list[Key], call: Call, recompute: bool, seed: int, number: int
-    ) -> None:
+    def __init__(self, traversal: Traversal, call: Call, remat: bool, seed: int, number: int) -> None:
+        keys = list(call.primals)
+
         def pure(*tensors: torch.Tensor) -> Tensors:
             leaves: dict[int, torch.Tensor] = {}
             for key, primal in zip(keys, tensors, strict=False):
@@ -50,7 +50,10 @@ class UnitOp(Op):
                 return call.body(leaves, tensors[len(keys) :])
 
         super().__init__(pure, seed, traversal.device)
-        self.traversal, self.keys, self.call, self.recompute, self.number = traversal, keys, call, recompute, number
+        # a derivative of a derivative recomputes anyway: keep no graph for it
+        self.recompute = call.recomputes = remat or private.level() > 1
+        self.traversal, self.keys, self.call, self.number = traversal, keys, call, number
+        call.unit = self.unit
         self.name = f"unit {self.unit!r}"
         self._pull: _Pull | None = None
         self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
@@ -60,6 +63,11 @@ class UnitOp(Op):
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
         self._suspicious = not (traversal.schedule.on_track and private.single_level()) or is_strict()
         traversal.schedule.runs(self)
+
+    def applied(self) -> object:
+        """The call's result."""
+        operands, wanted = self.call.operands()
+        return self.call.finish(apply(self, wanted, *operands))
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         schedule = self.traversal.schedule
