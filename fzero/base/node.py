@@ -41,7 +41,7 @@ class Op:
         self.fn, self.seed, self.device = fn, seed, device
         self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self.default_dtype = torch.get_default_dtype()
-        self.node: weakref.ref[Any] | None = None  # of the graph
+        self.node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
 
     @contextlib.contextmanager
     def surroundings(self) -> Iterator[None]:
@@ -163,7 +163,7 @@ class Node(torch.autograd.Function):
         return op.run(tuple(tensor.detach() for tensor in tensors), wanted)
 
     @staticmethod
-    def setup_context(ctx: private.Context, inputs: Any, output: Any) -> None:
+    def setup_context(ctx: private.Context, inputs: tuple[Op, Sequence[int], *Tensors], output: Tensors) -> None:
         ctx.op = inputs[0]
         ctx.op.node = weakref.ref(private.node_of(ctx))
         if ctx.op.early:
@@ -177,7 +177,7 @@ class Node(torch.autograd.Function):
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: private.Context, *cotangents: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
         count = ctx.count
         real: object = tuple(cotangents[i] for i in ctx.real)
         needs = ctx.needs_input_grad[len(ctx.needs_input_grad) - count :]
@@ -192,14 +192,14 @@ class Node(torch.autograd.Function):
         return (None, None, *[found.get(i) for i in range(count)])
 
     @staticmethod
-    def jvp(ctx: private.Context, _: Any, __: Any, *tangents: Any) -> object:  # type: ignore[override]
+    def jvp(ctx: private.Context, _: object, __: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
         tensors = ctx.saved_tensors
-        moving = [i for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()]
-        arguments = (*tensors, *[tangents[i] for i in moving])
-        return Node.apply(ctx.op.pushed(len(tensors), moving), active(arguments), *arguments)
+        moving = {i: t for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()}
+        arguments = (*tensors, *moving.values())
+        return Node.apply(ctx.op.pushed(len(tensors), [*moving]), active(arguments), *arguments)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> object:  # type: ignore[override]
+    def vmap(info: Any, in_dims: Sequence[int | None], op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> object:  # type: ignore[override]
         mapped = op.derived(torch.func.vmap(op.fn, in_dims=tuple(in_dims[2:]), randomness=info.randomness))
         out = Node.apply(mapped, wanted, *tensors)
         return out, (0,) * len(out)  # type: ignore[arg-type]
@@ -255,17 +255,17 @@ def refuse_foreign_leaves(
             raise ValueError((text or closed_over)(variable))
 
 
-def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[object, int]]:
+def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[torch.autograd.graph.Node, int]]:
     """What tensors depend on in their graph: (node, which of its outputs)."""
-    todo: list[tuple[Any, int]] = [(x.grad_fn, x.output_nr) for x in out if x.grad_fn is not None]
+    todo = [(x.grad_fn, x.output_nr) for x in out if x.grad_fn is not None]
     seen, nodes = set(todo), {node for node, _ in todo}
     for node, _ in todo:
-        for edge in node.next_functions:
-            if edge[0] is not None:
-                seen.add(edge)
-                if edge[0] not in nodes:
-                    nodes.add(edge[0])
-                    todo.append(edge)
+        for other, place in node.next_functions:
+            if other is not None:
+                seen.add((other, place))
+                if other not in nodes:
+                    nodes.add(other)
+                    todo.append((other, place))
     return seen
 
 

@@ -116,7 +116,7 @@ def direct(function: Any) -> Any:
 
     class Direct(torch.autograd.function._SingleLevelFunction):
         @staticmethod
-        def forward(level: int, *operands: object) -> Any:  # type: ignore[override]
+        def forward(level: int, *operands: object) -> object:  # type: ignore[override]
             plain = [_operand(x, level) for x in operands]
             saved = _functorch.pop_dynamic_layer_stack()
             try:
@@ -128,16 +128,16 @@ def direct(function: Any) -> Any:
             return tuple(_functorch._wrap_for_grad(o, level) for o in out)
 
         @staticmethod
-        def setup_context(ctx: Context, inputs: Any, output: Any) -> None:
+        def setup_context(ctx: Context, inputs: tuple[object, ...], output: object) -> None:
             function.setup_context(ctx, inputs[1:], output)
 
         @staticmethod
-        def backward(ctx: Context, *cotangents: Any) -> Any:
+        def backward(ctx: Context, *cotangents: object) -> object:
             return None, *function.backward(ctx, *cotangents)
 
     Direct.__name__ = Direct.__qualname__ = function.__name__
 
-    def apply(*operands: Any) -> Any:
+    def apply(*operands: object) -> Any:
         level = single_level()
         if not level:
             return function.apply(*operands)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -68,13 +67,13 @@ class Batch:
         self._step, self._state, self._inputs, self._cotangent = step, state, inputs, cotangent
         self._rng, self._fused, self._axis = rng, fused, state.params.axis
         self._losses: list[torch.Tensor] = []
-        self._auxes: list[Any] = []
+        self._auxes: list[object] = []
         self.times = 1.0
 
-    def __iter__(self) -> Iterator[tuple[Run, Any]]:
+    def __iter__(self) -> Iterator[tuple[Run, object]]:
         step, state, micro = self._step, self._state, self._step.microbatches
         several, cotangent = micro.count > 1, self._cotangent
-        pieces: list[Any] = []
+        pieces: Sequence[object] = ()
         for i, part in enumerate(micro.split(self._inputs)):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
@@ -99,7 +98,7 @@ class Batch:
             return {}
         return {"loss": self._axis.mean(mean_of(self._losses), "the loss")}
 
-    def aux(self) -> dict[str, Any]:
+    def aux(self) -> dict[str, object]:
         """The metric "aux", where the step has one."""
         return {"aux": self._step.microbatches.merge(self._auxes, "aux")} if self._step.has_aux else {}
 
@@ -125,7 +124,7 @@ class Pullback:
         self._spec = pytree.flatten(tuple(inputs))[1]
         self._like = grads_of(step, state, {})  # not the state itself: a used pullback holds nothing of it
 
-    def taken(self) -> tuple[Any, Any]:
+    def taken(self) -> tuple[object, object]:
         """The outputs and aux of all microbatches, which are the caller's from now on."""
         pairs = [(run.outputs, run.aux) for run in self._runs]
         for run in self._runs:

@@ -11,7 +11,6 @@ import contextlib
 import functools
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -71,7 +70,7 @@ class Call:
         self._forget()
 
     def _forget(self) -> None:
-        self._result: Any = None  # the template of the first run
+        self._result: tuple[object] | None = None  # the template of the first run
         self._effects: list[tuple[Container, Content]] = []
         self._filled: list[tuple[Container, Content]] = []
         self._dressed: dict[int, tuple[type, Content]] = {}  # place of a tensor -> its class, and what was set on it
@@ -80,7 +79,7 @@ class Call:
         self._raises = False  # whether the result is an error, to be raised
         self.inner: tuple[tuple[object, ...], Filling] = (), []  # the arguments of the last run, and what was put where
         self._changed: set[int] = set()  # ids of what the function changed
-        self._form: list[Any] = []  # of what the function puts out
+        self._form: Sequence[object] = ()  # of what the function puts out
         self._outlets: Outlets | None = None  # which tensors are put out, and how
 
     def forget(self) -> None:
@@ -387,7 +386,8 @@ class Call:
         errors, self._errors = self._errors, []
         for error in errors:
             clear_frames(error)
-        if self._raises:
+        assert self._result is not None
+        if isinstance(self._result[0], BaseException) and self._raises:
             raise self._result[0]
         return built(self._result[0], tensors)
 

@@ -10,8 +10,7 @@ them have been pulled back, however often, and by whatever derivative: so it is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -125,14 +124,14 @@ class _Gate(torch.autograd.Function):
         return primal.detach()
 
     @staticmethod
-    def setup_context(ctx: private.Context, inputs: Any, output: object) -> None:
+    def setup_context(ctx: private.Context, inputs: tuple[Gates, Key, torch.Tensor], output: object) -> None:
         ctx.gates, ctx.key = inputs[0], inputs[1]
         ctx.size = inputs[2].shape
         private.pull_back_early(ctx)
         ctx.set_materialize_grads(False)
 
     @staticmethod
-    def backward(ctx: private.Context, cotangent: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: private.Context, cotangent: torch.Tensor | None) -> object:  # type: ignore[override]
         if ctx.gates.delivery is not None and first_order():
             cotangent = ctx.gates.delivery.close(ctx.key, cotangent).expand(ctx.size)  # the sum is delivered elsewhere
         return None, None, cotangent
@@ -142,7 +141,7 @@ class _Gate(torch.autograd.Function):
         return tangent.view_as(tangent)
 
     @staticmethod
-    def vmap(info: object, in_dims: Any, gates: Gates, key: Key, primal: torch.Tensor) -> object:  # type: ignore[override]
+    def vmap(info: object, in_dims: Sequence[int], gates: Gates, key: Key, primal: torch.Tensor) -> object:  # type: ignore[override]
         return primal.view_as(primal), in_dims[2]
 
 

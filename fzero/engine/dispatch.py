@@ -44,7 +44,7 @@ def call_unit(
     seed: int | None = None,
     compilable: Callable[..., object] | None = None,
     surroundings: Surroundings | None = None,
-    around: Callable[[Any], contextlib.AbstractContextManager[Any]] | None = None,
+    around: Callable[[Any], contextlib.AbstractContextManager[object]] | None = None,
 ) -> Any:
     """Runs `fn(*args, **kwargs)` as one node, gathering the handles among its arguments.
 
@@ -78,7 +78,9 @@ def call_unit(
     return plainly()
 
 
-def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., object] | None) -> Any:
+def _call(
+    call: Call, traversal: Traversal | None, seed: int | None, compilable: Callable[..., object] | None
+) -> object:
     traversal = call.owner or traversal
     assert traversal is not None
     rows = [traversal.table.units[unit] for unit in dict.fromkeys(key.unit for key in call.primals)]
@@ -104,7 +106,7 @@ def _call(call: Call, traversal: Traversal | None, seed: int | None, compilable:
     return result
 
 
-def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractContextManager[Any]:
+def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractContextManager[object]:
     """What a unit runs under: as its caller does, but where its rows say something else."""
     wanted = {row.autocast for row in rows} or {traversal.table.outside}
     if len(wanted) > 1:

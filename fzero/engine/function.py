@@ -87,7 +87,7 @@ def _stand_in(params: Sharded, key: Key) -> Stored:
 
 
 def call_function(
-    step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, Any], inputs: Sequence[object]
+    step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object]
 ) -> Any:
     """The user's function on the tree of full tensors and handles."""
     tensors = [x for x in pytree.flatten((dict(primals), inputs))[0] if isinstance(x, torch.Tensor)]

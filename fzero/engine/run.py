@@ -59,7 +59,7 @@ class Run:
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
 
-        def function(primals: dict[Key, object], wanted: list[torch.Tensor]) -> Any:
+        def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
             filled = list(flat)
             for place, value in zip(self.wanted, wanted, strict=True):
                 filled[place] = value
@@ -95,7 +95,7 @@ class Run:
         retain_graph: bool = False,
         create_graph: bool = False,
         receive: Callable[[Key, torch.Tensor], object] | None = None,
-    ) -> tuple[dict[Any, torch.Tensor], list[Any]]:
+    ) -> tuple[dict[Key, torch.Tensor], list[torch.Tensor | None]]:
         """(scaled cotangents of the primals, cotangents of the flat inputs).
 
         Args:
@@ -112,7 +112,7 @@ class Run:
         traversal = self.traversal
         assert traversal is not None
         traversal.retain_graph = again
-        found: dict[Any, torch.Tensor] = {}
+        found: dict[Key, torch.Tensor] = {}
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
         receive = receive or found.__setitem__
         own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
@@ -130,7 +130,7 @@ class Run:
             found = {key: g if self.partial else g.to(traversal.uses[key].grad) for key, g in grads.items()}
         if not again and not create_graph:
             self.drop()
-        out: list[Any] = [None] * self.count
+        out: list[torch.Tensor | None] = [None] * self.count
         for place, value in zip(self.wanted, wanted, strict=True):
             out[place] = value / self.scale if self.scale != 1.0 else value
         return found, out

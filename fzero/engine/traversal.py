@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -53,14 +52,14 @@ class Traversal:
         self.records = False  # whether plain autograd was on where the function began
         self.gates = Gates()
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
-        self.nodes: dict[Key, Any] = {}  # group -> its gate's node of the graph
+        self.nodes: dict[Key, object] = {}  # group -> its gate's node of the graph
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
 
-    def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[Any]:
+    def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
-        out: list[object] = [None] * len(self.layout.rows)
+        out: dict[int, torch.Tensor] = {}
         for key, primal in primals.items():
             group = self.layout.groups[key]
             if active((primal,)):
@@ -75,7 +74,7 @@ class Traversal:
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf
-        return out
+        return [out[index] for index in range(len(self.layout.rows))]
 
     def handle(self, index: int) -> Handle:
         """A handle of a leaf of a unit."""

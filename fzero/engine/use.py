@@ -6,9 +6,8 @@ other's transpose (ZeRO, Rajbhandari et al. 2020, section 5).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -105,7 +104,7 @@ class _Value(torch.autograd.Function):
         return full.view(full.shape)
 
     @staticmethod
-    def setup_context(ctx: private.Context, inputs: Any, output: object) -> None:
+    def setup_context(ctx: private.Context, inputs: tuple[Use, torch.Tensor], output: object) -> None:
         ctx.use = inputs[0]
 
     @staticmethod
@@ -117,7 +116,7 @@ class _Value(torch.autograd.Function):
         return Spread.apply(ctx.use, tangent)
 
     @staticmethod
-    def vmap(info: object, in_dims: Any, use: Use, primal: torch.Tensor) -> object:  # type: ignore[override]
+    def vmap(info: object, in_dims: Sequence[int], use: Use, primal: torch.Tensor) -> object:  # type: ignore[override]
         return Spread.apply(use, primal.movedim(in_dims[1], -1).contiguous()), -1
 
 
