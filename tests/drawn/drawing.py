@@ -120,7 +120,10 @@ def _transforms(source: Source, program: Program) -> tuple[str, ...]:
     allowed = [("remat", 35), ("donate", 20), ("fuse_update", 20), ("loss_scale", 15), ("freeze", 15)]
     if program.rows:
         allowed.append(("accumulate", 60))
+    allowed += [("sharding of some", 15)]
     chosen = [name for name, percent in allowed if chance(source, percent)]
+    if "remat" in chosen and chance(source, 30):
+        chosen[chosen.index("remat")] = "remat of some"
     out: list[str] = []
     while chosen:  # in any order
         out.append(chosen.pop(source.number(len(chosen))))

@@ -16,14 +16,17 @@ from drawn.language import Program
 from drawn.plain import _sum_over, frozen_pattern, is_real
 from drawn.prelude import namespace
 
-SHARDS: dict[int, Callable[[fz.Step], fz.Step]] = {
+SHARDS: dict[int, Callable[..., fz.Step]] = {
     0: lambda step: step,
     1: fz.shard_zero1,
     2: fz.shard_zero2,
     3: fz.shard_zero3,
 }
+SOME = "blocks.*"  # leaves that every program has
 TRANSFORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
     "remat": fz.remat,
+    "remat of some": lambda step: fz.remat(step, pattern=SOME),
+    "sharding of some": lambda step: step,  # see below
     "donate": fz.donate,
     "fuse_update": fz.fuse_update,
     "loss_scale": lambda step: fz.loss_scale(step, 8.0),
@@ -58,7 +61,8 @@ class Sharded:
         for name in program.transforms:
             pattern = frozen_pattern(program)
             step = fz.freeze(step, pattern) if name == "freeze" and pattern else TRANSFORMS[name](step)
-        self._step = SHARDS[program.stage](step)
+        some = {"pattern": SOME} if "sharding of some" in program.transforms and program.stage else {}
+        self._step = SHARDS[program.stage](step, **some)
         self.start: Any = self._step.init(made[0] if made else names["params"])
 
     def see(self, label: str, value: Any) -> None:
