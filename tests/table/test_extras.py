@@ -9,6 +9,7 @@ import pytest
 import scenarios
 import torch
 import torch.utils._pytree as torch_pytree
+from programs import pure
 
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
@@ -185,3 +186,34 @@ def test_the_plan_counts_it() -> None:
     params = {"w": torch.empty(64, 64, device="meta")}
     assert fz.plan(total(step), params).extra == 64 * 64 * 4 and fz.plan(step, params).extra == 0
     assert "further state 16.00 KiB" in str(fz.plan(total(step), params))
+
+
+def test_components_with_entries_of_their_own() -> None:
+    """Two steps that train as one, each with two entries, whose names are the same: as one step with its own."""
+    loss, text = scenarios.stack(1)
+    _, vision = scenarios.stack(2, blocks=2)
+
+    def with_entries(step: fz.Step) -> fz.Step:
+        return total(fz.loss_scale(step, 4.0))
+
+    def rank_main(rank: int) -> None:
+        x, y = scenarios.vector_batches(2)[rank]
+        whole = with_entries(fz.train_step(lambda p, x, y: loss(p["text"], pure(p["vision"], x), y), fz.adamw(1e-2)))
+        whole, state = fz.shard_zero1(whole), None
+        first = fz.shard_zero3(with_entries(fz.train_step(pure, fz.adamw(1e-2))))
+        second = fz.shard_zero2(with_entries(fz.train_step(loss, fz.adamw(1e-2))))
+        state = whole.init({"text": text, "vision": vision})
+        states = first.init(vision), second.init(text)
+        for _ in range(3):
+            state, _ = whole(state, x, y)
+            features, back = first.vjp(states[0], x)
+            out, pull = second.vjp(states[1], features, y, argnums=0)
+            grads, (cotangent, _) = pull(torch.ones_like(out))
+            own, _ = back(cotangent)
+            states = first.update(states[0], own)[0], second.update(states[1], grads)[0]
+        for one, name in zip(states, ("vision", "text"), strict=True):
+            for tree, of in ((one.params, state.params), (one.extra["total"]["sum"], state.extra["total"]["sum"])):
+                assert_trees_close(fz.gather(tree), fz.gather(of)[name], rtol=1e-10)
+            assert one.extra["total"]["count"] == 3 and one.extra["loss_scale"] == state.extra["loss_scale"]
+
+    run_ranks(rank_main, 2)
