@@ -22,7 +22,7 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 def first_order() -> bool:
-    """Whether nothing else differentiates what runs now: then a pullback may take its cheap, final form."""
+    """Tells whether nothing else differentiates what runs now: then a pullback may take its cheap, final form."""
     return not torch.is_grad_enabled() and private.level() == 0
 
 
@@ -141,7 +141,7 @@ def differentiate(
 
 
 def _saved(ctx: private.Context) -> Tensors:
-    """What a node was called with."""
+    """Returns what a node was called with."""
     try:
         return ctx.saved_tensors
     except RuntimeError as error:
@@ -256,7 +256,7 @@ def refuse_foreign_leaves(
 
 
 def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[torch.autograd.graph.Node, int]]:
-    """What tensors depend on in their graph: (node, which of its outputs)."""
+    """Walks to everything that tensors depend on in their graph: (node, which of its outputs)."""
     todo = [(x.grad_fn, x.output_nr) for x in out if x.grad_fn is not None]
     seen, nodes = set(todo), {node for node, _ in todo}
     for node, _ in todo:
@@ -270,7 +270,7 @@ def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[torch.autograd.graph.Node
 
 
 def joint_outputs(out: Sequence[torch.Tensor]) -> dict[int, frozenset[int]]:
-    """Of the outputs of one run: each -> those others that depend on it, in its graph."""
+    """Maps each output of one run to those others that depend on it in its graph."""
     real = {i: (x.grad_fn, x.output_nr) for i, x in enumerate(out) if x.grad_fn is not None}
     reached = {i: edges_to((out[i],)) for i in real} if len(real) > 1 else {}
     found = {i: frozenset(j for j in reached if j != i and edge in reached[j]) for i, edge in real.items()}

@@ -15,7 +15,7 @@ _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
 
 class Context(torch.autograd.function.FunctionCtx):
-    """What a torch.autograd.Function keeps for its derivatives: whatever its `setup_context` sets."""
+    """The values that a torch.autograd.Function's `setup_context` keeps for its derivatives."""
 
     if TYPE_CHECKING:
 
@@ -35,7 +35,7 @@ def without_autocast() -> AbstractContextManager[object]:
 
 
 def dispatch_modes() -> bool:
-    """Whether a mode looks at every operator, as one that traces them does, for which values do not exist."""
+    """Tells whether a mode looks at every operator, as one that traces them does, for which values do not exist."""
     return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
 
 
@@ -43,7 +43,7 @@ _shared_level = False  # whether rank threads share a level of forward mode, whi
 
 
 def forward_mode() -> bool:
-    """Whether a level of forward-mode AD is active that somebody asked for."""
+    """Tells whether a level of forward-mode AD is active that somebody asked for."""
     return not _shared_level and torch.autograd.forward_ad._current_level >= 0
 
 
@@ -69,7 +69,7 @@ def shared_forward_mode() -> Iterator[None]:
 
 
 def level() -> int:
-    """How many functorch levels (vjp, jvp, vmap) are active here; 0 for none."""
+    """Counts how many functorch levels (vjp, jvp, vmap) are active here; 0 for none."""
     if _functorch.peek_interpreter_stack() is None:
         return 0
     return int(_functorch.maybe_current_level() or 0)
@@ -81,7 +81,7 @@ def pull_back_early(ctx: Context) -> None:
 
 
 def is_fake(tensor: object) -> bool:
-    """Whether a tensor of FakeTensorMode: a shape and no values."""
+    """Tells whether a tensor of FakeTensorMode: a shape and no values."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded where nobody made one
     return module is not None and isinstance(tensor, module.FakeTensor)
 
@@ -152,17 +152,17 @@ def direct(function: Any) -> Any:
 
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
-    """Whether an active functorch level wraps this tensor; one that has ended leaves wrappers, which are dead."""
+    """Tells whether an active functorch level wraps this tensor; one that has ended leaves wrappers, which are dead."""
     return _functorch.maybe_get_level(tensor) > 0
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
-    """Whether a functorch level wraps this tensor or did so, where it has ended."""
+    """Tells whether a functorch level wraps this tensor or did so, where it has ended."""
     return bool(_functorch.is_functorch_wrapped_tensor(tensor))
 
 
 def version(tensor: torch.Tensor) -> int:
-    """How often a tensor's memory was written to; 0 for a tensor of inference mode, which does not count."""
+    """Counts how often a tensor's memory was written to; 0 for a tensor of inference mode, which does not count."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -174,7 +174,7 @@ def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
-    """Whether a map is among the functorch levels that a tensor takes part in."""
+    """Tells whether a map is among the functorch levels that a tensor takes part in."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         if _functorch.is_batchedtensor(tensor):
             return True
@@ -183,12 +183,12 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 
 def below(tensor: torch.Tensor) -> bool:
-    """Whether what runs now runs below the level of this tensor, where its derivative would be lost."""
+    """Tells whether what runs now runs below the level of this tensor, where its derivative would be lost."""
     return _functorch.maybe_get_level(tensor) > level()
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Whether any reverse-mode level needs this tensor.
+    """Tells whether any reverse-mode level needs this tensor.
 
     `requires_grad` shows only the outermost wrapper, so every level is unwrapped.
     """
@@ -214,7 +214,7 @@ def will_run(node: object) -> bool:
 
 
 def transforms() -> bool:
-    """Whether any transform is active here: a functorch level, or forward-mode AD."""
+    """Tells whether any transform is active here: a functorch level, or forward-mode AD."""
     return level() > 0 or forward_mode()
 
 
@@ -243,7 +243,7 @@ def transform_of(tensor: torch.Tensor) -> str | None:
 
 
 def _is_dual(tensor: torch.Tensor, at: int) -> bool:
-    """Whether a tensor of a level has a tangent; only the innermost level is asked, so those inside are set aside."""
+    """Tells whether a tensor of a level has a tangent; only the innermost level is asked, so those inside are set aside."""
     if torch.autograd.forward_ad._current_level < 0:
         return False
     with below_transforms(at):
@@ -275,7 +275,7 @@ def without_dead_wrappers() -> AbstractContextManager[object]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error is an allocator's: on CPU torch raises a plain RuntimeError."""
+    """Tells whether an error is an allocator's: on CPU torch raises a plain RuntimeError."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
@@ -304,19 +304,19 @@ def saved_tensor_hooks() -> Iterator[None]:
 
 
 def in_checkpoint() -> bool:
-    """Whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
+    """Tells whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
     return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
 
 
 def storage_holders(tensor: torch.Tensor) -> int:
-    """How many tensors share this tensor's storage, this one counted."""
+    """Counts how many tensors share this tensor's storage, this one counted."""
     storage = tensor.untyped_storage()
     return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
 
 
 def entry_holders(mapping: dict[object, torch.Tensor], key: object) -> int:
-    """How many Python references `mapping[key]` has besides the mapping's own."""
+    """Counts how many Python references `mapping[key]` has besides the mapping's own."""
     return sys.getrefcount(mapping[key]) - 2
 
 
@@ -362,7 +362,7 @@ def without_subclasses() -> AbstractContextManager[object]:
 
 
 def is_dispatched(kind: type) -> bool:
-    """Whether a class of tensors sees operators, and so may keep its values elsewhere."""
+    """Tells whether a class of tensors sees operators, and so may keep its values elsewhere."""
     return kind.__torch_dispatch__ is not torch._C._disabled_torch_dispatch_impl  # type: ignore[attr-defined]
 
 

@@ -20,7 +20,7 @@ Sums = dict[Key, torch.Tensor]
 
 
 def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
-    """What everything random in one run comes from."""
+    """The seed of everything random in one run."""
     return (state.seed, state.step, state.params.axis.data_rank, microbatch, rng)
 
 
@@ -37,7 +37,7 @@ def as_grads(layout: Layout, sums: Mapping[Key, torch.Tensor]) -> Sums:
 
 
 def scale_of(step: Spec, state: TrainState) -> float:
-    """What cotangents are multiplied by inside the pullback."""
+    """The factor of cotangents inside the pullback."""
     return math.prod(extra.factor(state.extra[extra.name]) for extra in step.extras)
 
 
@@ -104,7 +104,7 @@ class Batch:
 
 
 class Pullback:
-    """What `step.vjp` returns beside the outputs: takes their cotangent, returns (grads, input cotangents).
+    """The pullback of `step.vjp`: takes the outputs' cotangent, returns (grads, input cotangents).
 
     Attributes:
         outputs, aux: of all microbatches, until they are taken.

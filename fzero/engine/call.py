@@ -88,7 +88,7 @@ class Call:
 
     @property
     def known(self) -> Facts:
-        """What this call showed."""
+        """The facts that this call showed."""
         return self.facts._replace(mutated=frozenset(self._mutated), draws=self._second.draws)
 
     # ---- before
@@ -132,9 +132,9 @@ class Call:
         self.more = [self._traversal.handle(index) for index in facts.more]
 
     def operands(self) -> tuple[tuple[torch.Tensor, ...], list[int]]:
-        """What the node is applied to, and which of it is differentiated.
+        """The tensors that the node is applied to, and the positions of those that are differentiated.
 
-        What the function may change in place is given as a copy, as a second run needs what was there.
+        Those that the function may change in place are copies, as a second run needs what was there.
         """
         primals = self.primals.values()
         tensors = (*primals, *self.reach.tensors)
@@ -197,7 +197,7 @@ class Call:
         return out
 
     def _refuse_aliases(self, unit: str, inputs: Sequence[torch.Tensor], derived: bool) -> None:
-        """What is changed in place is changed in a copy, of which an input that shares its memory knows nothing."""
+        """Refuses to change an input in place, in a copy, of which another one that shares its memory knows nothing."""
         for i in self.facts.mutated if derived else ():
             own = memory(private.unwrapped(self.reach.tensors[i]))
             for j, other in enumerate(self.reach.tensors):
@@ -295,7 +295,7 @@ class Call:
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
-        """What the function returns; what it raises, where that or what it changed holds tensors of its own."""
+        """Returns what the function returns, or the error that it raises, where tensors of its own leave with that."""
         again = self._result is not None
         with inside(self._here(leaves)), watch:
             try:
@@ -315,7 +315,7 @@ class Call:
         return result
 
     def _holds_tensors(self, error: Exception) -> bool:
-        """Whether an error, or what the function had changed before it, holds some: they leave the node with it."""
+        """Tells whether an error, or what the function had changed before it, holds some: they leave the node with it."""
         if texts.says(error, texts.WRITES_LEAF, *_refused()):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]

@@ -35,7 +35,7 @@ def compiled(fn: Callable[..., object], owner: nn.Module | None = None) -> Calla
 
 
 def _with_own_code(fn: Callable[..., object]) -> Callable[..., object]:
-    """The same function over another code object, by which the compiler keeps what it made."""
+    """Returns the function over another code object, by which the compiler keeps what it made."""
     function: object = getattr(fn, "__func__", fn)
     if not isinstance(function, types.FunctionType):
         return fn

@@ -1,4 +1,4 @@
-"""Where the cotangents of params go while a function is pulled back: added up group by group, outside of autograd.
+"""Cotangents of params are added up group by group while a function is pulled back, outside of autograd.
 
 Autograd adds what it is given as soon as it is given it. A reduction that is still in flight therefore never enters the
 graph: a unit hands its cotangent to the `Delivery` of the running pullback, which adds up what has arrived, and returns
@@ -21,7 +21,7 @@ from fzero.table.layout import Key, Layout
 
 
 class Gates:
-    """What the gates of one run share: the delivery of the pullback that is running, if it has one."""
+    """The gates of one run share this: the delivery of the pullback that is running, if it has one."""
 
     __slots__ = ("delivery",)
 
@@ -60,7 +60,7 @@ class Delivery:
         self._delivered: set[Key] = set()
 
     def wants(self, key: Key) -> bool:
-        """Whether the pass of autograd that is running asks for a group: one inside the function may not."""
+        """Tells whether the pass of autograd that is running asks for a group: one inside the function may not."""
         node = self.nodes.get(key)
         return node is None or private.will_run(node)
 

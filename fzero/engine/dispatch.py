@@ -107,7 +107,7 @@ def _call(
 
 
 def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractContextManager[object]:
-    """What a unit runs under: as its caller does, but where its rows say something else."""
+    """A unit runs under its caller's autocast, but where its rows say something else."""
     wanted = {row.autocast for row in rows} or {traversal.table.outside}
     if len(wanted) > 1:
         raise noted(
@@ -123,7 +123,7 @@ def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractC
 
 
 class _Undo:
-    """What a plain call has done by the time that functorch refuses something in it: it is then run as a node."""
+    """Undoes a plain call in which functorch refuses something, so that it can be run as a node."""
 
     def __init__(self, arguments: Sequence[object], surroundings: Surroundings) -> None:
         self._refusal: TypeError | None = None
@@ -137,7 +137,7 @@ class _Undo:
 
     @property
     def may_be(self) -> bool:
-        """Whether the unit's code names something that functorch refuses, or the unit reaches such a tensor."""
+        """Tells whether the unit's code names something that functorch refuses, or the unit reaches such a tensor."""
         if self._refusal is not None or self.reach.names(_NAMES):
             return True
         return any(x.layout in texts.COMPRESSED for x in (*self.reach.tensors, *self.reach.constants))

@@ -31,7 +31,7 @@ def traversal_of(
     fused: bool = False,
     derived: bool = True,
 ) -> tuple[Traversal, dict[Key, torch.Tensor], dict[Key, torch.Tensor]]:
-    """What one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
+    """Makes what one run needs: the traversal, the tensors to differentiate, and the fixed (frozen) ones.
 
     Args:
         unreduced: leave cotangents full and unreduced where no rank keeps a slice of them, as microbatches are summed.
@@ -74,7 +74,7 @@ def traversal_of(
 
 
 def sums_whole(params: Sharded, key: Key) -> bool:
-    """Whether a group's gradients are summed over microbatches before they are reduced, as no rank keeps a slice."""
+    """Tells whether a group's gradients are summed over microbatches before they are reduced, as no rank keeps a slice."""
     grads = params.layout.groups[key].row.grads
     return grads is not None and not grads.cuts and params.axis.ranks > 1
 
@@ -151,5 +151,5 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
 
 
 def _apart(value: object, stored: Mapping[int, object]) -> object:
-    """What is given out must not be a state's own memory: the caller may write to it."""
+    """Copies what is a state's own memory, as the caller may write to what is given out."""
     return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value

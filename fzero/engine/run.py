@@ -175,7 +175,7 @@ class Run:
 
 
 def is_differentiable(value: object) -> bool:
-    """Whether a value is a tensor of real or complex numbers."""
+    """Tells whether a value is a tensor of real or complex numbers."""
     return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
 
 

@@ -1,4 +1,4 @@
-"""What is in flight while one run's units compute: the next unit's gather, the last unit's reduction.
+"""Buffers in flight while one run's units compute: the next unit's gather, the last unit's reduction.
 
 Units are gathered ahead in the order that the last run of the same function called them, which is the same on every
 rank; the pullback goes back through this run's own calls. Owned by one run; nothing of it outlives that run's graph.
@@ -24,7 +24,7 @@ Keys = tuple[Key, ...]
 
 
 class Record:
-    """What the last run of a function called, in order, and what is known of those calls.
+    """The calls of a function's last run, in order, and what is known of them.
 
     Attributes:
         facts: by a call's number and the places among its tensors of those that are differentiated.
@@ -117,15 +117,15 @@ class Schedule:
 
     @property
     def on_track(self) -> bool:
-        """Whether this run has called so far what the last one called."""
+        """Tells whether this run has called so far what the last one called."""
         return self.ran_before and self._on_track
 
     def facts(self, number: int, moving: tuple[int, ...]) -> Facts | None:
-        """What is known of the latest call; None if nothing is."""
+        """The facts of the latest call; None if nothing is known."""
         return self.record.facts.get((number, moving)) if self.on_track else None
 
     def is_last(self) -> bool:
-        """Whether the call that runs is probably the last of the forward, and may keep its buffers."""
+        """Tells whether the call that runs is probably the last of the forward, and may keep its buffers."""
         return self.keeps and len(self._called) == len(self._expected) and self._on_track
 
     def gather_next(self) -> None:

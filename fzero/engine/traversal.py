@@ -86,11 +86,11 @@ class Traversal:
 
     @property
     def delivery(self) -> Delivery | None:
-        """That of the pullback that is running, where it has one."""
+        """The delivery of the pullback that is running, where it has one."""
         return self.gates.delivery
 
     def wants(self, key: Key) -> bool:
-        """Whether the pass of autograd that is running asks for the cotangent of a group."""
+        """Tells whether the pass of autograd that is running asks for the cotangent of a group."""
         return self.delivery is None or self.delivery.wants(key)
 
     def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:

@@ -1,4 +1,4 @@
-"""How a buffer is used: the maps from a stored shard to the full buffer in compute dtype, differentiable at any level.
+"""Uses of a buffer: the maps from a stored shard to the full buffer in compute dtype, differentiable at any level.
 
 Gathering a shard and reduce-scattering a cotangent are maps of the *mean* inner product over ranks, so that each is the
 other's transpose (ZeRO, Rajbhandari et al. 2020, section 5).
@@ -23,7 +23,7 @@ _BLOCKS = Blocks()
 
 @dataclass(eq=False, slots=True)
 class Use(Wire):
-    """How one buffer is used: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
+    """One buffer in one run: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
 
     Attributes:
         shard: this rank's shard as it is stored, wherever that is.
@@ -56,7 +56,7 @@ class Use(Wire):
 
     @property
     def trivial(self) -> bool:
-        """Whether the stored buffer is used as it is, and its cotangent is its grad."""
+        """Tells whether the stored buffer is used as it is, and its cotangent is its grad."""
         stored = self.shard.dtype
         alone = self.held is None and not self.placeholder and not self.gather8 and self.axis.ranks == 1
         return alone and self.compute == self.grad == self.reduce == stored
