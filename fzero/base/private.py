@@ -243,7 +243,7 @@ def transform_of(tensor: torch.Tensor) -> str | None:
 
 
 def _is_dual(tensor: torch.Tensor, at: int) -> bool:
-    """Tells whether a tensor of a level has a tangent; only the innermost level is asked, so those inside are set aside."""
+    """Tells whether a tensor of a level has a tangent; as the innermost level is asked, those inside are set aside."""
     if torch.autograd.forward_ad._current_level < 0:
         return False
     with below_transforms(at):

@@ -315,7 +315,7 @@ class Call:
         return result
 
     def _holds_tensors(self, error: Exception) -> bool:
-        """Tells whether an error, or what the function had changed before it, holds some: they leave the node with it."""
+        """Tells whether tensors leave the node with an error, in it or in what the function had changed before."""
         if texts.says(error, texts.WRITES_LEAF, *_refused()):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]

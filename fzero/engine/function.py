@@ -74,7 +74,7 @@ def traversal_of(
 
 
 def sums_whole(params: Sharded, key: Key) -> bool:
-    """Tells whether a group's gradients are summed over microbatches before they are reduced, as no rank keeps a slice."""
+    """Tells whether a group's gradients are summed over microbatches unreduced, as no rank keeps a slice."""
     grads = params.layout.groups[key].row.grads
     return grads is not None and not grads.cuts and params.axis.ranks > 1
 
