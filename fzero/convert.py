@@ -59,8 +59,7 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
     rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows], frozen_leaves(old.structure))
     axis = step.axis()
     moves = axis != old.axis  # to other ranks
-    label = getattr(step.fn, "__name__", type(step.fn).__name__)
-    axis = axis.of_component(label) if moves else axis.of_component_of(old.axis)
+    axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
     layout = Layout.build(rows, axis.size)
     buffers: dict[object, torch.Tensor] = {}
     held: dict[object, torch.Tensor] = {}
@@ -95,8 +94,8 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
 
 def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict[str, object]:
     """What both steps keep alike, as it is; what only the new one keeps, at its beginning."""
-    kinds, before = ({name: kind for name, kind, _ in each[2]} for each in (step.signature, state.signature))
-    lost = [name for name, kind, expendable in state.signature[2] if kinds.get(name) != kind and not expendable]
+    kinds, before = ({name: kind for name, kind, _ in each.extras} for each in (step.signature, state.signature))
+    lost = [name for name, kind, expendable in state.signature.extras if kinds.get(name) != kind and not expendable]
     if lost and not lossy:
         raise ValueError(
             f"convert: the state keeps state.extra[{lost[0]!r}] of {before[lost[0]]}, which the step does not. Say "

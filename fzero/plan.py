@@ -21,7 +21,7 @@ from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.needs import need_step
 from fzero.table.rows import Kept, Row
-from fzero.table.spec import Spec, header
+from fzero.table.spec import Spec
 
 
 @dataclass(frozen=True)
@@ -153,7 +153,7 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
     like = _without_memory(layout, structure)
     return Plan(
         rows=rows,
-        header=(*header(step), *_frozen_by_module(rows, frozen)),
+        header=(*step.header(), *_frozen_by_module(rows, frozen)),
         world_size=world_size,
         layout=layout,
         params=totals["params"],
@@ -168,7 +168,7 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
 
 def _living_grads(step: Spec, layout: Layout) -> int:
     """All of them; of a fused update the largest unit's, where they are not held until their norm is known."""
-    mode, units = step.fusion.mode(step.optimizer, step.scales) if step.fusion else "held", dict[str, int]()
+    mode, units = step.fused_norm if step.fusion else "held", dict[str, int]()
     sums = step.microbatches.count > 1  # which are kept in the dtype of sums
     for key in layout.trainable:
         policy = layout.groups[key].row.policy

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.state.sharded import Sharded
@@ -18,11 +16,10 @@ def check_state(step: Spec, state: TrainState) -> None:
         raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
     layout = state.layout
     if state.signature != step.signature:
-        theirs, ours = _describe(state.signature), _describe(step.signature)
         raise ValueError(
-            f"step: got a state of another step, made with {theirs}; expected one made with {ours}. Use the state "
-            "that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives another "
-            "function over the same state.)"
+            f"step: got a state of another step, made with {state.signature}; expected one made with {step.signature}. "
+            "Use the state that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives "
+            "another function over the same state.)"
         )
     axis, theirs = step.axis(), state.params.axis
     if layout.shards != axis.size:
@@ -42,7 +39,7 @@ def check_state(step: Spec, state: TrainState) -> None:
 def check_optimizer(step: Spec, state: TrainState) -> None:
     for group in state.layout.groups.values():
         row = group.row
-        ours = step.optimizer.label(row.path) if step.optimizer.label else "optimizer"
+        ours = step.label(row.path)
         if not row.frozen and row.optimizer != ours:
             raise ValueError(
                 f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
@@ -50,7 +47,7 @@ def check_optimizer(step: Spec, state: TrainState) -> None:
             )
 
 
-def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grads") -> None:
+def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "grads") -> None:
     expected = "expected the first value that a pullback of this step returned"
     if not isinstance(grads, Sharded):
         raise TypeError(f"{argument}: got {named(grads)}, {expected}.")
@@ -71,9 +68,3 @@ def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grad
             f"descends from the same init as this one, of {mine.who}. Give each component its own grads. To put "
             "other params into this state, use state.replace(params=...)."
         )
-
-
-def _describe(signature: tuple[Any, ...]) -> str:
-    policy, units, extras, rules = signature
-    sources: list[str] = [*sorted(rule.source for rule in rules), *(kind for _, kind, _ in extras)]
-    return f"[{policy}, units={units}, {', '.join(sources) or 'no rules'}]"

@@ -87,7 +87,7 @@ def _shape_of(path: str, make: Callable[..., object]) -> Any:
 
 def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
     specs, leaves, structure = leaf_specs(params)
-    axis = step.axis().of_component(getattr(step.fn, "__name__", type(step.fn).__name__))
+    axis = step.axis().of_component(step.name)
     layout = Layout.build(step.rows(specs, frozen_leaves(structure)), axis.size)
     table = "\n".join(
         f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 METRICS = ("loss", "grad_norm", "lr", "skipped", "aux")
 
@@ -28,9 +27,9 @@ class Extra:
 
     name: str
     source: str
-    init: Callable[[Any], Any]
-    update: Callable[[Any, Any, bool], Any]
-    scale: Callable[[Any], float] | None = None
+    init: Callable[..., object]
+    update: Callable[..., object]
+    scale: Callable[..., float] | None = None
     kind: str = ""
     expendable: bool = False
 
@@ -42,12 +41,8 @@ class Extra:
                 f"expected another one than {', '.join(map(repr, METRICS))}."
             )
 
-    def factor(self, value: Any) -> float:
-        """What cotangents are multiplied by; 1 where it has no scale.
-
-        Raises:
-            ValueError: it is not positive and finite.
-        """
+    def factor(self, value: object) -> float:
+        """The scale, by which cotangents are multiplied; 1 where it has none, an error where it is not positive."""
         factor = float(self.scale(value)) if self.scale else 1.0
         if not 0.0 < factor < math.inf:
             raise ValueError(

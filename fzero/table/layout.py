@@ -26,7 +26,7 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 class Key(NamedTuple):
-    """What a group is known by: its unit, and which of the unit's groups it is."""
+    """The identity of a group: its unit, and which of the unit's groups it is."""
 
     unit: str
     number: int
@@ -96,14 +96,12 @@ class Group:
 
     def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
-        small = self.numel < 1 << 16  # filling all of it costs less than finding the gaps
-        if small:
-            full.zero_()
-        for offset, size in () if small else self._gaps:
-            full.narrow(0, offset, size).zero_()
         parts = list(self.cut(full).values())
-        for part, leaf in zip(parts, leaves, strict=True):
-            if leaf is None and not small:
+        if self.numel < 1 << 16:  # filling all of it costs less than finding the gaps
+            full.zero_()
+        else:
+            missing = [part for part, leaf in zip(parts, leaves, strict=True) if leaf is None]
+            for part in (*[full.narrow(0, *gap) for gap in self._gaps], *missing):
                 part.zero_()
         pairs = [(part, _dense(leaf)) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
         if pairs:
@@ -146,18 +144,15 @@ class Layout:
         members: dict[tuple[str, tuple[object, ...]], list[int]] = {}
         for index, row in enumerate(rows):
             members.setdefault((row.unit, row.group), []).append(index)
-        counts: dict[str, int] = {}
-        groups = {}
+        groups: dict[Key, Group] = {}
         for (unit, _), indices in members.items():
-            key = Key(unit, counts.setdefault(unit, 0))
-            counts[unit] += 1
-            own = shards if rows[indices[0]].cuts else 1
-            slots, end = [], 0
+            key, first = Key(unit, sum(key.unit == unit for key in groups)), rows[indices[0]]
+            own, slots, end = shards if first.cuts else 1, [], 0
             for index in indices:
                 row = rows[index]
                 slots.append(Slot(index, row.path, end, row.numel, row.shape))
                 end = _aligned(end + row.numel)
-            groups[key] = Group(key, _aligned(end, ALIGN * own), own, tuple(slots), rows[indices[0]])
+            groups[key] = Group(key, _aligned(end, ALIGN * own), own, tuple(slots), first)
         return Layout(tuple(rows), shards, groups)
 
     @cached_property
@@ -190,15 +185,8 @@ class Layout:
     def pieces(self, key: Key, rank: int) -> list[tuple[Slot, int, int]]:
         """For each leaf of a group its range [start, stop) in rank's shard; start == stop where it has none of it."""
         size = self.shard_numel(key)
-        low = rank * size
-        return [
-            (
-                slot,
-                min(max(slot.offset - low, 0), size),
-                min(max(slot.offset + slot.numel - low, 0), size),
-            )
-            for slot in self.groups[key].slots
-        ]
+        starts = [(slot, slot.offset - rank * size) for slot in self.groups[key].slots]
+        return [(slot, min(max(at, 0), size), min(max(at + slot.numel, 0), size)) for slot, at in starts]
 
     def cut(self, key: Key, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Rank's piece of each leaf of a group, from its shard."""

@@ -26,11 +26,11 @@ class GradientTransformation(NamedTuple):
             may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
     """
 
-    init: Callable[[Any], Any]
+    init: Callable[..., object]
     update: Callable[..., tuple[Any, Any]]
-    fused: Callable[[Any, Any, Any], Any] | None = None
+    fused: Callable[..., object] | None = None
     label: Callable[[str], str] | None = None
-    metrics: Callable[[Any], dict[str, float]] | None = None
+    metrics: Callable[..., dict[str, float]] | None = None
     by_leaf: bool = False
     needs: str = ""
     scales: bool = False

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from fzero.base.arguments import named
-from fzero.table.fusion import NORMS, Fusion
 from fzero.table.needs import need_step
 from fzero.table.spec import S
+
+NORMS = ("auto", "twice", "held", "8-bit")
 
 
 def fuse_update(step: S, norm: str = "auto") -> S:
@@ -67,4 +68,4 @@ def fuse_update(step: S, norm: str = "auto") -> S:
             "another one: a clip_by_global_norm comes behind another member of its chain, or within a partition. Say "
             "norm='held', or clip first: fz.chain(fz.clip_by_global_norm(c), ...)."
         )
-    return step.with_header("fusion", Fusion(norm), f"fuse_update(norm={norm!r})")
+    return step.with_header("fusion", norm, f"fuse_update(norm={norm!r})")
