@@ -47,7 +47,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     need_bool(lossy, "convert", "lossy")
     if not isinstance(state, TrainState):
         raise wrong("convert", "state", state, "what step.init returned")
-    state = constants("fz.convert", "state", state)
+    (state,) = constants("fz.convert", state=state)
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     with private.below_transforms():

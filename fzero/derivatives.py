@@ -92,8 +92,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
     need_step(step, "hvp")
     check_state(step, state)
     check_grads(step, state, v, "v")
-    state, v = constants("fz.hvp", "state", state), constants("fz.hvp", "v", v)
-    inputs = constants("fz.hvp", "inputs", inputs)
+    state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
     seed = seed_of(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
 
@@ -142,8 +141,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
     need_step(step, "per_example_grads")
     check_state(step, state)
     need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
-    state = constants("fz.per_example_grads", "state", state)
-    inputs = constants("fz.per_example_grads", "inputs", inputs)
+    state, inputs = constants("fz.per_example_grads", state=state, inputs=inputs)
     flat, spec = pytree.flatten(tuple(inputs))
     dims = _example_dims(inputs)
     rows = state.layout.rows

@@ -50,7 +50,7 @@ class Step(Spec):
         """
         need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
-        params = constants("step.init", "params", params)
+        (params,) = constants("step.init", params=params)
         with private.below_transforms():
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
@@ -85,7 +85,7 @@ class Step(Spec):
         """
         check_state(self, state)
         need_int(rng, "step.forward", "rng")
-        state, inputs = _constant("step.forward", state=state, inputs=inputs)
+        state, inputs = constants("step.forward", state=state, inputs=inputs)
         refuse_captured("step.forward", self.fn)
         micro = self.microbatches
         outputs = []
@@ -112,7 +112,7 @@ class Step(Spec):
         check_state(self, state)
         check_optimizer(self, state)
         need_int(rng, "step", "rng")
-        state, inputs, cotangent = _constant("step", state=state, inputs=inputs, cotangent=cotangent)
+        state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
         refuse_captured("step", self.fn)
         if self.fusion is not None and private.level() == 0:
             return fused_call(self, state, inputs, cotangent, rng)
@@ -142,7 +142,7 @@ class Step(Spec):
         check_grads(self, state, grads)
         check_optimizer(self, state)
         need_norm(grad_norm, "step.update")
-        state, grads, grad_norm = _constant("step.update", state=state, grads=grads, grad_norm=grad_norm)
+        state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
         with private.below_transforms():
             return apply_update(self, state, grads, grad_norm)
 
@@ -150,7 +150,7 @@ class Step(Spec):
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
         check_state(self, state)
         check_grads(self, state, grads)
-        state, grads = _constant("step.add_grads", state=state, grads=grads)
+        state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
         with private.below_transforms():
             own = {key: grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True) for key in grads.keys}
@@ -159,11 +159,6 @@ class Step(Spec):
             ratio = kept.scale / grads.scale
             added = kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads.over(own))
             return state.replace(grads=added)
-
-
-def _constant(who: str, **arguments: object) -> list[Any]:
-    """The arguments, none of which a transform around this call may differentiate or map."""
-    return [constants(who, argument, value) for argument, value in arguments.items()]
 
 
 def train_step(

@@ -11,7 +11,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.comm.linear import Wire, spread
 from fzero.state.constants import constants
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 
@@ -35,9 +35,9 @@ def gather(tree: object) -> Any:
         tensor([1., 1., 1.])
     """
     _need_trees(tree)
-    tree = constants("fz.gather", "tree", tree)
+    (tree,) = constants("fz.gather", tree=tree)
     with private.below_transforms():
-        return pytree.map(lambda node: _gather_one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+        return map_trees(_gather_one, tree)
 
 
 def _nodes(tree: object) -> Sequence[object]:
@@ -47,12 +47,13 @@ def _nodes(tree: object) -> Sequence[object]:
 
 def _need_trees(tree: object) -> None:
     """Refuses what holds no sharded tree: a state, and slices that have forgotten what they are slices of."""
-    expected = "expected state.params, grads, state.moments, or a pytree that holds such trees"
     nodes = _nodes(tree)
-    if any(isinstance(node, TrainState) for node in nodes):
-        raise TypeError(f"gather: got tree={named(tree)}, which holds a whole state; {expected}.")
-    if tree is None or (any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)):
-        raise TypeError(f"gather: got tree={named(tree)}, in which no tree is sharded; {expected}.")
+    whole = any(isinstance(node, TrainState) for node in nodes)
+    if whole or tree is None or (any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)):
+        raise TypeError(
+            f"gather: got tree={named(tree)}, {'which holds a whole state' if whole else 'in which no tree is sharded'}"
+            "; expected state.params, grads, state.moments, or a pytree that holds such trees."
+        )
 
 
 def _gather_one(tree: Sharded) -> object:

@@ -26,21 +26,21 @@ def global_norm(*trees: object) -> torch.Tensor:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
-    total: object = 0.0
+    total: torch.Tensor | float = 0.0
     for place, tree in enumerate(trees):
         for node in _nodes(tree):
-            if tree is None or not (node is None or is_sharded(node) or isinstance(node, torch.Tensor)):
-                raise TypeError(
-                    f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
-                    "tensors."
-                )
-            if isinstance(node, Sharded):
-                node = constants("fz.global_norm", f"trees[{place}]", node)
+            if is_sharded(node):
+                (node,) = constants("fz.global_norm", **{f"trees[{place}]": node})
                 with private.below_transforms():
                     squares = sum_of_squares(squares_of(node), node)
                 total = total + squares
             elif isinstance(node, torch.Tensor):
                 total = total + _square([node]).sum()
+            elif node is not None or tree is None:
+                raise TypeError(
+                    f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
+                    "tensors."
+                )
     return torch.as_tensor(total, dtype=torch.float64).sqrt()
 
 

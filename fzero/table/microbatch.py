@@ -18,7 +18,7 @@ class Microbatches:
     """How many, and along which dim every input is split (as in torch.func.vmap; None: not split)."""
 
     count: int = 1
-    in_dims: object = 0
+    in_dims: int | tuple[int | None, ...] | None = 0
 
     def dims(self, inputs: Sequence[object]) -> list[int | None]:
         """The dim of every flat leaf of the inputs; None for what is passed whole."""

@@ -26,9 +26,9 @@ class GradientTransformation(NamedTuple):
             may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
     """
 
-    init: Callable[..., object]
+    init: Callable[..., Any]
     update: Callable[..., tuple[Any, Any]]
-    fused: Callable[..., object] | None = None
+    fused: Callable[..., Any] | None = None
     label: Callable[[str], str] | None = None
     metrics: Callable[..., dict[str, float]] | None = None
     by_leaf: bool = False
