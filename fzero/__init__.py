@@ -24,7 +24,7 @@ from fzero.optim import sgd as sgd
 from fzero.optim import warmup_cosine as warmup_cosine
 from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
-from fzero.plot import plot_plan as plot_plan
+from fzero.plan import plot_plan as plot_plan
 from fzero.state.gather import gather as gather
 from fzero.state.norm import global_norm as global_norm
 from fzero.state.sharded import Sharded as Sharded
