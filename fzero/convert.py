@@ -17,8 +17,7 @@ from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves
-from fzero.table.needs import need_step
-from fzero.table.spec import Spec
+from fzero.table.spec import Spec, need_step
 
 
 def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:

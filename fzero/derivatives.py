@@ -21,7 +21,6 @@ from fzero.state.constants import constants
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
-from fzero.table.needs import need_step
 from fzero.table.spec import Spec
 
 
@@ -29,16 +28,15 @@ class Tape:
     """The step's function under plain autograd; made by `tape`."""
 
     def __init__(self, step: Spec, state: TrainState) -> None:
-        check_state(step, state)
+        check_state(step, state, "tape")
         self._step, self._state, self._calls = step, state, 0
         _, primals, self._fixed = traversal_of(step, state, (0,))
         self._leaves = {key: primal.detach().requires_grad_() for key, primal in primals.items()}
 
     def __call__(self, *inputs: object) -> Any:
         """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
+        traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
         self._calls += 1
-        seed = seed_of(self._state, self._calls - 1, 0)
-        traversal, _, _ = traversal_of(self._step, self._state, seed)
         return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
 
     def grads(self) -> Sharded:
@@ -66,7 +64,6 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
         >>> fz.gather(grads)["w"]
         tensor([1., 1.])
     """
-    need_step(step, "tape")
     with torch.enable_grad():
         yield Tape(step, state)
 
@@ -90,8 +87,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
         tensor([18., 18.])
     """
-    need_step(step, "hvp")
-    check_state(step, state)
+    check_state(step, state, "hvp")
     check_grads(step, state, v, "v")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
     seed = seed_of(state, 0, 0)
@@ -135,8 +131,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         tensor([[1.],
                 [3.]])
     """
-    need_step(step, "per_example_grads")
-    check_state(step, state)
+    check_state(step, state, "per_example_grads")
     need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
     state, inputs = constants("fz.per_example_grads", state=state, inputs=inputs)
     names, flat, spec = pytree.named_leaves(tuple(inputs))

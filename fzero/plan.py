@@ -20,9 +20,8 @@ from fzero.state.moments import filled, init_extras, init_moments
 from fzero.state.sharded import Sharded, trees_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
-from fzero.table.needs import need_step
 from fzero.table.rows import Kept, Row
-from fzero.table.spec import Spec
+from fzero.table.spec import Spec, need_step
 
 
 @dataclass(frozen=True)

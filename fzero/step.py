@@ -20,10 +20,10 @@ from fzero.state.init import init_state
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
-from fzero.table.needs import need_function, need_optimizer, need_step
+from fzero.table.needs import need_function, need_optimizer
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
-from fzero.table.spec import Spec
+from fzero.table.spec import Spec, need_step
 from fzero.update.fused import fused_call
 from fzero.update.update import apply_update
 
@@ -88,15 +88,14 @@ class Step(Spec):
         state, inputs = constants("step.forward", state=state, inputs=inputs)
         refuse_captured("step.forward", self.fn)
         micro = self.microbatches
-        outputs = []
+        pairs = []
         with torch.inference_mode(False), torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
                 traversal, primals, fixed = traversal_of(self, state, seed_of(state, rng, i), derived=False)
-                outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
-        if not self.has_aux:
-            return micro.merge(outputs)
-        pairs = [split_result(self, pair) for pair in outputs]
-        return micro.merge([out for out, _ in pairs]), micro.merge([aux for _, aux in pairs], "aux")
+                out = call_function(self, state, traversal, {**primals, **fixed}, part)
+                pairs.append(split_result(self, out))
+        outputs, auxes = zip(*pairs, strict=True)
+        return (micro.merge(outputs), micro.merge(auxes, "aux")) if self.has_aux else micro.merge(outputs)
 
     def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.

@@ -41,7 +41,7 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
     return call
 
 
-def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The sum of `fn(leaf)` over all leaves of a tree of params: a regulariser, such as a weight decay in the loss.
 
     Inside a step's function it gathers the leaves unit by unit, one unit at a time; elsewhere it is the plain sum.
@@ -62,7 +62,7 @@ def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
     leaves = [leaf for leaf in pytree.flatten(params, is_leaf=is_sharded)[0] if leaf is not None]
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise wrong("sum_over", "params", params, "a tree of tensors: the params of a step, or a part of them")
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[str | None, list[torch.Tensor]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.unit if isinstance(leaf, Handle) else None, []).append(leaf)
 

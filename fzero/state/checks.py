@@ -6,12 +6,11 @@ from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
-from fzero.table.needs import need_step
-from fzero.table.spec import Spec
+from fzero.table.spec import Spec, need_step
 
 
-def check_state(step: Spec, state: TrainState) -> None:
-    need_step(step, "step")
+def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
+    need_step(step, who)
     if not isinstance(state, TrainState):
         raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
     layout = state.layout

@@ -13,7 +13,6 @@ from fzero.comm.linear import Wire, spread
 from fzero.state.constants import constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Key
 
 
 def gather(tree: object) -> Any:
@@ -57,17 +56,11 @@ def _need_trees(tree: object) -> None:
 
 
 def _gather_one(tree: Sharded) -> object:
-    leaves: list[Any] = [None] * len(tree.layout.rows)
+    leaves: list[torch.Tensor | None] = [None] * len(tree.layout.rows)
     for key in tree.keys:
-        full = _gathered(tree, key)
+        own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
+        follows = own.requires_grad and torch.is_grad_enabled()  # plain autograd follows the shards
+        full = spread(Wire(tag, axis, own.dtype, own.dtype, own.dtype), own) if follows else axis.gather(own, tag)
         for index, view in tree.layout.groups[key].views(full).items():
             leaves[index] = view / tree.scale if tree.scale != 1.0 else view.clone()
     return pytree.unflatten(tree.structure, leaves)
-
-
-def _gathered(tree: Sharded, key: Key) -> torch.Tensor:
-    """A group's full buffer; a differentiable function of its shards where plain autograd follows them."""
-    own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
-    if not (own.requires_grad and torch.is_grad_enabled()):
-        return axis.gather(own, tag)
-    return spread(Wire(tag, axis, own.dtype, own.dtype, own.dtype), own)

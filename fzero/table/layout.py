@@ -49,17 +49,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Group:
-    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards.
-
-    Attributes:
-        row: the first leaf's; all but its path, shape and own dtype holds for all.
-    """
+    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards."""
 
     key: Key
     numel: int
     shards: int
     slots: tuple[Slot, ...]
-    row: Row
+    row: Row  # the first leaf's; all but its path, shape and own dtype holds for all
 
     @property
     def unit(self) -> str:

@@ -5,17 +5,9 @@ from __future__ import annotations
 import torch
 
 from fzero.base import private
-from fzero.base.arguments import named, need_number, need_str, wrong
-from fzero.base.patterns import PATTERN
+from fzero.base.arguments import named, need_number, wrong
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Spec
-
-
-def need_step(step: object, who: str, pattern: object = "*") -> None:
-    """A step, and a pattern over its leaves where a transform takes one."""
-    if not isinstance(step, Spec):
-        raise wrong(who, "step", step, "a step that fz.train_step made")
-    need_str(pattern, who, "pattern", PATTERN)
 
 
 def is_component(value: object) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
 
+from fzero.base.arguments import need_str, wrong
+from fzero.base.patterns import PATTERN
 from fzero.comm.axis import Axis
 from fzero.table.extras import Extra
 from fzero.table.layout import Layout
@@ -150,3 +152,10 @@ class Spec:
 
 
 S = TypeVar("S", bound=Spec)  # a transform returns a step of the kind that it is given
+
+
+def need_step(step: object, who: str, pattern: object = "*") -> None:
+    """A step, and a pattern over its leaves where a transform takes one."""
+    if not isinstance(step, Spec):
+        raise wrong(who, "step", step, "a step that fz.train_step made")
+    need_str(pattern, who, "pattern", PATTERN)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from fzero.base.arguments import need_int, wrong
 from fzero.table.microbatch import Microbatches
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def accumulate(step: S, count: int, in_dims: int | tuple[int | None, ...] | None = 0) -> S:

@@ -6,8 +6,7 @@ import torch
 
 from fzero.base.arguments import named
 from fzero.base.patterns import also
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def autocast(step: S, dtype: torch.dtype = torch.bfloat16, pattern: str = "*") -> S:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fzero.table.needs import need_step
 from fzero.table.rows import FROZEN
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def freeze(step: S, pattern: str) -> S:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fzero.base.arguments import named
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 NORMS = ("auto", "twice", "held", "8-bit")
 

@@ -7,8 +7,7 @@ from typing import NamedTuple
 
 from fzero.base.arguments import named, need_int, need_number
 from fzero.table.extras import Extra
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 class ScaleState(NamedTuple):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from fzero.base.patterns import also
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def remat(step: S, pattern: str = "*") -> S:

@@ -6,9 +6,8 @@ import dataclasses
 
 from fzero.base.arguments import need_str, wrong
 from fzero.base.patterns import also
-from fzero.table.needs import need_step
 from fzero.table.rows import Sharding
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def shard_zero1(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
