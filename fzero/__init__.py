@@ -26,15 +26,15 @@ from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
 from fzero.plan import plot_plan as plot_plan
 from fzero.state.gather import gather as gather
-from fzero.state.norm import global_norm as global_norm
+from fzero.state.gather import global_norm as global_norm
 from fzero.state.sharded import Sharded as Sharded
 from fzero.state.train_state import TrainState as TrainState
 from fzero.step import Step as Step
 from fzero.step import train_step as train_step
 from fzero.step import with_fn as with_fn
-from fzero.table.extras import Extra as Extra
 from fzero.table.layout import Layout as Layout
 from fzero.table.policy import Policy as Policy
+from fzero.table.spec import Extra as Extra
 from fzero.transforms import accumulate as accumulate
 from fzero.transforms import autocast as autocast
 from fzero.transforms import compile as compile

@@ -16,8 +16,7 @@ from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outputs import scalar_loss, split_result
 from fzero.engine.traversal import autocast, running
-from fzero.state.checks import check_grads, check_state
-from fzero.state.constants import constants
+from fzero.state.checks import check_grads, check_state, constants
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
@@ -87,8 +86,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
         tensor([18., 18.])
     """
-    check_state(step, state, "hvp")
-    check_grads(step, state, v, "v")
+    check_grads(step, state, v, "v", "hvp")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
     seed = seed_of(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)

@@ -14,8 +14,7 @@ from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, w
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
 from fzero.engine.function import call_function, sums_whole, traversal_of
 from fzero.engine.outputs import split_result
-from fzero.state.checks import check_grads, check_optimizer, check_state
-from fzero.state.constants import constants, refuse_captured
+from fzero.state.checks import check_grads, check_optimizer, check_state, constants, refuse_captured
 from fzero.state.init import init_state
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
@@ -137,7 +136,6 @@ class Step(Spec):
             grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
                 "grad_norm" stays these grads' own.
         """
-        check_state(self, state)
         check_grads(self, state, grads)
         check_optimizer(self, state)
         need_norm(grad_norm, "step.update")
@@ -147,7 +145,6 @@ class Step(Spec):
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
-        check_state(self, state)
         check_grads(self, state, grads)
         state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout

@@ -31,7 +31,6 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
         >>> block({"w": torch.eye(2)}, torch.zeros(1, 2))
         tensor([[0., 0.]])
     """
-
     need_function(fn, "unit")
 
     @functools.wraps(fn)
@@ -57,7 +56,6 @@ def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torc
         >>> fz.sum_over({"a": torch.ones(2), "b": [torch.ones(3)]}, lambda leaf: leaf.square().sum())
         tensor(5.)
     """
-
     need_function(fn, "sum_over")
     leaves = [leaf for leaf in pytree.flatten(params, is_leaf=is_sharded)[0] if leaf is not None]
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):

@@ -10,9 +10,8 @@ import torch
 from fzero.base import pytree
 from fzero.formats.stored import zeros
 from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
-from fzero.table.extras import Extra
 from fzero.table.layout import Key
-from fzero.table.spec import Spec
+from fzero.table.spec import Extra, Spec
 
 
 def init_moments(step: Spec, params: Sharded) -> object:

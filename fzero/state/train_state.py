@@ -73,9 +73,10 @@ class TrainState:
         unknown = set(changes) - set(_FIELDS)
         if unknown:
             raise TypeError(f"TrainState.replace: got {sorted(unknown)}, expected some of {', '.join(_FIELDS)}")
-        for name, (kinds, expected) in _TAKES.items():
-            if name in changes and (not isinstance(changes[name], kinds) or isinstance(changes[name], bool)):
-                raise wrong("TrainState.replace", name, changes[name], expected)
+        for name, value in changes.items():
+            kinds, expected = _FIELDS[name]
+            if not isinstance(value, kinds) or (kinds is int and isinstance(value, bool)):
+                raise wrong("TrainState.replace", name, value, expected)
         if "extra" in changes and set(changes["extra"]) != set(self.extra):
             raise ValueError(
                 f"TrainState.replace: got extra={sorted(changes['extra'])}, expected {sorted(self.extra)}, what the "
@@ -98,14 +99,15 @@ class TrainState:
         return f"TrainState(step={self.step}, {len(self.layout.rows)} leaves, {self.params.axis})"
 
 
-_TAKES: dict[str, tuple[Any, str]] = {
+_FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "params": (Sharded, "params of a step, such as state.params"),
     "grads": ((Sharded, type(None)), "grads of a step or None"),
+    "moments": (object, "moments of a step"),
+    "extra": (Mapping, "a dict, such as {**state.extra, name: value}"),
     "step": (int, "a number of applied updates"),
     "seed": (int, "an int"),
-    "extra": (Mapping, "a dict, such as {**state.extra, name: value}"),
+    "signature": (Signature, "that of a step"),
 }
-_FIELDS = ("params", "grads", "moments", "extra", "step", "seed", "signature")
 
 
 def _fresh(tree: object) -> Any:

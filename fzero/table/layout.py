@@ -19,12 +19,6 @@ def _aligned(numel: int, step: int = ALIGN) -> int:
     return -(-numel // step) * step
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    sizes = (*shape[1:], 1) if shape else ()
-    return tuple(math.prod(sizes[i:]) for i in range(len(shape)))
-
-
 class Key(NamedTuple):
     """The identity of a group: its unit, and which of the unit's groups it is."""
 
@@ -77,7 +71,8 @@ class Group:
     @cached_property
     def _places(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]:
         """Leaf index, shape, strides and offset of every leaf."""
-        return tuple((slot.leaf, slot.shape, _contiguous(slot.shape), slot.offset) for slot in self.slots)
+        strides = [tuple(math.prod(slot.shape[i + 1 :]) for i in range(len(slot.shape))) for slot in self.slots]
+        return tuple((slot.leaf, slot.shape, own, slot.offset) for slot, own in zip(self.slots, strides, strict=True))
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int], ...]:

@@ -1,8 +1,9 @@
-"""Spec: the fields of a step and the rules of its table. Pure data."""
+"""Spec: the fields of a step, the rules of its table and the state that transforms add. Pure data."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Self, TypeVar
@@ -10,12 +11,56 @@ from typing import Any, NamedTuple, Self, TypeVar
 from fzero.base.arguments import need_str, wrong
 from fzero.base.patterns import PATTERN
 from fzero.comm.axis import Axis
-from fzero.table.extras import Extra
 from fzero.table.layout import Layout
 from fzero.table.microbatch import Microbatches
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
 from fzero.table.rows import Leaf, Row, Rule, Sharding, Table, add_rule, resolve
+
+METRICS = ("loss", "grad_norm", "lr", "skipped", "aux")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """One entry of `state.extra`. Its functions are pure, and the same on every rank.
+
+    Attributes:
+        name: by which it is found there.
+        source: what the user said, which tells two entries of one name apart.
+        init: `init(params) -> value`, of the sharded params: a tree of `Sharded`, tensors and what is no tensor.
+        update: `update(value, params, applied) -> value`, of the same structure, after every update, of the params
+            that it left; `applied` is False where it was skipped, as a gradient was not finite.
+        scale: `scale(value)`, by which cotangents are multiplied inside the pullback: grads carry it, and `update`,
+            `add_grads` and `fz.gather` take it off.
+        kind: what a state must have been made with to be one of this step's; `source` by default.
+        expendable: whether `fz.convert` may drop it, or begin it anew, without being told.
+    """
+
+    name: str
+    source: str
+    init: Callable[..., object]
+    update: Callable[..., object]
+    scale: Callable[..., float] | None = None
+    kind: str = ""
+    expendable: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", self.kind or self.source)
+        if self.name in METRICS:
+            raise ValueError(
+                f"{self.source}: got the name {self.name!r} for an entry of state.extra, which is that of a metric; "
+                f"expected another one than {', '.join(map(repr, METRICS))}."
+            )
+
+    def factor(self, value: object) -> float:
+        """The scale, by which cotangents are multiplied; 1 where it has none, an error where it is not positive."""
+        factor = float(self.scale(value)) if self.scale else 1.0
+        if not 0.0 < factor < math.inf:
+            raise ValueError(
+                f"state.extra[{self.name!r}] ({self.source}): got a scale of {factor}, expected a positive number that "
+                "is the same on every rank."
+            )
+        return factor
 
 
 class Signature(NamedTuple):
@@ -80,16 +125,12 @@ class Spec:
         return next((rule.value for rule in self.rules if isinstance(rule.value, Sharding)), None)
 
     @property
-    def scales(self) -> bool:
-        """Whether cotangents are scaled inside the pullback."""
-        return any(extra.scale for extra in self.extras)
-
-    @property
     def fused_norm(self) -> str:
         """How a fused update comes to know the norm of all gradients: "once" where nothing needs it."""
         if self.fusion not in (None, "auto"):
             return self.fusion
-        return "held" if self.optimizer.needs == "all" else "twice" if self.optimizer.needs or self.scales else "once"
+        needed = self.optimizer.needs or any(extra.scale for extra in self.extras)  # a scale skips what is not finite
+        return "held" if self.optimizer.needs == "all" else "twice" if needed else "once"
 
     @property
     def signature(self) -> Signature:

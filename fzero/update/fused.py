@@ -17,7 +17,7 @@ from fzero.engine.run import Run
 from fzero.formats.formats import Companded
 from fzero.formats.stored import Stored, encode
 from fzero.optim.base import values
-from fzero.state.norm import squares_of, sum_of_squares
+from fzero.state.gather import squares_of, sum_of_squares
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key

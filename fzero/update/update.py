@@ -13,10 +13,9 @@ from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.kernels.onepass import write
 from fzero.optim.base import call_fused, call_update, values
-from fzero.state.draw import Draw
+from fzero.state.gather import global_norm
 from fzero.state.moments import apart, next_extra, to_moment_dtype
-from fzero.state.norm import global_norm
-from fzero.state.sharded import Sharded, group_of, is_sharded, map_trees
+from fzero.state.sharded import Draw, Sharded, group_of, is_sharded, map_trees
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
