@@ -68,7 +68,8 @@ class Plan:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    policy, frozen, whole = row.policy, row.frozen, " (full)" if row.held else ""
+    policy, whole = row.policy, " (full)" if row.held else ""
+    assert policy.compute and policy.reduce
     notes = [word for word, said in (("remat", row.remat), ("compiled", row.compile)) if said and row.unit]
     return (
         row.path,
@@ -77,8 +78,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         _kept(row.params) + whole,
         _kept(row.grads),
         _kept(row.moments),
-        _short(policy.compute) + (" by 8-bit" if policy.gather else ""),
-        "–" if frozen else _short(policy.reduce),
+        str(Plain(policy.compute)) + (" by 8-bit" if policy.gather else ""),
+        "–" if row.frozen else str(Plain(policy.reduce)),
         row.lifetime if row.unit or row.lifetime != "one use" else "the step",
         ", ".join([row.optimizer, *notes]),
     )
@@ -88,12 +89,8 @@ def _kept(kept: Kept | None) -> str:
     """How one kind of state is stored, and the axes that it is cut over."""
     if kept is None:
         return "none"
-    stored = _short(kept.stored) if isinstance(kept.stored, torch.dtype) else str(kept.stored)
+    stored = str(Plain(kept.stored) if isinstance(kept.stored, torch.dtype) else kept.stored)
     return ", ".join([stored, *(cut.axis for cut in kept.cuts), *([kept.memory] if kept.memory != "device" else [])])
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def _bytes(count: int) -> str:

@@ -69,8 +69,7 @@ class Step(Spec):
         """
         check_state(self, state)
         need_int(rng, "step.vjp", "rng")
-        numbers = need_argnums(argnums, inputs)
-        pullback = Pullback(self, state, inputs, numbers, rng)
+        pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
         outputs, aux = pullback.taken()
         return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
 

@@ -48,9 +48,10 @@ class Sharded:
         self._buffers, self._held = dict(buffers), dict(held or {})
         self._dead: str | None = None
 
-    def _alive(self) -> None:
+    def _alive(self) -> Sharded:
         if self._dead:
             raise RuntimeError(self._dead)
+        return self
 
     def kill(self, why: str) -> None:
         """Drops the buffers; any later use raises `why`."""
@@ -58,13 +59,11 @@ class Sharded:
 
     @property
     def buffers(self) -> dict[Any, torch.Tensor]:
-        self._alive()
-        return self._buffers
+        return self._alive()._buffers
 
     @property
     def held(self) -> dict[Any, torch.Tensor]:
-        self._alive()
-        return self._held
+        return self._alive()._held
 
     @property
     def device(self) -> torch.device:
@@ -161,11 +160,8 @@ class Sharded:
     def __repr__(self) -> str:
         if self._dead:
             return f"Sharded(dead: {self._dead})"
-        lines = [
-            f"  {row.path}: {tuple(row.shape)} in {key}"
-            for row in self.layout.rows
-            if (key := self.layout.key_of[row.path][0]) in self.keys
-        ]
+        keys = [(row, self.layout.key_of[row.path][0]) for row in self.layout.rows]
+        lines = [f"  {row.path}: {row.shape} in {key}" for row, key in keys if key in self.keys]
         return f"Sharded({self.axis}\n" + "\n".join(lines) + ")"
 
 
@@ -200,25 +196,22 @@ def _check_codes(tree: Sharded, key: Key) -> None:
 
 @dataclass(frozen=True)
 class Draw:
-    """What the random bits of one update come from, and in which units its kernels are to be compiled."""
+    """The origin of the random bits of one update, and the units in which its kernels are to be compiled."""
 
     seed: int
     count: int
     compiled: frozenset[str] = frozenset()
 
-    def of_leaf(self, path: str) -> int:
-        """A signed 32-bit number for a leaf."""
-        said = f"{self.seed} {self.count} {path}".encode()
-        return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
-
     def counters(self, layout: Layout, key: Key, rank: int) -> Counters:
-        """Those of rank's shard of a group."""
+        """The counters of rank's shard of a group."""
         low, count = rank * layout.shard_numel(key), layout.shard_numel(key) // ALIGN
         runs, end = [], 0
         for slot, start, stop in layout.pieces(key, rank):
             if start < stop:
+                said = f"{self.seed} {self.count} {slot.path}".encode()
+                own = int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
                 number = (low + start - slot.offset) // ALIGN
-                runs.append((start // ALIGN, _signed(number * _GOLDEN + self.of_leaf(slot.path)), _GOLDEN))
+                runs.append((start // ALIGN, _signed(number * _GOLDEN + own), _GOLDEN))
                 end = -(-stop // ALIGN)
         if end < count:
             runs.append((end, 0, 0))

@@ -38,8 +38,13 @@ class TrainState:
         seed: int,
         signature: Signature,
     ) -> None:
-        self._params, self._grads, self._moments = _fresh(params), _fresh(grads), _fresh(moments)
-        self._extra = {name: _fresh(value) for name, value in extra.items()}
+        trees = (
+            params,
+            grads,
+            moments,
+            dict(extra),
+        )  # in shells of this state's own, as one state's end is not another's
+        self._params, self._grads, self._moments, self._extra = map_trees(lambda tree: tree.replaced(), trees)
         self.step, self.seed, self.signature = step, seed, signature
         self._dead: str | None = None
 
@@ -108,11 +113,6 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "seed": (int, "an int"),
     "signature": (Signature, "that of a step"),
 }
-
-
-def _fresh(tree: object) -> Any:
-    """New shells around the same buffers: killing one state then never touches another's."""
-    return map_trees(lambda node: node.replaced(), tree)
 
 
 def _flatten(state: TrainState) -> tuple[tuple[object, ...], pytree.Unseen]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -118,6 +118,11 @@ class Layout:
     rows: tuple[Row, ...]
     shards: int
     groups: Mapping[Key, Group]
+    # as far as asked for: (kind of state, group key) -> its format and its buffers' names
+    formats: dict[tuple[str, Key], tuple[Format, tuple[object, ...]]] = field(default_factory=dict, repr=False)
+    # as far as asked for: rules -> the table that they make of these leaves, as steps may share a state
+    tables: dict[tuple[Rule, ...], Table] = field(default_factory=dict, repr=False)
+    _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _hash(self) -> int:
@@ -155,20 +160,6 @@ class Layout:
     def trainable(self) -> tuple[Key, ...]:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
-
-    @cached_property
-    def formats(self) -> dict[tuple[str, Key], tuple[Format, tuple[object, ...]]]:
-        """(kind, group key) -> how that is stored and what its buffers are called, as far as asked for."""
-        return {}
-
-    @cached_property
-    def tables(self) -> dict[tuple[Rule, ...], Table]:
-        """Rules -> the table that they make of these leaves, as far as asked for: steps may share a state."""
-        return {}
-
-    @cached_property
-    def _sizes(self) -> dict[tuple[Key, int], list[int]]:
-        return {}
 
     def shard_numel(self, key: Key) -> int:
         return self.groups[key].numel // self.groups[key].shards

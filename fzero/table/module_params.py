@@ -45,8 +45,7 @@ class ModuleParams(dict[str, Any]):
     def __or__(self, other: object) -> object:
         if not isinstance(other, dict):
             return NotImplemented
-        out = self.copy()
-        out.update(other)
+        out = _like(vars(self), {**self, **other}.items())
         out.frozen = tuple(sorted({*self.frozen, *getattr(other, "frozen", ())}))
         return out
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fzero.base import private
-from fzero.base.arguments import named, need_number, wrong
+from fzero.base.arguments import need_number, wrong
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Spec
 
@@ -42,10 +42,8 @@ def need_rate(lr: object, who: str) -> None:
 
 def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> None:
     if not isinstance(optimizer, GradientTransformation):
-        raise TypeError(
-            f"{who}: got {argument}={named(optimizer)}, expected a GradientTransformation such as fz.adamw(1e-3). "
-            "torch.optim's optimizers hold state of their own and do not fit."
-        )
+        expected = "a GradientTransformation such as fz.adamw(1e-3); torch.optim's optimizers hold state of their own"
+        raise wrong(who, argument, optimizer, expected)
     for name in ("init", "update"):
         if not callable(getattr(optimizer, name)):
             raise wrong(who, f"{argument}.{name}", getattr(optimizer, name), "a function")

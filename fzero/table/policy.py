@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.formats.formats import Companded, Corrected, Exact, Format, Plain
 
@@ -64,7 +65,7 @@ class Policy:
         for column, known in _TAKES.items():
             value = getattr(self, column)
             if value not in known:
-                raise ValueError(f"Policy({column}=...): got {value!r}, expected one of {', '.join(map(repr, known))}.")
+                raise ValueError(f"Policy({column}=...): got {value!r}, expected {', '.join(map(str, known))}.")
         if self.rounding != "nearest" and self.param not in (None, torch.bfloat16):
             raise ValueError(
                 f"Policy(param={self.param}, rounding={self.rounding!r}): {self.rounding} rounding is to "
@@ -156,10 +157,8 @@ class Policy:
             True
         """
         if not isinstance(policies, Mapping) or not all(isinstance(p, Policy) for p in policies.values()):
-            raise TypeError(
-                f"Policy.by_path: got policies={type(policies).__name__}, expected a dict of patterns to policies, "
-                "such as {'*norm*': fz.Policy(), '*': fz.Policy.bf16_states()}."
-            )
+            expected = "a dict of patterns to policies, such as {'*norm*': fz.Policy(), '*': fz.Policy.bf16_states()}"
+            raise wrong("Policy.by_path", "policies", policies, expected)
         if not policies:
             raise ValueError("Policy.by_path: got no patterns; give at least {'*': fz.Policy()}.")
         return ByPath(tuple(policies.items()))

@@ -59,18 +59,15 @@ class Kept(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """What holds for one leaf. Leaves of a unit whose rows are alike share their buffers.
+    """The table's columns for one leaf. Leaves of a unit whose rows are alike share their buffers.
 
     Attributes:
         dtype: the leaf's own.
-        policy: with every column filled in: what is computed and summed in.
+        policy: the leaf's, with every column filled in.
         params, grads, moments: how these are kept; None of a frozen leaf's grads and moments.
-        cuts: what a rank's slice of the leaf is, where any of its state is cut.
-        lifetime: how long a gathered copy lives: "one use", "the step" (it is held between steps too), or "always",
-            where nothing is gathered.
+        cuts: a rank's slice of the leaf, where any of its state is cut.
+        lifetime: of a gathered copy: "one use", "the step" (it is held between steps too), or "always", ungathered.
         autocast: the dtype of torch.autocast while the leaf's unit runs, or None.
-        remat: whether its unit is recomputed.
-        compile: whether its unit is compiled.
     """
 
     path: str
@@ -109,14 +106,10 @@ class Row:
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of all leaves.
-
-    Attributes:
-        outside: the dtype of torch.autocast for what runs outside of units, or None.
-    """
+    """The rows of all leaves."""
 
     rows: tuple[Row, ...]
-    outside: torch.dtype | None
+    outside: torch.dtype | None  # torch.autocast's for what runs outside of units
 
     @cached_property
     def units(self) -> dict[str, Row]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from fzero.base.arguments import named
 from fzero.table.spec import S, need_step
 
-NORMS = ("auto", "twice", "held", "8-bit")
-
 
 def fuse_update(step: S, norm: str = "auto") -> S:
     """Updates each unit inside the pullback, as soon as its reduced gradients exist: they never all live at once.
@@ -53,8 +51,9 @@ def fuse_update(step: S, norm: str = "auto") -> S:
         tensor([0.9000, 0.9000])
     """
     need_step(step, "fuse_update")
-    if not isinstance(norm, str) or norm not in NORMS:
-        raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, NORMS))}.")
+    norms = ("auto", "twice", "held", "8-bit")
+    if not isinstance(norm, str) or norm not in norms:
+        raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, norms))}.")
     if step.optimizer.fused is None or not step.optimizer.by_leaf:
         raise ValueError(
             "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "
