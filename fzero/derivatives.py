@@ -39,7 +39,7 @@ class Tape:
         return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
 
     def grads(self) -> Sharded:
-        """What the backward passes so far added up to, for `step.update` or `step.add_grads`; then starts from zero."""
+        """The sums of the backward passes so far, for `step.update` or `step.add_grads`; then starts from zero."""
         params = self._state.params
         found = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in self._leaves.items()}
         for leaf in self._leaves.values():

@@ -101,7 +101,7 @@ def _bytes(count: int) -> str:
 
 
 def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
-    """What `init` would make of these params, without making it: no process group, no memory.
+    """The state that `init` would make of these params, counted and not made: no process group, no memory.
 
     Args:
         step: any step.

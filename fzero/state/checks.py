@@ -1,4 +1,4 @@
-"""What is checked of the values that a verb receives, before anything is communicated.
+"""Checks of the values that a verb receives, before anything is communicated.
 
 No verb but a pullback can be transformed: what torch.func differentiates or maps, it would take for a constant.
 """

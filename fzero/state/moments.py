@@ -23,7 +23,7 @@ def init_moments(step: Spec, params: Sharded) -> object:
 
 
 def init_extras(step: Spec, params: Sharded) -> dict[str, object]:
-    """What transforms add to the state, in memory of its own."""
+    """The transforms' entries of the state, in memory of their own."""
     return {extra.name: _placed(extra, extra.init(params), params) for extra in step.extras}
 
 

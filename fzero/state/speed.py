@@ -1,4 +1,4 @@
-"""What a CPU without instructions for a low-precision dtype pays for it, measured once."""
+"""The price of a low-precision dtype on a CPU without instructions for it, measured once."""
 
 from __future__ import annotations
 

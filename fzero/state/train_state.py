@@ -38,12 +38,7 @@ class TrainState:
         seed: int,
         signature: Signature,
     ) -> None:
-        trees = (
-            params,
-            grads,
-            moments,
-            dict(extra),
-        )  # in shells of this state's own, as one state's end is not another's
+        trees = (params, grads, moments, dict(extra))  # in new shells: one state's end is not another's
         self._params, self._grads, self._moments, self._extra = map_trees(lambda tree: tree.replaced(), trees)
         self.step, self.seed, self.signature = step, seed, signature
         self._dead: str | None = None

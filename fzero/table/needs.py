@@ -1,4 +1,4 @@
-"""What a public function is given of a step, held against what it takes."""
+"""Checks of the functions, rates and optimizers that a public function is given."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from fzero.table.spec import Spec
 
 
 def is_component(value: object) -> bool:
-    """Whether something that can be called was not meant to be: a step, a module, a class."""
+    """True for what can be called and was not meant to be: a step, a module, a class."""
     return isinstance(value, (Spec, torch.nn.Module, type))
 
 

@@ -37,5 +37,5 @@ class GradientTransformation(NamedTuple):
 
     @property
     def by_group(self) -> bool:
-        """Whether groups may be updated in place one by one."""
+        """True where groups may be updated in place one by one."""
         return self.fused is not None and self.by_leaf and self.needs != "all"

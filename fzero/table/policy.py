@@ -144,7 +144,7 @@ class Policy:
 
     @property
     def computes_as_stored(self) -> bool:
-        """Whether a full buffer in compute dtype has the stored values."""
+        """True where a full buffer in compute dtype has the stored values."""
         return self.param_format.plain and self.compute == self.param and self.gather is None
 
     @staticmethod

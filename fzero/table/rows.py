@@ -91,7 +91,7 @@ class Row:
 
     @property
     def held(self) -> bool:
-        """Whether every rank holds the full params, beside its slice of what is updated (ZeRO-1 and 2)."""
+        """True where every rank holds the full params, beside its slice of what is updated (ZeRO-1 and 2)."""
         return self.lifetime == "the step"
 
     @property
@@ -100,7 +100,7 @@ class Row:
 
     @property
     def group(self) -> tuple[object, ...]:
-        """What two leaves of a unit must share to lie in one buffer."""
+        """The fields that two leaves of a unit must share to lie in one buffer."""
         return (self.policy, self.optimizer, self.params, self.grads, self.moments, self.cuts, self.lifetime)
 
 
@@ -118,7 +118,7 @@ class Table:
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether params are gathered where they are used."""
+        """True where params are gathered at their use."""
         return any(row.params.cuts for row in self.rows)
 
     @cached_property
@@ -177,11 +177,7 @@ def resolve(
     label: Callable[[str], str],
     frozen: Container[int] = (),
 ) -> Table:
-    """The table of these leaves, of which `frozen` are the indices of those that their module does not train.
-
-    Args:
-        label: `label(path)` names the optimizer of a leaf.
-    """
+    """The table of leaves whose optimizers `label(path)` names; modules do not train those at the `frozen` indices."""
     _check_patterns([path for path, _, _ in leaves], rules, policy, units)
     rows = []
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}  # unit -> its first leaf and what the rules say of it

@@ -78,7 +78,7 @@ class Signature(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """What a step is made of, as data: transforms return one with one more rule, and the engine reads it.
+    """The fields of a step, as data: transforms return one with one more rule, and the engine reads it.
 
     `fz.Step` adds the verbs.
     """
