@@ -142,8 +142,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
             f"per_example_grads: got only={only!r}, expected a pattern that matches a trained leaf"
             f"{'; every leaf is frozen' if all(row.frozen for row in rows) else ''}."
         )
-    seed = seed_of(state, 0, 0)
-    traversal, primals, fixed = traversal_of(step, state, seed)
+    traversal, primals, fixed = traversal_of(step, state, seed_of(state, 0, 0))
     other = next((row for row in traversal.table.rows if row.autocast != traversal.table.outside), None)
     if other is not None:
         raise ValueError(

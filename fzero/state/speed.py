@@ -6,14 +6,11 @@ import functools
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
 from fzero.base import private
-
-if TYPE_CHECKING:
-    from fzero.state.train_state import TrainState
+from fzero.state.train_state import TrainState
 
 SLOW = 3.0  # times as long as in float32: a CPU with instructions for it takes less than once, one without 10 to 50
 _said: set[torch.dtype] = set()

@@ -73,7 +73,7 @@ def _shard(step: S, stage: int, mesh: object, axis: str, replicate: str | None, 
     need_str(replicate, name, "replicate", "the name of a mesh axis or None", or_none=True)
     if mesh is not None and not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_group")):
         raise wrong(name, "mesh", mesh, "a DeviceMesh (torch.distributed.init_device_mesh makes one) or None")
-    if replicate is not None and replicate == axis:
+    if replicate == axis:
         raise ValueError(f"{name}: got replicate={replicate!r}, which is the axis too; expected another mesh axis.")
     if replicate is not None and mesh is None:
         raise ValueError(f"{name}: got replicate={replicate!r} without a mesh; expected a mesh that has both axes.")
