@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
-from fzero.formats.formats import ALIGN, Format
+from fzero.formats.formats import ALIGN
 from fzero.formats.stored import decode, encode, zeros
-from fzero.state.constants import constants
+from fzero.state.checks import constants
 from fzero.state.init import as_held, checksum
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves
-from fzero.table.needs import need_step
-from fzero.table.spec import Spec
+from fzero.table.spec import Spec, need_step
 
 
 def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
@@ -47,39 +46,37 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     need_bool(lossy, "convert", "lossy")
     if not isinstance(state, TrainState):
         raise wrong("convert", "state", state, "what step.init returned")
-    state = constants("fz.convert", "state", state)
+    (state,) = constants("fz.convert", state=state)
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     with private.below_transforms():
-        return _converted(state, step, lossy)
+        params = _params(state.params, step, lossy)
+        moments = _filled(state.moments, init_moments(step, params), lossy)
+        extra = _extras(state, step, params, lossy)
+        return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
 
 
-def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
-    old = state.params
+def _params(old: Sharded, step: Spec, lossy: bool) -> Sharded:
     rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows], frozen_leaves(old.structure))
     axis = step.axis()
     moves = axis != old.axis  # to other ranks
-    label = getattr(step.fn, "__name__", type(step.fn).__name__)
-    axis = axis.of_component(label) if moves else axis.of_component_of(old.axis)
+    axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
     layout = Layout.build(rows, axis.size)
-    buffers: dict[object, torch.Tensor] = {}
-    held: dict[object, torch.Tensor] = {}
+    held: dict[Key, torch.Tensor] = {}
     said: list[str] = []
+    new = Sharded(layout, axis, old.structure, {}, kind="params")
     if not lossy:
-        _refuse_losses(old, layout)
-    source = _Source(old)
+        _refuse_losses(old, new, layout.groups)
+    source, buffers = _Source(old), {}
     for key, group in layout.groups.items():
         policy = group.row.policy
-        form = policy.param_format
-        parts = source.parts(layout, key, form)
-        own = _own(parts, axis.rank, group.shards)
+        parts = source.parts(new, key)
         if moves and axis.ranks > 1:
             said.append(f"{group.slots[0].path} and others with checksums {[checksum(part) for part in parts]}")
         if group.row.held:
             held[key] = as_held(policy, parts)
-            if policy.computes_as_stored:
-                continue
-        buffers.update(zip(part_names(form, key), own, strict=True))
+        if not (group.row.held and policy.computes_as_stored):
+            buffers.update(_own(new, key, parts))
     if moves:
         axis.check_same(
             "\n".join(said),
@@ -87,16 +84,13 @@ def _converted(state: TrainState, step: Spec, lossy: bool) -> TrainState:
             "They come from states of several components; start from one's fz.gather(state.params), with "
             "step.init(params, sync=True).",
         )
-    params = Sharded(layout, axis, old.structure, buffers, held, kind="params")
-    moments = _filled(state.moments, init_moments(step, params), lossy)
-    extra = _extras(state, step, params, lossy)
-    return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
+    return new.replaced(buffers=buffers, held=held)
 
 
 def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict[str, object]:
-    """What both steps keep alike, as it is; what only the new one keeps, at its beginning."""
-    kinds, before = ({name: kind for name, kind, _ in each[2]} for each in (step.signature, state.signature))
-    lost = [name for name, kind, expendable in state.signature[2] if kinds.get(name) != kind and not expendable]
+    """The entries that both steps keep alike as they are, and those that only the new one keeps at their beginning."""
+    kinds, before = ({name: kind for name, kind, _ in each.extras} for each in (step.signature, state.signature))
+    lost = [name for name, kind, expendable in state.signature.extras if kinds.get(name) != kind and not expendable]
     if lost and not lossy:
         raise ValueError(
             f"convert: the state keeps state.extra[{lost[0]!r}] of {before[lost[0]]}, which the step does not. Say "
@@ -108,25 +102,16 @@ def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict
     }
 
 
-def _filled(old: Any, new: Any, lossy: bool) -> Any:
+def _filled(old: object, new: object, lossy: bool) -> object:
     """The new trees filled with the old ones' values; what is not a tree (a count) stays."""
 
-    def one(before: Any, after: Any) -> Any:
+    def one(before: object, after: Sharded) -> object:
         if not is_sharded(before):
             return before
         if not lossy:
-            _refuse_losses(before, after.layout, after)
-        source, buffers = _Source(before), {}
-        for key in after.keys:
-            form = after.format(key)
-            start = None
-            if any(before.layout.key_of[slot.path][0] not in before.keys for slot in after.layout.groups[key].slots):
-                parts = after.stored(key).parts  # it was frozen
-                start = [after.axis_of(key).gather(part, f"convert of {key}") for part in parts]
-            full = source.parts(after.layout, key, form, start)
-            own = _own(full, after.axis.rank, after.layout.groups[key].shards)
-            buffers.update(zip(part_names(form, key), own, strict=True))
-        return after.over(buffers)
+            _refuse_losses(before, after, after.keys)
+        source = _Source(before)
+        return after.over({k: v for key in after.keys for k, v in _own(after, key, source.parts(after, key)).items()})
 
     try:
         return pytree.map(one, old, new, is_leaf=is_sharded)
@@ -139,8 +124,11 @@ def _filled(old: Any, new: Any, lossy: bool) -> Any:
         ) from error
 
 
-def _own(parts: list[torch.Tensor], rank: int, size: int) -> list[torch.Tensor]:
-    return [part.chunk(size)[rank].clone() if size > 1 else part for part in parts]
+def _own(tree: Sharded, key: Key, parts: list[torch.Tensor]) -> dict[object, torch.Tensor]:
+    """This rank's buffers of a group, by their names, from its full parts."""
+    size, rank = tree.layout.groups[key].shards, tree.axis.rank
+    own = [part.chunk(size)[rank].clone() if size > 1 else part for part in parts]
+    return dict(zip(part_names(tree.format(key), key), own, strict=True))
 
 
 class _Source:
@@ -148,30 +136,27 @@ class _Source:
 
     def __init__(self, tree: Sharded) -> None:
         self.tree = tree
-        self._gathered: dict[Any, list[torch.Tensor]] = {}
+        self._gathered: dict[Key, list[torch.Tensor]] = {}
 
     def _full(self, key: Key) -> list[torch.Tensor]:
         """The full parts of an old group."""
         if key not in self._gathered:
-            unit = self.tree.layout.groups[key].unit
-            self._gathered = {k: v for k, v in self._gathered.items() if self.tree.layout.groups[k].unit == unit}
-            parts = self.tree.stored(key).parts
-            self._gathered[key] = [self.tree.axis_of(key).gather(part, f"convert of {key}") for part in parts]
+            self._gathered = {own: parts for own, parts in self._gathered.items() if own.unit == key.unit}
+            self._gathered[key] = _gathered_parts(self.tree, key)
         return self._gathered[key]
 
-    def parts(
-        self, layout: Layout, key: Key, form: Format, start: list[torch.Tensor] | None = None
-    ) -> list[torch.Tensor]:
-        """The full parts of a new group; `start` has those of leaves that the old tree does not have, or zeros do."""
-        group = layout.groups[key]
-        device = next(iter(self.tree.locals().values())).device if self.tree.keys else "cpu"
-        out = start or list(zeros(form, group.numel, device))
-        for slot in group.slots:
-            old_key, old = self.tree.layout.key_of[slot.path]
-            if old_key not in self.tree.keys:  # it was frozen
+    def parts(self, new: Sharded, key: Key) -> list[torch.Tensor]:
+        """The full parts of a new group; leaves that were frozen keep what the new tree has, or are zero."""
+        group, form, keys = new.layout.groups[key], new.format(key), self.tree.keys
+        places = [(slot, *self.tree.layout.key_of[slot.path]) for slot in group.slots]
+        if all(old_key in keys for _, old_key, _ in places):
+            out = list(zeros(form, group.numel, self.tree.device))
+        else:  # one was frozen
+            out = _gathered_parts(new, key)
+        for slot, old_key, old in places:
+            if old_key not in keys:
                 continue
-            numel = -(-slot.numel // ALIGN) * ALIGN
-            have = self.tree.format(old_key)
+            numel, have = -(-slot.numel // ALIGN) * ALIGN, self.tree.format(old_key)
             taken = [
                 full[old.offset // part.every : (old.offset + numel) // part.every]
                 for part, full in zip(have.parts, self._full(old_key), strict=True)
@@ -184,17 +169,17 @@ class _Source:
         return out
 
 
-def _refuse_losses(old: Sharded, layout: Layout, new: Sharded | None = None) -> None:
-    for key, group in layout.groups.items():
-        if new is not None and key not in new.keys:
-            continue
-        form = new.format(key) if new is not None else group.row.policy.param_format
-        for slot in group.slots:
-            old_key, _ = old.layout.key_of[slot.path]
-            if old_key in old.keys and not form.keeps(have := old.format(old_key)):
-                what = "params" if new is None else "moments"
-                raise ValueError(
-                    f"convert: the {what} of leaf {slot.path!r} are stored as {have}, and would be rounded to {form}. "
-                    "Say fz.convert(state, step, lossy=True) to round them to nearest, or use a step whose policy "
-                    "keeps them, such as fz.Policy.exact()."
-                )
+def _gathered_parts(tree: Sharded, key: Key) -> list[torch.Tensor]:
+    return [tree.axis_of(key).gather(part, f"convert of {key}") for part in tree.stored(key).parts]
+
+
+def _refuse_losses(old: Sharded, new: Sharded, keys: Iterable[Key]) -> None:
+    for slot, form in [(slot, new.format(key)) for key in keys for slot in new.layout.groups[key].slots]:
+        old_key, _ = old.layout.key_of[slot.path]
+        if old_key in old.keys and not form.keeps(have := old.format(old_key)):
+            what = "params" if new.kind == "params" else "moments"
+            raise ValueError(
+                f"convert: the {what} of leaf {slot.path!r} are stored as {have}, and would be rounded to {form}. Say "
+                "fz.convert(state, step, lossy=True) to round them to nearest, or use a step whose policy keeps them, "
+                "such as fz.Policy.exact()."
+            )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,11 +16,10 @@ from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.run import scalar_loss, split_result
 from fzero.engine.traversal import autocast, running
-from fzero.state.checks import check_grads, check_state
-from fzero.state.constants import constants
+from fzero.state.checks import check_grads, check_state, constants
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
-from fzero.table.needs import need_step
+from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
 
@@ -28,20 +27,19 @@ class Tape:
     """The step's function under plain autograd; made by `tape`."""
 
     def __init__(self, step: Spec, state: TrainState) -> None:
-        check_state(step, state)
+        check_state(step, state, "tape")
         self._step, self._state, self._calls = step, state, 0
         _, primals, self._fixed = traversal_of(step, state, (0,))
         self._leaves = {key: primal.detach().requires_grad_() for key, primal in primals.items()}
 
     def __call__(self, *inputs: object) -> Any:
         """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
+        traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
         self._calls += 1
-        seed = seed_of(self._state, self._calls - 1, 0)
-        traversal, _, _ = traversal_of(self._step, self._state, seed)
         return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
 
     def grads(self) -> Sharded:
-        """What the backward passes so far added up to, for `step.update` or `step.add_grads`; then starts from zero."""
+        """The sums of the backward passes so far, for `step.update` or `step.add_grads`; then starts from zero."""
         params = self._state.params
         found = {key: torch.zeros_like(x) if x.grad is None else x.grad for key, x in self._leaves.items()}
         for leaf in self._leaves.values():
@@ -65,12 +63,11 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
         >>> fz.gather(grads)["w"]
         tensor([1., 1.])
     """
-    need_step(step, "tape")
     with torch.enable_grad():
         yield Tape(step, state)
 
 
-def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
+def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     """The Hessian of the mean loss times `v`, by reverse mode over reverse mode (Pearlmutter 1994).
 
     Args:
@@ -89,25 +86,18 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: Any) -> Sharded:
         >>> fz.gather(fz.hvp(step, state, pullback(torch.ones(()))[0], torch.ones(2)))["w"]
         tensor([18., 18.])
     """
-    need_step(step, "hvp")
-    check_state(step, state)
-    check_grads(step, state, v, "v")
-    state, v = constants("fz.hvp", "state", state), constants("fz.hvp", "v", v)
-    inputs = constants("fz.hvp", "inputs", inputs)
+    check_grads(step, state, v, "v", "hvp")
+    state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
     seed = seed_of(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
 
-    def grad(primals: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        def loss(primals: dict[Any, torch.Tensor]) -> torch.Tensor:
-            traversal, _, fixed = traversal_of(step, state, seed)
-            out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
-            return scalar_loss(split_result(step, out)[0], "hvp")
-
-        pulled: object = torch.func.vjp(loss, primals)
-        return pulled[1](torch.ones_like(pulled[0]))[0]
+    def loss(primals: dict[Key, torch.Tensor]) -> torch.Tensor:
+        traversal, _, fixed = traversal_of(step, state, seed)
+        out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
+        return scalar_loss(split_result(step, out)[0], "hvp")
 
     with torch.no_grad():
-        pulled: object = torch.func.vjp(grad, primals)
+        pulled: object = torch.func.vjp(torch.func.grad(loss), primals)
         (product,) = pulled[1](v.locals(), retain_graph=False, create_graph=False)
     return v.with_buffers(product)
 
@@ -139,13 +129,12 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         tensor([[1.],
                 [3.]])
     """
-    need_step(step, "per_example_grads")
-    check_state(step, state)
+    check_state(step, state, "per_example_grads")
     need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
-    state = constants("fz.per_example_grads", "state", state)
-    inputs = constants("fz.per_example_grads", "inputs", inputs)
-    flat, spec = pytree.flatten(tuple(inputs))
-    dims = _example_dims(inputs)
+    state, inputs = constants("fz.per_example_grads", state=state, inputs=inputs)
+    names, flat, spec = pytree.named_leaves(tuple(inputs))
+    dims = [0 if isinstance(x, torch.Tensor) else None for x in flat]
+    _check_examples({name: x for name, x in zip(names, flat, strict=True) if isinstance(x, torch.Tensor)}, inputs)
     rows = state.layout.rows
     chosen = [i for i, row in enumerate(rows) if not row.frozen and (only is None or matches(only, row.path))]
     if not chosen:
@@ -153,57 +142,48 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
             f"per_example_grads: got only={only!r}, expected a pattern that matches a trained leaf"
             f"{'; every leaf is frozen' if all(row.frozen for row in rows) else ''}."
         )
-    seed = seed_of(state, 0, 0)
-    traversal, primals, fixed = traversal_of(step, state, seed)
+    traversal, primals, fixed = traversal_of(step, state, seed_of(state, 0, 0))
     other = next((row for row in traversal.table.rows if row.autocast != traversal.table.outside), None)
     if other is not None:
         raise ValueError(
             f"per_example_grads: unit {other.unit!r} runs under another autocast than what is around it, and here its "
             "leaves are whole. Say fz.autocast without a pattern, or leave it out."
         )
-    leaves: list[Any] = [None] * len(rows)
+    leaves: dict[int, torch.Tensor] = {}
     for key, primal in {**primals, **fixed}.items():
-        full, _ = traversal.uses[key].value(primal)
-        for index, view in state.layout.groups[key].views(full).items():
-            leaves[index] = view
+        leaves.update(state.layout.groups[key].views(traversal.uses[key].value(primal)[0]))
 
-    def loss(values: list[torch.Tensor], *example: Any) -> torch.Tensor:
-        filled = list(leaves)
-        for place, value in zip(chosen, values, strict=True):
-            filled[place] = value
+    def loss(values: dict[int, torch.Tensor], *example: Any) -> torch.Tensor:
+        full = leaves | values
+        tree = pytree.unflatten(state.params.structure, [full[i] for i in range(len(rows))])
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
         token = running.set(state.layout)
         try:
             with autocast(traversal.device, traversal.table.outside):
-                tree = pytree.unflatten(state.params.structure, filled)
-                out = split_result(step, step.fn(tree, *pytree.unflatten(spec, batch)))[0]
+                out = step.fn(tree, *pytree.unflatten(spec, batch))
         finally:
             running.reset(token)
-        return scalar_loss(out, "per_example_grads")
+        return scalar_loss(split_result(step, out)[0], "per_example_grads")
 
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *dims), randomness="different")
     with torch.no_grad(), seeded(traversal.next_seed()):
-        grads = mapped([leaves[i] for i in chosen], *flat)
-    found = {i: grad.to(rows[i].policy.grad) for i, grad in zip(chosen, grads, strict=True)}
-    return pytree.unflatten(state.params.structure, [found.get(i) for i in range(len(leaves))])
+        grads = mapped({i: leaves[i] for i in chosen}, *flat)
+    found = [grads[i].to(row.policy.grad) if i in grads else None for i, row in enumerate(rows)]
+    return pytree.unflatten(state.params.structure, found)
 
 
-def _example_dims(inputs: Sequence[object]) -> list[int | None]:
-    """0 for every flat input that is a tensor, whose examples lie along dim 0."""
-    names, flat, _ = pytree.named_leaves(tuple(inputs))
-    sizes: dict[str, int] = {}
-    for name, x in zip(names, flat, strict=True):
-        if isinstance(x, torch.Tensor):
-            if not x.ndim:
-                raise ValueError(
-                    f"per_example_grads: got input {name} of shape (), expected examples along its dim 0. Let the "
-                    "function close over what holds for all examples."
-                )
-            sizes[name] = x.shape[0]
+def _check_examples(tensors: Mapping[str, torch.Tensor], inputs: Sequence[object]) -> None:
+    """Refuses inputs whose tensors do not have the same number of examples along dim 0."""
+    for name, x in tensors.items():
+        if not x.ndim:
+            raise ValueError(
+                f"per_example_grads: got input {name} of shape (), expected examples along its dim 0. Let the function "
+                "close over what holds for all examples."
+            )
+    sizes = {name: x.shape[0] for name, x in tensors.items()}
     if not sizes:
         got = ", ".join(map(named, inputs)) or "no inputs"
         raise TypeError(f"per_example_grads: got input {got}, expected at least one tensor with examples along dim 0.")
     if len(set(sizes.values())) > 1:
         said = ", ".join(f"{size} in input {name}" for name, size in sizes.items())
         raise ValueError(f"per_example_grads: got examples along dim 0: {said}; expected the same number in all.")
-    return [0 if isinstance(x, torch.Tensor) else None for x in flat]

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Container, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import nn
 
 from fzero.base.arguments import wrong
@@ -26,7 +27,6 @@ from fzero.modules.untouched import Untouched, refuse_changes, refuse_in_place
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
-Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]]] = contextvars.ContextVar("fzero_module_units")
 # index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
@@ -100,7 +100,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         call, fast = whole.around(places.call), whole.around(Places(own, compiled(run_forward, own), elsewhere).call)
 
         @functools.wraps(run_forward)
-        def forward(*args: Any, **kwargs: Any) -> Any:
+        def forward(*args: object, **kwargs: object) -> Any:
             running_units = _units.get(None)
             if running_units is None:
                 raise TypeError(CHECKPOINTED)
@@ -113,7 +113,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 return run_forward(*args, **kwargs)
             leaves = places.now(leaves)
 
-            def node(seed: int | None = None) -> Any:
+            def node(seed: int | None = None) -> object:
                 outside = _outside.get()
                 gathered = {leaf.index for leaf in leaves.values() if isinstance(leaf, Handle)}
 
@@ -126,11 +126,11 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                         yield
 
                 @contextlib.contextmanager
-                def around(leaves: Mapping[str, Any]) -> Iterator[None]:
+                def around(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
                     with others(), places.installed(leaves):
                         yield
 
-                def run(call: Callable[..., object], *given: object) -> Any:
+                def run(call: Callable[..., object], *given: object) -> object:
                     with contextlib.nullcontext() if whole.depth else others():
                         return call(*given)
 
@@ -144,19 +144,23 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 
         own.forward = forward
 
-    def apply(params: Params, *args: object, **kwargs: object) -> Any:
-        _check_names(params, known)
+    def apply(params: Mapping[str, Any], *args: object, **kwargs: object) -> Any:
+        missing, extra = [name for name in known if name not in params], [name for name in params if name not in known]
+        if missing or extra:
+            raise ValueError(
+                f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
+                "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
+            )
         module = copied()
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)
-        known_structure = structures.get(key)
-        if known_structure is None:
+        if key not in structures:
             rows = layout.rows if layout else ()
             named = list(zip(params, numbers, strict=True))
             origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
             handles = {name for name, number in named if number < 0}
-            known_structure = structures[key] = _module_units(origins, handles, aliases, module), origins
-        structure, origins = known_structure
+            structures[key] = _module_units(origins, handles, aliases, module), origins
+        structure, origins = structures[key]
         if frozen and (rows := running.get()) is not None:
             refuse_lost(params, origins, frozen, rows)
         for path in structure:
@@ -168,9 +172,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         untouched.enter()
         try:
             if ROOT in units:  # the whole module is one unit
-                whole = (units[ROOT], args, kwargs)
-                reached, installed = threads.surroundings, threads.places.installed
-                out = call_unit(threads.call, whole, {}, None, threads.fast, reached, installed)
+                whole, installed = (units[ROOT], args, kwargs), threads.places.installed
+                out = call_unit(threads.call, whole, {}, None, threads.fast, threads.surroundings, installed)
             else:
                 outside = {name: params[leaf] for name, leaf in aliases.items()}
                 by_index: dict[int, dict[str, object]] = {}
@@ -199,7 +202,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 def _as_one(call: Callable[..., object]) -> Callable[..., object]:
     """The whole module as one unit: none below it is one, also where it runs again."""
 
-    def run(*args: object) -> Any:
+    def run(*args: object) -> object:
         token = _units.set({})
         try:
             return call(*args)
@@ -209,37 +212,21 @@ def _as_one(call: Callable[..., object]) -> Callable[..., object]:
     return run
 
 
-def _check_names(params: Params, names: Mapping[str, None]) -> None:
-    missing = [name for name in names if name not in params]
-    extra = [name for name in params if name not in names]
-    if missing or extra:
-        raise ValueError(
-            f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
-            "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
-        )
-
-
 def _module_units(
     origins: Mapping[str, Row | None], handles: Container[str], aliases: Mapping[str, str], module: nn.Module
 ) -> dict[str, dict[str, str]]:
-    """Module path -> {name below it: name of the leaf}, for every unit that leaves among the params belong to.
+    """Module path -> {name below it: name of the leaf}, for every unit that the params' `origins` belong to.
 
     A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
-
-    Args:
-        origins: of each param its leaf of the step that is running.
-        handles: those that are handles.
     """
     modules = {name for name, _ in module.named_modules()}
     paths: dict[str, str] = {}
     for name, row in origins.items():
         if row is None or row.unit == ROOT:
             continue
-        full, unit = row.path, row.unit
-        prefix = full.removesuffix(name)
-        named = full.endswith(name)
+        full, unit, prefix = row.path, row.unit, row.path.removesuffix(name)
         path = unit.removeprefix(prefix) if unit.startswith(prefix) else ROOT
-        if named and path in modules:
+        if full.endswith(name) and path in modules:
             paths[unit] = path
         elif name in handles:
             if path in modules:

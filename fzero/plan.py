@@ -1,27 +1,27 @@
-"""fz.plan: the rows of the table with bytes and traffic per rank, before anything is allocated."""
+"""fz.plan: the rows of the table with bytes and traffic per rank, before anything is allocated; and their plot."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import collections
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from fzero.base import pytree
-from fzero.base.arguments import need_int
+from fzero.base.arguments import need_int, wrong
+from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Blocks, Companded, Plain
-from fzero.formats.stored import nbytes, zeros
+from fzero.formats.stored import nbytes
 from fzero.state.init import leaf_specs
-from fzero.state.moments import init_extras, init_moments
-from fzero.state.sharded import Sharded, is_sharded, part_names
+from fzero.state.moments import filled, init_extras, init_moments
+from fzero.state.sharded import Sharded, trees_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
-from fzero.table.needs import need_step
 from fzero.table.rows import Kept, Row
-from fzero.table.spec import Spec, header
+from fzero.table.spec import Spec, need_step
 
 
 @dataclass(frozen=True)
@@ -51,11 +51,8 @@ class Plan:
         head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
         body = [_cells(row) for row in self.rows]
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
-        lines = [
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in [head, *body]
-        ]
-        lines.insert(1, "  ".join("-" * width for width in widths))
+        body = [head, ["-" * width for width in widths], *body]
+        lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in body]
         total = sum(row.numel for row in self.rows)
         extra = f", further state {_bytes(self.extra)}" if self.extra else ""
         lines += [
@@ -71,7 +68,8 @@ class Plan:
 
 
 def _cells(row: Row) -> tuple[str, ...]:
-    policy, frozen, whole = row.policy, row.frozen, " (full)" if row.held else ""
+    policy, whole = row.policy, " (full)" if row.held else ""
+    assert policy.compute and policy.reduce
     notes = [word for word, said in (("remat", row.remat), ("compiled", row.compile)) if said and row.unit]
     return (
         row.path,
@@ -80,8 +78,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         _kept(row.params) + whole,
         _kept(row.grads),
         _kept(row.moments),
-        _short(policy.compute) + (" by 8-bit" if policy.gather else ""),
-        "–" if frozen else _short(policy.reduce),
+        str(Plain(policy.compute)) + (" by 8-bit" if policy.gather else ""),
+        "–" if row.frozen else str(Plain(policy.reduce)),
         row.lifetime if row.unit or row.lifetime != "one use" else "the step",
         ", ".join([row.optimizer, *notes]),
     )
@@ -91,12 +89,8 @@ def _kept(kept: Kept | None) -> str:
     """How one kind of state is stored, and the axes that it is cut over."""
     if kept is None:
         return "none"
-    stored = _short(kept.stored) if isinstance(kept.stored, torch.dtype) else str(kept.stored)
+    stored = str(Plain(kept.stored) if isinstance(kept.stored, torch.dtype) else kept.stored)
     return ", ".join([stored, *(cut.axis for cut in kept.cuts), *([kept.memory] if kept.memory != "device" else [])])
-
-
-def _short(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
 
 
 def _bytes(count: int) -> str:
@@ -106,8 +100,8 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
-    """What `init` would make of these params, without making it: no process group, no memory.
+def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
+    """The state that `init` would make of these params, counted and not made: no process group, no memory.
 
     Args:
         step: any step.
@@ -124,77 +118,100 @@ def plan(step: Spec, params: Any, world_size: int | None = None) -> Plan:
     """
     need_step(step, "plan")
     if world_size is not None:
-        need_int(world_size, "plan", "world_size", "a number of ranks or None")
+        need_int(world_size, "plan", "world_size", "a number of ranks or None", least=1)
     specs, _, structure = leaf_specs(params)
     if world_size is None:
         world_size = step.axis().size if step.sharding and backend.initialized() else 1
-    if world_size < 1:
-        raise ValueError(f"plan: got world_size={world_size}, expected at least 1.")
     frozen = frozen_leaves(structure)
     rows = step.rows(specs, frozen)
     size = world_size if step.sharding else 1
     layout = Layout.build(rows, size)
-    totals = dict.fromkeys(("params", "sent"), 0)
-    gathered: dict[str, int] = {}
+    stored, sent, gathered = 0, 0, collections.Counter[str]()
     for key, group in layout.groups.items():
-        row, policy, shard = group.row, group.row.policy, layout.shard_numel(key)
+        row, policy = group.row, group.row.policy
         assert policy.compute and policy.reduce
-        share = group.numel * (size - 1) // size
-        if row.held:
-            totals["params"] += group.numel * policy.compute.itemsize
+        share, full = group.numel * (size - 1) // size, group.numel * policy.compute.itemsize
+        stored += full if row.held else 0
         if not (row.held and policy.computes_as_stored):
-            totals["params"] += nbytes(policy.param_format, shard)
+            stored += nbytes(policy.param_format, layout.shard_numel(key))
         if row.params.cuts:
-            gathered[group.unit] = gathered.get(group.unit, 0) + group.numel * policy.compute.itemsize
+            gathered[group.unit] += full
         if not row.frozen:  # what is whole on every rank goes round twice
-            totals["sent"] += share * policy.wire.itemsize if row.cuts else 2 * share * policy.reduce.itemsize
+            sent += share * policy.wire.itemsize if row.cuts else 2 * share * policy.reduce.itemsize
         gathers = (2 if group.unit else 1) if row.params.cuts else int(row.held and not row.frozen)
-        totals["sent"] += gathers * (nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize)
-    like = _without_memory(layout, structure)
+        sent += gathers * (nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize)
+    empty = Sharded(layout, Axis(), structure, {}, kind="params")
+    like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
+    paths = [rows[index].path for index in sorted(frozen)]
+    some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
     return Plan(
         rows=rows,
-        header=(*header(step), *_frozen_by_module(rows, frozen)),
+        header=(*step.header(), *([f"frozen, as their module has requires_grad=False: {some}"] if paths else [])),
         world_size=world_size,
         layout=layout,
-        params=totals["params"],
+        params=stored,
         grads=_living_grads(step, layout),
         moments=_bytes_of(init_moments(step, like)),
         extra=_bytes_of(init_extras(step, like)),
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
-        root=gathered.get("", 0),
-        sent=totals["sent"],
+        root=gathered[ROOT],
+        sent=sent,
     )
 
 
 def _living_grads(step: Spec, layout: Layout) -> int:
-    """All of them; of a fused update the largest unit's, where they are not held until their norm is known."""
-    mode, units = step.fusion.mode(step.optimizer, step.scales) if step.fusion else "held", dict[str, int]()
-    sums = step.microbatches.count > 1  # which are kept in the dtype of sums
+    """The bytes of all grads; of a fused update the largest unit's, where they are not held until the norm is known."""
+    mode, units = step.fused_norm if step.fusion else "held", collections.Counter[str]()
     for key in layout.trainable:
         policy = layout.groups[key].row.policy
-        grad = policy.reduce if sums else policy.grad
+        grad = policy.reduce if step.microbatches.count > 1 else policy.grad  # microbatches are kept as their sum is
         assert grad
         held = Companded(signed=True) if mode == "8-bit" else Plain(grad)
-        unit = layout.groups[key].unit
-        units[unit] = units.get(unit, 0) + nbytes(held, layout.shard_numel(key))
+        units[key.unit] += nbytes(held, layout.shard_numel(key))
     return sum(units.values()) if mode in ("held", "8-bit") else max(units.values(), default=0)
 
 
-def _without_memory(layout: Layout, structure: Any) -> Sharded:
-    """Params of which an optimizer or a transform may be asked for its state."""
-    buffers: dict[Any, torch.Tensor] = {}
-    for key, group in layout.groups.items():
-        form = group.row.policy.param_format
-        buffers.update(zip(part_names(form, key), zeros(form, layout.shard_numel(key), "meta"), strict=True))
-    return Sharded(layout, Axis(), structure, buffers, kind="params")
+def _bytes_of(state: object) -> int:
+    return sum(buffer.nbytes for tree in trees_of(state) for buffer in tree.buffers.values())
 
 
-def _bytes_of(state: Any) -> int:
-    trees = [node for node in pytree.flatten(state, is_leaf=is_sharded)[0] if is_sharded(node)]
-    return sum(buffer.numel() * buffer.itemsize for tree in trees for buffer in tree.buffers.values())
+def plot_plan(plans: Mapping[str, Plan], axes: Any = None) -> object:
+    """Draws the bytes a parameter of each plan, over all ranks, stacked by kind of state.
 
+    Grads are those that live at most at once, reduced; gathered params and activations are not counted.
 
-def _frozen_by_module(rows: Sequence[Row], frozen: Iterable[int]) -> tuple[str, ...]:
-    paths = [rows[index].path for index in sorted(frozen)]
-    more = ", ..." if len(paths) > 4 else ""
-    return (f"frozen, as their module has requires_grad=False: {', '.join(paths[:4])}{more}",) if paths else ()
+    Args:
+        plans: label -> what `fz.plan` returned.
+        axes: of matplotlib, to draw into; new ones by default.
+
+    Returns:
+        The axes.
+
+    Example:
+        >>> step = fz.train_step(lambda p: p, fz.adamw(1e-3), fz.Policy.compact16())
+        >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")})
+        >>> len(fz.plot_plan({"compact16": plan}).patches)
+        3
+    """
+    if not isinstance(plans, Mapping) or not all(isinstance(plan, Plan) for plan in plans.values()):
+        raise wrong("plot_plan", "plans", plans, "a dict of labels to what fz.plan returned")
+    if not plans:
+        raise ValueError("plot_plan: got no plans; give at least one, {'label': fz.plan(step, params)}.")
+    if axes is not None and not hasattr(axes, "barh"):
+        raise wrong("plot_plan", "axes", axes, "axes of matplotlib or None")
+    if axes is None:
+        from matplotlib.figure import Figure  # matplotlib is no dependency of fzero
+
+        axes = Figure(figsize=(7, 0.8 + 0.4 * len(plans)), layout="constrained").add_subplot()
+    left = [0.0] * len(plans)
+    for kind in ("params", "moments", "grads"):
+        sizes = [getattr(plan, kind) * plan.world_size / sum(row.numel for row in plan.rows) for plan in plans.values()]
+        axes.barh(list(plans), sizes, left=left, label=kind)
+        left = [start + size for start, size in zip(left, sizes, strict=True)]
+    for place, size in enumerate(left):
+        axes.text(size, place, f" {size:.1f}", va="center")
+    axes.set_xlim(0, 1.12 * max(left))
+    axes.invert_yaxis()
+    axes.set_xlabel("bytes a parameter, over all ranks")
+    axes.legend(loc="lower right")
+    return axes

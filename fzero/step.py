@@ -14,16 +14,15 @@ from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, w
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
 from fzero.engine.function import call_function, sums_whole, traversal_of
 from fzero.engine.run import split_result
-from fzero.state.checks import check_grads, check_optimizer, check_state
-from fzero.state.constants import constants, refuse_captured
+from fzero.state.checks import check_grads, check_optimizer, check_state, constants, refuse_captured
 from fzero.state.init import init_state
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
-from fzero.table.needs import need_function, need_optimizer, need_step
+from fzero.table.needs import need_function, need_optimizer
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
-from fzero.table.spec import Spec
+from fzero.table.spec import Spec, need_step
 from fzero.update.fused import fused_call
 from fzero.update.update import apply_update
 
@@ -50,7 +49,7 @@ class Step(Spec):
         """
         need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
-        params = constants("step.init", "params", params)
+        (params,) = constants("step.init", params=params)
         with private.below_transforms():
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
@@ -70,8 +69,7 @@ class Step(Spec):
         """
         check_state(self, state)
         need_int(rng, "step.vjp", "rng")
-        numbers = need_argnums(argnums, inputs)
-        pullback = Pullback(self, state, inputs, numbers, rng)
+        pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
         outputs, aux = pullback.taken()
         return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
 
@@ -85,18 +83,17 @@ class Step(Spec):
         """
         check_state(self, state)
         need_int(rng, "step.forward", "rng")
-        state, inputs = _constant("step.forward", state=state, inputs=inputs)
+        state, inputs = constants("step.forward", state=state, inputs=inputs)
         refuse_captured("step.forward", self.fn)
         micro = self.microbatches
-        outputs = []
+        pairs = []
         with torch.inference_mode(False), torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
                 traversal, primals, fixed = traversal_of(self, state, seed_of(state, rng, i), derived=False)
-                outputs.append(call_function(self, state, traversal, {**primals, **fixed}, part))
-        if not self.has_aux:
-            return micro.merge(outputs)
-        pairs = [split_result(self, pair) for pair in outputs]
-        return micro.merge([out for out, _ in pairs]), micro.merge([aux for _, aux in pairs], "aux")
+                out = call_function(self, state, traversal, {**primals, **fixed}, part)
+                pairs.append(split_result(self, out))
+        outputs, auxes = zip(*pairs, strict=True)
+        return (micro.merge(outputs), micro.merge(auxes, "aux")) if self.has_aux else micro.merge(outputs)
 
     def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.
@@ -112,7 +109,7 @@ class Step(Spec):
         check_state(self, state)
         check_optimizer(self, state)
         need_int(rng, "step", "rng")
-        state, inputs, cotangent = _constant("step", state=state, inputs=inputs, cotangent=cotangent)
+        state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
         refuse_captured("step", self.fn)
         if self.fusion is not None and private.level() == 0:
             return fused_call(self, state, inputs, cotangent, rng)
@@ -138,19 +135,17 @@ class Step(Spec):
             grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
                 "grad_norm" stays these grads' own.
         """
-        check_state(self, state)
         check_grads(self, state, grads)
         check_optimizer(self, state)
         need_norm(grad_norm, "step.update")
-        state, grads, grad_norm = _constant("step.update", state=state, grads=grads, grad_norm=grad_norm)
+        state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
         with private.below_transforms():
             return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
-        check_state(self, state)
         check_grads(self, state, grads)
-        state, grads = _constant("step.add_grads", state=state, grads=grads)
+        state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
         with private.below_transforms():
             own = {key: grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True) for key in grads.keys}
@@ -159,11 +154,6 @@ class Step(Spec):
             ratio = kept.scale / grads.scale
             added = kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads.over(own))
             return state.replace(grads=added)
-
-
-def _constant(who: str, **arguments: object) -> list[Any]:
-    """The arguments, none of which a transform around this call may differentiate or map."""
-    return [constants(who, argument, value) for argument, value in arguments.items()]
 
 
 def train_step(

@@ -31,7 +31,6 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
         >>> block({"w": torch.eye(2)}, torch.zeros(1, 2))
         tensor([[0., 0.]])
     """
-
     need_function(fn, "unit")
 
     @functools.wraps(fn)
@@ -41,7 +40,7 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
     return call
 
 
-def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The sum of `fn(leaf)` over all leaves of a tree of params: a regulariser, such as a weight decay in the loss.
 
     Inside a step's function it gathers the leaves unit by unit, one unit at a time; elsewhere it is the plain sum.
@@ -57,12 +56,11 @@ def sum_over(params: Any, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.T
         >>> fz.sum_over({"a": torch.ones(2), "b": [torch.ones(3)]}, lambda leaf: leaf.square().sum())
         tensor(5.)
     """
-
     need_function(fn, "sum_over")
     leaves = [leaf for leaf in pytree.flatten(params, is_leaf=is_sharded)[0] if leaf is not None]
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise wrong("sum_over", "params", params, "a tree of tensors: the params of a step, or a part of them")
-    groups: dict[Any, list[torch.Tensor]] = {}
+    groups: dict[str | None, list[torch.Tensor]] = {}
     for leaf in leaves:
         groups.setdefault(leaf.unit if isinstance(leaf, Handle) else None, []).append(leaf)
 

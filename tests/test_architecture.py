@@ -18,7 +18,7 @@ WINGS = (
     *("base", "comm", "formats", "kernels", "table", "state", "transforms", "optim"),
     *("capture", "engine", "modules", "update"),
 )
-TOP = ("step", "unit", "functional", "derivatives", "convert", "plan", "plot")
+TOP = ("step", "unit", "functional", "derivatives", "convert", "plan")
 FILES = sorted(ROOT.rglob("*.py"))
 # testing is beside the house: it looks at comm, and its strategies at everything
 MODULES = {

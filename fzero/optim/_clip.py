@@ -8,7 +8,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_number
-from fzero.state.norm import global_norm
+from fzero.state.gather import global_norm
 from fzero.state.sharded import is_sharded
 from fzero.table.optimizer import GradientTransformation
 

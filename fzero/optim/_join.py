@@ -10,9 +10,8 @@ from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.kernels.onepass import write
 from fzero.optim.base import call_fused, call_update, values
-from fzero.state.draw import Draw
 from fzero.state.moments import apart
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sharded import Draw, Sharded, is_sharded
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation
 

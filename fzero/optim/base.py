@@ -15,8 +15,7 @@ from fzero.formats.formats import Plain, chunks
 from fzero.formats.ops import TorchOps
 from fzero.formats.stored import Stored
 from fzero.kernels.onepass import CHUNK, ON_CUDA, Formula, by_formula, run, write
-from fzero.state.draw import Draw
-from fzero.state.sharded import is_sharded
+from fzero.state.sharded import Draw, is_sharded
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Schedule
 

@@ -1,1 +1,1 @@
-"""What lies between steps: sharded trees, the training state, how it is made, checked, gathered and measured."""
+"""State between steps: sharded trees, the training state, how it is made, checked, gathered and measured."""

@@ -1,28 +1,34 @@
-"""What is checked of the values that a step receives, before anything is communicated."""
+"""Checks of the values that a verb receives, before anything is communicated.
+
+No verb but a pullback can be transformed: what torch.func differentiates or maps, it would take for a constant.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
-from fzero.base import pytree
+import torch
+
+from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.state.sharded import Sharded
+from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
-from fzero.table.needs import need_step
-from fzero.table.spec import Spec
+from fzero.table.spec import Spec, need_step
 
 
-def check_state(step: Spec, state: TrainState) -> None:
-    need_step(step, "step")
+def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
+    need_step(step, who)
     if not isinstance(state, TrainState):
         raise TypeError(f"step: got a state of type {type(state).__name__}, expected what step.init returned.")
     layout = state.layout
     if state.signature != step.signature:
-        theirs, ours = _describe(state.signature), _describe(step.signature)
         raise ValueError(
-            f"step: got a state of another step, made with {theirs}; expected one made with {ours}. Use the state "
-            "that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives another "
-            "function over the same state.)"
+            f"step: got a state of another step, made with {state.signature}; expected one made with {step.signature}. "
+            "Use the state that this step's init returned, or convert it: fz.convert(state, step). (fz.with_fn gives "
+            "another function over the same state.)"
         )
     axis, theirs = step.axis(), state.params.axis
     if layout.shards != axis.size:
@@ -42,7 +48,7 @@ def check_state(step: Spec, state: TrainState) -> None:
 def check_optimizer(step: Spec, state: TrainState) -> None:
     for group in state.layout.groups.values():
         row = group.row
-        ours = step.optimizer.label(row.path) if step.optimizer.label else "optimizer"
+        ours = step.label(row.path)
         if not row.frozen and row.optimizer != ours:
             raise ValueError(
                 f"step: leaf {row.path!r} of the state has moments of {row.optimizer!r}, expected those of "
@@ -50,7 +56,9 @@ def check_optimizer(step: Spec, state: TrainState) -> None:
             )
 
 
-def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grads") -> None:
+def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "grads", who: str = "step") -> None:
+    """Refuses grads that no pullback over a state of this step made, and first of all such a state."""
+    check_state(step, state, who)
     expected = "expected the first value that a pullback of this step returned"
     if not isinstance(grads, Sharded):
         raise TypeError(f"{argument}: got {named(grads)}, {expected}.")
@@ -73,7 +81,57 @@ def check_grads(step: Spec, state: TrainState, grads: Any, argument: str = "grad
         )
 
 
-def _describe(signature: tuple[Any, ...]) -> str:
-    policy, units, extras, rules = signature
-    sources: list[str] = [*sorted(rule.source for rule in rules), *(kind for _, kind, _ in extras)]
-    return f"[{policy}, units={units}, {', '.join(sources) or 'no rules'}]"
+def constants(who: str, **arguments: object) -> list[Any]:
+    """The arguments with tensors as they are to everybody: none may take part in a transform around this call."""
+    if not private.transforms():
+        return list(arguments.values())
+    out = []
+    for argument, tree in arguments.items():
+        tensors = list(_named_tensors(tree))
+        for name, tensor in tensors:
+            _refuse_transformed(who, f"{argument} ({name})" if name else argument, tensor)
+        wrapped = any(private.is_wrapped(tensor) for _, tensor in tensors)
+        out.append(pytree.map(lambda x: private.unwrapped(x) if pytree.is_tensor(x) else x, tree) if wrapped else tree)
+    return out
+
+
+def _refuse_transformed(who: str, argument: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that a transform differentiates or maps."""
+    transform = private.transform_of(tensor)
+    if transform is not None:
+        instead = (
+            "Call it outside of vmap, with the whole batch; for every example's gradient, call fz.per_example_grads."
+            if transform == "torch.func.vmap"
+            else "Take gradients with step.vjp, by params and by inputs, and second derivatives with fz.hvp; pass "
+            "x.detach() where no gradient is wanted."
+        )
+        raise TypeError(
+            f"{who}: got {argument} that {transform} transforms, expected tensors that are constants to it: {who} "
+            f"cannot be transformed, and its result would have no derivative. {instead}"
+        )
+
+
+def refuse_captured(who: str, fn: object) -> None:
+    """The same for what a function closes over, in its closure, its defaults, or bound by functools.partial."""
+    if not private.transforms():
+        return
+    fn = getattr(fn, "__func__", fn)
+    names = ("__defaults__", "__kwdefaults__", *(("args", "keywords") if isinstance(fn, functools.partial) else ()))
+    given = [getattr(fn, name, None) for name in names]
+    captured = pytree.flatten(given, is_leaf=lambda node: not isinstance(node, (dict, tuple, list)))[0]
+    for cell in getattr(fn, "__closure__", None) or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            captured.append(cell.cell_contents)
+    for value in captured:
+        if isinstance(value, torch.Tensor):
+            _refuse_transformed(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
+
+
+def _named_tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of a tree, each with its path, or that of a leaf that its buffer holds."""
+    for name, node in zip(*pytree.named_leaves(tree, is_leaf=is_sharded)[:2], strict=True):
+        for key in node.keys if is_sharded(node) else ():
+            name = f"leaf {node.layout.groups[key].slots[0].path!r}"
+            yield from [(name, x) for x in (*node.stored(key).parts, node.held.get(key)) if x is not None]
+        if isinstance(node, torch.Tensor):
+            yield name, node

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
@@ -16,42 +16,37 @@ from fzero.formats.stored import decode, encode
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Layout
+from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.policy import Policy
+from fzero.table.rows import Leaf
 from fzero.table.spec import Spec
 
 
-def leaf_specs(params: Any) -> tuple[list[tuple[str, tuple[int, ...], torch.dtype]], list[Any], Any]:
+def leaf_specs(params: object) -> tuple[list[Leaf], list[object], pytree.Spec]:
     """(path, shape, dtype) of every leaf, the leaves, the structure; callables are asked without memory."""
-    for node in pytree.flatten(params, is_leaf=lambda node: isinstance(node, (Sharded, TrainState, torch.nn.Module)))[
-        0
-    ]:
-        if isinstance(node, (Sharded, TrainState)):
-            raise TypeError(
-                f"params: got {named(node)}, expected a pytree of full tensors: fz.gather(state.params), or to change "
-                "the step of a state, fz.convert(state, step)."
+    kinds = (Sharded, TrainState, torch.nn.Module)
+    for node in pytree.flatten(params, is_leaf=lambda node: isinstance(node, kinds))[0]:
+        if isinstance(node, kinds):
+            instead = (
+                "tensors: apply, params = fz.functional(module)"
+                if isinstance(node, torch.nn.Module)
+                else "full tensors: fz.gather(state.params), or to change the step of a state, fz.convert(state, step)"
             )
-        if isinstance(node, torch.nn.Module):
-            raise TypeError(
-                f"params: got {named(node)}, expected a pytree of tensors: apply, params = fz.functional(module)."
-            )
+            raise TypeError(f"params: got {named(node)}, expected a pytree of {instead}.")
     names, leaves, structure = pytree.named_leaves(params)
     if not leaves:
         raise ValueError("params: got an empty tree, expected at least one floating tensor.")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise ValueError(f"params: two leaves have the path {twice!r}; rename a key so that dotted paths are unique.")
-    specs = []
-    for name, leaf in zip(names, leaves, strict=True):
-        made = _shape_of(name, leaf) if callable(leaf) and not isinstance(leaf, torch.Tensor) else leaf
-        check_leaf(name, made)
-        specs.append((name, tuple(made.shape), made.dtype))
-    return specs, leaves, structure
+    return [_spec(name, leaf) for name, leaf in zip(names, leaves, strict=True)], leaves, structure
 
 
-def check_leaf(path: str, leaf: Any) -> None:
-    """Refuses a param that cannot be trained or sharded, by name."""
+def _spec(path: str, leaf: object) -> Leaf:
+    """A leaf's path, shape and dtype; one that cannot be trained or sharded is refused by name."""
+    if callable(leaf) and not isinstance(leaf, torch.Tensor):
+        leaf = _made_without_memory(path, leaf)
     if not isinstance(leaf, torch.Tensor):
         raise TypeError(
             f"params[{path!r}]: got {type(leaf).__name__}, expected a floating tensor (or a callable that makes one). "
@@ -69,25 +64,26 @@ def check_leaf(path: str, leaf: Any) -> None:
             f"params[{path!r}]: got shape {tuple(leaf.shape)}, which has no elements; expected at least one. "
             "Drop the leaf from the params; of a module make it a buffer."
         )
+    return path, tuple(leaf.shape), leaf.dtype
 
 
-def _shape_of(path: str, make: Callable[..., object]) -> Any:
+def _made_without_memory(path: str, make: Callable[..., object]) -> object:
     try:
-        inspect.signature(make).bind()
+        with contextlib.suppress(ValueError):  # a builtin that has no signature
+            inspect.signature(make).bind()
     except TypeError as error:
         raise TypeError(
             f"params[{path!r}]: got {named(make)}, which cannot be called without arguments ({error}); expected a "
             "floating tensor, or a callable that makes one."
         ) from None
-    except ValueError:  # a builtin that has no signature
-        pass
     with private.without_values():
         return make()
 
 
-def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
+def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
+    """The state for these params, once the ranks agree on the table and on the values."""
     specs, leaves, structure = leaf_specs(params)
-    axis = step.axis().of_component(getattr(step.fn, "__name__", type(step.fn).__name__))
+    axis = step.axis().of_component(step.name)
     layout = Layout.build(step.rows(specs, frozen_leaves(structure)), axis.size)
     table = "\n".join(
         f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "
@@ -99,24 +95,19 @@ def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
         "The tables (transforms, policy, leaves, seed)",
         "Build the same step from the same params on every rank.",
     )
-    buffers: dict[Any, torch.Tensor] = {}
-    held: dict[Any, torch.Tensor] = {}
+    buffers: dict[object, torch.Tensor] = {}
+    held: dict[Key, torch.Tensor] = {}
     said: list[str] = []
     for key, group in layout.groups.items():
-        policy = group.row.policy
-        assert policy.param and policy.compute
+        policy, form, size = group.row.policy, group.row.policy.param_format, layout.shard_numel(key)
         made = {slot.leaf: _made(leaves[slot.leaf], specs[slot.leaf]) for slot in group.slots}
-        if sync:
-            made = {
-                index: axis.broadcast(leaf.detach().clone().contiguous(), f"leaf {specs[index][0]!r}")
-                for index, leaf in made.items()
-            }
-        elif axis.ranks > 1:
-            said += [f"{specs[index][0]} with checksum {checksum(leaf)}" for index, leaf in made.items()]
-        form = policy.param_format
+        for slot in group.slots if sync else ():
+            own = made[slot.leaf].detach().clone().contiguous()
+            made[slot.leaf] = axis.broadcast(own, f"leaf {slot.path!r}")
+        if axis.ranks > 1 and not sync:
+            said += [f"{slot.path} with checksum {checksum(made[slot.leaf])}" for slot in group.slots]
         full = layout.pack(key, made, form.dtype)
         del made
-        size = layout.shard_numel(key)
         own = full if size == group.numel else full.narrow(0, axis.rank * size, size).clone()
         if not (group.row.held and policy.computes_as_stored):
             buffers.update(zip(part_names(form, key), encode(form, own), strict=True))
@@ -129,19 +120,17 @@ def init_state(step: Spec, params: Any, seed: int, sync: bool) -> TrainState:
         "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
     )
     tree = Sharded(layout, axis, structure, buffers, held, kind="params")
-    moments = init_moments(step, tree)
-    return TrainState(tree, None, moments, init_extras(step, tree), 0, seed, step.signature)
+    return TrainState(tree, None, init_moments(step, tree), init_extras(step, tree), 0, seed, step.signature)
 
 
-def _made(leaf: Any, spec: tuple[str, tuple[int, ...], torch.dtype]) -> torch.Tensor:
+def _made(leaf: object, spec: Leaf) -> torch.Tensor:
+    """The leaf, or what its callable makes now, which must be what it made without memory."""
     if isinstance(leaf, torch.Tensor):
         return leaf
-    out = leaf()
-    path, shape, dtype = spec
-    if tuple(out.shape) != shape or out.dtype != dtype:
-        raise ValueError(
-            f"params[{path!r}]: its callable made {tuple(out.shape)}, {out.dtype}; expected {shape}, {dtype}."
-        )
+    assert callable(leaf)
+    out, (path, shape, dtype) = leaf(), spec
+    if not isinstance(out, torch.Tensor) or tuple(out.shape) != shape or out.dtype != dtype:
+        raise ValueError(f"params[{path!r}]: its callable made {named(out)}; expected shape {shape} and dtype {dtype}.")
     return out
 
 

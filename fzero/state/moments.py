@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from fzero.base import pytree
 from fzero.formats.stored import zeros
-from fzero.state.sharded import Sharded, is_sharded, part_names
-from fzero.table.extras import Extra
-from fzero.table.spec import Spec
+from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
+from fzero.table.layout import Key
+from fzero.table.spec import Extra, Spec
 
 
 def init_moments(step: Spec, params: Sharded) -> object:
@@ -18,29 +19,24 @@ def init_moments(step: Spec, params: Sharded) -> object:
     template = params.only(params.layout.trainable)
     if not step.optimizer.by_leaf:  # who does not know of formats is given values
         template = template.with_buffers(template.locals())
-    return to_moment_dtype(step.optimizer.init(template), step.optimizer.by_leaf)
+    return to_moment_dtype(step.optimizer.init(template))
 
 
 def init_extras(step: Spec, params: Sharded) -> dict[str, object]:
-    """What transforms add to the state, in memory of its own."""
+    """The transforms' entries of the state, in memory of their own."""
     return {extra.name: _placed(extra, extra.init(params), params) for extra in step.extras}
 
 
-def next_extra(extra: Extra, value: Any, params: Sharded, applied: bool) -> Any:
-    """What an entry is after an update.
-
-    Raises:
-        ValueError: its structure changed.
-    """
+def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> object:
+    """The value of an entry after an update, which keeps its structure."""
     try:
         new = _placed(extra, extra.update(value, params, applied), params)
     except Exception as error:
         error.add_note(f"This was in the update of state.extra[{extra.name!r}], by {extra.source}.")
         raise
-    old, spec = pytree.flatten(value, is_leaf=is_sharded)
-    leaves, own = pytree.flatten(new, is_leaf=is_sharded)
-    kinds = [[type(leaf) if is_sharded(leaf) or leaf is None else None for leaf in each] for each in (old, leaves)]
-    if own != spec or kinds[0] != kinds[1]:
+    (old, spec), (leaves, own) = (pytree.flatten(tree, is_leaf=is_sharded) for tree in (value, new))
+    kinds, known = ([(is_sharded(leaf), leaf is None) for leaf in each] for each in (leaves, old))
+    if own != spec or kinds != known:
         raise ValueError(
             f"state.extra[{extra.name!r}] ({extra.source}): its update made {own} of {spec}, expected the structure of "
             "what its init returned. Begin with zeros where there is nothing yet."
@@ -48,9 +44,9 @@ def next_extra(extra: Extra, value: Any, params: Sharded, applied: bool) -> Any:
     return new
 
 
-def _placed(extra: Extra, value: Any, params: Sharded) -> Any:
+def _placed(extra: Extra, value: object, params: Sharded) -> object:
     """The value in memory of its own; refused where its trees are not of the params' buffers."""
-    for tree in filter(is_sharded, pytree.flatten(value, is_leaf=is_sharded)[0]):
+    for tree in trees_of(value):
         for key in tree.keys:
             numel, expected = tree.stored(key).numel(), params.layout.shard_numel(key)
             if numel != expected:
@@ -62,50 +58,46 @@ def _placed(extra: Extra, value: Any, params: Sharded) -> Any:
     return apart(value, params)
 
 
-def apart(tree: Any, *others: object) -> Any:
+def apart(tree: object, *others: object) -> Any:
     """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
     taken = {x.untyped_storage()._cdata for x in pytree.flatten(others)[0] if isinstance(x, torch.Tensor)}
-
-    def one(x: object) -> Any:
-        return x.clone() if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken else x
-
-    return pytree.map(one, tree)
+    shares = lambda x: isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken
+    return pytree.map(lambda x: x.clone() if shares(x) else x, tree)
 
 
-def to_moment_dtype(moments: object, by_leaf: bool) -> object:
+def to_moment_dtype(moments: object) -> object:
     """The optimizer's trees in the table's moment dtypes; moments in 8 bits must be there already."""
 
-    def one(node: Any) -> Any:
-        if not is_sharded(node) or node.kind in ("signed", "nonnegative"):
-            return node
-        groups = node.layout.groups
-        for key in node.keys:
-            row = groups[key].row
+    def one(tree: Sharded) -> Sharded:
+        if tree.kind in ("signed", "nonnegative"):
+            return tree
+        buffers = {}
+        for key, own in tree.locals().items():
+            row = tree.layout.groups[key].row
             if isinstance(row.policy.moment, str):
                 raise ValueError(
                     f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which its optimizer "
                     f"({row.optimizer}) cannot carry: nothing says which of its moments may be negative. fz.adamw, "
                     "fz.adam, fz.lion and fz.sgd can, alone or in fz.chain and fz.partition; or give moment= a dtype."
                 )
-        return node.with_buffers({key: b.to(groups[key].row.policy.moment) for key, b in node.locals().items()})
+            buffers[key] = own.to(row.policy.moment)
+        return tree.with_buffers(buffers)
 
-    return pytree.map(one, moments, is_leaf=is_sharded)
+    return map_trees(one, moments)
 
 
-def zeros_like(params: Any, nonnegative: bool = False) -> Any:
-    """Moments that are zero, stored in the formats of their leaves' policies.
-
-    Args:
-        params: what an optimizer's `init` is given.
-        nonnegative: whether they never are negative (second moments), which decides how 8 bits hold them.
-    """
+def zeros_like(params: object, nonnegative: bool = False) -> Any:
+    """Moments that are zero; how 8 bits hold them depends on whether they never are negative (second moments)."""
     if not is_sharded(params):
         return pytree.map(torch.zeros_like, params)
+    empty = Sharded(params.layout, params.axis, params.structure, {}, kind="nonnegative" if nonnegative else "signed")
+    return filled(empty, {key: params.stored(key).device for key in params.keys})
+
+
+def filled(empty: Sharded, devices: Mapping[Key, torch.device]) -> Sharded:
+    """An empty tree with zeros for some of its groups, in the formats that its leaves' policies have for its kind."""
     buffers: dict[object, torch.Tensor] = {}
-    for key in params.keys:
-        form = params.layout.groups[key].row.policy.moment_format(not nonnegative)
-        stored = params.stored(key)
-        parts = zeros(form, stored.numel(), stored.device)
-        buffers.update(zip(part_names(form, key), parts, strict=True))
-    kind = "nonnegative" if nonnegative else "signed"
-    return Sharded(params.layout, params.axis, params.structure, buffers, kind=kind)
+    for key, device in devices.items():
+        form = empty.format(key)
+        buffers.update(zip(part_names(form, key), zeros(form, empty.layout.shard_numel(key), device), strict=True))
+    return empty.over(buffers)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
 from fzero.base import pytree
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Format, Plain
+from fzero.formats.bits import _GOLDEN, Counters, _signed
+from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.formats.stored import Stored
-from fzero.state.draw import Draw
 from fzero.table.layout import Key, Layout, Slot
 
 
@@ -34,7 +36,7 @@ class Sharded:
         self,
         layout: Layout,
         axis: Axis,
-        structure: Any,
+        structure: pytree.Spec,
         buffers: Mapping[Any, torch.Tensor],
         held: Mapping[Any, torch.Tensor] | None = None,
         scale: float = 1.0,
@@ -46,9 +48,10 @@ class Sharded:
         self._buffers, self._held = dict(buffers), dict(held or {})
         self._dead: str | None = None
 
-    def _alive(self) -> None:
+    def _alive(self) -> Sharded:
         if self._dead:
             raise RuntimeError(self._dead)
+        return self
 
     def kill(self, why: str) -> None:
         """Drops the buffers; any later use raises `why`."""
@@ -56,25 +59,22 @@ class Sharded:
 
     @property
     def buffers(self) -> dict[Any, torch.Tensor]:
-        self._alive()
-        return self._buffers
+        return self._alive()._buffers
 
     @property
     def held(self) -> dict[Any, torch.Tensor]:
-        self._alive()
-        return self._held
+        return self._alive()._held
 
     @property
     def device(self) -> torch.device:
-        """That computes with this tree."""
-        self._alive()
-        return next(iter((*self._buffers.values(), *self._held.values()))).device
+        """The device that computes with this tree."""
+        return next(iter((*self.buffers.values(), *self.held.values()))).device
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """The groups that this tree has, in the layout's order."""
-        self._alive()
-        return tuple(key for key in self.layout.groups if key in self._buffers or key in self._held)
+        known = self.buffers.keys() | self.held.keys()
+        return tuple(key for key in self.layout.groups if key in known)
 
     def axis_of(self, key: Key) -> Axis:
         """The axis that a group is cut over; over which it is whole where its rows are not cut."""
@@ -101,19 +101,18 @@ class Sharded:
 
     def stored(self, key: Key) -> Stored:
         """This rank's slice of a group as it is stored."""
-        self._alive()
-        form, names = self._stored_as(key)
-        if key in self._buffers:
-            return Stored(form, tuple([self._buffers[name] for name in names]))
+        buffers, (form, names) = self.buffers, self._stored_as(key)
+        if key in buffers:
+            return Stored(form, tuple([buffers[name] for name in names]))
         size = self.layout.shard_numel(key)
-        return Stored(form, (self._held[key].narrow(0, self.rank_of(key) * size, size),))
+        return Stored(form, (self.held[key].narrow(0, self.rank_of(key) * size, size),))
 
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
         stored = self.stored(key)
         return stored.to(stored.dtype)
 
-    def locals(self) -> dict[Any, torch.Tensor]:
+    def locals(self) -> dict[Key, torch.Tensor]:
         return {key: self.local(key) for key in self.keys}
 
     def pieces(self, key: Key) -> Iterable[tuple[Slot, torch.Tensor]]:
@@ -122,10 +121,9 @@ class Sharded:
         return zip(self.layout.groups[key].slots, pieces, strict=True)
 
     def __getitem__(self, path: str) -> torch.Tensor:
-        self._alive()
         if path not in self.layout.key_of:
             raise KeyError(f"no leaf {path!r}; the leaves are {', '.join(self.layout.key_of)}")
-        key, _slot = self.layout.key_of[path]
+        key, _ = self.layout.key_of[path]
         if key not in self.keys:
             raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")
         return next(piece for other, piece in self.pieces(key) if other.path == path)
@@ -145,16 +143,11 @@ class Sharded:
 
     def only(self, keys: Iterable[Key]) -> Sharded:
         """A view of those of the groups that this tree has, as local slices, stored as they are."""
-        self._alive()
         buffers: dict[object, torch.Tensor] = {}
         for key in keys:
-            if key in self._buffers or key in self._held:
+            if key in self.buffers or key in self.held:
                 buffers.update(zip(self._stored_as(key)[1], self.stored(key).parts, strict=True))
-        return self.replaced(buffers=buffers, held=None)
-
-    def drawing(self, draw: Draw) -> Sharded:
-        """The same, rounding with these random bits."""
-        return self.replaced(draw=draw)
+        return self.over(buffers)
 
     def over(self, buffers: Mapping[Any, torch.Tensor]) -> Sharded:
         """The same leaves in the same formats, over other buffers."""
@@ -167,57 +160,62 @@ class Sharded:
     def __repr__(self) -> str:
         if self._dead:
             return f"Sharded(dead: {self._dead})"
-        lines = [
-            f"  {row.path}: {tuple(row.shape)} in {key}"
-            for row in self.layout.rows
-            if (key := self.layout.key_of[row.path][0]) in self.keys
-        ]
+        keys = [(row, self.layout.key_of[row.path][0]) for row in self.layout.rows]
+        lines = [f"  {row.path}: {row.shape} in {key}" for row, key in keys if key in self.keys]
         return f"Sharded({self.axis}\n" + "\n".join(lines) + ")"
 
 
 def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], object]:
-    metadata = _Static(
-        tree.layout,
-        tree.axis,
-        tuple(tree.buffers),
-        tuple(tree.held),
-        pytree.Unseen((tree.structure, tree.scale, tree.kind, tree.draw)),
-    )
+    rest = pytree.Unseen((tree.structure, tree.scale, tree.kind, tree.draw))
+    metadata = _Static(tree.layout, tree.axis, tuple(tree.buffers), tuple(tree.held), rest)
     return (*tree.buffers.values(), *tree.held.values()), metadata
 
 
-def _unflatten(metadata: _Static, children: tuple[Any, ...]) -> Sharded:
-    structure, scale, kind, draw = metadata.rest.value
-    count = len(metadata.buffers)
-    if kind != "values":
-        _check_codes(metadata, kind, children)
-    return Sharded(
-        metadata.layout,
-        metadata.axis,
-        structure,
-        dict(zip(metadata.buffers, children[:count], strict=True)),
-        dict(zip(metadata.held, children[count:], strict=True)),
-        scale,
-        kind,
-        draw,
-    )
+def _unflatten(metadata: _Static, children: tuple[torch.Tensor, ...]) -> Sharded:
+    layout, axis, names, held, rest = metadata
+    structure, *others = rest.value
+    buffers = dict(zip(names, children, strict=False))
+    tree = Sharded(layout, axis, structure, buffers, dict(zip(held, children[len(names) :], strict=True)), *others)
+    for key in tree.keys if tree.kind != "values" else ():
+        _check_codes(tree, key)
+    return tree
 
 
-def _check_codes(metadata: _Static, kind: str, children: tuple[object, ...]) -> None:
+def _check_codes(tree: Sharded, key: Key) -> None:
     """Refuses what a tree_map computed from codes as if they were values."""
-    for name, child in zip(metadata.buffers, children, strict=False):
-        group = metadata.layout.groups[group_of(name)]
-        policy = group.row.policy
-        form = policy.param_format if kind == "params" else policy.moment_format(kind == "signed")
-        if form.plain or not isinstance(child, torch.Tensor):
-            continue
-        part = next(part for part, own in zip(form.parts, part_names(form, group.key), strict=True) if own == name)
-        if child.dtype != part.dtype:
+    form, names = tree._stored_as(key)
+    for part, name in zip(form.parts, names, strict=True):
+        child = tree.buffers.get(name)
+        if not form.plain and isinstance(child, torch.Tensor) and child.dtype != part.dtype:
             raise TypeError(
-                f"leaf {group.slots[0].path!r} and its group are stored as {form}: got a buffer of {child.dtype}, "
-                f"expected {part.dtype}. The buffers of such a tree are codes, not values: compute on "
+                f"leaf {tree.layout.groups[key].slots[0].path!r} and its group are stored as {form}: got a buffer of "
+                f"{child.dtype}, expected {part.dtype}. The buffers of such a tree are codes, not values: compute on "
                 "tree.map(fn), which decodes, or on fz.gather(tree)."
             )
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The origin of the random bits of one update, and the units in which its kernels are to be compiled."""
+
+    seed: int
+    count: int
+    compiled: frozenset[str] = frozenset()
+
+    def counters(self, layout: Layout, key: Key, rank: int) -> Counters:
+        """The counters of rank's shard of a group."""
+        low, count = rank * layout.shard_numel(key), layout.shard_numel(key) // ALIGN
+        runs, end = [], 0
+        for slot, start, stop in layout.pieces(key, rank):
+            if start < stop:
+                said = f"{self.seed} {self.count} {slot.path}".encode()
+                own = int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
+                number = (low + start - slot.offset) // ALIGN
+                runs.append((start // ALIGN, _signed(number * _GOLDEN + own), _GOLDEN))
+                end = -(-stop // ALIGN)
+        if end < count:
+            runs.append((end, 0, 0))
+        return Counters(tuple(runs), count)
 
 
 class Part(NamedTuple):
@@ -237,25 +235,28 @@ def group_of(name: Key | Part) -> Key:
     return name.group if isinstance(name, Part) else name
 
 
-class _Static:
-    """What two trees must share to be mapped together: layout, axis and which buffers there are."""
+class _Static(NamedTuple):
+    """The metadata that two trees must share to be mapped together."""
 
-    __slots__ = ("axis", "buffers", "held", "layout", "rest")
-
-    def __init__(
-        self, layout: Layout, axis: Axis, buffers: tuple[Any, ...], held: tuple[Any, ...], rest: pytree.Unseen
-    ) -> None:
-        self.layout, self.axis, self.buffers, self.held, self.rest = layout, axis, buffers, held, rest
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Static) and all(getattr(self, n) == getattr(other, n) for n in self.__slots__)
-
-    def __hash__(self) -> int:
-        return hash((self.layout, self.axis, self.buffers, self.held))
+    layout: Layout
+    axis: Axis
+    buffers: tuple[object, ...]
+    held: tuple[object, ...]
+    rest: pytree.Unseen
 
 
 pytree.register(Sharded, _flatten, _unflatten)
 
 
-def is_sharded(node: object) -> bool:
+def is_sharded(node: object) -> TypeGuard[Sharded]:
     return isinstance(node, Sharded)
+
+
+def trees_of(tree: object) -> list[Sharded]:
+    """The sharded trees in a pytree."""
+    return [node for node in pytree.flatten(tree, is_leaf=is_sharded)[0] if is_sharded(node)]
+
+
+def map_trees(fn: Callable[[Sharded], object], tree: object) -> Any:
+    """`fn` over the sharded trees in a pytree, whose other leaves stay."""
+    return pytree.map(lambda node: fn(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)

@@ -1,4 +1,4 @@
-"""What a CPU without instructions for a low-precision dtype pays for it, measured once."""
+"""The price of a low-precision dtype on a CPU without instructions for it, measured once."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import functools
 import threading
 import time
 import warnings
-from typing import TYPE_CHECKING
 
 import torch
 
 from fzero.base import private
-
-if TYPE_CHECKING:
-    from fzero.state.train_state import TrainState
+from fzero.state.train_state import TrainState
 
 SLOW = 3.0  # times as long as in float32: a CPU with instructions for it takes less than once, one without 10 to 50
 _said: set[torch.dtype] = set()
@@ -27,8 +24,7 @@ def slowdown(dtype: torch.dtype) -> float:
     def seconds(dtype: torch.dtype) -> float:
         x = torch.ones(256, 256, dtype=dtype, device="cpu")
         best, end = float("inf"), time.thread_time() + 0.03
-        while time.thread_time() < end:  # the first one also loads the kernel
-            started = time.thread_time()
+        while (started := time.thread_time()) < end:  # the first one also loads the kernel
             torch.mm(x, x)
             best = min(best, time.thread_time() - started)
         return best
@@ -49,10 +45,8 @@ def warn_where_slow(state: TrainState) -> None:
         if dtype not in (torch.bfloat16, torch.float16) or buffer.device.type != "cpu" or private.is_fake(buffer):
             continue
         matrix = next((slot.path for slot in group.slots if len(slot.shape) > 1), None)
-        if matrix is None:
-            continue
         with _once:
-            if dtype in _said:
+            if matrix is None or dtype in _said:
                 continue
             _said.add(dtype)
             times = slowdown(dtype)

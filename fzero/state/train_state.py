@@ -7,8 +7,9 @@ from typing import Any
 
 from fzero.base import pytree
 from fzero.base.arguments import wrong
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sharded import Sharded, is_sharded, map_trees, trees_of
 from fzero.table.layout import Layout
+from fzero.table.spec import Signature
 
 
 class TrainState:
@@ -29,16 +30,16 @@ class TrainState:
 
     def __init__(
         self,
-        params: Any,
-        grads: Any,
+        params: Sharded,
+        grads: Sharded | None,
         moments: object,
-        extra: Mapping[str, Any],
+        extra: Mapping[str, object],
         step: int,
         seed: int,
-        signature: Any,
+        signature: Signature,
     ) -> None:
-        self._params, self._grads, self._moments = _fresh(params), _fresh(grads), _fresh(moments)
-        self._extra = {name: _fresh(value) for name, value in extra.items()}
+        trees = (params, grads, moments, dict(extra))  # in new shells: one state's end is not another's
+        self._params, self._grads, self._moments, self._extra = map_trees(lambda tree: tree.replaced(), trees)
         self.step, self.seed, self.signature = step, seed, signature
         self._dead: str | None = None
 
@@ -69,13 +70,13 @@ class TrainState:
 
     def replace(self, **changes: Any) -> TrainState:
         """A new state with some fields changed; buffers are shared, never copied."""
-        fields = {name: getattr(self, name) for name in _FIELDS}
-        unknown = set(changes) - set(fields)
+        unknown = set(changes) - set(_FIELDS)
         if unknown:
             raise TypeError(f"TrainState.replace: got {sorted(unknown)}, expected some of {', '.join(_FIELDS)}")
-        for name, (kinds, expected) in _TAKES.items():
-            if name in changes and (not isinstance(changes[name], kinds) or isinstance(changes[name], bool)):
-                raise wrong("TrainState.replace", name, changes[name], expected)
+        for name, value in changes.items():
+            kinds, expected = _FIELDS[name]
+            if not isinstance(value, kinds) or (kinds is int and isinstance(value, bool)):
+                raise wrong("TrainState.replace", name, value, expected)
         if "extra" in changes and set(changes["extra"]) != set(self.extra):
             raise ValueError(
                 f"TrainState.replace: got extra={sorted(changes['extra'])}, expected {sorted(self.extra)}, what the "
@@ -83,13 +84,12 @@ class TrainState:
             )
         if changes.get("step", 0) < 0:
             raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
-        return TrainState(**{**fields, **changes})
+        return TrainState(**{name: getattr(self, name) for name in _FIELDS} | changes)
 
     def kill(self, why: str) -> None:
         """Marks the state and its trees as taken; any later use raises `why`."""
-        for tree in pytree.flatten((self._params, self._grads, self._moments, self._extra), is_leaf=is_sharded)[0]:
-            if is_sharded(tree):
-                tree.kill(why)
+        for tree in trees_of((self._params, self._grads, self._moments, self._extra)):
+            tree.kill(why)
         self._params = self._grads = self._moments = self._extra = None  # type: ignore[assignment]
         self._dead = why
 
@@ -99,40 +99,27 @@ class TrainState:
         return f"TrainState(step={self.step}, {len(self.layout.rows)} leaves, {self.params.axis})"
 
 
-_TAKES: dict[str, tuple[Any, str]] = {
+_FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {
     "params": (Sharded, "params of a step, such as state.params"),
     "grads": ((Sharded, type(None)), "grads of a step or None"),
+    "moments": (object, "moments of a step"),
+    "extra": (Mapping, "a dict, such as {**state.extra, name: value}"),
     "step": (int, "a number of applied updates"),
     "seed": (int, "an int"),
-    "extra": (Mapping, "a dict, such as {**state.extra, name: value}"),
+    "signature": (Signature, "that of a step"),
 }
 
 
-_FIELDS = ("params", "grads", "moments", "extra", "step", "seed", "signature")
-
-
-def _fresh(tree: object) -> Any:
-    """New shells around the same buffers: killing one state then never touches another's."""
-    return pytree.map(
-        lambda node: node.replaced() if is_sharded(node) else node,
-        tree,
-        is_leaf=is_sharded,
-    )
-
-
-def _flatten(state: TrainState) -> tuple[tuple[Any, ...], Any]:
-    extra = _split(state.extra)  # numbers are no leaves of a state
+def _flatten(state: TrainState) -> tuple[tuple[object, ...], pytree.Unseen]:
+    # numbers are no leaves of a state
+    extra = pytree.Split(state.extra, lambda node: is_sharded(node) or pytree.is_tensor(node), is_leaf=is_sharded)
     (trees,), extra.leaves = extra.leaves, []
     kept = () if state.grads is None else (state.grads,)  # torch's pytrees would take None for a leaf
     unseen = pytree.Unseen((state.step, state.seed, state.signature, extra))
     return (state.params, state.moments, tuple(trees), *kept), unseen
 
 
-def _split(extra: Mapping[str, Any]) -> pytree.Split:
-    return pytree.Split(extra, lambda node: is_sharded(node) or pytree.is_tensor(node), is_leaf=is_sharded)
-
-
-def _unflatten(unseen: Any, children: tuple[object, ...]) -> TrainState:
+def _unflatten(unseen: pytree.Unseen, children: tuple[Any, ...]) -> TrainState:
     state = object.__new__(TrainState)
     state._params, state._moments, trees, *kept = children
     state._grads = kept[0] if kept else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
 
@@ -19,14 +19,8 @@ def _aligned(numel: int, step: int = ALIGN) -> int:
     return -(-numel // step) * step
 
 
-def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
-    """The strides of a contiguous tensor."""
-    sizes = (*shape[1:], 1) if shape else ()
-    return tuple(math.prod(sizes[i:]) for i in range(len(shape)))
-
-
 class Key(NamedTuple):
-    """What a group is known by: its unit, and which of the unit's groups it is."""
+    """The identity of a group: its unit, and which of the unit's groups it is."""
 
     unit: str
     number: int
@@ -49,17 +43,13 @@ class Slot:
 
 @dataclass(frozen=True)
 class Group:
-    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards.
-
-    Attributes:
-        row: the first leaf's; all but its path, shape and own dtype holds for all.
-    """
+    """The like leaves of one unit, which share their buffers. Rank r owns elements [r, r + 1) * numel / shards."""
 
     key: Key
     numel: int
     shards: int
     slots: tuple[Slot, ...]
-    row: Row
+    row: Row  # the first leaf's; all but its path, shape and own dtype holds for all
 
     @property
     def unit(self) -> str:
@@ -81,7 +71,8 @@ class Group:
     @cached_property
     def _places(self) -> tuple[tuple[int, tuple[int, ...], tuple[int, ...], int], ...]:
         """Leaf index, shape, strides and offset of every leaf."""
-        return tuple((slot.leaf, slot.shape, _contiguous(slot.shape), slot.offset) for slot in self.slots)
+        strides = [tuple(math.prod(slot.shape[i + 1 :]) for i in range(len(slot.shape))) for slot in self.slots]
+        return tuple((slot.leaf, slot.shape, own, slot.offset) for slot, own in zip(self.slots, strides, strict=True))
 
     @cached_property
     def _gaps(self) -> tuple[tuple[int, int], ...]:
@@ -96,14 +87,12 @@ class Group:
 
     def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
         """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
-        small = self.numel < 1 << 16  # filling all of it costs less than finding the gaps
-        if small:
-            full.zero_()
-        for offset, size in () if small else self._gaps:
-            full.narrow(0, offset, size).zero_()
         parts = list(self.cut(full).values())
-        for part, leaf in zip(parts, leaves, strict=True):
-            if leaf is None and not small:
+        if self.numel < 1 << 16:  # filling all of it costs less than finding the gaps
+            full.zero_()
+        else:
+            missing = [part for part, leaf in zip(parts, leaves, strict=True) if leaf is None]
+            for part in (*[full.narrow(0, *gap) for gap in self._gaps], *missing):
                 part.zero_()
         pairs = [(part, _dense(leaf)) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
         if pairs:
@@ -123,6 +112,11 @@ class Layout:
     rows: tuple[Row, ...]
     shards: int
     groups: Mapping[Key, Group]
+    # as far as asked for: (kind of state, group key) -> its format and its buffers' names
+    formats: dict[tuple[str, Key], tuple[Format, tuple[object, ...]]] = field(default_factory=dict, repr=False)
+    # as far as asked for: rules -> the table that they make of these leaves, as steps may share a state
+    tables: dict[tuple[Rule, ...], Table] = field(default_factory=dict, repr=False)
+    _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     @cached_property
     def _hash(self) -> int:
@@ -140,18 +134,15 @@ class Layout:
         members: dict[tuple[str, tuple[object, ...]], list[int]] = {}
         for index, row in enumerate(rows):
             members.setdefault((row.unit, row.group), []).append(index)
-        counts: dict[str, int] = {}
-        groups = {}
+        groups: dict[Key, Group] = {}
         for (unit, _), indices in members.items():
-            key = Key(unit, counts.setdefault(unit, 0))
-            counts[unit] += 1
-            own = shards if rows[indices[0]].cuts else 1
-            slots, end = [], 0
+            key, first = Key(unit, sum(key.unit == unit for key in groups)), rows[indices[0]]
+            own, slots, end = shards if first.cuts else 1, [], 0
             for index in indices:
                 row = rows[index]
                 slots.append(Slot(index, row.path, end, row.numel, row.shape))
                 end = _aligned(end + row.numel)
-            groups[key] = Group(key, _aligned(end, ALIGN * own), own, tuple(slots), rows[indices[0]])
+            groups[key] = Group(key, _aligned(end, ALIGN * own), own, tuple(slots), first)
         return Layout(tuple(rows), shards, groups)
 
     @cached_property
@@ -164,35 +155,14 @@ class Layout:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
 
-    @cached_property
-    def formats(self) -> dict[tuple[str, Key], tuple[Format, tuple[object, ...]]]:
-        """(kind, group key) -> how that is stored and what its buffers are called, as far as asked for."""
-        return {}
-
-    @cached_property
-    def tables(self) -> dict[tuple[Rule, ...], Table]:
-        """Rules -> the table that they make of these leaves, as far as asked for: steps may share a state."""
-        return {}
-
-    @cached_property
-    def _sizes(self) -> dict[tuple[Key, int], list[int]]:
-        return {}
-
     def shard_numel(self, key: Key) -> int:
         return self.groups[key].numel // self.groups[key].shards
 
     def pieces(self, key: Key, rank: int) -> list[tuple[Slot, int, int]]:
         """For each leaf of a group its range [start, stop) in rank's shard; start == stop where it has none of it."""
         size = self.shard_numel(key)
-        low = rank * size
-        return [
-            (
-                slot,
-                min(max(slot.offset - low, 0), size),
-                min(max(slot.offset + slot.numel - low, 0), size),
-            )
-            for slot in self.groups[key].slots
-        ]
+        starts = [(slot, slot.offset - rank * size) for slot in self.groups[key].slots]
+        return [(slot, min(max(at, 0), size), min(max(at + slot.numel, 0), size)) for slot, at in starts]
 
     def cut(self, key: Key, rank: int, shard: torch.Tensor) -> Sequence[torch.Tensor]:
         """Rank's piece of each leaf of a group, from its shard."""

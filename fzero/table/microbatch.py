@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,38 +18,32 @@ class Microbatches:
     """How many, and along which dim every input is split (as in torch.func.vmap; None: not split)."""
 
     count: int = 1
-    in_dims: Any = 0
+    in_dims: int | tuple[int | None, ...] | None = 0
 
     def dims(self, inputs: Sequence[object]) -> list[int | None]:
         """The dim of every flat leaf of the inputs; None for what is passed whole."""
-        if isinstance(self.in_dims, tuple) and len(self.in_dims) != len(inputs):
-            raise ValueError(
-                f"accumulate(in_dims=...): got {len(self.in_dims)} dims, expected one per input, {len(inputs)}."
-            )
         per_input = self.in_dims if isinstance(self.in_dims, tuple) else (self.in_dims,) * len(inputs)
-        out: list[int | None] = []
-        for dim, tree in zip(per_input, inputs, strict=True):
-            for leaf in pytree.flatten(tree)[0]:
-                out.append(dim if isinstance(leaf, torch.Tensor) and dim is not None else None)
-        return out
+        if len(per_input) != len(inputs):
+            raise ValueError(
+                f"accumulate(in_dims=...): got {len(per_input)} dims, expected one per input, {len(inputs)}."
+            )
+        pairs = [(dim, leaf) for dim, tree in zip(per_input, inputs, strict=True) for leaf in pytree.flatten(tree)[0]]
+        return [dim if isinstance(leaf, torch.Tensor) else None for dim, leaf in pairs]
 
-    def split(self, inputs: Sequence[object]) -> list[tuple[Any, ...]]:
+    def split(self, inputs: Sequence[object]) -> list[tuple[object, ...]]:
         """The inputs of every microbatch."""
         if self.count == 1:
             return [tuple(inputs)]
         names, flat, spec = pytree.named_leaves(tuple(inputs))
-        columns = []
+        columns: list[Sequence[object]] = []
         for name, leaf, dim in zip(names, flat, self.dims(inputs), strict=True):
-            if dim is None:
-                columns.append([leaf] * self.count)
-                continue
-            if leaf.ndim == 0 or leaf.shape[dim] % self.count:
+            if dim is not None and (leaf.ndim == 0 or leaf.shape[dim] % self.count):
                 raise ValueError(
                     f"accumulate: input {name} has shape {tuple(leaf.shape)}, expected dim {dim} to divide into "
                     f"{self.count} microbatches. Change the batch size or the number of microbatches, or pass in_dims= "
                     "with None for inputs that are not split."
                 )
-            columns.append(list(leaf.chunk(self.count, dim)))
+            columns.append([leaf] * self.count if dim is None else leaf.chunk(self.count, dim))
         return [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)]
 
     def merge(self, outputs: Sequence[object], what: str = "outputs") -> Any:
@@ -60,65 +55,51 @@ class Microbatches:
         """
         if self.count == 1:
             return outputs[0]
-        names, first, spec = pytree.named_leaves(outputs[0])
-        columns = [[leaf] for leaf in first]
-        for i, other in enumerate(outputs[1:], 1):
-            leaves, own = pytree.flatten(other)
+        names, _, spec = pytree.named_leaves(outputs[0])
+        flat = [pytree.flatten(output) for output in outputs]
+        for i, (_, own) in enumerate(flat):
             if own != spec:
                 raise ValueError(
                     f"accumulate: the function returned {what} {spec} for microbatch 0 and {own} for {i}, expected "
                     "one structure for all. Return the same containers with the same keys every time."
                 )
-            for column, leaf in zip(columns, leaves, strict=True):
-                column.append(leaf)
-        named = [f"{what} {name}" if name else what for name in names]
-        return pytree.unflatten(spec, [_merged(*pair) for pair in zip(named, columns, strict=True)])
+        columns = zip(names, *[leaves for leaves, _ in flat], strict=True)
+        return pytree.unflatten(spec, [_merged(f"{what} {name}" if name else what, own) for name, *own in columns])
 
-    def split_cotangent(self, cotangent: object, parts: Sequence[Sequence[Part]]) -> tuple[list[Any], float]:
-        """The transpose of `merge`, and by what to divide what it is pulled back to.
+    def split_cotangent(self, cotangent: object, parts: Sequence[Sequence[Part]]) -> tuple[list[object], float]:
+        """The transpose of `merge` by `parts_of` every microbatch, and by what to divide what it is pulled back to.
 
         A loss's share is 1 / count, which 16 bits do not hold for every count: then it is a power of two, and what is
         left is the second value.
-
-        Args:
-            parts: of every microbatch, `parts_of` its outputs.
         """
         if self.count == 1:
             return [cotangent], 1.0
-        real = [part for part in parts[0] if part.dtype is not None]
-        narrow = any(part.dtype.itemsize == 2 and part.length is None for part in real if part.dtype)
-        apart = narrow and all(part.length is None for part in real)
+        real = [(part.length, part.dtype.itemsize) for part in parts[0] if part.dtype]
+        apart = all(length is None for length, _ in real) and any(size == 2 for _, size in real)
         divisor = 1 << (self.count.bit_length() - 1) if apart else self.count
         names, flat, spec = pytree.named_leaves(cotangent)
-        columns = []
-        for name, leaf, *own in zip(names, flat, *parts, strict=True):
-            columns.append(_split(name or "the output", leaf, own, divisor))
-        return [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)], (
-            self.count / divisor
-        )
+        columns = [
+            _split(name or "the output", leaf, own, divisor)
+            for name, leaf, *own in zip(names, flat, *parts, strict=True)
+        ]
+        pieces = [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)]
+        return pieces, self.count / divisor
 
-    def merge_inputs(self, inputs: Sequence[object], cotangents: Sequence[Sequence[object]]) -> list[Any]:
+    def merge_inputs(
+        self, inputs: Sequence[object], cotangents: Sequence[Sequence[torch.Tensor | None]]
+    ) -> list[torch.Tensor | None]:
         """Cotangents of the flat inputs: concatenated where an input was split, summed where it was passed whole."""
         if self.count == 1:
             return list(cotangents[0])
-        out = []
+        out: list[torch.Tensor | None] = []
         for dim, parts in zip(self.dims(inputs), zip(*cotangents, strict=True), strict=True):
-            if parts[0] is None:
-                out.append(None)
-            elif dim is None:
-                out.append(torch.stack(parts).sum(0))
-            else:
-                out.append(torch.cat(parts, dim))
+            own = [part for part in parts if part is not None]  # all of them or none
+            out.append(None if not own else torch.stack(own).sum(0) if dim is None else torch.cat(own, dim))
         return out
 
 
 class Part(NamedTuple):
-    """What one microbatch has of an output leaf.
-
-    Attributes:
-        length: of dim 0; None where there are no dims.
-        dtype: of its cotangent; None where it has none.
-    """
+    """One microbatch's part of an output leaf: its dim 0, and its cotangent's dtype, each None where it has none."""
 
     length: int | None
     dtype: torch.dtype | None
@@ -137,31 +118,35 @@ def parts_of(outputs: object) -> list[Part]:
 def mean_of(parts: Sequence[object]) -> torch.Tensor:
     """The mean of 0-d floating tensors and Python floats, in float32, or in float64 where one of them is."""
     tensors = [torch.as_tensor(x) if isinstance(x, torch.Tensor) else torch.tensor(x).float() for x in parts]
-    dtype = torch.float32
-    for tensor in tensors:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = _widest([tensor.dtype for tensor in tensors])
     return torch.stack([tensor.to(dtype) for tensor in tensors]).mean(0)
 
 
-def _is_real(x: torch.Tensor) -> bool:
-    """Whether a tensor is averaged, and has a cotangent."""
-    return x.is_floating_point() or x.is_complex()
+def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
+    """The dtype of a mean: float32, or what is wider."""
+    return functools.reduce(torch.promote_types, dtypes, torch.float32)
 
 
-def _merged(name: str, parts: list[Any]) -> Any:
+def _is_real(x: object) -> bool:
+    """True for a value that is averaged, which as a tensor has a cotangent."""
+    if isinstance(x, torch.Tensor):
+        return x.is_floating_point() or x.is_complex()
+    return not isinstance(x, numbers.Integral)
+
+
+def _merged(name: str, parts: Sequence[object]) -> object:
     """One leaf of all microbatches' outputs."""
-    if all(isinstance(x, torch.Tensor) and x.ndim for x in parts):
-        shapes = [tuple(x.shape) for x in parts]
+    tensors = [x for x in parts if isinstance(x, torch.Tensor)]
+    if len(tensors) == len(parts) and all(x.ndim for x in tensors):
+        shapes = [tuple(x.shape) for x in tensors]
         if len({shape[1:] for shape in shapes}) > 1:
             raise _refused(name, f"of the shapes {shapes}", "one shape but for dim 0, which is concatenated")
-        return torch.cat(parts)
-    scalars = [x for x in parts if isinstance(x, (numbers.Number, torch.Tensor)) and not getattr(x, "ndim", 0)]
-    if len(scalars) == len(parts):
-        if any(_is_real(x) if isinstance(x, torch.Tensor) else not isinstance(x, numbers.Integral) for x in parts):
+        return torch.cat(tensors)
+    if all(isinstance(x, (numbers.Number, torch.Tensor)) and not getattr(x, "ndim", 0) for x in parts):
+        if any(_is_real(x) for x in parts):
             return mean_of(parts)
-        device = next((x.device for x in parts if isinstance(x, torch.Tensor)), None)
-        return torch.stack([torch.as_tensor(x, device=device) for x in parts])
-    if any(isinstance(x, torch.Tensor) for x in parts) or not all(_same(parts[0], x) for x in parts[1:]):
+        return torch.stack([torch.as_tensor(x, device=tensors[0].device if tensors else None) for x in parts])
+    if tensors or not all(_same(parts[0], x) for x in parts[1:]):
         some = [f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else repr(x) for x in parts]
         raise _refused(name, " and ".join(some), "tensors, numbers, or something that is the same in all")
     return parts[0]
@@ -181,28 +166,26 @@ def _refused(name: str, got: str, expected: str) -> ValueError:
     )
 
 
-def _split(name: str, leaf: Any, parts: Sequence[Part], divisor: int) -> list[Any]:
+def _split(name: str, leaf: object, parts: Sequence[Part], divisor: int) -> Sequence[object]:
     """The cotangents of every microbatch's part of one output leaf."""
     if not isinstance(leaf, torch.Tensor):
         return [leaf] * len(parts)
-    dtypes = [part.dtype for part in parts]
-    if None in dtypes:
+    dtypes = [part.dtype for part in parts if part.dtype]
+    if len(dtypes) < len(parts):
         return [None] * len(parts)
-    lengths = [part.length for part in parts]
-    if None in lengths:
-        expected = torch.float32
-        for dtype in dtypes:
-            expected = torch.promote_types(expected, dtype or expected)
+    lengths = [part.length for part in parts if part.length is not None]
+    if len(lengths) < len(parts):
+        expected = _widest(dtypes)
         if leaf.ndim or leaf.dtype != expected:
             raise ValueError(
                 f"cotangent of {name}: got shape {tuple(leaf.shape)} and dtype {leaf.dtype}, expected () and "
                 f"{expected}, those of the output, which is the mean over all microbatches. Convert it with .to(...)."
             )
         return [(leaf / divisor).to(dtype) for dtype in dtypes]
-    total = sum(length or 0 for length in lengths)
+    total = sum(lengths)
     if leaf.ndim == 0 or leaf.shape[0] != total:
         raise ValueError(
             f"cotangent of {name}: got shape {tuple(leaf.shape)}, expected a leading dim of {total}, that of the "
             "output over all microbatches."
         )
-    return list(leaf.split(lengths))  # type: ignore[arg-type]
+    return leaf.split(lengths)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -29,7 +29,9 @@ class ModuleParams(dict[str, Any]):
 
     frozen: tuple[str, ...] = ()
 
-    def __init__(self, leaves: Any = (), *, frozen: Iterable[str] = ()) -> None:
+    def __init__(
+        self, leaves: Mapping[str, object] | Iterable[tuple[str, object]] = (), *, frozen: Iterable[str] = ()
+    ) -> None:
         super().__init__(leaves)
         self.frozen = tuple(sorted(frozen))
 
@@ -43,13 +45,12 @@ class ModuleParams(dict[str, Any]):
     def __or__(self, other: object) -> object:
         if not isinstance(other, dict):
             return NotImplemented
-        out = self.copy()
-        out.update(other)
+        out = _like(vars(self), {**self, **other}.items())
         out.frozen = tuple(sorted({*self.frozen, *getattr(other, "frozen", ())}))
         return out
 
     def __ror__(self, other: object) -> object:
-        return NotImplemented if not isinstance(other, dict) else _like(vars(self), {**other, **self}.items())
+        return _like(vars(self), {**other, **self}.items()) if isinstance(other, dict) else NotImplemented
 
 
 def _like(known: Mapping[str, object], items: Iterable[tuple[str, object]]) -> ModuleParams:
@@ -62,31 +63,22 @@ pytree.register_dict(ModuleParams, vars, _like)
 torch.serialization.add_safe_globals([ModuleParams])  # torch.load reads it as it reads a dict
 
 
-def frozen_leaves(structure: pytree.Spec) -> frozenset[int]:
-    """The indices of the leaves that a module somewhere in a tree of params does not train."""
-    return frozenset(_frozen_leaves(structure, 0))
-
-
-def _frozen_leaves(structure: pytree.Spec, start: int) -> Iterator[int]:
+def frozen_leaves(structure: pytree.Spec, start: int = 0) -> frozenset[int]:
+    """The indices, from `start` on, of the leaves that a module somewhere in a tree of params does not train."""
     if structure.type is ModuleParams:
         numbers = pytree.unflatten(structure, list(range(start, start + structure.num_leaves)))
-        for name in numbers.frozen:
-            yield from pytree.leaves(numbers.get(name))
-        return
+        return frozenset(leaf for name in numbers.frozen for leaf in pytree.leaves(numbers.get(name)))
+    found: frozenset[int] = frozenset()
     for child in structure.children():
-        yield from _frozen_leaves(child, start)
+        found |= frozen_leaves(child, start)
         start += child.num_leaves
+    return found
 
 
 def refuse_lost(
-    params: Mapping[str, Any], origins: Mapping[str, Row | None], frozen: Collection[str], running: Layout
+    params: Mapping[str, torch.Tensor], origins: Mapping[str, Row | None], frozen: Collection[str], running: Layout
 ) -> None:
-    """Refuses a frozen param of a module that the running step trains: what was known of it was lost on the way.
-
-    Args:
-        origins: of each param its leaf of the step that is running, where it is one.
-        frozen: the module's.
-    """
+    """Refuses a frozen param of a module that the running step trains: that it is frozen was lost on the way."""
     lost: dict[str, str] = {}
     for name in frozen:
         row, shape = origins.get(name), tuple(params[name].shape)

@@ -26,16 +26,16 @@ class GradientTransformation(NamedTuple):
             may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
     """
 
-    init: Callable[[Any], Any]
+    init: Callable[..., Any]
     update: Callable[..., tuple[Any, Any]]
-    fused: Callable[[Any, Any, Any], Any] | None = None
+    fused: Callable[..., Any] | None = None
     label: Callable[[str], str] | None = None
-    metrics: Callable[[Any], dict[str, float]] | None = None
+    metrics: Callable[..., dict[str, float]] | None = None
     by_leaf: bool = False
     needs: str = ""
     scales: bool = False
 
     @property
     def by_group(self) -> bool:
-        """Whether groups may be updated in place one by one."""
+        """True where groups may be updated in place one by one."""
         return self.fused is not None and self.by_leaf and self.needs != "all"

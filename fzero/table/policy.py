@@ -5,23 +5,22 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
+from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
 from fzero.formats.formats import Companded, Corrected, Exact, Format, Plain
 
-_COLUMNS = ("param", "grad", "moment", "compute", "reduce")
-
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-_ROUNDINGS = ("nearest", "stochastic", "compensated")
-
-
 _WIDTHS = {"8-bit": 8, "4-bit": 4}
+_FLOATS = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TAKES = {
+    **dict.fromkeys(("param", "grad", "compute", "reduce"), _FLOATS),
+    "moment": (*_FLOATS, *_WIDTHS),
+    "rounding": ("nearest", "stochastic", "compensated"),
+    "remainder": (torch.int16, torch.int8),
+    "gather": (None, "8-bit"),
+}
 
 
 @dataclass(frozen=True)
@@ -63,36 +62,20 @@ class Policy:
     gather: str | None = None
 
     def __post_init__(self) -> None:
-        for column in _COLUMNS:
-            dtype = getattr(self, column)
-            known = (*_FLOATS, *_WIDTHS) if column == "moment" else _FLOATS
-            if dtype is not None and dtype not in known:
-                raise ValueError(
-                    f"Policy({column}=...): got {dtype!r}, expected None or one of "
-                    f"{', '.join(map(str, known))}. Name a floating dtype that states can be kept in."
-                )
-        if self.rounding not in _ROUNDINGS:
-            raise ValueError(
-                f"Policy(rounding=...): got {self.rounding!r}, expected one of {', '.join(map(repr, _ROUNDINGS))}."
-            )
+        for column, known in _TAKES.items():
+            value = getattr(self, column)
+            if value not in known:
+                raise ValueError(f"Policy({column}=...): got {value!r}, expected {', '.join(map(str, known))}.")
         if self.rounding != "nearest" and self.param not in (None, torch.bfloat16):
             raise ValueError(
                 f"Policy(param={self.param}, rounding={self.rounding!r}): {self.rounding} rounding is to "
                 "torch.bfloat16. Say param=torch.bfloat16, or rounding='nearest'."
             )
-        if self.gather not in (None, "8-bit"):
-            raise ValueError(f"Policy(gather=...): got {self.gather!r}, expected None or '8-bit'.")
-        if self.remainder not in (torch.int16, torch.int8):
-            raise ValueError(
-                f"Policy(remainder=...): got {self.remainder!r}, expected torch.int16 (float32 bit for bit) or "
-                "torch.int8 (24 bits)."
-            )
 
     def __str__(self) -> str:
-        """What it says, without what is left to the leaf."""
-        plain = Policy.__dataclass_fields__
-        said = {name: getattr(self, name) for name in plain if getattr(self, name) != plain[name].default}
-        return f"Policy({', '.join(f'{name}={value}' for name, value in said.items())})"
+        """The fields without those that are left to the leaf."""
+        said = [(field.name, getattr(self, field.name), field.default) for field in dataclasses.fields(self)]
+        return f"Policy({', '.join(f'{name}={value}' for name, value, default in said if value != default)})"
 
     @staticmethod
     def bf16_states() -> Policy:
@@ -115,7 +98,7 @@ class Policy:
             >>> fz.Policy.exact().param_format.parts[1].dtype
             torch.int16
         """
-        return _compact(moment, rounding="compensated")
+        return dataclasses.replace(Policy.bf16_states(), moment=moment, rounding="compensated")
 
     @staticmethod
     def compact24(moment: torch.dtype | str = "8-bit") -> Policy:
@@ -125,7 +108,7 @@ class Policy:
             >>> fz.Policy.compact24().moment
             '8-bit'
         """
-        return _compact(moment, rounding="compensated", remainder=torch.int8)
+        return dataclasses.replace(Policy.exact(moment), remainder=torch.int8)
 
     @staticmethod
     def compact16(moment: torch.dtype | str = "8-bit") -> Policy:
@@ -135,7 +118,7 @@ class Policy:
             >>> fz.Policy.compact16().rounding
             'stochastic'
         """
-        return _compact(moment, rounding="stochastic")
+        return dataclasses.replace(Policy.bf16_states(), moment=moment, rounding="stochastic")
 
     @property
     def param_format(self) -> Format:
@@ -161,7 +144,7 @@ class Policy:
 
     @property
     def computes_as_stored(self) -> bool:
-        """Whether a full buffer in compute dtype has the stored values."""
+        """True where a full buffer in compute dtype has the stored values."""
         return self.param_format.plain and self.compute == self.param and self.gather is None
 
     @staticmethod
@@ -174,10 +157,8 @@ class Policy:
             True
         """
         if not isinstance(policies, Mapping) or not all(isinstance(p, Policy) for p in policies.values()):
-            raise TypeError(
-                f"Policy.by_path: got policies={type(policies).__name__}, expected a dict of patterns to policies, "
-                "such as {'*norm*': fz.Policy(), '*': fz.Policy.bf16_states()}."
-            )
+            expected = "a dict of patterns to policies, such as {'*norm*': fz.Policy(), '*': fz.Policy.bf16_states()}"
+            raise wrong("Policy.by_path", "policies", policies, expected)
         if not policies:
             raise ValueError("Policy.by_path: got no patterns; give at least {'*': fz.Policy()}.")
         return ByPath(tuple(policies.items()))
@@ -202,14 +183,9 @@ class Policy:
         )
 
 
-def _compact(moment: torch.dtype | str, **options: Any) -> Policy:
-    bf16 = torch.bfloat16
-    return Policy(param=bf16, grad=bf16, moment=moment, compute=bf16, **options)
-
-
 @dataclass(frozen=True)
 class ByPath:
-    """What `Policy.by_path` makes: patterns in order, the first match wins."""
+    """Policies by patterns in order, of which the first match wins; made by `Policy.by_path`."""
 
     policies: tuple[tuple[str, Policy], ...]
 
@@ -218,7 +194,3 @@ class ByPath:
             if matches(pattern, path):
                 return policy
         return Policy()
-
-    def unmatched(self, paths: list[str]) -> list[str]:
-        """Patterns that no leaf's path matches."""
-        return [pattern for pattern, _ in self.policies if not any(matches(pattern, path) for path in paths)]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -26,7 +25,7 @@ class Rule:
 
     column: str
     pattern: str
-    value: Any
+    value: object
     source: str
 
     def __str__(self) -> str:
@@ -38,14 +37,9 @@ class Sharding:
     """The value of the axis column: which mesh axis a leaf's state is cut over, and from which ZeRO stage on."""
 
     stage: int
-    mesh: Any
+    mesh: object
     axis: str
     replicate: str | None
-
-    @property
-    def unplaced(self) -> Sharding:
-        """The same without its mesh, whose name and sizes say nothing of the ranks."""
-        return dataclasses.replace(self, mesh=None)
 
 
 class Cut(NamedTuple):
@@ -56,33 +50,24 @@ class Cut(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """How one kind of state of a leaf is kept between steps.
+    """How one kind of state of a leaf is kept between steps: as what, cut over which mesh axes, in which memory."""
 
-    Attributes:
-        stored: its dtype or format; moments in 8 or 4 bits by that name, as the two have formats of their own.
-        cuts: the mesh axes that it is cut over.
-        memory: where it lies.
-    """
-
-    stored: torch.dtype | str | Format
+    stored: torch.dtype | str | Format  # moments in 8 or 4 bits by that name, as the two have formats of their own
     cuts: tuple[Cut, ...] = ()
     memory: str = "device"
 
 
 @dataclass(frozen=True)
 class Row:
-    """What holds for one leaf. Leaves of a unit whose rows are alike share their buffers.
+    """The table's columns for one leaf. Leaves of a unit whose rows are alike share their buffers.
 
     Attributes:
         dtype: the leaf's own.
-        policy: with every column filled in: what is computed and summed in.
+        policy: the leaf's, with every column filled in.
         params, grads, moments: how these are kept; None of a frozen leaf's grads and moments.
-        cuts: what a rank's slice of the leaf is, where any of its state is cut.
-        lifetime: how long a gathered copy lives: "one use", "the step" (it is held between steps too), or "always",
-            where nothing is gathered.
+        cuts: a rank's slice of the leaf, where any of its state is cut.
+        lifetime: of a gathered copy: "one use", "the step" (it is held between steps too), or "always", ungathered.
         autocast: the dtype of torch.autocast while the leaf's unit runs, or None.
-        remat: whether its unit is recomputed.
-        compile: whether its unit is compiled.
     """
 
     path: str
@@ -106,7 +91,7 @@ class Row:
 
     @property
     def held(self) -> bool:
-        """Whether every rank holds the full params, beside its slice of what is updated (ZeRO-1 and 2)."""
+        """True where every rank holds the full params, beside its slice of what is updated (ZeRO-1 and 2)."""
         return self.lifetime == "the step"
 
     @property
@@ -114,21 +99,17 @@ class Row:
         return int(torch.Size(self.shape).numel())
 
     @property
-    def group(self) -> tuple[Any, ...]:
-        """What two leaves of a unit must share to lie in one buffer."""
+    def group(self) -> tuple[object, ...]:
+        """The fields that two leaves of a unit must share to lie in one buffer."""
         return (self.policy, self.optimizer, self.params, self.grads, self.moments, self.cuts, self.lifetime)
 
 
 @dataclass(frozen=True)
 class Table:
-    """The rows of all leaves.
-
-    Attributes:
-        outside: the dtype of torch.autocast for what runs outside of units, or None.
-    """
+    """The rows of all leaves."""
 
     rows: tuple[Row, ...]
-    outside: torch.dtype | None
+    outside: torch.dtype | None  # torch.autocast's for what runs outside of units
 
     @cached_property
     def units(self) -> dict[str, Row]:
@@ -137,7 +118,7 @@ class Table:
 
     @cached_property
     def gathers(self) -> bool:
-        """Whether params are gathered where they are used."""
+        """True where params are gathered at their use."""
         return any(row.params.cuts for row in self.rows)
 
     @cached_property
@@ -160,11 +141,7 @@ class Table:
 
 
 def add_rule(rules: Sequence[Rule], new: Rule) -> tuple[Rule, ...]:
-    """The rules with one more, in an order that does not depend on the order they were said in.
-
-    Raises:
-        ValueError: an unknown column; one that is set twice, for one pattern, to different values.
-    """
+    """The rules with one more, in an order that does not depend on the order they were said in."""
     if new.column not in COLUMNS:
         raise ValueError(
             f"{new.source}: got a rule for the column {new.column!r}, expected one of {', '.join(map(repr, COLUMNS))}."
@@ -183,12 +160,8 @@ def _twice(of: str, rule: Rule, other: Rule) -> ValueError:
     )
 
 
-def value_of(rules: Sequence[Rule], column: str, path: str) -> Any:
-    """What the rules say of one column of the leaf at `path`; None where none does.
-
-    Raises:
-        ValueError: two of them say different things.
-    """
+def _value_of(rules: Sequence[Rule], column: str, path: str) -> Any:
+    """The value that the rules give one column of the leaf at `path`; None where none does."""
     found = [rule for rule in rules if rule.column == column and matches(rule.pattern, path)]
     for other in found[1:]:
         if other.value != found[0].value:
@@ -204,21 +177,22 @@ def resolve(
     label: Callable[[str], str],
     frozen: Container[int] = (),
 ) -> Table:
-    """The table.
-
-    Args:
-        leaves: path, shape and own dtype of every leaf.
-        label: `label(path)` names the optimizer of a leaf.
-        frozen: the indices of leaves that are frozen without a rule: their module does not train them.
-
-    Raises:
-        ValueError: a pattern that matches no leaf; a leaf with two rules that contradict each other, or with a policy
-            that does not fit it; leaves of a unit that differ in what holds for units.
-    """
+    """The table of leaves whose optimizers `label(path)` names; modules do not train those at the `frozen` indices."""
     _check_patterns([path for path, _, _ in leaves], rules, policy, units)
     rows = []
+    first: dict[str, tuple[str, Mapping[str, Any]]] = {}  # unit -> its first leaf and what the rules say of it
     for index, (path, shape, own) in enumerate(leaves):
-        said = {column: value_of(rules, column, path) for column in COLUMNS}
+        said = {column: _value_of(rules, column, path) for column in COLUMNS}
+        unit, sharding = unit_of(path, units), said["axis"]
+        other, theirs = first.setdefault(unit, (path, said))
+        for column, whole in COLUMNS.items():
+            if whole and said[column] != theirs[column]:
+                sources = ", ".join(rule.source for rule in rules if rule.column == column)
+                what = f"unit {unit!r}" if unit != ROOT else "what lies outside of units"
+                raise ValueError(
+                    f"{sources}: the column {column!r} holds for one of the leaves {other!r} and {path!r} only, and "
+                    f"{what}, to which both belong, runs as one. Say a pattern that matches all of its leaves or none."
+                )
         cast = said["compute"] if len(shape) >= 2 and own != torch.float64 else None
         stays = index in frozen or bool(said["frozen"])
         try:
@@ -226,7 +200,6 @@ def resolve(
         except ValueError as error:
             raise ValueError(f"params[{path!r}]: {error}") from None
         assert resolved.grad and resolved.moment
-        sharding: Sharding | None = said["axis"]
         stage = sharding.stage if sharding else 0
         cuts = (Cut(sharding.axis),) if sharding else ()
         rows.append(
@@ -234,7 +207,7 @@ def resolve(
                 path=path,
                 shape=tuple(shape),
                 dtype=own,
-                unit=unit_of(path, units),
+                unit=unit,
                 policy=resolved,
                 optimizer=FROZEN if stays else label(path),
                 params=Kept(resolved.param_format, cuts if stage == 3 else ()),
@@ -247,44 +220,21 @@ def resolve(
                 compile=bool(said["compile"]),
             )
         )
-    _check_units(rows, rules)
-    root = next((row for row in rows if row.unit == ROOT), None)
-    return Table(tuple(rows), root.autocast if root else value_of(rules, "compute", ROOT))
-
-
-def _check_units(rows: Sequence[Row], rules: Sequence[Rule]) -> None:
-    """Refuses leaves of one unit that differ in what is said of whole units."""
-    first: dict[str, Row] = {}
-    for row in rows:
-        other = first.setdefault(row.unit, row)
-        for column in (column for column, whole in COLUMNS.items() if whole):
-            if value_of(rules, column, row.path) != value_of(rules, column, other.path):
-                sources = [rule.source for rule in rules if rule.column == column]
-                what = f"unit {row.unit!r}" if row.unit != ROOT else "what lies outside of units"
-                raise ValueError(
-                    f"{', '.join(sources)}: the column {column!r} holds for one of the leaves {other.path!r} and "
-                    f"{row.path!r} only, and {what}, to which both belong, runs as one. Say a pattern that matches all "
-                    "of its leaves or none."
-                )
+    outside = first[ROOT][1]["compute"] if ROOT in first else _value_of(rules, "compute", ROOT)
+    return Table(tuple(rows), outside)
 
 
 def _check_patterns(
     paths: list[str], rules: Sequence[Rule], policy: Policy | ByPath, units: Sequence[str] | None
 ) -> None:
-    some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
-
-    def refuse(what: str, pattern: str) -> None:
+    lost = [(rule.source, part) for rule in rules for part in unmatched(rule.pattern, paths)]
+    for pattern, _ in policy.policies if isinstance(policy, ByPath) else ():
+        lost += [("Policy.by_path", pattern)] if not any(matches(pattern, path) for path in paths) else []
+    for pattern in units or ():
+        lost += [("train_step(units=...)", pattern)] if not any(unit_of(path, [pattern]) for path in paths) else []
+    if lost:
+        some = ", ".join(paths[:6]) + (", ..." if len(paths) > 6 else "")
         raise ValueError(
-            f"{what}: the pattern {pattern!r} matches no leaf. The leaves are {some}. "
+            f"{lost[0][0]}: the pattern {lost[0][1]!r} matches no leaf. The leaves are {some}. "
             "Correct the pattern (fnmatch over dotted paths) or take it out."
         )
-
-    for rule in rules:
-        for part in unmatched(rule.pattern, paths) if rule.pattern != "*" else ():
-            refuse(rule.source, part)
-    if isinstance(policy, ByPath):
-        for pattern in policy.unmatched(paths):
-            refuse("Policy.by_path", pattern)
-    for pattern in units or ():
-        if not any(unit_of(path, [pattern]) for path in paths):
-            refuse("train_step(units=...)", pattern)

@@ -1,25 +1,84 @@
-"""Spec: the fields of a step and the rules of its table. Pure data."""
+"""Spec: the fields of a step, the rules of its table and the state that transforms add. Pure data."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
+from fzero.base.arguments import need_str, wrong
+from fzero.base.patterns import PATTERN
 from fzero.comm.axis import Axis
-from fzero.table.extras import Extra
-from fzero.table.fusion import Fusion
 from fzero.table.layout import Layout
 from fzero.table.microbatch import Microbatches
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
 from fzero.table.rows import Leaf, Row, Rule, Sharding, Table, add_rule, resolve
 
+METRICS = ("loss", "grad_norm", "lr", "skipped", "aux")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """One entry of `state.extra`. Its functions are pure, and the same on every rank.
+
+    Attributes:
+        name: by which it is found there.
+        source: what the user said, which tells two entries of one name apart.
+        init: `init(params) -> value`, of the sharded params: a tree of `Sharded`, tensors and what is no tensor.
+        update: `update(value, params, applied) -> value`, of the same structure, after every update, of the params
+            that it left; `applied` is False where it was skipped, as a gradient was not finite.
+        scale: `scale(value)`, by which cotangents are multiplied inside the pullback: grads carry it, and `update`,
+            `add_grads` and `fz.gather` take it off.
+        kind: what a state must have been made with to be one of this step's; `source` by default.
+        expendable: whether `fz.convert` may drop it, or begin it anew, without being told.
+    """
+
+    name: str
+    source: str
+    init: Callable[..., object]
+    update: Callable[..., object]
+    scale: Callable[..., float] | None = None
+    kind: str = ""
+    expendable: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "kind", self.kind or self.source)
+        if self.name in METRICS:
+            raise ValueError(
+                f"{self.source}: got the name {self.name!r} for an entry of state.extra, which is that of a metric; "
+                f"expected another one than {', '.join(map(repr, METRICS))}."
+            )
+
+    def factor(self, value: object) -> float:
+        """The scale, by which cotangents are multiplied; 1 where it has none, an error where it is not positive."""
+        factor = float(self.scale(value)) if self.scale else 1.0
+        if not 0.0 < factor < math.inf:
+            raise ValueError(
+                f"state.extra[{self.name!r}] ({self.source}): got a scale of {factor}, expected a positive number that "
+                "is the same on every rank."
+            )
+        return factor
+
+
+class Signature(NamedTuple):
+    """All of a step that decides how its states lie in memory, but for the ranks."""
+
+    policy: Policy | ByPath
+    units: tuple[str, ...] | None
+    extras: tuple[tuple[str, str, bool], ...]  # name, kind, whether it is expendable
+    rules: tuple[Rule, ...]
+
+    def __str__(self) -> str:
+        sources = [*sorted(rule.source for rule in self.rules), *(kind for _, kind, _ in self.extras)]
+        return f"[{self.policy}, units={self.units}, {', '.join(sources) or 'no rules'}]"
+
 
 @dataclass(frozen=True)
 class Spec:
-    """What a step is made of, as data: transforms return one with one more rule, and the engine reads it.
+    """The fields of a step, as data: transforms return one with one more rule, and the engine reads it.
 
     `fz.Step` adds the verbs.
     """
@@ -33,15 +92,15 @@ class Spec:
     extras: tuple[Extra, ...] = ()
     microbatches: Microbatches = Microbatches()  # noqa: RUF009 - frozen
     donates: bool = False
-    fusion: Fusion | None = None
+    fusion: str | None = None  # how a fused update is to know the norm of all gradients
 
     # ---- what transforms use
 
-    def with_rule(self, column: str, value: Any, source: str, pattern: str = "*") -> Self:
+    def with_rule(self, column: str, value: object, source: str, pattern: str = "*") -> Self:
         """A step with one more rule; one column set twice to different values raises and names both."""
         return dataclasses.replace(self, rules=add_rule(self.rules, Rule(column, pattern, value, source)))
 
-    def with_header(self, field: str, value: Any, source: str) -> Self:
+    def with_header(self, field: str, value: object, source: str) -> Self:
         """A step with one header field set; each may be set once."""
         old = getattr(self, field)
         if old not in (type(self).__dataclass_fields__[field].default, value):
@@ -49,41 +108,47 @@ class Spec:
         return dataclasses.replace(self, **{field: value})
 
     def with_state(self, extra: Extra) -> Self:
-        """A step that keeps more in its state: `state.extra[extra.name]`.
-
-        Raises:
-            ValueError: the step keeps something else by this name.
-        """
-        for other in self.extras:
-            if other.name == extra.name:
-                if other.source != extra.source:
-                    raise ValueError(
-                        f"{extra.source}: this step already keeps state.extra[{extra.name!r}], by {other.source}; "
-                        "expected it to be said once. Keep one."
-                    )
-                return self
-        return dataclasses.replace(self, extras=tuple(sorted((*self.extras, extra), key=lambda extra: extra.name)))
+        """A step that keeps more in its state, `state.extra[extra.name]`; something else by this name raises."""
+        other = next((other for other in self.extras if other.name == extra.name), None)
+        if other is None:
+            return dataclasses.replace(self, extras=tuple(sorted((*self.extras, extra), key=lambda extra: extra.name)))
+        if other.source != extra.source:
+            raise ValueError(
+                f"{extra.source}: this step already keeps state.extra[{extra.name!r}], by {other.source}; expected it "
+                "to be said once. Keep one."
+            )
+        return self
 
     @property
     def sharding(self) -> Sharding | None:
-        """Any of the rules for the axis: all are over one mesh and axis."""
-        return next((rule.value for rule in self.rules if rule.column == "axis"), None)
+        """The first rule for the axis: all are over one mesh and axis."""
+        return next((rule.value for rule in self.rules if isinstance(rule.value, Sharding)), None)
 
     @property
-    def scales(self) -> bool:
-        """Whether cotangents are scaled inside the pullback."""
-        return any(extra.scale for extra in self.extras)
+    def fused_norm(self) -> str:
+        """How a fused update comes to know the norm of all gradients: "once" where nothing needs it."""
+        if self.fusion not in (None, "auto"):
+            return self.fusion
+        needed = self.optimizer.needs or any(extra.scale for extra in self.extras)  # a scale skips what is not finite
+        return "held" if self.optimizer.needs == "all" else "twice" if needed else "once"
 
     @property
-    def signature(self) -> tuple[Any, ...]:
-        """What a state must have been made with: everything that decides how it lies in memory, but for the ranks."""
+    def signature(self) -> Signature:
+        """The fields that a state's step must share; a mesh's name and sizes say nothing of the ranks."""
         rules = [
-            dataclasses.replace(rule, value=rule.value.unplaced) if rule.column == "axis" else rule
+            dataclasses.replace(rule, value=dataclasses.replace(rule.value, mesh=None))
+            if isinstance(rule.value, Sharding)
+            else rule
             for rule in self.rules
             if rule.column not in ("remat", "compile")
         ]
         extras = tuple((extra.name, extra.kind, extra.expendable) for extra in self.extras)
-        return (self.policy, self.units, extras, tuple(rules))
+        return Signature(self.policy, self.units, extras, tuple(rules))
+
+    @property
+    def name(self) -> str:
+        """The name of its function."""
+        return getattr(self.fn, "__name__", type(self.fn).__name__)
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""
@@ -92,17 +157,13 @@ class Spec:
             return Axis()
         return Axis.of(sharding.mesh, sharding.axis, sharding.replicate, f"shard_zero{sharding.stage}")
 
+    def label(self, path: str) -> str:
+        """The name of the optimizer that a leaf gets."""
+        return self.optimizer.label(path) if self.optimizer.label else "optimizer"
+
     def rows(self, leaves: Sequence[Leaf], frozen: Container[int] = ()) -> tuple[Row, ...]:
-        """The rows of the table for leaves given as (path, shape, dtype).
-
-        Args:
-            frozen: the indices of the leaves that their module does not train, `frozen_leaves` of the params' tree.
-        """
-        return self._resolved(leaves, frozen).rows
-
-    def _resolved(self, leaves: Sequence[Leaf], frozen: Container[int]) -> Table:
-        label = self.optimizer.label or (lambda path: "optimizer")
-        return resolve(leaves, self.rules, self.policy, self.units, label, frozen)
+        """The rows of the table for leaves, of which `frozen` are the indices of those that no module trains."""
+        return resolve(leaves, self.rules, self.policy, self.units, self.label, frozen).rows
 
     def table(self, layout: Layout) -> Table:
         """The table for the leaves of a state, which another step may have made."""
@@ -110,39 +171,32 @@ class Spec:
         if known is None:
             leaves = [(row.path, row.shape, row.dtype) for row in layout.rows]
             frozen = [index for index, row in enumerate(layout.rows) if row.frozen]
-            known = layout.tables[self.rules] = self._resolved(leaves, frozen)
+            known = resolve(leaves, self.rules, self.policy, self.units, self.label, frozen)
+            layout.tables[self.rules] = known
         return known
 
+    def header(self) -> tuple[str, ...]:
+        """The words for what holds for the step as a whole, a line each."""
+        micro, mode = self.microbatches, self.fused_norm
+        lines = [f"accumulate: {micro.count} microbatches, in_dims={micro.in_dims}"] if micro.count > 1 else []
+        lines += [f"state.extra[{extra.name!r}]: {extra.source}" for extra in self.extras]
+        if self.fusion:
+            modes = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
+            when = modes.get(mode, f"once the norm is known, grads held ({mode})")
+            lines.append(f"fuse_update: each unit is updated {when}")
+        return (*lines, "donate: the state passed in is overwritten") if self.donates else tuple(lines)
+
     def __str__(self) -> str:
-        return describe(self)
+        units = ", ".join(self.units) if self.units else "up to the first integer of a path"
+        rules = (f"{'policy':<10} {'*':<16} {self.policy}", *self.rules, *self.header())
+        return "\n".join([f"train_step({self.name}), units {units}", *(f"  {rule}" for rule in rules)])
 
 
 S = TypeVar("S", bound=Spec)  # a transform returns a step of the kind that it is given
 
 
-def header(step: Spec) -> tuple[str, ...]:
-    """What holds for the step as a whole, a line each."""
-    lines = []
-    if step.microbatches.count > 1:
-        lines.append(f"accumulate: {step.microbatches.count} microbatches, in_dims={step.microbatches.in_dims}")
-    lines += [f"state.extra[{extra.name!r}]: {extra.source}" for extra in step.extras]
-    if step.fusion:
-        mode = step.fusion.mode(step.optimizer, step.scales)
-        modes = {"once": "as soon as its grads are there", "twice": "in a second pullback, once the norm is known"}
-        lines.append(
-            f"fuse_update: each unit is updated {modes.get(mode, f'once the norm is known, grads held ({mode})')}"
-        )
-    if step.donates:
-        lines.append("donate: the state passed in is overwritten")
-    return tuple(lines)
-
-
-def describe(step: Spec) -> str:
-    """The rules of a step, one a line: what `print(step)` shows."""
-    name = getattr(step.fn, "__name__", type(step.fn).__name__)
-    lines = [
-        f"train_step({name}), units {', '.join(step.units) if step.units else 'up to the first integer of a path'}"
-    ]
-    lines.append(f"  {'policy':<10} {'*':<16} {step.policy}")
-    lines += [f"  {rule}" for rule in step.rules]
-    return "\n".join([*lines, *(f"  {line}" for line in header(step))])
+def need_step(step: object, who: str, pattern: object = "*") -> None:
+    """A step, and a pattern over its leaves where a transform takes one."""
+    if not isinstance(step, Spec):
+        raise wrong(who, "step", step, "a step that fz.train_step made")
+    need_str(pattern, who, "pattern", PATTERN)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from fzero.base.arguments import need_int, wrong
 from fzero.table.microbatch import Microbatches
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
-def accumulate(step: S, count: int, in_dims: object = 0) -> S:
+def accumulate(step: S, count: int, in_dims: int | tuple[int | None, ...] | None = 0) -> S:
     """Splits every input into `count` microbatches; a scalar loss is their mean, other outputs are concatenated.
 
     Outputs and aux are put together leaf by leaf. 0-d floating tensors and Python floats are averaged in float32

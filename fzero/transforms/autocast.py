@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from fzero.base.arguments import named, need_str
-from fzero.base.patterns import PATTERN, also
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.base.arguments import named
+from fzero.base.patterns import also
+from fzero.table.spec import S, need_step
 
 
 def autocast(step: S, dtype: torch.dtype = torch.bfloat16, pattern: str = "*") -> S:
@@ -30,9 +29,8 @@ def autocast(step: S, dtype: torch.dtype = torch.bfloat16, pattern: str = "*") -
         >>> step.vjp(step.init({"w": torch.ones(2, 2)}), torch.ones(1, 2))[0].dtype
         torch.bfloat16
     """
-    need_step(step, "autocast")
+    need_step(step, "autocast", pattern)
     if not isinstance(dtype, torch.dtype) or dtype not in (torch.bfloat16, torch.float16):
         got = dtype if isinstance(dtype, torch.dtype) else f"dtype={named(dtype)}"
         raise ValueError(f"autocast: got {got}, expected torch.bfloat16 or torch.float16.")
-    need_str(pattern, "autocast", "pattern", PATTERN)
     return step.with_rule("compute", dtype, f"autocast({dtype}{also(pattern)})", pattern)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from fzero.base.arguments import need_str
-from fzero.base.patterns import PATTERN, also
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.base.patterns import also
+from fzero.table.spec import S, need_step
 
 
 def compile(step: S, pattern: str = "*") -> S:
@@ -23,6 +21,5 @@ def compile(step: S, pattern: str = "*") -> S:
         >>> print(fz.compile(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))))  # doctest: +ELLIPSIS
         train_step(...
     """
-    need_step(step, "compile")
-    need_str(pattern, "compile", "pattern", PATTERN)
+    need_step(step, "compile", pattern)
     return step.with_rule("compile", True, f"compile({also(pattern)[2:]})", pattern)

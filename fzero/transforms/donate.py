@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def donate(step: S) -> S:

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from fzero.base.arguments import need_str
-from fzero.base.patterns import PATTERN
-from fzero.table.needs import need_step
 from fzero.table.rows import FROZEN
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def freeze(step: S, pattern: str) -> S:
@@ -23,6 +20,5 @@ def freeze(step: S, pattern: str) -> S:
         >>> fz.gather(state.params)
         {'a': tensor([1.]), 'b': tensor([0.9000])}
     """
-    need_step(step, "freeze")
-    need_str(pattern, "freeze", "pattern", PATTERN)
+    need_step(step, "freeze", pattern)
     return step.with_rule(FROZEN, True, f"freeze({pattern!r})", pattern)

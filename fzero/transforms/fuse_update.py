@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 from fzero.base.arguments import named
-from fzero.table.fusion import NORMS, Fusion
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def fuse_update(step: S, norm: str = "auto") -> S:
@@ -53,8 +51,9 @@ def fuse_update(step: S, norm: str = "auto") -> S:
         tensor([0.9000, 0.9000])
     """
     need_step(step, "fuse_update")
-    if not isinstance(norm, str) or norm not in NORMS:
-        raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, NORMS))}.")
+    norms = ("auto", "twice", "held", "8-bit")
+    if not isinstance(norm, str) or norm not in norms:
+        raise ValueError(f"fuse_update(norm=...): got {named(norm)}, expected one of {', '.join(map(repr, norms))}.")
     if step.optimizer.fused is None or not step.optimizer.by_leaf:
         raise ValueError(
             "fuse_update: the optimizer wants whole trees of gradients, or does not say otherwise (by_leaf=True with a "
@@ -67,4 +66,4 @@ def fuse_update(step: S, norm: str = "auto") -> S:
             "another one: a clip_by_global_norm comes behind another member of its chain, or within a partition. Say "
             "norm='held', or clip first: fz.chain(fz.clip_by_global_norm(c), ...)."
         )
-    return step.with_header("fusion", Fusion(norm), f"fuse_update(norm={norm!r})")
+    return step.with_header("fusion", norm, f"fuse_update(norm={norm!r})")

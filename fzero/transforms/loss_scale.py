@@ -6,9 +6,7 @@ import math
 from typing import NamedTuple
 
 from fzero.base.arguments import named, need_int, need_number
-from fzero.table.extras import Extra
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.table.spec import Extra, S, need_step
 
 
 class ScaleState(NamedTuple):

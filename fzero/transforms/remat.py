@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from fzero.base.arguments import need_str
-from fzero.base.patterns import PATTERN, also
-from fzero.table.needs import need_step
-from fzero.table.spec import S
+from fzero.base.patterns import also
+from fzero.table.spec import S, need_step
 
 
 def remat(step: S, pattern: str = "*") -> S:
@@ -20,6 +18,5 @@ def remat(step: S, pattern: str = "*") -> S:
         >>> [row.remat for row in step.rows([("blocks.0.w", (2,), torch.float32), ("head", (2,), torch.float32)])]
         [True, False]
     """
-    need_step(step, "remat")
-    need_str(pattern, "remat", "pattern", PATTERN)
+    need_step(step, "remat", pattern)
     return step.with_rule("remat", True, f"remat({also(pattern)[2:]})", pattern)

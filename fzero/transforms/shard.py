@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from fzero.base.arguments import need_str, wrong
-from fzero.base.patterns import PATTERN, also
-from fzero.table.needs import need_step
+from fzero.base.patterns import also
 from fzero.table.rows import Sharding
-from fzero.table.spec import S
+from fzero.table.spec import S, need_step
 
 
 def shard_zero1(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
@@ -67,29 +65,26 @@ def shard_zero3(step: S, mesh: object = None, axis: str = "dp", replicate: str |
     return _shard(step, 3, mesh, axis, replicate, pattern)
 
 
-def _shard(step: S, stage: int, mesh: Any, axis: str, replicate: str | None, pattern: str) -> S:
+def _shard(step: S, stage: int, mesh: object, axis: str, replicate: str | None, pattern: str) -> S:
     """A step whose state is cut over `axis`, from this ZeRO stage on."""
     name = f"shard_zero{stage}"
-    need_step(step, name)
-    need_str(pattern, name, "pattern", PATTERN)
+    need_step(step, name, pattern)
     need_str(axis, name, "axis", "the name of a mesh axis")
     need_str(replicate, name, "replicate", "the name of a mesh axis or None", or_none=True)
     if mesh is not None and not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_group")):
         raise wrong(name, "mesh", mesh, "a DeviceMesh (torch.distributed.init_device_mesh makes one) or None")
-    if replicate is not None and replicate == axis:
+    if replicate == axis:
         raise ValueError(f"{name}: got replicate={replicate!r}, which is the axis too; expected another mesh axis.")
-    if mesh is None and replicate is not None:
+    if replicate is not None and mesh is None:
         raise ValueError(f"{name}: got replicate={replicate!r} without a mesh; expected a mesh that has both axes.")
-    if mesh is not None:
-        known = tuple(mesh.mesh_dim_names or ())
-        for wanted in (axis, *([replicate] if replicate else [])):
-            if wanted not in known:
-                raise ValueError(
-                    f"{name}: the mesh has no axis {wanted!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
-                    "axis=, or name it in init_device_mesh(..., mesh_dim_names=...)."
-                )
-    own = Sharding(stage, mesh, axis, replicate)
-    other = step.sharding
+    known = getattr(mesh, "mesh_dim_names", None) or ()
+    for wanted in (axis, replicate) if mesh is not None else ():
+        if wanted not in (None, *known):
+            raise ValueError(
+                f"{name}: the mesh has no axis {wanted!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
+                "axis=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+            )
+    own, other = Sharding(stage, mesh, axis, replicate), step.sharding
     if other is not None and dataclasses.replace(other, stage=stage) != own:
         raise ValueError(
             f"{name}: this step is sharded over axis {other.axis!r} already, and got axis={axis!r}, "

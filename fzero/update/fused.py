@@ -17,7 +17,7 @@ from fzero.engine.run import Run
 from fzero.formats.formats import Companded
 from fzero.formats.stored import Stored, encode
 from fzero.optim.base import values
-from fzero.state.norm import squares_of, sum_of_squares
+from fzero.state.gather import squares_of, sum_of_squares
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
@@ -56,7 +56,6 @@ class _Grads:
 
 def fused_call(step: Spec, state: TrainState, inputs: object, cotangent: object, rng: int) -> tuple[TrainState, object]:
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
-    assert step.fusion is not None
     with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
         return _fused_call(step, state, inputs, cotangent, rng, update)
 
@@ -64,8 +63,7 @@ def fused_call(step: Spec, state: TrainState, inputs: object, cotangent: object,
 def _fused_call(
     step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int, update: Update
 ) -> tuple[TrainState, object]:
-    assert step.fusion is not None
-    mode = step.fusion.mode(step.optimizer, step.scales)
+    mode = step.fused_norm
     batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None
     forwards = iter(batch)
     for _ in range(step.microbatches.count - 1):

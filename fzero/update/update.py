@@ -13,10 +13,9 @@ from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.kernels.onepass import write
 from fzero.optim.base import call_fused, call_update, values
-from fzero.state.draw import Draw
+from fzero.state.gather import global_norm
 from fzero.state.moments import apart, next_extra, to_moment_dtype
-from fzero.state.norm import global_norm
-from fzero.state.sharded import Sharded, group_of, is_sharded
+from fzero.state.sharded import Draw, Sharded, group_of, is_sharded, map_trees
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
@@ -120,11 +119,7 @@ class Update:
         self.moments = state.moments
         self._in_place = step.optimizer.fused is not None
         if self._in_place:
-            self.moments = pytree.map(
-                lambda node: node.over(kept(node.buffers)) if is_sharded(node) else node,
-                state.moments,
-                is_leaf=is_sharded,
-            )
+            self.moments = map_trees(lambda tree: tree.over(kept(tree.buffers)), state.moments)
         keep.warn()
         self._after: Any = self.moments
         self._waits: list[Callable[[], None]] = []
@@ -140,13 +135,11 @@ class Update:
         """Updates some groups, and starts to gather what every rank holds of them."""
         self.applied += keys
         self._spare_readers(keys)
-        own, extra = self.params.only(keys).drawing(self._draw), dict(extra)
+        own, extra = self.params.only(keys).replaced(draw=self._draw), dict(extra)
         if self.step.optimizer.fused is None:
             self._after = _plain_update(self.step, self.moments, own, grads, extra)
         else:
-            moments = pytree.map(
-                lambda node: node.only(keys) if is_sharded(node) else node, self.moments, is_leaf=is_sharded
-            )
+            moments = map_trees(lambda tree: tree.only(keys), self.moments)
             self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
         held = self.params.held
         self._waits += [
@@ -194,7 +187,7 @@ def _plain_update(step: Spec, moments: object, own: Sharded, grads: Sharded, ext
         stored, value = own.stored(key), params.local(key) + updates.local(key)
         assert own.draw
         write(stored, value, own.draw.counters(own.layout, key, own.rank_of(key)).blocks(value.device))
-    return to_moment_dtype(new, step.optimizer.by_leaf)
+    return to_moment_dtype(new)
 
 
 class _Writable:

@@ -20,7 +20,7 @@ from fzero.formats.formats import Companded, Corrected, Exact, Plain
 from fzero.formats.stored import Stored, decode, encode, zeros
 from fzero.kernels import build, onepass
 from fzero.optim._adam import _decoupled
-from fzero.state.draw import Draw
+from fzero.state.sharded import Draw
 from fzero.table.layout import Key
 from fzero.testing import assert_trees_close, assert_trees_equal, recorded_collectives, run_ranks
 
