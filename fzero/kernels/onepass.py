@@ -83,36 +83,53 @@ def _compiled() -> Callable[..., None]:
     return torch.compile(_block, dynamic=True)
 
 
-def by_formula(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether updates have the bits of generated kernels: a matter of device and dtype, never of a compiler or size."""
-    return device.type == "cpu" and dtype == torch.float32
+def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that an update computes in: float64 where any state is, otherwise float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def run(
     formula: Formula,
     hyper: Sequence[float],
-    params: Stored,
+    buffers: Sequence[Stored],
     grads: torch.Tensor,
-    moments: Sequence[Stored],
     counters: Counters,
-    dtype: torch.dtype,
     compiles: bool,
+    kernel: Callable[..., None] | None,
+    generated: bool,
 ) -> None:
     """Updates params and moments in place.
 
     Args:
         hyper: the formula's numbers.
+        buffers: params and moments.
         grads: flat, in the dtype that they are kept in.
         counters: none where nothing is rounded stochastically.
-        dtype: float32, or float64 where any state is.
         compiles: whether a kernel is wanted for a small buffer too.
+        kernel: `kernel(p, g, *moments)`, torch's own, for gradients without a factor and moments in the dtype that is
+            computed in.
+        generated: whether the formula is preferred to it where updates have the bits of generated kernels: a matter of
+            device and dtype, never of a compiler or size.
     """
-    formats = tuple(stored.format for stored in (params, *moments))
+    params, *moments = buffers
+    dtype = math_dtype(grads.dtype, *[stored.dtype for stored in buffers])
+    cpu, large = grads.device.type == "cpu", compiles or grads.numel() >= LARGE
+    by_formula = cpu and dtype == torch.float32
+    simple = grads.dtype == dtype and all(m.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
+    if kernel is not None and simple and not (generated and by_formula):
+        own = [m.parts[0] for m in moments]
+        if params.plain and params.dtype == dtype:
+            kernel(params.parts[0], grads, *own)
+            return
+        for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):
+            part = params.cut(start, stop)
+            value = part.to(dtype)
+            kernel(value, grads[start:stop], *[m[start:stop] for m in own])
+            write(part, value, counters.blocks(value.device, start, stop))
+        return
+    formats = tuple([stored.format for stored in buffers])
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
-    buffers = [params, *moments]
-    cpu = grads.device.type == "cpu"
-    wanted = compiles or grads.numel() >= LARGE
-    if wanted and by_formula(grads.device, dtype) and build.carries(formats, grads.dtype):
+    if large and by_formula and build.carries(formats, grads.dtype):
         fake = private.is_fake(grads)
         if fake and build.compiler() is not None:
             return  # of fake tensors only the memory counts, and a kernel takes none
@@ -120,8 +137,8 @@ def run(
         if made is not None:
             made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
             return
-    on_cuda = grads.device.type == "cuda" and (compiles or grads.numel() >= LARGE)
-    block, chunk = (_compiled(), grads.numel()) if on_cuda else (_block, CHUNK if cpu else ON_CUDA)
+    compiled = large and grads.device.type == "cuda"
+    block, chunk = (_compiled(), grads.numel()) if compiled else (_block, CHUNK if cpu else ON_CUDA)
     for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
         block(formula, formats, parts, grads[start:stop], counters.blocks(grads.device, start, stop), numbers)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_number
 from fzero.state.norm import global_norm
-from fzero.state.sharded import is_sharded
+from fzero.state.sharded import Sharded
 from fzero.table.optimizer import GradientTransformation
 
 
@@ -29,11 +27,11 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         raise ValueError(f"clip_by_global_norm: got max_norm={max_norm}, expected a positive norm.")
 
     def update(
-        grads: Any, state: Any, params: Any = None, *, grad_norm: object = None, joint_norm: object = None
-    ) -> tuple[Any, Any]:
+        grads: object, state: object, params: object = None, *, grad_norm: object = None, joint_norm: object = None
+    ) -> tuple[object, object]:
         norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
         factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)
-        if is_sharded(grads):
+        if isinstance(grads, Sharded):
             return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
         return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
@@ -52,7 +50,7 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     if not max_value > 0:
         raise ValueError(f"clip_by_value: got max_value={max_value}, expected a positive number.")
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: object, state: object, params: object = None) -> tuple[object, object]:
         return pytree.map(lambda g: g.clamp(-max_value, max_value), grads), state
 
     return GradientTransformation(lambda params: (), update, by_leaf=True)
