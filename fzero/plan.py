@@ -12,8 +12,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_int
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Blocks, Companded, Plain
-from fzero.formats.stored import nbytes, zeros
+from fzero.formats.formats import Blocks, Companded, Plain, nbytes, zeros
 from fzero.state.init import leaf_specs
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, is_sharded, part_names

@@ -17,7 +17,7 @@ from fzero.capture.watch import is_strict, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.formats.stored import Stored
+from fzero.formats.formats import Stored
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Group, Key

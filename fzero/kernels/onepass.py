@@ -14,15 +14,13 @@ import torch
 
 from fzero.base import private
 from fzero.formats.bits import Counters, Fields, hashed, word
-from fzero.formats.formats import GROUP, Format, chunks
+from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store
 from fzero.formats.ops import TorchOps
-from fzero.formats.stored import Stored, encoded, load, store
 from fzero.kernels import build
 
 T = torch.Tensor  # of formulas: in a generated kernel a value of its loop
 Load = Callable[..., T]  # `load(times=1)`, a moment
 Formula = Callable[..., Sequence[T]]
-CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
 
@@ -54,9 +52,8 @@ def _block(
     params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
     new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
     noise = _drawn(keys)
-    order = sorted(range(len(formats)), key=lambda i: formats[i].group)
-    for i in order:
-        store(formats[i], parts[i], encoded(formats[i], _single(formats[i], new[i]), noise))
+    for i in sorted(range(len(formats)), key=lambda i: formats[i].group):
+        store(formats[i], parts[i], _single(formats[i], new[i]), noise)
 
 
 def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -70,7 +67,7 @@ def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) ->
 def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
     """Encodes flat values into the stored parts."""
     rows = _single(stored.format, x).view(-1, GROUP) if x.numel() % GROUP == 0 else x
-    store(stored.format, stored.parts, encoded(stored.format, rows, _drawn(keys)))
+    store(stored.format, stored.parts, rows, _drawn(keys))
 
 
 def _single(form: Format, x: torch.Tensor) -> torch.Tensor:

@@ -91,7 +91,7 @@ class KernelOps:
         return cls._call("extended", "i", x, count)
 
     @staticmethod
-    def level(code: Value, form: object) -> Value:
+    def level(code: Value, of: object) -> Value:
         return code  # looked up where it was loaded
 
     @classmethod

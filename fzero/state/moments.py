@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
-from fzero.formats.stored import zeros
+from fzero.formats.formats import zeros
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.table.extras import Extra
 from fzero.table.spec import Spec

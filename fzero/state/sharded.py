@@ -9,8 +9,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Format, Plain
-from fzero.formats.stored import Stored
+from fzero.formats.formats import Format, Plain, Stored
 from fzero.state.draw import Draw
 from fzero.table.layout import Key, Layout, Slot
 

@@ -13,8 +13,7 @@ import torch
 from fzero.engine.batch import Batch, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
 from fzero.engine.run import Run
-from fzero.formats.formats import Companded
-from fzero.formats.stored import Stored, encode
+from fzero.formats.formats import Companded, Stored, encode
 from fzero.optim.base import values
 from fzero.state.norm import squares_of, sum_of_squares
 from fzero.state.sharded import Sharded
