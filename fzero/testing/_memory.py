@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fzero.base import private, pytree
+
+Out = TypeVar("Out")
 
 
 class LiveBytes(TorchDispatchMode):
@@ -29,12 +31,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self, on_change: Callable[[int], None] | None = None) -> None:
         super().__init__()
-        self._storages: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._storages: dict[int, tuple[weakref.ref[torch.UntypedStorage], int]] = {}
         self._resizable: set[int] = set()  # what was made empty may be resized, which no operation tells
         self._total = 0
         self.peak, self._on_change = 0, on_change
 
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         out = func(*args, **(kwargs or {}))
         given = {tensor.untyped_storage()._cdata for tensor in _plain_tensors((args, kwargs or {}))}
         for tensor in _plain_tensors(out):
@@ -80,11 +82,11 @@ class LiveBytes(TorchDispatchMode):
 
 
 def _plain_tensors(tree: object) -> list[torch.Tensor]:
-    """Those that have a storage: a wrapper of functorch has none."""
+    """The tensors that have a storage: a wrapper of functorch has none."""
     return [x for x in pytree.flatten(tree)[0] if isinstance(x, torch.Tensor) and not private.is_wrapped(x)]
 
 
-def assert_peak_bytes(fn: Callable[[], object], limit: int) -> Any:
+def assert_peak_bytes(fn: Callable[[], Out], limit: int) -> Out:
     """Calls `fn()`, checks that what it allocates never exceeds `limit` bytes at once, and returns the result.
 
     Example:
