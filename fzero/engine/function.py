@@ -51,7 +51,7 @@ def traversal_of(
         later = unreduced and sums_whole(params, key)
         held = params.held.get(key)
         shard = params.stored(key) if key in params.buffers else _stand_in(params, key)
-        placeholder = fused or not shard.plain or (not row.frozen and (later or policy.reduce != policy.param))
+        placeholder = fused or not shard.format.plain or (not row.frozen and (later or policy.reduce != policy.param))
         primal = shard.parts[0]
         if placeholder:
             # cotangents take the primal's dtype and shape: a placeholder without memory takes the stored one's place

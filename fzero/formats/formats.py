@@ -335,7 +335,8 @@ def load(format: Format, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def store(format: Format, parts: Sequence[torch.Tensor], x: torch.Tensor, noise: Bits | None) -> None:
-    """Encodes x[groups, 32] into flat parts."""
+    """Encodes x[groups, 32] into flat parts, from float32 unless a plain format rounds it to nearest."""
+    x = x if format.plain and not format.rounds else x.to(torch.float32)
     new = format.encode(TorchOps, x * 1.0, noise)  # arithmetic sets a bit in the upper half of a NaN, which is kept
     for part, target, value in zip(format.parts, parts, new, strict=True):
         if part.every == 2:
@@ -354,7 +355,7 @@ def encode(format: Format, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return (x.to(format.dtype),)
     out = Stored(format, zeros(format, x.numel(), x.device))
     for start, stop in chunks(x, CHUNK):
-        store(format, out.cut(start, stop).parts, x[start:stop].to(torch.float32).view(-1, GROUP), None)
+        store(format, out.cut(start, stop).parts, x[start:stop].view(-1, GROUP), None)
     return out.parts
 
 
@@ -364,14 +365,6 @@ class Stored:
 
     format: Format
     parts: tuple[torch.Tensor, ...]
-
-    @property
-    def plain(self) -> bool:
-        return self.format.plain
-
-    @property
-    def device(self) -> torch.device:
-        return self.parts[0].device
 
     @property
     def dtype(self) -> torch.dtype:
@@ -385,7 +378,7 @@ class Stored:
         quick = self.format.cast(self.parts, dtype)
         if quick is not None:
             return quick
-        out = torch.empty(self.numel(), dtype=dtype, device=self.device)
+        out = torch.empty(self.numel(), dtype=dtype, device=self.parts[0].device)
         for start, stop in chunks(out, CHUNK):
             rows = self.format.decode(TorchOps, load(self.format, self.cut(start, stop).parts))
             out[start:stop].view(-1, GROUP).copy_(rows)

@@ -53,7 +53,7 @@ def _block(
     new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
     noise = _drawn(keys)
     for i in sorted(range(len(formats)), key=lambda i: formats[i].group):
-        store(formats[i], parts[i], _single(formats[i], new[i]), noise)
+        store(formats[i], parts[i], new[i], noise)
 
 
 def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -66,13 +66,7 @@ def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) ->
 
 def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
     """Encodes flat values into the stored parts."""
-    rows = _single(stored.format, x).view(-1, GROUP) if x.numel() % GROUP == 0 else x
-    store(stored.format, stored.parts, rows, _drawn(keys))
-
-
-def _single(form: Format, x: torch.Tensor) -> torch.Tensor:
-    """In float32, which encoding starts from; as it is for a plain format that rounds to nearest."""
-    return x if form.plain and not form.rounds else x.to(torch.float32)
+    store(stored.format, stored.parts, x.view(-1, GROUP), _drawn(keys))
 
 
 @functools.cache
@@ -112,10 +106,10 @@ def run(
     dtype = math_dtype(grads.dtype, *[stored.dtype for stored in buffers])
     cpu, large = grads.device.type == "cpu", compiles or grads.numel() >= LARGE
     by_formula = cpu and dtype == torch.float32
-    simple = grads.dtype == dtype and all(m.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
+    simple = grads.dtype == dtype and all(m.format.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
     if kernel is not None and simple and not (generated and by_formula):
         own = [m.parts[0] for m in moments]
-        if params.plain and params.dtype == dtype:
+        if params.format.plain and params.dtype == dtype:
             kernel(params.parts[0], grads, *own)
             return
         for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):

@@ -62,7 +62,7 @@ def _adam(
 ) -> GradientTransformation:
     unit, least = "a number in [0, 1)", "at least 0"
     who = "adamw" if decoupled else "adam"
-    need_hypers(who, lr, b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
+    need_hypers(who, b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
 
     def direction(now: float, count: int, grads: object, mu: object, nu: object) -> tuple[object, object, object]:
         mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)

@@ -34,7 +34,7 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
         tensor([-0.5000])
     """
     unit = "a number in [0, 1]"
-    need_hypers("lion", lr, b1=(b1, unit), b2=(b2, unit), weight_decay=(weight_decay, "at least 0"))
+    need_hypers("lion", b1=(b1, unit), b2=(b2, unit), weight_decay=(weight_decay, "at least 0"))
 
     def direction(now: float, count: int, grads: object, mu: object) -> tuple[object, object]:
         updates = pytree.map(lambda m, g: -now * (b1 * m + (1 - b1) * g).sign(), mu, grads)

@@ -36,7 +36,7 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
         >>> updates["w"]
         tensor([-0.5000])
     """
-    need_hypers("sgd", lr, weight_decay=(weight_decay, "a number"))
+    need_hypers("sgd", weight_decay=(weight_decay, "a number"))
     if momentum is not None:
         need_number(momentum, "sgd", "momentum", "a number or None")
     keep = momentum or 0.0

@@ -26,13 +26,13 @@ _RANGES: dict[str, Callable[[float], bool]] = {
     "a number in [0, 1)": lambda value: 0.0 <= value < 1.0,
     "a number in [0, 1]": lambda value: 0.0 <= value <= 1.0,
     "at least 0": lambda value: not value < 0.0,
+    "a positive number": lambda value: value > 0.0,
     "a number": lambda value: True,
 }
 
 
-def need_hypers(who: str, lr: float | Schedule, **hypers: tuple[float, str]) -> None:
-    """Refuses a learning rate or a hyper-parameter of a wrong kind, or out of the range that is given with it."""
-    need_rate(lr, who)
+def need_hypers(who: str, **hypers: tuple[float, str]) -> None:
+    """Refuses a hyper-parameter of a wrong kind, or out of the range that is given with it."""
     for argument, (value, expected) in hypers.items():
         need_number(value, who, argument)
         if not _RANGES[expected](value):
@@ -76,6 +76,8 @@ def optimizer(
         generated: whether the formula is preferred to it where a kernel can be generated, also without a compiler.
         coupled, decoupled: a weight decay that is added to the gradients, and one that is multiplied by the rate.
     """
+
+    need_rate(lr, name.partition(",")[0])
 
     def init(params: object) -> Kept:
         return state(pytree.Count(0), *[zeros_like(params, flag) for flag in nonnegative])

@@ -105,7 +105,7 @@ def zeros_like(params: Any, nonnegative: bool = False) -> Any:
     for key in params.keys:
         form = params.layout.groups[key].row.policy.moment_format(not nonnegative)
         stored = params.stored(key)
-        parts = zeros(form, stored.numel(), stored.device)
+        parts = zeros(form, stored.numel(), stored.parts[0].device)
         buffers.update(zip(part_names(form, key), parts, strict=True))
     kind = "nonnegative" if nonnegative else "signed"
     return Sharded(params.layout, params.axis, params.structure, buffers, kind=kind)

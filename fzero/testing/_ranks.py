@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import datetime
@@ -215,12 +214,6 @@ def _pool(size: int) -> _Pool:
     if not _pools:
         _pools.append(_Pool(size))
     return _pools[0]
-
-
-@atexit.register
-def _close_pools() -> None:
-    for pool in _pools:
-        pool.close()
 
 
 def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> None:

@@ -98,7 +98,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
 
         run.pull(ct, receive=at_once)
         decision = Decision(step, state, grads.norm())
-        decision.applied()
+        decision.finite, decision.metrics["skipped"] = True, torch.tensor(False)  # it was applied already
         return decision
     if mode == "twice":
         run.pull(ct, retain_graph=True, receive=grads.measured)

@@ -30,7 +30,9 @@ def apply_update(
     decision = Decision(step, state, global_norm(grads), grad_norm)
     if decision.finite:
         with Update(step, state) as update:
-            for keys in update.turns():
+            trainable = state.layout.trainable
+            one_by_one = step.optimizer.by_group and state.params.held  # the others' gathers then run meanwhile
+            for keys in [(key,) for key in trainable] if one_by_one else [trainable]:
                 update.apply(keys, grads.only(keys), decision.extra)
             return decision.next_state(update)
     return decision.next_state(None)
@@ -53,11 +55,6 @@ class Decision:
         self.metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
         self.metrics["skipped"] = torch.tensor(not self.finite)
         self.metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scales.items()}
-
-    def applied(self) -> None:
-        """The update was applied before its norm was known."""
-        self.finite = True
-        self.metrics["skipped"] = torch.tensor(False)
 
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, object]]:
         """The state after this update, or after one that was skipped (None)."""
@@ -128,11 +125,6 @@ class Update:
                 return buffers[name]
             self._copied.append(self.layout.groups[key].slots[0].path)
         return buffers[name].clone()
-
-    def turns(self) -> list[tuple[Key, ...]]:
-        """Batches of groups: one by one where the others' gathers then run meanwhile."""
-        trainable = self.layout.trainable
-        return [(key,) for key in trainable] if self.step.optimizer.by_group and self.params.held else [trainable]
 
     @torch.no_grad()
     def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
