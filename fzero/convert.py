@@ -8,8 +8,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
-from fzero.formats.formats import ALIGN
-from fzero.formats.stored import decode, encode, zeros
+from fzero.formats.formats import ALIGN, decode, encode, zeros
 from fzero.state.checks import constants
 from fzero.state.init import as_held, checksum
 from fzero.state.moments import init_extras, init_moments

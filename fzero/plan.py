@@ -13,8 +13,7 @@ from fzero.base.arguments import need_int, wrong
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Blocks, Companded, Plain
-from fzero.formats.stored import nbytes
+from fzero.formats.formats import Blocks, Companded, Plain, nbytes
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled, init_extras, init_moments
 from fzero.state.sharded import Sharded, trees_of

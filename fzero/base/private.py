@@ -7,11 +7,12 @@ import operator
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
+K = TypeVar("K")
 
 
 class Context(torch.autograd.function.FunctionCtx):
@@ -315,7 +316,7 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
 
 
-def entry_holders(mapping: dict[object, torch.Tensor], key: object) -> int:
+def entry_holders(mapping: dict[K, torch.Tensor], key: K) -> int:
     """Counts how many Python references `mapping[key]` has besides the mapping's own."""
     return sys.getrefcount(mapping[key]) - 2
 

@@ -16,7 +16,7 @@ from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watchi
 from fzero.comm.axis import Axis
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.formats.stored import Stored
+from fzero.formats.formats import Stored
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
@@ -50,7 +50,7 @@ def traversal_of(
         later = unreduced and sums_whole(params, key)
         held = params.held.get(key)
         shard = params.stored(key) if key in params.buffers else _stand_in(params, key)
-        placeholder = fused or not shard.plain or (not row.frozen and (later or policy.reduce != policy.param))
+        placeholder = fused or not shard.format.plain or (not row.frozen and (later or policy.reduce != policy.param))
         primal = shard.parts[0]
         if placeholder:
             # cotangents take the primal's dtype and shape: a placeholder without memory takes the stored one's place

@@ -15,8 +15,7 @@ from fzero.base import private
 from fzero.base.node import first_order
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Collect, Spread, Wire
-from fzero.formats.formats import Blocks
-from fzero.formats.stored import Stored, decode, encode
+from fzero.formats.formats import Blocks, Stored, decode, encode
 
 _BLOCKS = Blocks()
 

@@ -18,21 +18,13 @@ from fzero.formats.ops import Ops, TorchOps
 
 GROUP = 32  # elements that share a scale
 CHUNK = 1 << 15  # elements at a time: temporaries stay small, and calls take no longer than the work
-
+ALIGN = 64  # elements: fused kernels give the same bits for every cut at multiples of it
 
 T = torch.Tensor  # in a generated kernel a value of its loop
 Bits = Callable[..., torch.Tensor]  # (n, own=n) -> random integers in [0, 2**n), one per element
 
-
-_MAGNITUDE = 0x7FFFFFFF
-
-
+_MAGNITUDE, _SIGN = 0x7FFFFFFF, -(1 << 31)
 _LARGEST = 0x7F7F0000  # the largest finite bfloat16, as float32 bits
-
-
-_SIGN = -(1 << 31)
-
-
 _SMALLEST = 2.0**-126  # the smallest float32 whose inverse is finite
 
 
@@ -87,16 +79,12 @@ class Plain(Format):
     """
 
     dtype: torch.dtype
-    stochastic: bool = False
+    rounds: bool = False
     plain = True
 
     @property
     def parts(self) -> tuple[Part, ...]:  # type: ignore[override]
         return (Part("", self.dtype),)
-
-    @property
-    def rounds(self) -> bool:  # type: ignore[override]
-        return self.stochastic
 
     def keeps(self, other: Format) -> bool:
         if self.dtype == torch.float32:
@@ -104,7 +92,8 @@ class Plain(Format):
         return self.dtype == torch.float64 or super().keeps(other)
 
     def __str__(self) -> str:
-        return _short(self.dtype) + (" stochastic" if self.stochastic else "")
+        name = str(self.dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
+        return name + (" stochastic" if self.rounds else "")
 
     def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
         return _times(stored[0], times)
@@ -113,7 +102,7 @@ class Plain(Format):
         return parts[0].to(dtype)
 
     def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
-        if not self.stochastic or noise is None:
+        if not self.rounds or noise is None:
             return [x]
         return [o.upper(_carried(o, x, noise(16)))]
 
@@ -179,7 +168,7 @@ class Grouped(Format):
     group = GROUP
 
     def magnitude(self, o: Ops, x: T) -> T:
-        """The bits of the magnitude, which order as it does."""
+        """The bits of the magnitude, whose order is its own."""
         return o.bits(x) & _MAGNITUDE
 
     def scale(self, o: Ops, largest: T) -> T:
@@ -222,7 +211,7 @@ class Companded(Grouped):
 
     @property
     def place(self) -> int:
-        """Of a code's last bit in a float."""
+        """Position of a code's lowest bit in a float32."""
         return 18 if self.width == 8 else 21
 
     @property
@@ -230,30 +219,25 @@ class Companded(Grouped):
         """The float whose code is 0; that of the largest code is just less than 2."""
         return 2.0 ** -(self.most >> 23 - self.place)
 
-    @property
-    def carry(self) -> int:
-        """That makes the next exponent of one whose fraction is more than the largest code's, as float32 bits."""
-        return (1 << self.place) + int(self.bias * 2**23)
-
     def __str__(self) -> str:
         return f"{self.width}-bit"
 
     def decode(self, o: Ops, stored: Sequence[T], times: T | float | None = None) -> T:
         scale = _times(o.floats(stored[1] << 23), times)
         if self.width == 4:
-            return o.level(stored[0], self) * scale
+            return o.level(stored[0], self.level) * scale
         code = stored[0] & self.most if self.signed else stored[0]
         x = o.less_times(o.floats((code << self.place) | _bits(self.bias)), self.bias, scale)
         return o.floats(o.bits(x) | (stored[0] & _SIGN)) if self.signed else x
 
     def level(self, o: Ops, code: T) -> T:
-        """What a signed code stands for, over its scale: exact, so that one product of it has one rounding."""
+        """A signed code's value over its scale: exact, so that one product of it has one rounding."""
         x = o.floats(((code & self.most) << self.place) | _bits(self.bias)) - self.bias
         return o.floats(o.bits(x) | (code & _SIGN))
 
     @property
     def levels(self) -> list[float]:
-        """Those of the codes 0, 1, ... as they are stored."""
+        """Values of the codes 0, 1, ... as they are stored."""
         codes = torch.arange(1 << self.width, dtype=torch.int32)
         return self.level(TorchOps, TorchOps.extended(codes, self.width)).tolist()
 
@@ -261,7 +245,9 @@ class Companded(Grouped):
         return super().magnitude(o, x) if self.signed else o.bits(x)
 
     def scale(self, o: Ops, largest: T) -> T:
-        return o.least(o.shift(largest + self.carry, 23), 253)
+        # makes the next exponent of one whose fraction is more than the largest code's
+        carry = (1 << self.place) + int(self.bias * 2**23)
+        return o.least(o.shift(largest + carry, 23), 253)
 
     def codes(self, o: Ops, x: T, magnitude: T, scale: T, noise: Bits | None) -> T:
         y = o.bits(o.times_plus(o.floats(magnitude), o.floats((254 - scale) << 23), self.bias))
@@ -277,7 +263,7 @@ class Companded(Grouped):
 
 @dataclass(frozen=True)
 class Blocks(Grouped):
-    """Values in 8 bits, evenly between plus and minus their group's largest: what params may travel in."""
+    """Values in 8 bits, evenly between plus and minus their group's largest; params may travel so, in no kernel."""
 
     parts = (Part("", torch.int8), Part("scale", torch.int16, GROUP))
     rounds = False
@@ -286,7 +272,7 @@ class Blocks(Grouped):
         return "8-bit blocks"
 
     def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
-        return _times(o.to_float(stored[0]) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127)), times)
+        return _times(stored[0].to(torch.float32) * (o.floats((stored[1] & 0xFFFF) << 15) * (1 / 127)), times)
 
     def scale(self, o: Ops, largest: T) -> T:
         """8 bits of exponent and 8 of mantissa, rounded up."""
@@ -295,7 +281,7 @@ class Blocks(Grouped):
     def codes(self, o: Ops, x: T, magnitude: T, scale: T, noise: Bits | None) -> T:
         stored = o.floats(scale << 15)
         inverse = o.where(stored >= _SMALLEST, 127.0 / stored, 0.0)
-        return o.clamp(o.to_int(x * inverse + 128.5) - 128, -127, 127)
+        return ((x * inverse + 128.5).to(torch.int32) - 128).clamp(-127, 127)
 
 
 def _times(x: T, times: T | float | None) -> T:
@@ -303,7 +289,7 @@ def _times(x: T, times: T | float | None) -> T:
 
 
 def _bits(x: float) -> int:
-    """Of a power of two, as float32."""
+    """The bits of a power of two, as float32."""
     return int(math.log2(x)) + 127 << 23
 
 
@@ -318,15 +304,87 @@ def _upper(o: Ops, bits: T) -> T:
     return o.upper(bits + 0x8000)
 
 
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
-ALIGN = 64  # elements: fused kernels give the same bits for every cut at multiples of it
-
-
 def chunks(flat: T, size: int) -> Iterator[tuple[int, int]]:
     """(start, stop) over a flat tensor; of a fake one, which only takes memory, the first stands for all."""
     numel = flat.numel()
     for start in range(0, min(numel, size) if private.is_fake(flat) else numel, size):
         yield start, min(start + size, numel)
+
+
+def nbytes(format: Format, numel: int) -> int:
+    return sum(numel // part.every * part.dtype.itemsize for part in format.parts)
+
+
+def zeros(format: Format, numel: int, device: torch.device | str) -> tuple[torch.Tensor, ...]:
+    """The parts of zeros."""
+    return tuple(torch.zeros(numel // part.every, dtype=part.dtype, device=device) for part in format.parts)
+
+
+def load(format: Format, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Flat parts as what `decode` takes, of shape [groups, 32] or [groups, 1]: floats and int32."""
+    out = []
+    for part, stored in zip(format.parts, parts, strict=True):
+        if part.every == 2:  # two codes a byte: the first half of a group in the low bits
+            pairs = stored.view(-1, GROUP // 2).to(torch.int32)
+            out.append(((torch.cat([pairs & 15, pairs >> 4], 1)) ^ 8) - 8)
+        else:
+            rows = stored.view(-1, GROUP // part.every)
+            wide = torch.float32 if stored.dtype in (torch.bfloat16, torch.float16) else stored.dtype
+            out.append(rows.to(wide if stored.dtype.is_floating_point else torch.int32))
+    return out
+
+
+def store(format: Format, parts: Sequence[torch.Tensor], x: torch.Tensor, noise: Bits | None) -> None:
+    """Encodes x[groups, 32] into flat parts, from float32 unless a plain format rounds it to nearest."""
+    x = x if format.plain and not format.rounds else x.to(torch.float32)
+    new = format.encode(TorchOps, x * 1.0, noise)  # arithmetic sets a bit in the upper half of a NaN, which is kept
+    for part, target, value in zip(format.parts, parts, new, strict=True):
+        if part.every == 2:
+            value = (value[:, : GROUP // 2] & 15) | ((value[:, GROUP // 2 :] & 15) << 4)
+        target.view(value.shape).copy_(value)
+
+
+def decode(format: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Values in a dtype; of a plain format in that dtype the stored tensor itself."""
+    return Stored(format, tuple(parts)).to(dtype)
+
+
+def encode(format: Format, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts of a flat buffer, rounded to nearest."""
+    if format.plain:
+        return (x.to(format.dtype),)
+    out = Stored(format, zeros(format, x.numel(), x.device))
+    for start, stop in chunks(x, CHUNK):
+        store(format, out.cut(start, stop).parts, x[start:stop].view(-1, GROUP), None)
+    return out.parts
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A flat buffer as it is stored: the parts of its format."""
+
+    format: Format
+    parts: tuple[torch.Tensor, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.format.dtype
+
+    def numel(self) -> int:
+        return self.parts[0].numel() * self.format.parts[0].every
+
+    def to(self, dtype: torch.dtype) -> torch.Tensor:
+        """Values in a dtype: the stored tensor itself where it is that already."""
+        quick = self.format.cast(self.parts, dtype)
+        if quick is not None:
+            return quick
+        out = torch.empty(self.numel(), dtype=dtype, device=self.parts[0].device)
+        for start, stop in chunks(out, CHUNK):
+            rows = self.format.decode(TorchOps, load(self.format, self.cut(start, stop).parts))
+            out[start:stop].view(-1, GROUP).copy_(rows)
+        return out
+
+    def cut(self, start: int, stop: int) -> Stored:
+        """A range of elements, at multiples of 64."""
+        pairs = zip(self.format.parts, self.parts, strict=True)
+        return Stored(self.format, tuple([t[start // p.every : stop // p.every] for p, t in pairs]))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Protocol, TypeAlias
+from collections.abc import Callable
+from typing import TypeAlias
 
 import torch
 
 _HIGH = -65536  # the upper half of a word
-
-
-class _Leveled(Protocol):
-    def level(self, o: type[TorchOps], code: torch.Tensor) -> torch.Tensor: ...
 
 
 class TorchOps:
@@ -60,13 +57,9 @@ class TorchOps:
         return (x - y) * z
 
     @staticmethod
-    def level(code: torch.Tensor, form: _Leveled) -> torch.Tensor:
-        """What a 4-bit code stands for; a kernel looks it up where it loads the code."""
-        return form.level(TorchOps, code)
-
-    @staticmethod
-    def clamp(x: torch.Tensor, low: float, high: float) -> torch.Tensor:
-        return torch.clamp(x, low, high)
+    def level(code: torch.Tensor, of: Callable[[Ops, torch.Tensor], torch.Tensor]) -> torch.Tensor:
+        """The value of a 4-bit code; a kernel looks it up where it loads the code."""
+        return of(TorchOps, code)
 
     @staticmethod
     def sign(x: torch.Tensor) -> torch.Tensor:
@@ -79,14 +72,6 @@ class TorchOps:
     @staticmethod
     def most(x: torch.Tensor, bound: int) -> torch.Tensor:
         return torch.clamp(x, min=bound)
-
-    @staticmethod
-    def to_float(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.float32)
-
-    @staticmethod
-    def to_int(x: torch.Tensor) -> torch.Tensor:
-        return x.to(torch.int32)
 
 
 Ops: TypeAlias = type[TorchOps]  # or what stands for it in a generated kernel

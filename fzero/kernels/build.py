@@ -153,8 +153,8 @@ def carries(formats: Sequence[Format], grad: torch.dtype) -> bool:
 
 @functools.cache
 def kernel(
-    formula: Callable[..., Sequence[object]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int
-) -> Any:
+    formula: Callable[..., Sequence[torch.Tensor]], formats: tuple[Format, ...], grad: torch.dtype, hypers: int
+) -> Callable[..., None] | None:
     """`run(parts, grads, counters, hyper)` on flat CPU buffers of whole blocks of 64; None where it cannot be made."""
     function = _function(source_of(formula, formats, grad, hypers)) if carries(formats, grad) else None
     if function is None:

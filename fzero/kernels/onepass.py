@@ -14,15 +14,13 @@ import torch
 
 from fzero.base import private
 from fzero.formats.bits import Counters, Fields, hashed, word
-from fzero.formats.formats import GROUP, Format, chunks
+from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store
 from fzero.formats.ops import TorchOps
-from fzero.formats.stored import Stored, encoded, load, store
 from fzero.kernels import build
 
 T = torch.Tensor  # of formulas: in a generated kernel a value of its loop
 Load = Callable[..., T]  # `load(times=1)`, a moment
 Formula = Callable[..., Sequence[T]]
-CHUNK = 1 << 15  # elements whose temporaries stay in a core's cache
 LARGE = 1 << 16  # elements from which a kernel is worth its compilation
 ON_CUDA = 1 << 24
 
@@ -54,9 +52,8 @@ def _block(
     params, *moments = [_decoder(form, own, dtype) for form, own in zip(formats, parts, strict=True)]
     new = formula(TorchOps, hyper.unbind(), params(), grads.view(-1, GROUP).to(dtype), *moments)
     noise = _drawn(keys)
-    order = sorted(range(len(formats)), key=lambda i: formats[i].group)
-    for i in order:
-        store(formats[i], parts[i], encoded(formats[i], _single(formats[i], new[i]), noise))
+    for i in sorted(range(len(formats)), key=lambda i: formats[i].group):
+        store(formats[i], parts[i], new[i], noise)
 
 
 def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> Callable[..., torch.Tensor]:
@@ -69,13 +66,7 @@ def _decoder(form: Format, parts: Sequence[torch.Tensor], dtype: torch.dtype) ->
 
 def write(stored: Stored, x: torch.Tensor, keys: torch.Tensor) -> None:
     """Encodes flat values into the stored parts."""
-    rows = _single(stored.format, x).view(-1, GROUP) if x.numel() % GROUP == 0 else x
-    store(stored.format, stored.parts, encoded(stored.format, rows, _drawn(keys)))
-
-
-def _single(form: Format, x: torch.Tensor) -> torch.Tensor:
-    """In float32, which encoding starts from; as it is for a plain format that rounds to nearest."""
-    return x if form.plain and not form.rounds else x.to(torch.float32)
+    store(stored.format, stored.parts, x.view(-1, GROUP), _drawn(keys))
 
 
 @functools.cache
@@ -83,36 +74,53 @@ def _compiled() -> Callable[..., None]:
     return torch.compile(_block, dynamic=True)
 
 
-def by_formula(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether updates have the bits of generated kernels: a matter of device and dtype, never of a compiler or size."""
-    return device.type == "cpu" and dtype == torch.float32
+def math_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """The dtype that an update computes in: float64 where any state is, otherwise float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def run(
     formula: Formula,
     hyper: Sequence[float],
-    params: Stored,
+    buffers: Sequence[Stored],
     grads: torch.Tensor,
-    moments: Sequence[Stored],
     counters: Counters,
-    dtype: torch.dtype,
     compiles: bool,
+    kernel: Callable[..., None] | None,
+    generated: bool,
 ) -> None:
     """Updates params and moments in place.
 
     Args:
         hyper: the formula's numbers.
+        buffers: params and moments.
         grads: flat, in the dtype that they are kept in.
         counters: none where nothing is rounded stochastically.
-        dtype: float32, or float64 where any state is.
         compiles: whether a kernel is wanted for a small buffer too.
+        kernel: `kernel(p, g, *moments)`, torch's own, for gradients without a factor and moments in the dtype that is
+            computed in.
+        generated: whether the formula is preferred to it where updates have the bits of generated kernels: a matter of
+            device and dtype, never of a compiler or size.
     """
-    formats = tuple(stored.format for stored in (params, *moments))
+    params, *moments = buffers
+    dtype = math_dtype(grads.dtype, *[stored.dtype for stored in buffers])
+    cpu, large = grads.device.type == "cpu", compiles or grads.numel() >= LARGE
+    by_formula = cpu and dtype == torch.float32
+    simple = grads.dtype == dtype and all(m.format.plain and m.dtype == dtype for m in moments) and hyper[0] == 1.0
+    if kernel is not None and simple and not (generated and by_formula):
+        own = [m.parts[0] for m in moments]
+        if params.format.plain and params.dtype == dtype:
+            kernel(params.parts[0], grads, *own)
+            return
+        for start, stop in chunks(grads, CHUNK if cpu else ON_CUDA):
+            part = params.cut(start, stop)
+            value = part.to(dtype)
+            kernel(value, grads[start:stop], *[m[start:stop] for m in own])
+            write(part, value, counters.blocks(value.device, start, stop))
+        return
+    formats = tuple([stored.format for stored in buffers])
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
-    buffers = [params, *moments]
-    cpu = grads.device.type == "cpu"
-    wanted = compiles or grads.numel() >= LARGE
-    if wanted and by_formula(grads.device, dtype) and build.carries(formats, grads.dtype):
+    if large and by_formula and build.carries(formats, grads.dtype):
         fake = private.is_fake(grads)
         if fake and build.compiler() is not None:
             return  # of fake tensors only the memory counts, and a kernel takes none
@@ -120,8 +128,8 @@ def run(
         if made is not None:
             made([part for stored in buffers for part in stored.parts], grads, counters, numbers)
             return
-    on_cuda = grads.device.type == "cuda" and (compiles or grads.numel() >= LARGE)
-    block, chunk = (_compiled(), grads.numel()) if on_cuda else (_block, CHUNK if cpu else ON_CUDA)
+    compiled = large and grads.device.type == "cuda"
+    block, chunk = (_compiled(), grads.numel()) if compiled else (_block, CHUNK if cpu else ON_CUDA)
     for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
         block(formula, formats, parts, grads[start:stop], counters.blocks(grads.device, start, stop), numbers)

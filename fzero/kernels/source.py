@@ -14,7 +14,7 @@ import torch
 
 from fzero.formats.bits import Fields, hashed, word
 from fzero.formats.formats import GROUP, Companded, Format, Grouped, Part
-from fzero.kernels.trace import KernelOps, Loop, Value
+from fzero.kernels.trace import KernelOps, Loop
 
 N = 64  # elements of a loop; every buffer of a step is a multiple of it
 AHEAD = 12 * N  # elements that are fetched ahead where arithmetic sets the pace: a tenth is gained in scattered pages
@@ -136,18 +136,35 @@ static inline uint16_t nearest(float x) {{
 
 
 class Source:
-    """The C++ text of one update: the arguments, the arrays between loops, the loops."""
+    """The C++ text of one update: the arguments, the arrays between loops, the loops; `loop` is being written."""
 
     def __init__(self) -> None:
+        self.loop = Loop("t")
         self.arguments: list[str] = []
         self.shared: list[str] = []
         self.arrays: dict[str, str] = {}
         self.text: list[str] = []
         self.tables: list[str] = []
+        self.stores: list[tuple[Part, str, str, bool]] = []  # the arguments of `store`
 
     def array(self, name: str, kind: str, numel: int = N) -> str:
         self.arrays[name] = f"{kind} {name}[{numel}]"
         return name
+
+    def word(self, number: int) -> torch.Tensor:
+        """A random word of the loop's elements, from an array that is made where it is first read."""
+        array = f"word{number}"
+        if array not in self.arrays:
+            self.array(array, "int32_t")
+            block, loop = Loop("b"), Loop("w")
+            key: Any = hashed(block.let("counter(runs_, run, first + start / 64 + k)", "i"), _OPS.shift)
+            bits: Any = word(loop.value(key.name, "i"), loop.value("i", "i"), number, _OPS.shift)
+            loop.lines.append(f"{array}[k * 64 + i] = {bits.name};")
+            self.text.append(
+                f"      for (int k = 0; k < N / 64; k++) {{ {' '.join(block.lines)}\n"
+                f"        SIMD for (int i = 0; i < 64; i++) {{ {' '.join(loop.lines)} }} }}"
+            )
+        return self.loop.let(f"{array}[i]", "i")
 
     def add(self, loop: Loop, shared: Sequence[str] = ()) -> None:
         """Emits a loop; `shared` are declarations of what the elements of group k have in common."""
@@ -217,39 +234,9 @@ class Source:
         )
 
 
-_Store = tuple[Part, str, str, bool]  # the arguments of Source.store
-
-
-def _value(loop: Loop, name: str, kind: str) -> Any:
-    return Value(loop, name, kind)
-
-
-class _Words:
-    """The random words of a loop's elements; each is an array, made where it is first read."""
-
-    def __init__(self, source: Source) -> None:
-        self.source = source
-        self.loop: Loop | None = None
-
-    def read(self, number: int) -> Any:
-        if f"word{number}" not in self.source.arrays:
-            self._emit(number)
-        assert self.loop is not None
-        return self.loop.let(f"word{number}[i]", "i")
-
-    def _emit(self, number: int) -> None:
-        block, loop = Loop("b"), Loop("w")
-        array = self.source.array(f"word{number}", "int32_t")
-        key: Any = hashed(block.let("counter(runs_, run, first + start / 64 + k)", "i"), _OPS.shift)
-        bits: Any = word(_value(loop, key.name, "i"), _value(loop, "i", "i"), number, _OPS.shift)
-        loop.lines.append(f"{array}[k * 64 + i] = {bits.name};")
-        self.source.text.append(
-            f"      for (int k = 0; k < N / 64; k++) {{ {' '.join(block.lines)}\n"
-            f"        SIMD for (int i = 0; i < 64; i++) {{ {' '.join(loop.lines)} }} }}"
-        )
-
-
-def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], grad: torch.dtype, hypers: int) -> str:
+def source_of(
+    formula: Callable[..., Sequence[torch.Tensor]], formats: Sequence[Format], grad: torch.dtype, hypers: int
+) -> str:
     """C++ of one update of a buffer: params in formats[0], moments in the others."""
     source = Source()
     names = [[f"s{i}{part.name}" for part in form.parts] for i, form in enumerate(formats)]
@@ -263,17 +250,14 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
         for form, own in zip(formats, names, strict=True)
     ]
     grads = source.load(Part("", grad), "grad")
-    words = _Words(source)
-    noise = Fields(words.read, _OPS.shift)
-    loop = words.loop = Loop("t")
+    noise, loop = Fields(source.word, _OPS.shift), source.loop
     kinds = [["f" if p.dtype.is_floating_point or p.every == 2 else "i" for p in form.parts] for form in formats]
     params, *moments = [
         functools.partial(form.decode, _OPS, [loop.let(*pair) for pair in zip(own, kind, strict=True)])
         for form, own, kind in zip(formats, arrays, kinds, strict=True)
     ]
-    hyper = [_value(loop, f"h[{i}]", "f") for i in range(hypers)]
+    hyper = [loop.value(f"h[{i}]", "f") for i in range(hypers)]
     new = formula(_OPS, hyper, params(), loop.let(grads, "f"), *moments)
-    stores: list[_Store] = []
     grouped: list[tuple[int, Grouped, str]] = []
     for i, (form, value) in enumerate(zip(formats, new, strict=True)):
         if isinstance(form, Grouped):
@@ -288,27 +272,23 @@ def source_of(formula: Callable[..., Sequence[Any]], formats: Sequence[Format], 
                 continue
             target = source.array(f"out_{name}", "float" if out.kind == "f" else "int32_t")
             loop.keep(target, out)
-            stores.append((part, name, target, form.plain and not form.rounds))
+            source.stores.append((part, name, target, form.plain and not form.rounds))
     source.add(loop, shared=source.shared)
     if grouped:
-        stores += _grouped(source, words, noise, grouped, names)
-    for part, name, array, rounds in stores:
-        source.store(part, name, array, rounds)
+        _grouped(source, noise, grouped, names)
+    for stored in source.stores:
+        source.store(*stored)
     return str(source)
 
 
 def _grouped(
-    source: Source,
-    words: _Words,
-    noise: Fields,
-    grouped: Sequence[tuple[int, Grouped, str]],
-    names: Sequence[Sequence[str]],
-) -> list[_Store]:
-    """Emits the scales and codes of new values, each an (index, format, array); what is to be stored.
+    source: Source, noise: Fields, grouped: Sequence[tuple[int, Grouped, str]], names: Sequence[Sequence[str]]
+) -> None:
+    """Emits the scales and codes of new values, each an (index, format, array).
 
     The largest of each group's elements is found first, for four groups at a time.
     """
-    groups, stores = N // GROUP, []
+    groups = N // GROUP
     padded = -(-len(grouped) * groups // 4) * 4
     sizes, tops = source.array("sizes", "int32_t", padded * GROUP), source.array("tops", "int32_t", padded)
     for n, (_, form, kept) in enumerate(grouped):
@@ -320,10 +300,9 @@ def _grouped(
         scales, codes, loop = source.array(f"scale{i}", "int32_t"), source.array(f"codes{i}", "int32_t"), Loop("g")
         loop.keep(scales, form.scale(_OPS, loop.let(f"{tops}[{n * groups} + i]", "i")))
         source.text.append(f"      GROUPS {{ const int i = k; {' '.join(loop.lines)} }}")
-        loop = words.loop = Loop("c")
+        loop = source.loop = Loop("c")
         scale = loop.let("scale", "i")
         value, size = loop.let(f"{kept}[i]", "f"), loop.let(f"{sizes}[{n * N} + i]", "i")
         loop.keep(codes, form.codes(_OPS, value, size, scale, noise))
         source.add(loop, shared=[f"const int32_t scale = {scales}[k];"])
-        stores += [(form.parts[0], names[i][0], codes, False), (form.parts[1], names[i][1], scales, False)]
-    return stores
+        source.stores += [(form.parts[0], names[i][0], codes, False), (form.parts[1], names[i][1], scales, False)]

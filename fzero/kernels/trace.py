@@ -7,14 +7,14 @@ from collections.abc import Callable
 from typing import Any
 
 
-def _operator(symbol: str, wrapping: str = "", swapped: bool = False, kind: str = "") -> Callable[[Value, Any], Value]:
-    """A binary operator; `wrapping` names its form for integers, which wraps around as torch's do."""
+def _operator(symbol: str, wraps: str = "", swapped: bool = False, kind: str = "") -> Callable[[Value, object], Value]:
+    """A binary operator; `wraps` names its form for integers, which wraps around as torch's do."""
 
     def method(self: Value, other: object) -> Value:
         a, b = self.name, literal(other, self.kind)
         a, b = (b, a) if swapped else (a, b)
-        integral = wrapping and self.kind == "i"
-        return self.loop.let(f"{wrapping}({a}, {b})" if integral else f"{a} {symbol} {b}", kind or self.kind)
+        integral = wraps and self.kind == "i"
+        return self.loop.let(f"{wraps}({a}, {b})" if integral else f"{a} {symbol} {b}", kind or self.kind)
 
     return method
 
@@ -36,10 +36,11 @@ class Value:
     __ge__ = _operator(">=", kind="b")
 
 
-def literal(value: Any, kind: str) -> str:
-    """C text of a number, floats to the bit."""
+def literal(value: object, kind: str) -> str:
+    """C text of a value or a number, floats to the bit."""
     if isinstance(value, Value):
         return value.name
+    assert isinstance(value, (int, float))
     if kind == "i":
         return "INT32_MIN" if value == -(1 << 31) else f"({value})" if value < 0 else str(value)
     single = struct.unpack("f", struct.pack("f", value))[0]
@@ -53,70 +54,46 @@ class Loop:
         self.lines: list[str] = []
         self.names = names
 
+    def value(self, name: str, kind: str) -> Any:
+        """A `Value`, which formulas and formats take for a tensor."""
+        return Value(self, name, kind)
+
     def let(self, expression: str, kind: str) -> Any:
         name = f"{self.names}{len(self.lines)}"
         self.lines.append(f"const {'float' if kind == 'f' else 'int32_t'} {name} = {expression};")
-        return Value(self, name, kind)
+        return self.value(name, kind)
 
     def keep(self, array: str, value: Any) -> None:
         self.lines.append(f"{array}[i] = {value.name};")
 
 
+def _function(name: str, kind: str) -> Callable[..., Value]:
+    """An operation that is a function of that name in C++."""
+
+    def call(*args: object) -> Value:
+        loop = next(x.loop for x in args if isinstance(x, Value))
+        return loop.let(f"{name}({', '.join(literal(x, kind) for x in args)})", kind)
+
+    return call
+
+
 class KernelOps:
     """The operations of formats and formulas on `Value`s."""
 
-    @staticmethod
-    def _call(name: str, kind: str, *args: object, of: str | None = None) -> Value:
-        loop = next(x.loop for x in args if isinstance(x, Value))
-        return loop.let(f"{name}({', '.join(literal(x, of or kind) for x in args)})", kind)
-
-    @classmethod
-    def bits(cls, x: Value) -> Value:
-        return cls._call("bits", "i", x)
-
-    @classmethod
-    def floats(cls, x: Value) -> Value:
-        return cls._call("floats", "f", x)
-
-    @classmethod
-    def upper(cls, x: Value) -> Value:
-        return cls.floats(x)  # a store takes the upper half
-
-    @classmethod
-    def shift(cls, x: Value, count: int) -> Value:
-        return cls._call("shift", "i", x, count)
-
-    @classmethod
-    def extended(cls, x: Value, count: int) -> Value:
-        return cls._call("extended", "i", x, count)
+    bits, floats = _function("bits", "i"), _function("floats", "f")
+    upper = floats  # a store takes the upper half
+    shift, extended = _function("shift", "i"), _function("extended", "i")
+    least, most = _function("least", "i"), _function("most", "i")
+    sqrt, sign = _function("sqrtf", "f"), _function("sign", "f")
+    times_plus = _function("__builtin_fmaf", "f")
 
     @staticmethod
-    def level(code: Value, form: object) -> Value:
+    def level(code: Value, of: object) -> Value:
         return code  # looked up where it was loaded
-
-    @classmethod
-    def sqrt(cls, x: Value) -> Value:
-        return cls._call("sqrtf", "f", x)
-
-    @classmethod
-    def times_plus(cls, x: Value, y: Value, z: object) -> Value:
-        return cls._call("__builtin_fmaf", "f", x, y, z)
 
     @classmethod
     def less_times(cls, x: Value, y: float, z: Value) -> Value:
         return cls.times_plus(x, z, z * -y)
-
-    @classmethod
-    def sign(cls, x: Value) -> Value:
-        return cls._call("sign", "f", x)
-
-    @classmethod
-    def least(cls, x: Value, bound: int) -> Value:
-        return cls._call("least", "i", x, bound)
-
-    @classmethod
-    def most(cls, x: Value, bound: int) -> Value:
-        return cls._call("most", "i", x, bound)
 
     @staticmethod
     def where(condition: Value, a: object, b: object) -> Value:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_number
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import elementwise, rate
-from fzero.state.moments import zeros_like
-from fzero.table.needs import need_rate
+from fzero.optim.base import need_hypers, optimizer
 from fzero.table.optimizer import GradientTransformation, Schedule
 
 
@@ -21,8 +18,8 @@ class AdamState(NamedTuple):
     """Applied updates, first and second moment."""
 
     count: pytree.Count
-    mu: Any
-    nu: Any
+    mu: object
+    nu: object
 
 
 def adamw(
@@ -63,59 +60,41 @@ def adam(
 def _adam(
     lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float, decoupled: bool
 ) -> GradientTransformation:
+    unit, least = "a number in [0, 1)", "at least 0"
     who = "adamw" if decoupled else "adam"
-    need_rate(lr, who)
-    for argument, value in (("b1", b1), ("b2", b2), ("eps", eps), ("weight_decay", weight_decay)):
-        need_number(value, who, argument)
-    for argument, value in (("b1", b1), ("b2", b2)):
-        if not 0.0 <= value < 1.0:
-            raise ValueError(f"{who}({argument}=...): got {value}, expected a number in [0, 1).")
-    for argument, value in (("eps", eps), ("weight_decay", weight_decay)):
-        if value < 0.0:
-            raise ValueError(f"{who}({argument}=...): got {value}, expected at least 0.")
-    name = "adam" if not decoupled else "adamw" if weight_decay else "adamw, no decay"
-    kernel = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    need_hypers(who, b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
 
-    def init(params: Any) -> AdamState:
-        return AdamState(pytree.Count(0), zeros_like(params), zeros_like(params, nonnegative=True))
-
-    def update(grads: Any, state: AdamState, params: Any = None) -> tuple[Any, AdamState]:
-        count = state.count.value + 1
-        now = rate(lr, count - 1)
-        if not decoupled and weight_decay:
-            grads = pytree.map(lambda g, p: g + weight_decay * p, grads, params)
-        mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, state.mu, grads)
-        nu = pytree.map(lambda v, g: b2 * v + (1 - b2) * g * g, state.nu, grads)
+    def direction(now: float, count: int, grads: object, mu: object, nu: object) -> tuple[object, object, object]:
+        mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
+        nu = pytree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, grads)
 
         def one(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return -now * (m / (1 - b1**count)) / ((v / (1 - b2**count)).sqrt() + eps)
 
-        updates = pytree.map(one, mu, nu)
-        if decoupled and weight_decay:
-            updates = pytree.map(lambda u, p: u - now * weight_decay * p, updates, params)
-        return updates, AdamState(pytree.Count(count), mu, nu)
+        return pytree.map(one, mu, nu), mu, nu
 
-    def fused(params: Any, grads: Any, state: AdamState) -> AdamState:
-        count = state.count.value + 1
-        now = rate(lr, count - 1)
+    def kernel(now: float, count: int, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
+        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+        fused(
+            [p], [g], [m], [v], [], [torch.tensor(float(count), device=p.device)],
+            lr=now, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
 
-        def one(p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-            steps = [torch.tensor(float(count), device=p.device)]
-            kernel(
-                [p], [g], [m], [v], [], steps,
-                lr=now, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
-            )  # fmt: skip
+    def hyper(now: float, count: int) -> Sequence[float]:
+        decay, root = 1 - now * weight_decay if decoupled else weight_decay, (1 - b2**count) ** 0.5
+        return b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), eps * root
 
-        decay = 1 - now * weight_decay if decoupled else weight_decay
-        root = (1 - b2**count) ** 0.5
-        hyper = (b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), eps * root)
-        formula = _decoupled if decoupled else _coupled if weight_decay else _undecayed
-        # torch's takes three times as long on CPU as what the formula becomes
-        elementwise(formula, hyper, params, grads, state.mu, state.nu, kernel=one, generated=True)
-        return AdamState(pytree.Count(count), state.mu, state.nu)
-
-    return GradientTransformation(
-        init, update, fused, lambda _: name, lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True
+    return optimizer(
+        "adamw, no decay" if decoupled and not weight_decay else who,
+        lr,
+        AdamState,
+        (False, True),
+        direction,
+        _decoupled if decoupled else _coupled if weight_decay else _undecayed,
+        hyper,
+        kernel,
+        generated=True,  # torch's takes three times as long on CPU as what the formula becomes
+        **{"decoupled" if decoupled else "coupled": weight_decay},
     )
 
 

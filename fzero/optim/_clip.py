@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import need_number
+from fzero.optim.base import need_hypers
 from fzero.state.gather import global_norm
-from fzero.state.sharded import is_sharded
+from fzero.state.sharded import Sharded
 from fzero.table.optimizer import GradientTransformation
 
 
@@ -24,16 +22,14 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(None))[0]["w"]
         tensor([0.6000, 0.8000])
     """
-    need_number(max_norm, "clip_by_global_norm", "max_norm")
-    if not max_norm > 0:
-        raise ValueError(f"clip_by_global_norm: got max_norm={max_norm}, expected a positive norm.")
+    need_hypers("clip_by_global_norm", max_norm=(max_norm, "a positive number"))
 
     def update(
-        grads: Any, state: Any, params: Any = None, *, grad_norm: object = None, joint_norm: object = None
-    ) -> tuple[Any, Any]:
+        grads: object, state: object, params: object = None, *, grad_norm: object = None, joint_norm: object = None
+    ) -> tuple[object, object]:
         norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
         factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)
-        if is_sharded(grads):
+        if isinstance(grads, Sharded):
             return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
         return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
@@ -48,11 +44,9 @@ def clip_by_value(max_value: float) -> GradientTransformation:
         >>> clip.update({"w": torch.tensor([-3.0, 0.5])}, clip.init(None))[0]["w"]
         tensor([-1.0000,  0.5000])
     """
-    need_number(max_value, "clip_by_value", "max_value")
-    if not max_value > 0:
-        raise ValueError(f"clip_by_value: got max_value={max_value}, expected a positive number.")
+    need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
-    def update(grads: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
+    def update(grads: object, state: object, params: object = None) -> tuple[object, object]:
         return pytree.map(lambda g: g.clamp(-max_value, max_value), grads), state
 
     return GradientTransformation(lambda params: (), update, by_leaf=True)

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
+
+import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.kernels.onepass import write
-from fzero.optim.base import call_fused, call_update, values
+from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.moments import apart
-from fzero.state.sharded import Draw, Sharded, is_sharded
+from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation
+
+States = tuple[object, ...]
 
 
 def chain(*members: GradientTransformation) -> GradientTransformation:
@@ -31,41 +34,41 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         need_optimizer(member, "chain", f"member {place}")
     last = members[-1]
 
-    def init(params: Any) -> Any:
+    def init(params: object) -> States:
         return tuple(member.init(params) for member in members)
 
-    def prefix(updates: object, states: Any, params: Any, extra: dict[str, Any]) -> tuple[Any, list[Any]]:
+    def through(
+        some: Sequence[GradientTransformation],
+        updates: object,
+        states: States,
+        params: object,
+        extra: dict[str, object],
+    ) -> tuple[object, States]:
         new = []
-        for member, state in zip(members[:-1], states, strict=False):
+        for member, state in zip(some, states, strict=False):
             updates, state = call_update(member, updates, state, params, extra)
             extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
             new.append(state)
-        return updates, new
+        return updates, tuple(new)
 
-    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        updates, new = prefix(updates, states, params, extra)
-        updates, state = call_update(last, updates, states[-1], params, extra)
-        return updates, (*new, state)
+    def update(updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
+        return through(members, updates, states, params, extra)
 
-    def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
-        grads, new = prefix(grads, states, params, extra)
+    def fused(params: object, grads: object, states: States, **extra: object) -> States:
+        grads, new = through(members[:-1], grads, states, params, extra)
         if all(member.scales for member in members[:-1]):  # they keep nothing, and make tensors of their own
             return (*new, call_fused(last, params, grads, states[-1], extra))
         new = apart(new, params, states)
         state = call_fused(last, params, apart(grads, params), states[-1], extra)
         # what members pass on may be their old states, so these are written last
-        written = [_write_state(i, *pair, params) for i, pair in enumerate(zip(states[:-1], new, strict=True))]
-        return (*written, state)
+        return (*[_written(i, *pair, params) for i, pair in enumerate(zip(states, new, strict=False))], state)
 
     def label(path: str) -> str:
-        names = [member.label(path) for member in members if member.label is not None]
-        return "+".join(names)
+        return "+".join(member.label(path) for member in members if member.label is not None)
 
-    def metrics(states: Any) -> dict[str, float]:
-        out: dict[str, float] = {}
-        for member, state in zip(members, states, strict=True):
-            out.update(member.metrics(state) if member.metrics else {})
-        return out
+    def metrics(states: States) -> dict[str, float]:
+        pairs = zip(members, states, strict=True)
+        return {k: x for member, state in pairs if member.metrics for k, x in member.metrics(state).items()}
 
     return GradientTransformation(
         init,
@@ -80,16 +83,14 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     )
 
 
-def _write_state(place: int, old: Any, new: object, params: Any) -> Any:
-    """Writes a member's next state over the buffers of its old one, in their formats."""
+def _written(place: int, old: object, new: object, params: Any) -> object:
+    """A member's next state, written over the buffers of its old one in their formats."""
 
-    def one(after: object, whole: Any) -> Any:
-        if not is_sharded(whole):
+    def one(after: Sharded, whole: object) -> Sharded:
+        if not isinstance(whole, Sharded):
             return after
-        draw = params.draw or Draw(0, 0)
         for key, value in values(after).locals().items():
-            stored = whole.stored(key)
-            write(stored, value, draw.counters(whole.layout, key, whole.rank_of(key)).blocks(value.device))
+            write_values(whole, key, value, params.draw or Draw(0, 0))
         return whole
 
     try:
@@ -124,51 +125,54 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
             raise wrong("partition", "a key of optimizers", pattern, "a pattern over leaf paths, such as '*bias'")
         need_optimizer(member, "partition", f"optimizers[{pattern!r}]")
 
-    def label(path: str) -> str:
-        pattern = chosen(path)
-        member = table[pattern]
-        return f"{member.label(path)} ({pattern})" if member.label else pattern
-
     def chosen(path: str) -> str:
         for pattern in table:
             if matches(pattern, path):
                 return pattern
         raise ValueError(f"partition: leaf {path!r} matches none of {', '.join(table)}. Add a pattern such as '*'.")
 
+    def label(path: str) -> str:
+        pattern = chosen(path)
+        member = table[pattern]
+        return f"{member.label(path)} ({pattern})" if member.label else pattern
+
     def part(tree: object, pattern: str) -> Any:
         def one(node: Sharded) -> Sharded:
             groups = node.layout.groups
             return node.only(key for key in node.keys if chosen(groups[key].slots[0].path) == pattern)
 
-        return pytree.map(lambda node: one(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+        return map_trees(one, tree)
 
-    def init(params: Any) -> Any:
-        _need_sharded(params)
+    def init(params: object) -> dict[str, object]:
+        params = _need_sharded(params)
         used = {chosen(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.keys}
-        frozen = [row.path for row in params.layout.rows if row.frozen]
+        used |= {pattern for row in params.layout.rows if row.frozen for pattern in table if matches(pattern, row.path)}
         for pattern in table:
-            if pattern not in used and not any(matches(pattern, path) for path in frozen):
+            if pattern not in used:
                 raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")
         return {pattern: member.init(part(params, pattern)) for pattern, member in table.items()}
 
-    def update(updates: Any, states: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
-        _need_sharded(updates)
-        buffers, new = {}, {}
+    def update(
+        updates: object, states: Mapping[str, object], params: object = None, **extra: object
+    ) -> tuple[Sharded, dict[str, object]]:
+        buffers: dict[object, torch.Tensor] = {}
+        new: dict[str, object] = {}
+        whole = _need_sharded(updates)
         extra.pop("grad_norm", None)  # a member's norm is that of its part; a joint norm holds throughout
         for pattern, member in table.items():
-            own = None if params is None else part(params, pattern)
+            own = part(params, pattern)
             out, new[pattern] = call_update(member, part(updates, pattern), states[pattern], own, extra)
             buffers.update(values(out).locals())
-        return updates.with_buffers(buffers, 1.0), new
+        return whole.with_buffers(buffers, 1.0), new
 
-    def fused(params: Any, grads: Any, states: Any, **extra: Any) -> Any:
+    def fused(params: object, grads: object, states: Mapping[str, object], **extra: object) -> dict[str, object]:
         extra.pop("grad_norm", None)
-        new = {}
-        for pattern, member in table.items():
-            new[pattern] = call_fused(member, part(params, pattern), part(grads, pattern), states[pattern], extra)
-        return new
+        return {
+            pattern: call_fused(member, part(params, pattern), part(grads, pattern), states[pattern], extra)
+            for pattern, member in table.items()
+        }
 
-    def metrics(states: Any) -> dict[str, float]:
+    def metrics(states: Mapping[str, object]) -> dict[str, float]:
         """A name with one value for all as it is, otherwise once per pattern."""
         found = {pattern: m.metrics(states[pattern]) if m.metrics else {} for pattern, m in table.items()}
         out: dict[str, float] = {}
@@ -186,9 +190,10 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     )
 
 
-def _need_sharded(tree: object) -> None:
-    if not is_sharded(tree):
+def _need_sharded(tree: object) -> Sharded:
+    if not isinstance(tree, Sharded):
         raise TypeError(
             f"partition: got a tree of type {type(tree).__name__}, expected the trees of a step (fz.train_step), "
             "which know their leaves' paths."
         )
+    return tree

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +11,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_number
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import elementwise, rate
-from fzero.state.moments import zeros_like
-from fzero.table.needs import need_rate
+from fzero.optim.base import need_hypers, optimizer
 from fzero.table.optimizer import GradientTransformation, Schedule
 
 
@@ -21,7 +19,7 @@ class SgdState(NamedTuple):
     """Applied updates, and the momentum buffer or None."""
 
     count: pytree.Count
-    momentum: Any
+    momentum: object = None
 
 
 def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float = 0.0) -> GradientTransformation:
@@ -38,41 +36,29 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
         >>> updates["w"]
         tensor([-0.5000])
     """
-
-    need_rate(lr, "sgd")
-    need_number(weight_decay, "sgd", "weight_decay")
+    need_hypers("sgd", weight_decay=(weight_decay, "a number"))
     if momentum is not None:
         need_number(momentum, "sgd", "momentum", "a number or None")
+    keep = momentum or 0.0
 
-    def init(params: Any) -> SgdState:
-        return SgdState(pytree.Count(0), zeros_like(params) if momentum else None)
+    def direction(now: float, count: int, grads: object, buffer: object) -> tuple[object, object]:
+        if momentum:
+            grads = buffer = pytree.map(lambda b, g: keep * b + g, buffer, grads)
+        return pytree.map(lambda g: -now * g, grads), buffer
 
-    def update(grads: Any, state: SgdState, params: Any = None) -> tuple[Any, SgdState]:
-        now = rate(lr, state.count.value)
+    def kernel(now: float, count: int, p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
+        """To the bits of torch.optim.SGD."""
         if weight_decay:
-            grads = pytree.map(lambda g, p: g + weight_decay * p, grads, params)
-        buffer = pytree.map(lambda b, g: momentum * b + g, state.momentum, grads) if momentum else None
-        updates = pytree.map(lambda b: -now * b, buffer if momentum else grads)
-        return updates, SgdState(pytree.Count(state.count.value + 1), buffer)
+            g = g + weight_decay * p
+        for moved in buffer:
+            g = moved.mul_(keep).add_(g)
+        p.add_(g, alpha=-now)
 
-    def fused(params: Any, grads: Any, state: SgdState) -> SgdState:
-        now = rate(lr, state.count.value)
+    def hyper(now: float, count: int) -> Sequence[float]:
+        return weight_decay, keep, now
 
-        moments = [state.momentum] if momentum else []
-
-        def one(p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:  # to the bits of torch.optim.SGD
-            if weight_decay:
-                g = g + weight_decay * p
-            if buffer:
-                buffer[0].mul_(momentum or 0.0).add_(g)
-            p.add_(buffer[0] if buffer else g, alpha=-now)
-
-        elementwise(_formula, (weight_decay, momentum or 0.0, now), params, grads, *moments, kernel=one)
-        return SgdState(pytree.Count(state.count.value + 1), state.momentum)
-
-    return GradientTransformation(
-        init, update, fused, lambda _: "sgd", lambda s: {"lr": rate(lr, s.count.value)}, by_leaf=True
-    )
+    moments = (False,) if momentum else ()
+    return optimizer("sgd", lr, SgdState, moments, direction, _formula, hyper, kernel, coupled=weight_decay)
 
 
 def _formula(o: Ops, h: Sequence[T], p: T, g: T, *buffer: Load) -> tuple[T, ...]:

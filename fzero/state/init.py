@@ -11,8 +11,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.formats.formats import Blocks
-from fzero.formats.stored import decode, encode
+from fzero.formats.formats import Blocks, decode, encode
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
 from fzero.state.train_state import TrainState

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
-from fzero.formats.stored import zeros
+from fzero.formats.formats import zeros
 from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
 from fzero.table.layout import Key
 from fzero.table.spec import Extra, Spec
@@ -91,7 +91,7 @@ def zeros_like(params: object, nonnegative: bool = False) -> Any:
     if not is_sharded(params):
         return pytree.map(torch.zeros_like, params)
     empty = Sharded(params.layout, params.axis, params.structure, {}, kind="nonnegative" if nonnegative else "signed")
-    return filled(empty, {key: params.stored(key).device for key in params.keys})
+    return filled(empty, {key: params.stored(key).parts[0].device for key in params.keys})
 
 
 def filled(empty: Sharded, devices: Mapping[Key, torch.device]) -> Sharded:

@@ -12,8 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.bits import _GOLDEN, Counters, _signed
-from fzero.formats.formats import ALIGN, Format, Plain
-from fzero.formats.stored import Stored
+from fzero.formats.formats import ALIGN, Format, Plain, Stored
 from fzero.table.layout import Key, Layout, Slot
 
 
@@ -257,6 +256,6 @@ def trees_of(tree: object) -> list[Sharded]:
     return [node for node in pytree.flatten(tree, is_leaf=is_sharded)[0] if is_sharded(node)]
 
 
-def map_trees(fn: Callable[[Sharded], object], tree: object) -> Any:
-    """`fn` over the sharded trees in a pytree, whose other leaves stay."""
-    return pytree.map(lambda node: fn(node) if is_sharded(node) else node, tree, is_leaf=is_sharded)
+def map_trees(fn: Callable[..., object], tree: object, *rest: object) -> Any:
+    """`fn` over the sharded trees in a pytree, and those at their places in others; its other leaves stay."""
+    return pytree.map(lambda x, *xs: fn(x, *xs) if is_sharded(x) else x, tree, *rest, is_leaf=is_sharded)

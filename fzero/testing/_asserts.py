@@ -1,80 +1,94 @@
-"""Asserts on pytrees; each names the path of the leaf that differs."""
+"""Asserts on pytrees, each of which names the path of the leaf that differs, and on communication."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
 
 import torch
 
 from fzero.base import pytree
+from fzero.comm.divergence import recorded_collectives
+
+Out = TypeVar("Out")
 
 
-def _pairs(first: object, second: object) -> list[tuple[str, Any, Any]]:
+def _compare(
+    first: object, rest: Sequence[object], difference: Callable[[torch.Tensor, torch.Tensor], str], others: bool = True
+) -> None:
+    """Raises where leaves differ: tensors as `difference` says, others where they are not equal."""
     names, leaves, spec = pytree.named_leaves(first)
-    others, other_spec = pytree.flatten(second)
-    if len(leaves) != len(others) or spec != other_spec:
-        raise AssertionError(f"the trees differ in structure: {spec} and {other_spec}")
-    return list(zip(names, leaves, others, strict=True))
+    for other in rest:
+        theirs, other_spec = pytree.flatten(other)
+        if len(leaves) != len(theirs) or spec != other_spec:
+            raise AssertionError(f"the trees differ in structure: {spec} and {other_spec}")
+        for name, a, b in zip(names, leaves, theirs, strict=True):
+            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+                said = difference(a, b)
+            else:
+                said = f"{a!r} and {b!r} differ" if others and a is not b and a != b else ""
+            if said:
+                raise AssertionError(f"leaf {name!r}: {said}")
 
 
-def assert_trees_close(first: object, *rest: Any, rtol: float = 1e-10, atol: float = 0.0) -> None:
+def _tensors(tree: object) -> list[tuple[str, torch.Tensor]]:
+    names, leaves, _ = pytree.named_leaves(tree)
+    return [(name, leaf) for name, leaf in zip(names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+
+
+def assert_trees_close(first: object, *rest: object, rtol: float = 1e-10, atol: float = 0.0) -> None:
     """Every leaf within rtol of the largest value of that leaf (or atol).
 
     Example:
         >>> fz.testing.assert_trees_close({"w": torch.ones(2)}, {"w": torch.ones(2)})
     """
-    for other in rest:
-        for name, a, b in _pairs(first, other):
-            if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-                if a is not b and a != b:
-                    raise AssertionError(f"leaf {name!r}: {a!r} and {b!r} differ")
-                continue
-            if a.shape != b.shape:
-                raise AssertionError(f"leaf {name!r}: shapes {tuple(a.shape)} and {tuple(b.shape)} differ")
-            x, y = a.detach().double(), b.detach().double()
-            scale = max(x.abs().max().item(), y.abs().max().item()) if x.numel() else 0.0
-            gap = (x - y).abs().max().item() if x.numel() else 0.0
-            if not gap <= max(atol, rtol * scale):
-                raise AssertionError(
-                    f"leaf {name!r}: largest difference {gap:.3e}, expected at most {max(atol, rtol * scale):.3e} "
-                    f"(rtol {rtol:g} of {scale:.3e})"
-                )
+
+    def difference(a: torch.Tensor, b: torch.Tensor) -> str:
+        if a.shape != b.shape:
+            return f"shapes {tuple(a.shape)} and {tuple(b.shape)} differ"
+        if not a.numel():
+            return ""
+        x, y = a.detach().double(), b.detach().double()
+        scale, gap = max(x.abs().max().item(), y.abs().max().item()), (x - y).abs().max().item()
+        most = max(atol, rtol * scale)
+        said = f"largest difference {gap:.3e}, expected at most {most:.3e} (rtol {rtol:g} of {scale:.3e})"
+        return "" if gap <= most else said
+
+    _compare(first, rest, difference)
 
 
-def assert_trees_equal(first: object, *rest: Any) -> None:
+def assert_trees_equal(first: object, *rest: object) -> None:
     """Every leaf has the same dtype and the same bits; NaNs of the same bits are equal.
 
     Example:
         >>> fz.testing.assert_trees_equal([torch.ones(2)], [torch.ones(2)])
     """
-    for other in rest:
-        for name, a, b in _pairs(first, other):
-            if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-                if a is not b and a != b:
-                    raise AssertionError(f"leaf {name!r}: {a!r} and {b!r} differ")
-            elif a.dtype != b.dtype or a.shape != b.shape:
-                raise AssertionError(f"leaf {name!r}: {a.dtype}{tuple(a.shape)} and {b.dtype}{tuple(b.shape)} differ")
-            elif _bits(a) != _bits(b):
-                raise AssertionError(f"leaf {name!r}: the bits differ")
+
+    def difference(a: torch.Tensor, b: torch.Tensor) -> str:
+        if a.dtype != b.dtype or a.shape != b.shape:
+            return f"{a.dtype}{tuple(a.shape)} and {b.dtype}{tuple(b.shape)} differ"
+        return "" if _bits(a) == _bits(b) else "the bits differ"
+
+    _compare(first, rest, difference)
 
 
 def _bits(tensor: torch.Tensor) -> bytes:
     return tensor.detach().reshape(-1).contiguous().cpu().view(torch.uint8).numpy().tobytes()
 
 
-def assert_same_spec(first: object, *rest: Any) -> None:
+def assert_same_spec(first: object, *rest: object) -> None:
     """Same structure, shapes, dtypes and devices.
 
     Example:
         >>> fz.testing.assert_same_spec({"w": torch.ones(2)}, {"w": torch.zeros(2)})
     """
-    for other in rest:
-        for name, a, b in _pairs(first, other):
-            if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
-                one, two = ((t.dtype, tuple(t.shape), t.device) for t in (a, b))
-                if one != two:
-                    raise AssertionError(f"leaf {name!r}: {one} and {two} differ")
+
+    def difference(a: torch.Tensor, b: torch.Tensor) -> str:
+        one, two = ((t.dtype, tuple(t.shape), t.device) for t in (a, b))
+        return "" if one == two else f"{one} and {two} differ"
+
+    _compare(first, rest, difference, others=False)
 
 
 def assert_all_finite(tree: object) -> None:
@@ -83,12 +97,12 @@ def assert_all_finite(tree: object) -> None:
     Example:
         >>> fz.testing.assert_all_finite({"w": torch.ones(2)})
     """
-    for name, leaf in zip(*pytree.named_leaves(tree)[:2], strict=True):
-        if isinstance(leaf, torch.Tensor) and not torch.isfinite(leaf).all():
+    for name, leaf in _tensors(tree):
+        if not torch.isfinite(leaf).all():
             raise AssertionError(f"leaf {name!r}: {int((~torch.isfinite(leaf)).sum())} values are not finite")
 
 
-def assert_not_mutated(fn: Callable[..., object], *args: object) -> Any:
+def assert_not_mutated(fn: Callable[..., Out], *args: object) -> Out:
     """Calls `fn(*args)`, checks that no tensor among the arguments changed its bits, and returns the result.
 
     Example:
@@ -107,11 +121,28 @@ def assert_no_alias(first: object, second: object) -> None:
     Example:
         >>> fz.testing.assert_no_alias(torch.ones(1), torch.ones(1))
     """
-    seen = {
-        leaf.untyped_storage().data_ptr(): name
-        for name, leaf in zip(*pytree.named_leaves(first)[:2], strict=True)
-        if isinstance(leaf, torch.Tensor)
-    }
-    for name, leaf in zip(*pytree.named_leaves(second)[:2], strict=True):
-        if isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() in seen:
+    seen = {leaf.untyped_storage().data_ptr(): name for name, leaf in _tensors(first)}
+    for name, leaf in _tensors(second):
+        if leaf.untyped_storage().data_ptr() in seen:
             raise AssertionError(f"leaf {name!r} shares its memory with {seen[leaf.untyped_storage().data_ptr()]!r}")
+
+
+def assert_collectives(fn: Callable[[], Out], expected: Mapping[str, int]) -> Out:
+    """Calls `fn()`, checks how often each collective ran on this rank, and returns the result.
+
+    Args:
+        fn: what is counted.
+        expected: "all_gather", "reduce_scatter", "all_reduce" -> number; what is not named is not counted.
+
+    Example:
+        >>> fz.testing.assert_collectives(lambda: 1, {"all_gather": 0})
+        1
+    """
+    with recorded_collectives() as record:
+        out = fn()
+    counts = Counter(operation for operation, _, _ in record)
+    wrong = {name: (counts[name], number) for name, number in expected.items() if counts[name] != number}
+    if wrong:
+        listing = ", ".join(f"{name}: {got}, expected {want}" for name, (got, want) in wrong.items())
+        raise AssertionError(f"{listing}. In order: {[(operation, tag) for operation, tag, _ in record]}")
+    return out

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import contextvars
 import datetime
@@ -15,8 +14,8 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,7 +25,6 @@ from fzero.base.arguments import need_int, need_number, wrong
 from fzero.comm import hazards
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
-from fzero.testing._threads import new_store, threaded_world
 
 
 class RankError(RuntimeError):
@@ -60,43 +58,62 @@ def run_ranks(
         >>> fz.testing.run_ranks(lambda rank: torch.distributed.get_rank() * 10, 2)
         [0, 10]
     """
-    need_int(world_size, "run_ranks", "world_size", "a number of ranks")
+    need_int(world_size, "run_ranks", "world_size", "a number of ranks", least=1)
     need_number(timeout, "run_ranks", "timeout", "a number of seconds")
     if not timeout > 0:
         raise ValueError(f"run_ranks: got timeout={timeout}, expected a positive number of seconds.")
     if not callable(fn) or is_component(fn):
         raise wrong("run_ranks", "fn", fn, "a function fn(rank)")
-    if world_size < 1:
-        raise ValueError(f"run_ranks: got world_size={world_size}, expected at least 1.")
+    own = hazards.active()
+    around = _Around(checked, None if own is None else own.seed)
     if backend == "threads":
-        return _on_threads(fn, world_size, timeout, checked)
+        return _on_threads(fn, world_size, timeout, around)
     if backend == "processes":
-        return _pool(world_size).run(fn, world_size, timeout, checked)
+        return _pool(world_size).run(fn, world_size, timeout, around)
     raise ValueError(f"run_ranks: got backend={backend!r}, expected 'threads' or 'processes'.")
 
 
-def _seed_of_hazards() -> int | None:
-    own = hazards.active()
-    return None if own is None else own.seed
+class _Around(NamedTuple):
+    """Contexts that every rank runs in, with delays of its own."""
+
+    checked: bool
+    seed: int | None
+
+    @contextlib.contextmanager
+    def of(self, rank: int) -> Iterator[None]:
+        late = contextlib.nullcontext() if self.seed is None else hazards.hazards(1000 * self.seed + rank)
+        with checked_collectives(self.checked), late:
+            yield
 
 
-def _same_hazards(seed: int | None, rank: int) -> contextlib.AbstractContextManager[Any]:
-    """On a rank what `fz.testing.hazards` is around `run_ranks`, with delays of its own."""
-    return contextlib.nullcontext() if seed is None else hazards.hazards(1000 * seed + rank)
+@contextlib.contextmanager
+def _threaded_world() -> Iterator[Callable[[object], None]]:
+    """Inside, every thread may start a process group of its own with backend "threaded"; yields `fail(error)`."""
+    from torch.testing._internal.distributed import multi_threaded_pg as pg
+
+    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
+    isolate(True)
+    pg._install_threaded_pg()
+    pg.ProcessLocalGroup.reset()
+    try:
+        yield pg.ProcessLocalGroup.exception_handle
+    finally:
+        pg._uninstall_threaded_pg()
+        pg.ProcessLocalGroup.reset()
+        isolate(False)
 
 
-def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, checked: bool) -> list[Any]:
-    results: list[Any] = [None] * world_size
+def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, around: _Around) -> list[Any]:
+    results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
-    seed = _seed_of_hazards()
-    with private.shared_forward_mode(), threaded_world() as fail:
-        store = new_store()
+    with private.shared_forward_mode(), _threaded_world() as fail:
+        store = dist.HashStore()
 
         def rank_main(rank: int) -> None:
             try:
                 dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
                 try:
-                    with checked_collectives(checked), _same_hazards(seed, rank):
+                    with around.of(rank):
                         results[rank] = fn(rank)
                 finally:
                     dist.destroy_process_group()
@@ -132,9 +149,8 @@ class _Pool:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("spawn")
         self.size, self.processes, self.pipes = size, [], []
-        environment = {"OMP_NUM_THREADS": "1"}
-        saved = {name: os.environ.get(name) for name in environment}
-        os.environ.update(environment)
+        saved = dict(os.environ)
+        os.environ["OMP_NUM_THREADS"] = "1"
         try:
             for _ in range(size):
                 ours, theirs = context.Pipe()
@@ -144,11 +160,8 @@ class _Pool:
                 self.processes.append(process)
                 self.pipes.append(ours)
         finally:
-            for name, value in saved.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
+            del os.environ["OMP_NUM_THREADS"]
+            os.environ.update(saved)
 
     def close(self) -> None:
         for process in self.processes:
@@ -159,7 +172,7 @@ class _Pool:
             pipe.close()
         self.processes, self.pipes = [], []
 
-    def run(self, fn: Callable[[int], object], world_size: int, timeout: float, checked: bool) -> list[Any]:
+    def run(self, fn: Callable[[int], object], world_size: int, timeout: float, around: _Around) -> list[Any]:
         try:
             job = pickle.dumps(fn)
         except (pickle.PicklingError, AttributeError) as error:
@@ -170,19 +183,18 @@ class _Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 store = os.path.join(folder, "store")
-                self.pipes[rank].send((job, rank, world_size, store, timeout, checked, _seed_of_hazards()))
-            results: list[Any] = [None] * world_size
+                self.pipes[rank].send((job, rank, world_size, store, timeout, around))
+            results: list[object] = [None] * world_size
             waiting = {self.pipes[rank]: rank for rank in range(world_size)}
             while waiting:
                 ready = multiprocessing.connection.wait(list(waiting), timeout + 30)
                 failed = None if ready else (next(iter(waiting.values())), f"no answer in {timeout + 30} seconds")
                 for pipe in ready:
                     rank = waiting.pop(pipe)  # type: ignore[arg-type]
-                    try:
-                        reply: Any = pipe.recv()  # type: ignore[union-attr]
-                    except EOFError:
-                        reply = (False, "the process died")
-                    good, answer = reply
+                    answer: Any = "the process died"
+                    good = False
+                    with contextlib.suppress(EOFError):
+                        good, answer = pipe.recv()  # type: ignore[union-attr]
                     if good:
                         results[rank] = pickle.loads(answer)
                     else:
@@ -204,13 +216,7 @@ def _pool(size: int) -> _Pool:
     return _pools[0]
 
 
-@atexit.register
-def _close_pools() -> None:
-    for pool in _pools:
-        pool.close()
-
-
-def _worker(pipe: Any, path: list[str]) -> None:
+def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> None:
     sys.path[:] = path
     warnings.simplefilter("error")
     # torch's own, when its forward-mode decompositions are first imported
@@ -219,7 +225,7 @@ def _worker(pipe: Any, path: list[str]) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            job, rank, world_size, store, timeout, checked, seed = pipe.recv()
+            job, rank, world_size, store, timeout, around = pipe.recv()
         except EOFError:
             return
         try:
@@ -231,7 +237,7 @@ def _worker(pipe: Any, path: list[str]) -> None:
                 timeout=datetime.timedelta(seconds=timeout),
             )
             try:
-                with checked_collectives(checked), _same_hazards(seed, rank):
+                with around.of(rank):
                     answer = (True, pickle.dumps(pickle.loads(job)(rank)))
                 with contextlib.suppress(RuntimeError):  # fn may have broken the group and have caught that
                     dist.barrier()

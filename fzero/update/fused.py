@@ -6,16 +6,14 @@ twice, or by holding the reduced shards until then.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
 from fzero.engine.batch import Batch, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
 from fzero.engine.run import Run
-from fzero.formats.formats import Companded
-from fzero.formats.stored import Stored, encode
+from fzero.formats.formats import Companded, Stored, encode
 from fzero.optim.base import values
 from fzero.state.gather import squares_of, sum_of_squares
 from fzero.state.sharded import Sharded
@@ -54,48 +52,41 @@ class _Grads:
         return sum_of_squares(self.squares, self.state.params).sqrt()
 
 
-def fused_call(step: Spec, state: TrainState, inputs: object, cotangent: object, rng: int) -> tuple[TrainState, object]:
+def fused_call(
+    step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int
+) -> tuple[TrainState, dict[str, object]]:
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
     with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
-        return _fused_call(step, state, inputs, cotangent, rng, update)
-
-
-def _fused_call(
-    step: Spec, state: TrainState, inputs: Any, cotangent: Any, rng: int, update: Update
-) -> tuple[TrainState, object]:
-    mode = step.fused_norm
-    batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None
-    forwards = iter(batch)
-    for _ in range(step.microbatches.count - 1):
+        batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None
+        forwards = iter(batch)
+        for _ in range(step.microbatches.count - 1):
+            run, ct = next(forwards)
+            grads, _cotangents = run.pull(ct)
+            del run
+            earlier = sum_of(earlier, grads)
+            del grads
         run, ct = next(forwards)
-        grads, _cotangents = run.pull(ct)
-        del run
-        earlier = sum_of(earlier, grads)
-        del grads
-    run, ct = next(forwards)
-    loss, earlier = batch.loss(), earlier or {}
-    run.unreduced = {key: earlier.pop(key) for key in list(earlier) if sums_whole(state.params, key)}
-    try:
-        decision = _pulled(
-            step, state, update, run, ct, _Grads(step, state, earlier, batch.times), mode, loss.get("loss")
-        )
-    except BaseException as error:
-        if step.donates and update.applied:
-            error.add_note(
-                f"fz.fuse_update: this stopped update {state.step + 1} halfway. {len(update.applied)} of the "
-                f"{len(state.layout.trainable)} groups of the donated state have been updated, among them that of leaf "
-                f"{state.layout.groups[update.applied[0]].slots[0].path!r}, the others have not. Go on from a "
-                "checkpoint, or leave fz.donate out: the state passed in then stays as it was."
-            )
-        raise
-    new, metrics = decision.next_state(update if decision.finite else None)
-    return new, {**metrics, **loss, **batch.aux()}
+        loss, earlier = batch.loss(), earlier or {}
+        run.unreduced = {key: earlier.pop(key) for key in list(earlier) if sums_whole(state.params, key)}
+        try:
+            decision = _pulled(update, run, ct, _Grads(step, state, earlier, batch.times), loss.get("loss"))
+        except BaseException as error:
+            if step.donates and update.applied:
+                error.add_note(
+                    f"fz.fuse_update: this stopped update {state.step + 1} halfway. {len(update.applied)} of the "
+                    f"{len(state.layout.trainable)} groups of the donated state have been updated, among them that of "
+                    f"leaf {state.layout.groups[update.applied[0]].slots[0].path!r}, the others have not. Go on from "
+                    "a checkpoint, or leave fz.donate out: the state passed in then stays as it was."
+                )
+            raise
+        new, metrics = decision.next_state(update if decision.finite else None)
+        return new, {**metrics, **loss, **batch.aux()}
 
 
-def _pulled(
-    step: Spec, state: TrainState, update: Update, run: Run, ct: object, grads: _Grads, mode: str, loss: Any
-) -> Decision:
-    """Pulls back and updates; what was decided."""
+def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Tensor | None) -> Decision:
+    """Pulls back and updates; returns what was decided."""
+    step, state = grads.step, grads.state
+    mode = step.fused_norm
     if mode == "once":
         if loss is not None and not is_finite(loss):
             run.drop()
@@ -106,7 +97,7 @@ def _pulled(
 
         run.pull(ct, receive=at_once)
         decision = Decision(step, state, grads.norm())
-        decision.applied()
+        decision.finite, decision.metrics["skipped"] = True, torch.tensor(False)  # it was applied already
         return decision
     if mode == "twice":
         run.pull(ct, retain_graph=True, receive=grads.measured)
@@ -120,22 +111,21 @@ def _pulled(
     def hold(key: Key, shard: torch.Tensor) -> None:
         held[key] = _holding(grads.measured(key, shard), key, mode == "8-bit")
 
+    def apply_held(keys: Sequence[Key]) -> None:
+        parts = [held.pop(key)() for key in keys]
+        buffers = {key: x for part in parts for key, x in part.locals().items()}
+        update.apply(keys, parts[0].with_buffers(buffers), decision.extra)
+
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm())
-    if decision.finite and not step.optimizer.by_group:
-        parts = [own() for own in held.values()]
-        held.clear()
-        buffers = {key: x for part in parts for key, x in part.locals().items()}
-        update.apply(tuple(buffers), parts[0].with_buffers(buffers), decision.extra)
-    for key in list(held):
-        own = held.pop(key)
+    for keys in [[key] for key in held] if step.optimizer.by_group else [list(held)]:
         if decision.finite:
-            update.apply([key], own(), decision.extra)
+            apply_held(keys)
     return decision
 
 
 def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]:
-    """Keeps a group's grads as they are, or in 8 bits; calling the result brings them back."""
+    """A function that brings a group's grads back, which are kept as they are, or in 8 bits."""
     buffer = grads.local(key)
     if not in_8_bits or buffer.dtype == torch.float64:
         return lambda: grads
@@ -145,7 +135,7 @@ def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]
 
 
 def _finite_only(grads: Sharded, squares: Mapping[int, torch.Tensor]) -> Sharded:
-    """Without elements that are not finite, which would stay in the params for ever."""
+    """The grads without elements that are not finite, which would stay in the params for ever."""
     leaves = [slot.leaf for key in grads.keys for slot in grads.layout.groups[key].slots]
     if all(is_finite(squares[leaf]) for leaf in leaves):
         return grads

@@ -8,16 +8,15 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private
 from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
-from fzero.kernels.onepass import write
-from fzero.optim.base import call_fused, call_update, values
+from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.gather import global_norm
 from fzero.state.moments import apart, next_extra, to_moment_dtype
-from fzero.state.sharded import Draw, Sharded, group_of, is_sharded, map_trees
+from fzero.state.sharded import Draw, Part, Sharded, group_of, map_trees
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Key, Layout
+from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
 
@@ -30,7 +29,9 @@ def apply_update(
     decision = Decision(step, state, global_norm(grads), grad_norm)
     if decision.finite:
         with Update(step, state) as update:
-            for keys in update.turns():
+            trainable = state.layout.trainable
+            one_by_one = step.optimizer.by_group and state.params.held  # the others' gathers then run meanwhile
+            for keys in [(key,) for key in trainable] if one_by_one else [trainable]:
                 update.apply(keys, grads.only(keys), decision.extra)
             return decision.next_state(update)
     return decision.next_state(None)
@@ -41,24 +42,18 @@ class Decision:
 
     def __init__(self, step: Spec, state: TrainState, norm: torch.Tensor, joint: object = None) -> None:
         self.step, self.state = step, state
-        self.extra: dict[str, Any] = {"grad_norm": norm}
+        self.extra: dict[str, object] = {"grad_norm": norm}
         self.finite = is_finite(norm)
         if joint is not None:
             joint = torch.as_tensor(joint, dtype=torch.float64)
             self.finite = self.finite and is_finite(joint)
             self.extra["joint_norm"] = joint
         known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
-        self.metrics: dict[str, Any] = {"grad_norm": norm}
-        self.metrics.update({name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()})
+        scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
+        self.metrics: dict[str, object] = {"grad_norm": norm}
+        self.metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
         self.metrics["skipped"] = torch.tensor(not self.finite)
-        for extra in step.extras:
-            if extra.scale:
-                self.metrics[extra.name] = torch.tensor(extra.factor(state.extra[extra.name]), dtype=torch.float64)
-
-    def applied(self) -> None:
-        """The update was applied before its norm was known."""
-        self.finite = True
-        self.metrics["skipped"] = torch.tensor(False)
+        self.metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scales.items()}
 
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, object]]:
         """The state after this update, or after one that was skipped (None)."""
@@ -84,7 +79,7 @@ class Decision:
 
 
 def is_finite(norm: torch.Tensor) -> bool:
-    """Whether an update may be applied. A fake tensor, which has no value, stands for a finite one."""
+    """Whether a norm is finite; a fake tensor, which has no value, is."""
     return private.is_fake(norm) or bool(torch.isfinite(norm))
 
 
@@ -97,56 +92,65 @@ class Update:
 
     def __init__(self, step: Spec, state: TrainState) -> None:
         self.step, self.old, self.layout = step, state.params, state.layout
-        trainable = self.layout.trainable
-        keep = _Writable(step.donates, self.layout)
-
-        def kept(buffers: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-            return {name: keep(buffers, name) if group_of(name) in trainable else buffers[name] for name in buffers}
-
+        self._copied: list[str] = []
         old = self.old
-        self.params = Sharded(self.layout, old.axis, old.structure, kept(old.buffers), kept(old.held), kind=old.kind)
+        self.params = old.replaced(buffers=self._writable(old.buffers), held=self._writable(old.held))
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
-        self._overwrites = (
-            {
-                name
-                for own, new in ((old.buffers, self.params.buffers), (old.held, self.params.held))
-                for name in own
-                if new[name] is own[name]
-            }
-            if step.donates
-            else set()
-        )
         self.moments = state.moments
-        self._in_place = step.optimizer.fused is not None
-        if self._in_place:
-            self.moments = map_trees(lambda tree: tree.over(kept(tree.buffers)), state.moments)
-        keep.warn()
-        self._after: Any = self.moments
+        if step.optimizer.fused is not None:
+            self.moments = map_trees(lambda node: node.over(self._writable(node.buffers)), state.moments)
+        self._after: object = self.moments
+        if self._copied:
+            warnings.warn(
+                f"fz.donate: {len(self._copied)} buffers of the donated state are still held elsewhere (that of leaf "
+                f"{self._copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors "
+                "and pullbacks of the state before the update.",
+                UserWarning,
+                stacklevel=5,
+            )
         self._waits: list[Callable[[], None]] = []
         self.applied: list[Key] = []  # the groups that have been written
 
-    def turns(self) -> list[tuple[Key, ...]]:
-        """The groups in the parts that they are updated in: one by one where the others' gathers then run meanwhile."""
-        trainable = self.layout.trainable
-        return [(key,) for key in trainable] if self.step.optimizer.by_group and self.params.held else [trainable]
+    def _writable(self, buffers: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
+        """Buffers to write: the old ones where the state was donated and nobody else holds them, else copies."""
+        return {name: self._own(buffers, name) for name in buffers}
+
+    def _own(self, buffers: dict[Any, torch.Tensor], name: Key | Part) -> torch.Tensor:
+        key = group_of(name)
+        if key not in self.layout.trainable:
+            return buffers[name]
+        if self.step.donates:
+            if private.entry_holders(buffers, name) == 0 and private.storage_holders(buffers[name]) == 1:
+                return buffers[name]
+            self._copied.append(self.layout.groups[key].slots[0].path)
+        return buffers[name].clone()
 
     @torch.no_grad()
-    def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, Any]) -> None:
+    def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
         self.applied += keys
-        self._spare_readers(keys)
-        own, extra = self.params.only(keys).replaced(draw=self._draw), dict(extra)
+        if self.step.donates:
+            self._spare_readers(keys)
+        own = self.params.only(keys).replaced(draw=self._draw)
         if self.step.optimizer.fused is None:
-            self._after = _plain_update(self.step, self.moments, own, grads, extra)
+            self._after = self._plainly(own, grads, extra)
         else:
             moments = map_trees(lambda tree: tree.only(keys), self.moments)
             self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
-        held = self.params.held
-        self._waits += [
-            start_gather(self.old.axis_of(key), held[key], own.stored(key), self._in_8_bits(key), f"update of {key}")
-            for key in keys
-            if key in held
-        ]
+        for key in keys:
+            if key in self.params.held:
+                full, in_8_bits = self.params.held[key], self.layout.groups[key].row.policy.gather is not None
+                axis, tag = self.old.axis_of(key), f"update of {key}"
+                self._waits.append(start_gather(axis, full, own.stored(key), in_8_bits, tag))
+
+    def _plainly(self, own: Sharded, grads: Sharded, extra: Mapping[str, object]) -> object:
+        """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
+        params = values(own)
+        updates, new = call_update(self.step.optimizer, grads, self.moments, params, extra)
+        updates, new = values(updates), apart(new, own)
+        for key in own.keys:
+            write_values(own, key, params.local(key) + updates.local(key), self._draw)
+        return to_moment_dtype(new)
 
     def __enter__(self) -> Update:
         return self
@@ -159,56 +163,14 @@ class Update:
         """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
         for buffers in (self.params.buffers, self.params.held):
             for name in buffers:
-                if name in self._overwrites and group_of(name) in keys and private.storage_holders(buffers[name]) > 1:
+                if group_of(name) in keys and private.storage_holders(buffers[name]) > 1:
                     buffers[name] = buffers[name].clone()
 
-    def _in_8_bits(self, key: Key) -> bool:
-        return self.layout.groups[key].row.policy.gather is not None
-
-    def finish(self) -> tuple[Sharded, Any]:
+    def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""
         waits, self._waits = self._waits, []
         finish_all(waits)
-        if not self._in_place:
+        if self.step.optimizer.fused is None:
             return self.params, self._after
         # counters come from the last call, buffers from all of them
-        moments = pytree.map(
-            lambda after, whole: whole if is_sharded(whole) else after, self._after, self.moments, is_leaf=is_sharded
-        )
-        return self.params, moments
-
-
-def _plain_update(step: Spec, moments: object, own: Sharded, grads: Sharded, extra: dict[str, Any]) -> object:
-    """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
-    params = values(own)
-    updates, new = call_update(step.optimizer, grads, moments, params, extra)
-    updates, new = values(updates), apart(new, own)
-    for key in own.keys:
-        stored, value = own.stored(key), params.local(key) + updates.local(key)
-        assert own.draw
-        write(stored, value, own.draw.counters(own.layout, key, own.rank_of(key)).blocks(value.device))
-    return to_moment_dtype(new)
-
-
-class _Writable:
-    """Buffers that an update may write: the old ones where the state was donated, else copies."""
-
-    def __init__(self, donated: bool, layout: Layout) -> None:
-        self.donated, self.layout, self.copied = donated, layout, []
-
-    def __call__(self, buffers: dict[object, torch.Tensor], key: Key) -> torch.Tensor:
-        if self.donated:
-            if private.entry_holders(buffers, key) == 0 and private.storage_holders(buffers[key]) == 1:
-                return buffers[key]
-            self.copied.append(self.layout.groups[group_of(key)].slots[0].path)
-        return buffers[key].clone()
-
-    def warn(self) -> None:
-        if self.copied:
-            warnings.warn(
-                f"fz.donate: {len(self.copied)} buffers of the donated state are still held elsewhere (that of leaf "
-                f"{self.copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors and "
-                "pullbacks of the state before the update.",
-                UserWarning,
-                stacklevel=6,
-            )
+        return self.params, map_trees(lambda after, whole: whole, self._after, self.moments)

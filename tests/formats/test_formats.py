@@ -16,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
 from fzero.formats.bits import Fields
-from fzero.formats.formats import Companded, Corrected, Exact, Plain
-from fzero.formats.stored import Stored, decode, encode, zeros
+from fzero.formats.formats import Companded, Corrected, Exact, Plain, Stored, decode, encode, zeros
 from fzero.kernels import build, onepass
 from fzero.optim._adam import _decoupled
 from fzero.state.sharded import Draw
