@@ -162,11 +162,11 @@ class Set(_Behind):
         set.update(self.of, content.values())
 
 
-BYTES = (bytearray, array.array, io.StringIO, io.BytesIO)
+_STREAMS = (io.StringIO, io.BytesIO)
+BYTES = (bytearray, array.array, *_STREAMS)
 
 
-def size_of(value: Any) -> int:
-    """Of one of `BYTES`."""
+def size_of(value: bytearray | array.array[float] | io.StringIO | io.BytesIO) -> int:
     if isinstance(value, io.BytesIO):
         return value.getbuffer().nbytes
     return value.tell() if isinstance(value, io.StringIO) else len(value)
@@ -174,17 +174,13 @@ def size_of(value: Any) -> int:
 
 class Bytes(_Data):
     def read(self) -> Content:
-        if isinstance(self.of, (io.StringIO, io.BytesIO)):
-            return {"": (self.of.getvalue(), self.of.tell())}
-        return {"": bytes(self.of) if isinstance(self.of, bytearray) else self.of.tobytes()}
+        if type(self.of) in _STREAMS:
+            return {"": self.of.__getstate__()[:-1]}  # without attributes
+        return {"": bytes(self.of)}
 
     def write(self, content: Content) -> None:
-        if isinstance(self.of, (io.StringIO, io.BytesIO)):
-            value, place = content[""]
-            self.of.seek(0)
-            self.of.truncate()
-            self.of.write(value)
-            self.of.seek(place)
+        if type(self.of) in _STREAMS:
+            self.of.__setstate__((*content[""], None))
         elif isinstance(self.of, bytearray):
             self.of[:] = content[""]
         else:

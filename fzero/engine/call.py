@@ -34,7 +34,7 @@ from fzero.capture.contents import replaced, tensors_in
 from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
 from fzero.capture.handle import Handle
 from fzero.capture.second_run import SecondRun
-from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
+from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, take_out
 from fzero.engine.traversal import Traversal, inside
 
 _UNSEEN = (texts.NO_MEMORY, texts.NO_STORAGE)  # of a tensor that came unseen
@@ -240,7 +240,7 @@ class Call:
             self._need_copies({i for i, x in enumerate(self.reach.tensors) if id(x) in exports.returned})
         except BaseException as error:
             if before is not None:
-                put_back(before)
+                self.reach.restore(before)
                 if isinstance(error, Again):
                     raise ValueError(another_run(self.unit)) from None
             elif isinstance(error, Again):
@@ -252,7 +252,7 @@ class Call:
                 raise TypeError(twice(self.unit, error)) from error
             raise
         if before is not None:
-            put_back(before)
+            self.reach.restore(before)
         else:
             # what holds none of the unit's tensors stays as the unit left it
             stays = [c for c, now, content in effects if _is_same(now, content) and self.reach.entered(c) is c.found]
@@ -317,7 +317,8 @@ class Call:
         return mapping
 
     def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        return replaced(self.args, mapping), {name: replaced(value, mapping) for name, value in self.kwargs.items()}
+        kwargs = {name: replaced(value, mapping) for name, value in self.kwargs.items()}
+        return tuple(replaced(value, mapping) for value in self.args), kwargs
 
     def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
         handles = (*self.reach.handles, *self.more)
