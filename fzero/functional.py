@@ -66,7 +66,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     refuse_kinds(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
-    memo = {id(param): Absent(name, param) for name, param in module.named_parameters()}
+    memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
     pristine, reach, _ = private_copy(module, memo)
     places_of(pristine, reach)  # what cannot be put anywhere is refused here
     names = {id(param): name for name, param in pristine.named_parameters()}

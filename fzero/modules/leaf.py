@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private
 from fzero.base.refusals import noted
 from fzero.capture.again import Again, Facts
-from fzero.capture.handle import READABLE, Handle, Valueless, name_of, reading
+from fzero.capture.handle import Handle, Valueless, name_of, reading
 from fzero.engine.traversal import current, here, read
 
 
@@ -49,27 +48,13 @@ class Absent(Valueless):
 
     path: str
 
-    @staticmethod
-    def __new__(cls, path: str, param: torch.Tensor) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
-        self.path = path
-        return self
-
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if func in READABLE:
-            with private.without_subclasses():
-                return func(*args, **(kwargs or {}))
-        return cls.__torch_dispatch__(func, types, args, kwargs)
-
-    @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-        path = next(x.path for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Absent))
-        raise RuntimeError(
-            f"Leaf {path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made of it "
-            "is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and hooks "
-            "of a backward do so). Use step.vjp in place of fz.tape, and fz.remat(step) in place of the checkpoint."
+    def refusal(self, func: object) -> RuntimeError:
+        return RuntimeError(
+            f"Leaf {self.path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made "
+            "of it is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and "
+            "hooks of a backward do so). Use step.vjp in place of fz.tape, and fz.remat(step) in place of the "
+            "checkpoint."
         )

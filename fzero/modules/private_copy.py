@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.base import private, pytree
+from fzero.base import private
 from fzero.capture.containers import slots_of
 from fzero.capture.contents import names_of
 from fzero.capture.exports import overlap
-from fzero.capture.handle import READABLE, storage_of
+from fzero.capture.handle import StandIn, storage_of
 from fzero.modules.reach import (
     BOUND,
     MAPPINGS,
@@ -113,22 +113,19 @@ def refuse_kinds(module: nn.Module) -> None:
 
 _LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
 _LOOKS |= {torch.Tensor.is_inference}
+_NOTHING = torch.empty(0)
 
 
-class Stale(torch.Tensor):
+class Stale(StandIn):
     """Stands in the copy for a tensor that was computed from the original's params before: reading it is an error."""
 
+    readable = StandIn.readable | _LOOKS
     where: str
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if func in READABLE or func in _LOOKS:
-            with private.without_subclasses():
-                return func(*args, **(kwargs or {}))
-        where = next(leaf.where for leaf in pytree.leaves((args, kwargs or {})) if isinstance(leaf, Stale))
-        raise ValueError(
-            f"apply: {where}, so that its gradient and its changes would be lost. Compute it in forward, of the param "
-            "itself, before it is read."
+    def refusal(self, func: object) -> ValueError:
+        return ValueError(
+            f"apply: {self.where}, so that its gradient and its changes would be lost. Compute it in forward, of the "
+            "param itself, before it is read."
         )
 
 
@@ -245,17 +242,13 @@ class _Copier:
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Stale):
             return x
+        way, memory = self.reach.way(id(x)), storage_of(x)
         if private.is_wrapped(x) or (x.grad_fn is not None and _leads_to(x.grad_fn, self.params)):
-            stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
-            stale.where = f"{self.reach.way(id(x))} was computed from the module's params before fz.functional"
-            return stale
-        memory = storage_of(x)
-        for name in [name for name, own, of in self.trained if memory and of == memory and overlap((own, x))]:
-            stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
-            stale.where = (
-                f"{self.reach.way(id(x))} shares its memory with param {name!r}, and here is none that follows it"
-            )
-            return stale
+            return Stale.like(_NOTHING, where=f"{way} was computed from the module's params before fz.functional")
+        for name, own, of in self.trained:
+            if memory and of == memory and overlap((own, x)):
+                which = f"shares its memory with param {name!r}, and here is none that follows it"
+                return Stale.like(_NOTHING, where=f"{way} {which}")
         return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
 
     def _instance(self, x: object) -> object:
