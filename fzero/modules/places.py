@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 import types
 import weakref
 from collections.abc import Callable, Iterator, Mapping
@@ -13,9 +14,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.capture.contents import attributes_of, tuple_of
+from fzero.capture.contents import BOUND, attributes_of, tuple_of
 from fzero.capture.handle import Handle
-from fzero.modules.reach import BOUND, Reach, rebuilt
+from fzero.modules.reach import Reach, rebuilt
 
 FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
 
@@ -73,11 +74,13 @@ class Places:
 class Place:
     """One that holds params' placeholders besides their modules: an entry, a closure, an attribute, a default."""
 
-    def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
-        self.write, self.holds = write, read()
-        self.now: dict[int, Any] = {}
+    def __init__(self, holder: Any, key: Any, is_attribute: bool = False) -> None:
+        get, put = (getattr, setattr) if is_attribute else (operator.getitem, operator.setitem)
+        self.key, self.holds = (id(holder), key), get(holder, key)
+        self.write = functools.partial(put, holder, key)
+        self.now: dict[int, object] = {}
 
-    def put(self, placeholder: torch.Tensor, leaf: Any) -> Any:
+    def put(self, placeholder: torch.Tensor, leaf: object) -> object:
         """Puts a leaf there for the placeholder, or the placeholder itself; returns what stood there for it."""
         before = self.now.get(id(placeholder), placeholder)
         self.now[id(placeholder)] = leaf
@@ -103,7 +106,7 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
                     continue
                 seen.add((id(value), user))
                 holder = reach.objects[user]
-                places = [known.setdefault(where, place) for where, place in _places_in(holder, value)]
+                places = [known.setdefault(place.key, place) for place in _places_in(holder, value)]
                 found.setdefault(id(param), []).extend(places)
                 if isinstance(holder, FIXED):  # whoever holds it holds another one instead
                     waiting.append(user)
@@ -116,25 +119,19 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     return {number: places for number, places in found.items() if places}
 
 
-def _places_in(holder: object, value: Any) -> Iterator[tuple[object, Place]]:
-    """Each with what says which one it is."""
+def _places_in(holder: object, value: object) -> Iterator[Place]:
     if isinstance(holder, types.CellType):
-        yield id(holder), Place(lambda: holder.cell_contents, lambda x: setattr(holder, "cell_contents", x))
+        yield Place(holder, "cell_contents", True)
     elif isinstance(holder, types.FunctionType):
         if any(default is value for default in holder.__defaults__ or ()):
-            yield id(holder), Place(lambda: holder.__defaults__, lambda x: setattr(holder, "__defaults__", x))
+            yield Place(holder, "__defaults__", True)
         for mapping in (holder.__kwdefaults__ or {}, vars(holder), getattr(holder.__globals__, "mapped", {})):
             yield from _places_in(mapping, value)
-    elif isinstance(holder, dict):
-        yield from (_item(holder, key) for key, item in holder.items() if item is value)
-    elif isinstance(holder, (list, collections.deque)):
-        yield from (_item(holder, i) for i, item in enumerate(holder) if item is value)
-    if not isinstance(holder, (types.FunctionType, *FIXED)) and isinstance(getattr(holder, "__dict__", None), dict):
-        yield from _places_in(vars(holder), value)
-
-
-def _item(holder: Any, key: object) -> tuple[object, Place]:
-    return (id(holder), key), Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
+    elif isinstance(holder, (dict, list, collections.deque)):
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        yield from (Place(holder, key) for key, item in items if item is value)
+    if not isinstance(holder, (types.FunctionType, *FIXED)) and isinstance(own := attributes_of(holder), dict):
+        yield from _places_in(own, value)
 
 
 def _with(x: object, now: Mapping[int, object]) -> object:

@@ -18,22 +18,11 @@ import torch
 from torch import nn
 
 from fzero.base import private
-from fzero.capture.containers import slots_of
-from fzero.capture.contents import names_of
+from fzero.capture.containers import Cell, slots_of
+from fzero.capture.contents import BOUND, container_of, names_of
 from fzero.capture.exports import overlap
 from fzero.capture.handle import StandIn, storage_of
-from fzero.modules.reach import (
-    BOUND,
-    MAPPINGS,
-    SEQUENCES,
-    WEAK,
-    Reach,
-    contents,
-    globals_of,
-    is_atom,
-    rebuilt,
-    referent,
-)
+from fzero.modules.reach import SEQUENCES, WEAK, Reach, globals_of, is_atom, rebuilt, referent
 
 
 def private_copy(
@@ -68,29 +57,35 @@ def private_copy(
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
 
 
+_REFUSED = (
+    (
+        torch.jit.ScriptModule,
+        "is a ScriptModule ({kind}), whose compiled code reads its own params. Pass the module that it was made from; "
+        "fz.compile(step) compiles its units.",
+    ),
+    (
+        (nn.parallel.DistributedDataParallel, nn.DataParallel),
+        "is a {kind}, which copies and reduces by itself. Pass its .module; a step over it takes the mean over ranks.",
+    ),
+    (
+        "OptimizedModule",
+        "was compiled by torch.compile, and its code reads its own params. Pass its ._orig_mod, and compile the units "
+        "by fz.compile(step).",
+    ),
+)
+
+
 def refuse_kinds(module: nn.Module) -> None:
     """Refuses modules that work on no tensors but their own, and params that are more than their values."""
     for path, child in module.named_modules():
-        where = f"fz.functional: {f'submodule {path!r}' if path else 'the module'}"
-        if isinstance(child, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{where} is a ScriptModule ({type(child).__name__}), whose compiled code reads its own params. Pass "
-                "the module that it was made from; fz.compile(step) compiles its units."
-            )
-        if isinstance(child, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise ValueError(
-                f"{where} is a {type(child).__name__}, which copies and reduces by itself. Pass its .module; a step "
-                "over it takes the mean over ranks."
-            )
-        if type(child).__name__ == "OptimizedModule":
-            raise ValueError(
-                f"{where} was compiled by torch.compile, and its code reads its own params. Pass its ._orig_mod, and "
-                "compile the units by fz.compile(step)."
-            )
+        where, kind = f"fz.functional: {f'submodule {path!r}' if path else 'the module'}", type(child).__name__
+        for kinds, why in _REFUSED:
+            if kind == kinds if isinstance(kinds, str) else isinstance(child, kinds):
+                raise ValueError(f"{where} {why.format(kind=kind)}")
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None and nn.parameter.is_lazy(tensor):
                 raise ValueError(
-                    f"{where} ({type(child).__name__}) has a lazy {name!r} without a shape yet. Call the module once "
+                    f"{where} ({kind}) has a lazy {name!r} without a shape yet. Call the module once "
                     "on an input, which initialises it, before fz.functional."
                 )
     seen: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -129,7 +124,7 @@ class Stale(StandIn):
         )
 
 
-class Globals(dict[str, Any]):
+class Globals(dict[str, object]):
     """The global names of a function of the copy: the function's own, with the copy in the original's place.
 
     CPython looks global names up by `__getitem__` where they are not in a plain dict.
@@ -137,9 +132,9 @@ class Globals(dict[str, Any]):
 
     def __init__(self, real: dict[str, object]) -> None:
         super().__init__(real)  # for whoever looks past __getitem__
-        self.real, self.mapped = real, dict[str, Any]()
+        self.real, self.mapped = real, dict[str, object]()
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self.mapped[name] if name in self.mapped else self.real[name]
 
 
@@ -152,7 +147,7 @@ class _Copier:
         self.leading = reach.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
         data = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
         self.concerned = data | reach.reaching(data)
-        self.memo: dict[int, Any] = dict(shared)
+        self.memo: dict[int, Any] = {**shared}
         self._globals: dict[int, Globals] = {}
         self._fill()
 
@@ -195,41 +190,37 @@ class _Copier:
             return type(x)()
         return collections.deque(maxlen=x.maxlen) if type(x) is collections.deque else None
 
-    def _fill_shell(self, x: Any, new: Any) -> None:
+    def _fill_shell(self, x: object, new: object) -> None:
         if isinstance(x, nn.Module):
-            new.__dict__.update({name: self(value) for name, value in vars(x).items()})
+            vars(new).update({name: self(value) for name, value in vars(x).items()})
             for name in filter(functools.partial(hasattr, x), slots_of(type(x))):
                 object.__setattr__(new, name, self(getattr(x, name)))
             if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
-                new.__dict__["_compiled_call_impl"] = None
-        elif isinstance(x, types.CellType):
-            new.cell_contents = self(contents(x))
-        elif isinstance(x, dict):
-            new.update((self(key), self(value)) for key, value in x.items())
+                vars(new)["_compiled_call_impl"] = None
         else:
-            (new.update if isinstance(x, set) else new.extend)(map(self, list(x)))
+            how = Cell if isinstance(x, types.CellType) else container_of(x)
+            assert how is not None
+            how(new).write({self(key): self(value) for key, value in how(x).found.items()})
 
-    def _globals_of(self, x: types.FunctionType) -> dict[str, Any]:
+    def _globals_of(self, x: types.FunctionType) -> dict[str, object]:
         names = [name for name, value in globals_of(x).items() if id(value) in self.concerned]
         if not names or names_of(x.__code__).assigns:  # what it assigns would be lost
             return x.__globals__
         real = x.__globals__.real if isinstance(x.__globals__, Globals) else x.__globals__
         return self._globals.setdefault(id(real), Globals(real))
 
-    def _made(self, x: Any) -> object:
+    def _made(self, x: object) -> object:
         if isinstance(x, torch.Tensor):
             return self._tensor(x)
         if type(x) in weakref.ProxyTypes:
             return weakref.proxy(self(referent(x)))
-        if isinstance(x, weakref.WeakMethod):
-            return weakref.WeakMethod(self(x()))
         if isinstance(x, weakref.ref):
-            return weakref.ref(self(x()))
+            return (weakref.WeakMethod if isinstance(x, weakref.WeakMethod) else weakref.ref)(self(x()))
         if isinstance(x, BOUND):
             return getattr(self(x.__self__), x.__name__)
         if isinstance(x, (types.MethodType, functools.partial)):
             return rebuilt(x, self)
-        if type(x) in SEQUENCES or type(x) in MAPPINGS:
+        if isinstance(x, (tuple, frozenset)) and type(x) in SEQUENCES:
             return type(x)(map(self, x))
         if isinstance(x, WEAK):
             if isinstance(x, weakref.WeakSet):
@@ -286,8 +277,8 @@ class _Copier:
         return tuple(map(self._state, state)) if type(state) is tuple else self(state)
 
 
-def _leads_to(node: Any, params: set[int]) -> bool:
-    waiting, seen = [node], set()
+def _leads_to(node: torch.autograd.graph.Node | None, params: set[int]) -> bool:
+    waiting, seen = [node], set[object]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
