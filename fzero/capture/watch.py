@@ -14,12 +14,14 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.context import during
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted
 from fzero.capture.handle import Handle, Seen, copy_of, name_of, seen, storage_of, writes
 from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
+_AS_IT_IS: contextlib.nullcontext[None] = contextlib.nullcontext()
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
 
 
@@ -38,11 +40,8 @@ def is_strict() -> bool:
 @contextlib.contextmanager
 def strict_capture(enabled: bool = True) -> Iterator[None]:
     """Looks at every operation inside every unit for tensors that the unit closed over or passed on unseen."""
-    token = _strict.set(enabled)
-    try:
+    with during(_strict, enabled):
         yield
-    finally:
-        _strict.reset(token)
 
 
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
@@ -212,25 +211,13 @@ def elsewhere() -> Iterator[None]:
     if seen.get() is None and not isinstance(mode, _Guard):
         yield
         return
-    token = _elsewhere.set(True)
-    try:
-        with private.without_function_mode() if isinstance(mode, _Guard) else contextlib.nullcontext():
-            yield
-    finally:
-        _elsewhere.reset(token)
+    with during(_elsewhere, True), private.without_function_mode() if isinstance(mode, _Guard) else _AS_IT_IS:
+        yield
 
 
 @contextlib.contextmanager
 def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     """Around a run of a step's function; thoroughly where it is said what is protected."""
-    token = seen.set(Seen())
-    mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if protected is not None:
-        mode = Watch(None, protected)
-    elif private.single_level():
-        mode = _Guard()
-    try:
-        with mode:
-            yield
-    finally:
-        seen.reset(token)
+    alone = _Guard() if private.single_level() else _AS_IT_IS
+    with during(seen, Seen()), Watch(None, protected) if protected is not None else alone:
+        yield

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
 from fzero.base import private
+from fzero.base.context import during
 from fzero.base.refusals import noted
 from fzero.capture.again import Again, Facts
 from fzero.capture.handle import Handle, Valueless, name_of, reading
@@ -33,14 +33,9 @@ def full(handle: Handle) -> torch.Tensor:
     return read(handle)
 
 
-@contextlib.contextmanager
-def readable() -> Iterator[None]:
+def readable() -> AbstractContextManager[None]:
     """Inside, handles are what can be read."""
-    token = reading.set(full)
-    try:
-        yield
-    finally:
-        reading.reset(token)
+    return during(reading, full)
 
 
 class Absent(Valueless):

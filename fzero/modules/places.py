@@ -8,16 +8,17 @@ import functools
 import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
 from fzero.capture.contents import BOUND, attributes_of, tuple_of
-from fzero.capture.handle import Handle
+from fzero.capture.handle import Function, Handle
 from fzero.modules.reach import Reach, rebuilt
 
+Leaves = Mapping[str, object]
 FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
 
 
@@ -25,12 +26,10 @@ class Places:
     """Where a module's params are, found once: torch's functional_call looks for them at every call.
 
     Args:
-        run: what is called while other tensors stand in these places.
         elsewhere: `places_of` the copy that the module is part of.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., object], elsewhere: Mapping[int, list[Place]]) -> None:
-        self.run = run
+    def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
         self.of = {
             (f"{path}.{name}" if path else name): (owner._parameters, name)
             for path, owner in module.named_modules(remove_duplicate=False)
@@ -39,22 +38,22 @@ class Places:
         held = {name: param for name, (owner, own) in self.of.items() if (param := owner[own]) is not None}
         self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
 
-    def now(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+    def now(self, leaves: Leaves) -> Leaves:
         """What stands for the module's params, if others were put there (torch.func.functional_call)."""
         places = [(name, *self.of[name]) for name in leaves]
         if all(owner.get(own) is leaves[name] for name, owner, own in places):
             return leaves
         return {name: owner[own] for name, owner, own in places if owner.get(own) is not None}
 
-    def call(self, leaves: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+    def call(self, run: Function, leaves: Leaves, args: tuple[object, ...], kwargs: Leaves) -> object:
         """Runs with these leaves for the module's params; every name of a tied one is among them."""
         with self.installed(leaves):
-            return self.run(*args, **kwargs)
+            return run(*args, **kwargs)
 
     @contextlib.contextmanager
-    def installed(self, leaves: Mapping[str, Any]) -> Iterator[None]:
+    def installed(self, leaves: Leaves) -> Iterator[None]:
         """Inside, these leaves are the module's params, also where they are held besides their module."""
-        places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
+        places = [self.of[name] for name in leaves]
         old = [owner[name] for owner, name in places]
         moved: list[tuple[Place, torch.Tensor, object]] = []
         try:

@@ -5,7 +5,8 @@ Its other attributes are its own affair, as they are a module's: a counter count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -65,6 +66,7 @@ class Untouched:
     """
 
     def __init__(self, module: nn.Module, reach: Reach, sources: Mapping[int, torch.Tensor]) -> None:
+        self.module = module
         self.depth = 0  # of calls that are running
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
         self.broken = False  # whether a tensor was written to: the copy is then made anew
@@ -91,16 +93,23 @@ class Untouched:
 
         return call
 
-    def enter(self) -> None:
+    @contextlib.contextmanager
+    def around_call(self) -> Iterator[None]:
+        """Puts everything back after the outermost call, and refuses changed buffers, params and submodules."""
         if self.dirty and not self.depth:
             self.restore()
             self.dirty = False
         self.depth += 1
-
-    def leave(self) -> list[str]:
-        """Puts everything back after the outermost call; says which buffers, params and submodules were changed."""
-        self.depth -= 1
-        return [] if self.depth else self.restore()
+        try:
+            yield
+        except RuntimeError as error:
+            _refuse_in_place(error, self.module)
+            raise
+        finally:
+            self.depth -= 1
+            changed = [] if self.depth else self.restore()
+        _refuse_changes(changed)
+        self.thorough = False
 
     def restore(self) -> list[str]:
         said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
@@ -116,7 +125,7 @@ class Untouched:
         return said
 
 
-def refuse_changes(said: list[str]) -> None:
+def _refuse_changes(said: list[str]) -> None:
     if said:
         raise ValueError(
             f"The module changed {said[0]} in its forward (batch norm in training mode changes its buffers); buffers "
@@ -126,7 +135,7 @@ def refuse_changes(said: list[str]) -> None:
         )
 
 
-def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
+def _refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     """Names the submodule that a functorch level did not let write to its buffer."""
     if not texts.says(error, texts.WRITES_CAPTURED):
         return
@@ -142,4 +151,4 @@ def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     held = {**place._buffers, **{name: x for name, x in vars(place).items() if isinstance(x, torch.Tensor)}}
     names = [repr(dots + name) for name, x in held.items() if x is not None]
     if names:
-        refuse_changes([("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)])
+        _refuse_changes([("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)])
