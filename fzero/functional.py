@@ -20,8 +20,7 @@ from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, call_unit, plain_call
 from fzero.engine.traversal import here, origins_of, running
-from fzero.modules.leaf import Absent, readable
-from fzero.modules.places import Places, places_of
+from fzero.modules.places import Absent, Places, places_of, readable
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched
 from fzero.table.module_params import ModuleParams, refuse_lost

@@ -154,7 +154,7 @@ def attributes_of(value: object) -> dict[str, object] | None:
     return getattr(value, "__dict__", None)
 
 
-def tuple_of(kind: type, items: Iterable[object], own: dict[str, object] | None) -> object:
+def _tuple_of(kind: type, items: Iterable[object], own: dict[str, object] | None) -> object:
     """A tuple with other items; what its user sets on either of the two is one."""
     made = tuple.__new__(kind, items)
     if own is not None:
@@ -163,26 +163,16 @@ def tuple_of(kind: type, items: Iterable[object], own: dict[str, object] | None)
     return made
 
 
-def is_registered(kind: type) -> bool:
-    """Whether optree takes a type apart by its own rules."""
-    return optree.register_pytree_node.get(kind) is not None  # type: ignore[attr-defined]
-
-
-def children(value: object) -> tuple[Parts, pytree.Spec]:
-    """One level of a registered node."""
-    return pytree.flatten(value, is_leaf=lambda x: x is not value)
-
-
 def apart(value: object) -> tuple[Parts, Callable[[Parts], object]] | None:
     """The parts of a value that nothing can be written into, and what makes another one of other parts."""
     kind = type(value)
     if kind is tuple or kind is frozenset:
         return [*value], kind  # type: ignore[misc]
     if isinstance(value, tuple) and is_tuple(kind):
-        return [*tuple.__iter__(value)], lambda parts: tuple_of(kind, parts, attributes_of(value))
-    if kind in ATOMS or container_of(value) is not None or not is_registered(kind):
+        return [*tuple.__iter__(value)], lambda parts: _tuple_of(kind, parts, attributes_of(value))
+    if kind in ATOMS or container_of(value) is not None or optree.register_pytree_node.get(kind) is None:  # type: ignore[attr-defined]
         return None
-    parts, spec = children(value)
+    parts, spec = pytree.flatten(value, is_leaf=lambda x: x is not value)
     return parts, functools.partial(pytree.unflatten, spec)
 
 

@@ -15,6 +15,7 @@ from fzero.capture.containers import Cell, Container, Content, has_attributes
 from fzero.capture.contents import ATOMS, apart, attributes_of, containers_of, is_tuple
 from fzero.capture.handle import Valueless, storage_of
 
+Reading = tuple[int, torch.dtype, bool, bool]
 _LAZY = (types.GeneratorType, map, filter)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -137,7 +138,7 @@ class View:
         constant: whether no derivative goes through it.
     """
 
-    def __init__(self, base: Any, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
+    def __init__(self, base: Slot | torch.Tensor, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
         self.base, self.constant = base, constant
         self.size, self.stride = inner.shape, inner.stride()
         self.offset = inner.storage_offset() - whole.storage_offset()
@@ -157,7 +158,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._base
 
 
-def reading(tensor: torch.Tensor) -> tuple[int, torch.dtype, bool, bool]:
+def reading(tensor: torch.Tensor) -> Reading:
     """A tensor's memory and how it is read: among those of one reading, a view is told by its size and strides."""
     strided = tensor.layout == torch.strided
     return memory(tensor), tensor.dtype, strided and tensor.is_conj(), strided and tensor.is_neg()
@@ -216,7 +217,7 @@ class Outlets:
                 self._put_out(i, "as it is", False)
             return
         places = {reading(x): i for i, x in enumerate(inputs)}
-        families: dict[Any, list[int]] = {}
+        families: dict[Reading, list[int]] = {}
         for i, tensor in enumerate(out[:count]):
             families.setdefault(reading(tensor), []).append(i)
         self.returned = {places[family] for family in families if family in places}
@@ -227,20 +228,20 @@ class Outlets:
                 for i in members:
                     constant = place in moving and self._is_constant(out[i])
                     self.recipes[i] = View(outer[place], out[i], inputs[place], constant)
-            elif family[0] in own or first[family[0]] != family:  # of a param, or a real part beside the whole
-                for i in members:
-                    self._put_out(i, "copy", self._is_constant(out[i]))
-            elif not overlap([out[i] for i in members]):
-                for i in members:
-                    self._put_out(i, "as it is", self._is_constant(out[i]))
-            else:
+                continue
+            copied = family[0] in own or first[family[0]] != family  # of a param, or a real part beside the whole
+            if not copied and overlap([out[i] for i in members]):
                 self._put_out_views(out, members)
+                continue
+            for i in members:
+                self._put_out(i, "copy" if copied else "as it is", self._is_constant(out[i]))
         for i in range(count, len(out)):
             self._put_out(i, "as it is", False)
 
     def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What the node puts out, from the tensors of any of its runs."""
-        return tuple(_taken(out[i], how) for how, i in self._chosen)
+        takes = {"as it is": lambda x: x, "base": base_of, "copy": lambda x: x.resolve_conj().resolve_neg().clone()}
+        return tuple(takes[how](out[i]) for how, i in self._chosen)
 
     def _put_out(self, i: int, how: str, constant: bool) -> Slot:
         self.recipes[i] = slot = Slot(len(self._chosen), constant)
@@ -271,12 +272,6 @@ class Outlets:
         # a view that was taken without gradients says that it needs one, as what it is a view of does
         blind = tensor.grad_fn is None and id(tensor) not in self._leaves
         return not tensor.requires_grad or blind
-
-
-def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    if how == "copy":
-        return tensor.resolve_conj().resolve_neg().clone()
-    return base_of(tensor) if how == "base" else tensor
 
 
 def differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:

@@ -11,7 +11,7 @@ import sys
 import types
 import weakref
 import zlib
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -325,19 +325,12 @@ def _is_users(name: str | None) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def marks(long: Iterable[object], thorough: bool) -> list[int]:
+def mark(long: object, thorough: bool) -> int:
     """What shows that something long was changed: its length; thoroughly also what is in it, which takes a while."""
-    return [_mark(x) if thorough else 0 if isinstance(x, np.ndarray) else _length(x) for x in long]
-
-
-def _length(long: object) -> int:
-    return size_of(long) if isinstance(long, BYTES) else len(long) if isinstance(long, Sized) else 0
-
-
-def _mark(long: object) -> int:
     if isinstance(long, np.ndarray):
-        return zlib.crc32(long.tobytes())
+        return zlib.crc32(long.tobytes()) if thorough else 0
     if isinstance(long, BYTES):
-        return hash(Bytes(long).found[""])
+        return hash(Bytes(long).found[""]) if thorough else size_of(long)
+    assert isinstance(long, (dict, *_ENTRIES))
     values = long.values() if isinstance(long, dict) else ()
-    return hash((_length(long), *map(id, long), *map(id, values))) if isinstance(long, Iterable) else 0
+    return hash((len(long), *map(id, long), *map(id, values))) if thorough else len(long)

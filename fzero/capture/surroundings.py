@@ -8,7 +8,7 @@ was there, and says what the unit changed, whose tensors become outputs of the n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -136,13 +136,10 @@ class Reach:
         self.tensors += own
         self._read |= places
 
-    def stand_ins(self, make: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Id of every other -> what stands for it inside."""
-        return {id(x): make(x, i) for i, x in enumerate(self._elsewhere) if i not in self._read}
-
-    def unread(self, mapping: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The others, each with what stands for it."""
-        return [(x, mapping[id(x)]) for i, x in enumerate(self._elsewhere) if i not in self._read]
+    @property
+    def unread(self) -> list[tuple[int, torch.Tensor]]:
+        """The others, each with its place."""
+        return [(i, x) for i, x in enumerate(self._elsewhere) if i not in self._read]
 
     # ---- filling, and seeing what changed
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -17,7 +16,7 @@ from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted
-from fzero.capture.handle import Handle, Seen, copy_of, name_of, seen, storage_of, writes
+from fzero.capture.handle import Function, Handle, Named, Operands, Seen, copy_of, name_of, seen, storage_of, writes
 from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
@@ -65,7 +64,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.seen = seen.get()
         self.own = {*own}
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if self.unit is None and _elsewhere.get():
             return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
@@ -74,11 +73,7 @@ class Watch(torch.overrides.TorchFunctionMode):
                 raise noted(ValueError(closed_over(x)))
             self._refuse_leaked(x)
         if writes(func, kwargs) and operands:
-            for target in _targets(args, kwargs):
-                leaf_of = self.protected.get(storage_of(target))
-                if leaf_of is not None:
-                    raise noted(ValueError(written(leaf_of(target), func)))
-            _refuse_writes(func, args, kwargs)
+            _refuse_writes(func, args, kwargs, self.protected)
         if func in _ASKS:
             _refuse_parts(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
@@ -103,14 +98,14 @@ class _Guard(torch.overrides.TorchFunctionMode):
     Under a functorch level without plain autograd around it nothing else is in a graph and not wrapped.
     """
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if not _elsewhere.get():
             refuse_leaks((args, kwargs or {}))
             if func in _ASKS:
                 _refuse_parts(func, args, kwargs or {})
             own = seen.get()
             if own is not None and own.copies and writes(func, kwargs):
-                _refuse_writes(func, args, kwargs)
+                _refuse_writes(func, args, kwargs, {})
         return func(*args, **(kwargs or {}))
 
 
@@ -118,35 +113,34 @@ for _mode in (Watch, _Guard):  # torch.compile in the function must not compile 
     _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def _targets(args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
-    """What an operation in place, or one with `out`, writes to."""
+def _refuse_writes(func: Function, args: Operands, kwargs: Named, protected: Mapping[int, LeafOf]) -> None:
+    """Refuses to write in place, or as `out`, to a leaf or to a copy that was read of one."""
     out = (kwargs or {}).get("out")
-    return [x for x in pytree.flatten(args[:1] if out is None else out)[0] if isinstance(x, torch.Tensor)]
+    for target in pytree.flatten(args[:1] if out is None else out)[0]:
+        if not isinstance(target, torch.Tensor):
+            continue
+        leaf_of, leaf = protected.get(storage_of(target)), copy_of(target)
+        if leaf_of is not None or leaf is not None:
+            what = leaf_of(target) if leaf_of is not None else f"Leaf {leaf.path!r}" if leaf is not None else ""
+            raise noted(
+                ValueError(
+                    f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute "
+                    "with a copy (w = w.clone()), or use the operation that is not in place. What follows another "
+                    "param slowly (a momentum encoder) is computed from a state's params between steps."
+                )
+            )
 
 
-def _refuse_writes(func: object, args: Sequence[Any], kwargs: object) -> None:
-    for target in _targets(args, kwargs):
-        leaf = copy_of(target)
-        if leaf is not None:
-            raise noted(ValueError(written(f"Leaf {leaf.path!r}", func)))
-
-
-def written(what: str, func: object) -> str:
-    return (
-        f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute with a copy "
-        "(w = w.clone()), or use the operation that is not in place. What follows another param slowly (a momentum "
-        "encoder) is computed from a state's params between steps."
-    )
-
-
-def _refuse_parts(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) -> None:
     """Refuses to tell the gradient by one of several tensors that a unit puts out: their ways inside are not known."""
     is_grad = func == torch.autograd.grad
     given = dict(zip(("outputs", "inputs") if is_grad else ("inputs",), args, strict=False)) | dict(kwargs)
     for x in pytree.flatten(given["inputs"])[0]:
-        node: Any = getattr(x, "grad_fn", None)
-        op: Any = getattr(node, "op", None)
-        others = op.joint.get(x.output_nr, ()) if isinstance(op, Op) else ()
+        node = getattr(x, "grad_fn", None)
+        op = getattr(node, "op", None)
+        if node is None or not isinstance(op, Op):
+            continue
+        others = op.joint.get(x.output_nr, frozenset())
         if is_grad and others:  # those that what is differentiated depends on
             others = edges_to(pytree.flatten(given["outputs"])[0]) & {(node, other) for other in others}
         if others:

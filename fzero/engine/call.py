@@ -215,7 +215,7 @@ class Call:
         tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
         mapping, shapes = self._mapping(leaves, tensors), [geometry(x) for x in tensors]
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
-        origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
+        origins.update((id(mapping[id(outer)]), outer) for _, outer in self.reach.unread)
         before = self.reach.clear() if again else None
         try:
             filling = self.reach.fill(mapping)
@@ -313,7 +313,7 @@ class Call:
     def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         mapping.update((id(handle), leaves[handle.index]) for handle in self.reach.handles)
-        mapping.update(self.reach.stand_ins(Unread))
+        mapping.update((id(outer), Unread(outer, place)) for place, outer in self.reach.unread)
         return mapping
 
     def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:

@@ -1,4 +1,4 @@
-"""Where a module's params stand: in its submodules, and wherever else the module holds on to one."""
+"""Where a module's params stand, in its submodules and wherever else it holds one; what is read of them there."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.capture.contents import BOUND, attributes_of, tuple_of
-from fzero.capture.handle import Function, Handle
+from fzero.base import private
+from fzero.base.context import during
+from fzero.base.refusals import noted
+from fzero.capture.again import Again, Facts
+from fzero.capture.contents import BOUND, apart, attributes_of
+from fzero.capture.handle import Function, Handle, Valueless, name_of, reading
+from fzero.engine.traversal import current, here, read
 from fzero.modules.reach import Reach, rebuilt
 
 Leaves = Mapping[str, object]
-FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
+_FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
 
 
 class Places:
@@ -30,7 +35,7 @@ class Places:
     """
 
     def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
-        self.of = {
+        self.of: dict[str, tuple[dict[str, Any], str]] = {
             (f"{path}.{name}" if path else name): (owner._parameters, name)
             for path, owner in module.named_modules(remove_duplicate=False)
             for name in owner._parameters
@@ -107,7 +112,7 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
                 holder = reach.objects[user]
                 places = [known.setdefault(place.key, place) for place in _places_in(holder, value)]
                 found.setdefault(id(param), []).extend(places)
-                if isinstance(holder, FIXED):  # whoever holds it holds another one instead
+                if isinstance(holder, _FIXED):  # whoever holds it holds another one instead
                     waiting.append(user)
                 elif not places:
                     raise ValueError(
@@ -129,7 +134,7 @@ def _places_in(holder: object, value: object) -> Iterator[Place]:
     elif isinstance(holder, (dict, list, collections.deque)):
         items = holder.items() if isinstance(holder, dict) else enumerate(holder)
         yield from (Place(holder, key) for key, item in items if item is value)
-    if not isinstance(holder, (types.FunctionType, *FIXED)) and isinstance(own := attributes_of(holder), dict):
+    if not isinstance(holder, (types.FunctionType, *_FIXED)) and isinstance(own := attributes_of(holder), dict):
         yield from _places_in(own, value)
 
 
@@ -141,8 +146,9 @@ def _with(x: object, now: Mapping[int, object]) -> object:
 
     if id(x) in now:
         return now[id(x)]
-    if isinstance(x, tuple):
-        return tuple_of(type(x), map(inner, tuple.__iter__(x)), attributes_of(x))
+    if isinstance(x, tuple) and (own := apart(x)) is not None:
+        parts, make = own
+        return make([*map(inner, parts)])
     if isinstance(x, (types.MethodType, functools.partial)):
         return rebuilt(x, inner)
     if isinstance(x, weakref.ref):
@@ -152,3 +158,44 @@ def _with(x: object, now: Mapping[int, object]) -> object:
         leaf, name = now[id(x.__self__)], x.__name__  # a handle refuses when it is used, not before
         return (lambda *a, **k: getattr(leaf, name)(*a, **k)) if isinstance(leaf, Handle) else getattr(leaf, name)
     return x
+
+
+def full(handle: Handle) -> torch.Tensor:
+    """A module's leaf of another unit in full, differentiable. Inside a unit it becomes one of that unit's leaves."""
+    leaves = here.get()
+    if leaves is not None:
+        own = leaves.get((id(handle.owner), handle.index))
+        if own is None:
+            raise noted(Again(Facts(more=(handle.index,))))
+        return own
+    if current.get() is not handle.owner:
+        raise noted(handle._refuse("read where its step's function is not running"))
+    # under plain autograd nothing tells a Function's forward from a block without gradients
+    constant = handle.owner.records and not torch.is_grad_enabled() and handle.primal.requires_grad
+    if private.below(handle.primal) or (constant and private.level() == 0):
+        where = "a torch.autograd.Function, as its argument or otherwise; give it w * 1"
+        block = " (or inside torch.no_grad(); read it before, as w.detach())" if constant else ""
+        raise noted(handle._refuse(f"read inside {where}{block}"))
+    return read(handle)
+
+
+def readable() -> contextlib.AbstractContextManager[None]:
+    """Inside, handles are what can be read."""
+    return during(reading, full)
+
+
+class Absent(Valueless):
+    """A module's param where its function is not running: its values are not there, and nobody is to go on without."""
+
+    path: str
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
+
+    def refusal(self, func: object) -> RuntimeError:
+        return RuntimeError(
+            f"Leaf {self.path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made "
+            "of it is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and "
+            "hooks of a backward do so). Use step.vjp in place of fz.tape, and fz.remat(step) in place of the "
+            "checkpoint."
+        )

@@ -45,14 +45,17 @@ def private_copy(
         new = copier(module)
         found = Reach(new)
     kept = set(shared) & {id(tensor) for tensor in shared.values()}
-    for original in (*module.modules(), *module.parameters(), *module.buffers()):
-        if id(original) in found.objects and id(original) not in kept and not isinstance(original, Stale):
-            raise ValueError(
-                f"fz.functional: {found.way(id(original))} leads to {_name_of(original, module)}, and cannot be made "
-                "anew for the copy that apply works on, so that its gradient would be lost. Use self, or the module "
-                "that a hook is given, in its place; hold it in a closure, a default argument or a partial of a "
-                "function that is a hook or an attribute of the module; or, where it is not read, take it out there."
-            )
+    held = ("param", module.named_parameters()), ("buffer", module.named_buffers())
+    for what, named in (("submodule", module.named_modules()), *held):
+        for name, original in named:
+            if id(original) in found.objects and id(original) not in kept and not isinstance(original, Stale):
+                whose = f"its {what} {name!r}" if name else "the module itself"
+                raise ValueError(
+                    f"fz.functional: {found.way(id(original))} leads to {whose}, and cannot be made anew for the copy "
+                    "that apply works on, so that its gradient would be lost. Use self, or the module that a hook is "
+                    "given, in its place; hold it in a closure, a default argument or a partial of a function that is "
+                    "a hook or an attribute of the module; or, where it is not read, take it out there."
+                )
     tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
 
@@ -288,12 +291,3 @@ def _leads_to(node: torch.autograd.graph.Node | None, params: set[int]) -> bool:
             return True
         waiting += [following for following, _ in node.next_functions]
     return False
-
-
-def _name_of(original: object, module: nn.Module) -> str:
-    kinds = (("param", module.named_parameters()), ("buffer", module.named_buffers()))
-    for what, named in (*kinds, ("submodule", module.named_modules())):
-        for name, x in named:
-            if x is original:
-                return f"its {what} {name!r}" if name else "the module itself"
-    raise AssertionError("not of the module")

@@ -186,12 +186,6 @@ class Reach:
                 break
         return ", ".join(label for label in reversed(labels) if label)
 
-    def owner(self, target: int) -> str:
-        """The path of the module that is nearest to an object, on the way on which it was found."""
-        while target in self._first and target not in self.paths:
-            target = self._first[target][0]
-        return self.paths.get(target, "")
-
     def _parts(self, x: object) -> Parts:
         """(label, object, whether it is data of x) of everything that x holds."""
         if isinstance(x, torch.Tensor):

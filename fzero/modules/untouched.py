@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -19,24 +19,20 @@ from fzero.modules.private_copy import Stale
 from fzero.modules.reach import REGISTRIES, Reach
 
 
-@dataclass(eq=False)
-class _Constant:
+class _Constant(NamedTuple):
     """A tensor of the copy that is no param (a buffer, or one in an attribute), and the one that it was copied from."""
 
-    path: str
     label: str
     tensor: torch.Tensor
     source: torch.Tensor
-    version: int = field(init=False)
-    address: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.version, self.address = self.tensor._version, _address(self.tensor)
+    state: tuple[int, int]
 
     def changed(self, thoroughly: bool) -> bool:
-        if self.tensor._version != self.version or _address(self.tensor) != self.address:
-            return True
-        return thoroughly and not _same(self.tensor, self.source)
+        return _state(self.tensor) != self.state or (thoroughly and not _same(self.tensor, self.source))
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, _address(tensor)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -82,7 +78,7 @@ class Untouched:
         for number, x in reach.objects.items():
             if number in reach.owned and isinstance(x, torch.Tensor) and number in sources and not isinstance(x, Stale):
                 label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
-                self._constants.append(_Constant(reach.owner(number), label, x, sources[number]))
+                self._constants.append(_Constant(label, x, sources[number], _state(x)))
 
     def around(self, run: Callable[..., object]) -> Callable[..., object]:
         """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
