@@ -8,25 +8,25 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-import torch
 from torch import nn
 
 from fzero.base.arguments import wrong
+from fzero.base.context import during
 from fzero.base.patterns import ROOT
-from fzero.capture.handle import Handle
+from fzero.capture.handle import Function, Handle
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, call_unit, plain_call
 from fzero.engine.traversal import here, origins_of, running
-from fzero.modules.leaf import Absent, readable
-from fzero.modules.places import Places, places_of
+from fzero.modules.places import Absent, Places, places_of, readable
 from fzero.modules.private_copy import private_copy, refuse_kinds
-from fzero.modules.untouched import Untouched, refuse_changes, refuse_in_place
+from fzero.modules.untouched import Untouched
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
+Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]]] = contextvars.ContextVar("fzero_module_units")
 # index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
@@ -66,7 +66,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     refuse_kinds(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
-    memo = {id(param): Absent(name, param) for name, param in module.named_parameters()}
+    memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
     pristine, reach, _ = private_copy(module, memo)
     places_of(pristine, reach)  # what cannot be put anywhere is refused here
     names = {id(param): name for name, param in pristine.named_parameters()}
@@ -76,31 +76,82 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     structures: dict[object, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
     threads = threading.local()  # swapping a module's params is not safe across threads
 
-    def copied() -> nn.Module:
-        if not hasattr(threads, "copied") or (threads.untouched.broken and not threads.untouched.depth):
-            module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
-            threads.patched, threads.paths = set(), set()
-            threads.elsewhere = places_of(module, reach)
-            threads.places = Places(module, module, threads.elsewhere)
-            threads.surroundings = Surroundings(module)
-            whole = threads.untouched = Untouched(module, reach, sources)
-            fast = Places(module, compiled(lambda *args, **kwargs: module(*args, **kwargs), module), threads.elsewhere)
-            threads.call, threads.fast = _as_one(whole.around(threads.places.call)), _as_one(whole.around(fast.call))
-            threads.copied = module
-        return threads.copied
+    def apply(params: Params, *args: object, **kwargs: object) -> Any:
+        _check_names(params, known)
+        own: _Copy | None = getattr(threads, "copy", None)
+        if own is None or (own.untouched.broken and not own.untouched.depth):
+            own = threads.copy = _Copy(pristine)
+        layout, numbers = origins_of(list(params.values()))
+        key = (layout, tuple(params), numbers)
+        structure = structures.get(key)
+        if structure is None:
+            rows, named = layout.rows if layout else (), list(zip(params, numbers, strict=True))
+            origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
+            handles = {name for name, number in named if number < 0}
+            structure = structures[key] = _module_units(origins, handles, aliases, own.module), origins
+        paths, origins = structure
+        if frozen and (rows := running.get()) is not None:
+            refuse_lost(params, origins, frozen, rows)
+        for path in paths:
+            if path not in own.paths and path != ROOT:
+                own.patch(path)
+        units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
+        with own.untouched.around_call(), during(_units, units):
+            if ROOT in units:  # the whole module is one unit
+                places, surroundings, call, fast = own.root
+                return call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
+            outside = {name: params[leaf] for name, leaf in aliases.items()}
+            by_index: dict[int, dict[str, object]] = {}
+            for name, leaf in outside.items():
+                if isinstance(leaf, Handle):
+                    by_index.setdefault(leaf.index, {})[name] = leaf
+            with during(_outside, by_index), readable():
+                return own.root.places.call(own.module, outside, args, kwargs)
 
-    def patch(path: str) -> None:
-        threads.paths.add(path)
-        own = copied().get_submodule(path)
-        if id(own) in threads.patched:  # one module at two paths is one unit, called twice
+    return apply, params
+
+
+class _Unit(NamedTuple):
+    """A module of the copy: where its params are, what it reaches, and its call with other params, also compiled."""
+
+    places: Places
+    surroundings: Surroundings
+    call: Function
+    fast: Function
+
+
+class _Copy:
+    """One thread's copy of the module, whose submodules run as units where their leaves are handles.
+
+    Attributes:
+        paths: of the submodules that are units.
+        root: the whole module as one unit: none below it is one, also where it runs again.
+    """
+
+    def __init__(self, pristine: nn.Module) -> None:
+        module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+        self.module, self.elsewhere = module, places_of(module, reach)
+        self.paths, self._patched = set[str](), set[int]()
+        self.untouched = Untouched(module, reach, sources)
+        root = self._unit(module, lambda *args, **kwargs: module(*args, **kwargs))
+        self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
+
+    def _unit(self, module: nn.Module, run: Function) -> _Unit:
+        places, around = Places(module, self.elsewhere), self.untouched.around
+        call, fast = (around(functools.partial(places.call, own)) for own in (run, compiled(run, module)))
+        return _Unit(places, Surroundings(module), call, fast)
+
+    def patch(self, path: str) -> None:
+        self.paths.add(path)
+        own = self.module.get_submodule(path)
+        if id(own) in self._patched:  # one module at two paths is one unit, called twice
             return
-        threads.patched.add(id(own))
-        run_forward, whole, elsewhere, root = own.forward, threads.untouched, threads.elsewhere, threads.places
-        places, surroundings = Places(own, run_forward, elsewhere), Surroundings(own)
-        call, fast = whole.around(places.call), whole.around(Places(own, compiled(run_forward, own), elsewhere).call)
+        self._patched.add(id(own))
+        run_forward = own.forward
+        unit = self._unit(own, run_forward)
 
         @functools.wraps(run_forward)
-        def forward(*args: object, **kwargs: object) -> Any:
+        def forward(*args: object, **kwargs: object) -> object:
             running_units = _units.get(None)
             if running_units is None:
                 raise TypeError(CHECKPOINTED)
@@ -111,122 +162,81 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
                 return getattr(run_forward, "__func__", run_forward)(caller, *args, **kwargs)
             if leaves is None:
                 return run_forward(*args, **kwargs)
-            leaves = places.now(leaves)
-
-            def node(seed: int | None = None) -> object:
-                outside = _outside.get()
-                gathered = {leaf.index for leaf in leaves.values() if isinstance(leaf, Handle)}
-
-                @contextlib.contextmanager
-                def others() -> Iterator[None]:
-                    """Installs the leaves of other units that the call is known to read, where no apply does."""
-                    indices = [index for _, index in here.get() or () if index not in gathered]
-                    known = {name: x for index in indices for name, x in outside.get(index, {}).items()}
-                    with root.installed(known) if known else contextlib.nullcontext(), readable():
-                        yield
-
-                @contextlib.contextmanager
-                def around(leaves: Mapping[str, torch.Tensor]) -> Iterator[None]:
-                    with others(), places.installed(leaves):
-                        yield
-
-                def run(call: Callable[..., object], *given: object) -> object:
-                    with contextlib.nullcontext() if whole.depth else others():
-                        return call(*given)
-
-                own_call, own_fast = functools.partial(run, call), functools.partial(run, fast)
-                return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, surroundings, around)
-
+            leaves = unit.places.now(leaves)
+            node = functools.partial(self._node, unit, leaves, args, kwargs)
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
             # its params are in place already
-            return plain_call(lambda: run_forward(*args, **kwargs), node, (args, kwargs), surroundings)
+            return plain_call(lambda: run_forward(*args, **kwargs), node, (args, kwargs), unit.surroundings)
 
         own.forward = forward
 
-    def apply(params: Mapping[str, Any], *args: object, **kwargs: object) -> Any:
-        missing, extra = [name for name in known if name not in params], [name for name in params if name not in known]
-        if missing or extra:
-            raise ValueError(
-                f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
-                "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
-            )
-        module = copied()
-        layout, numbers = origins_of(list(params.values()))
-        key = (layout, tuple(params), numbers)
-        if key not in structures:
-            rows = layout.rows if layout else ()
-            named = list(zip(params, numbers, strict=True))
-            origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
-            handles = {name for name, number in named if number < 0}
-            structures[key] = _module_units(origins, handles, aliases, module), origins
-        structure, origins = structures[key]
-        if frozen and (rows := running.get()) is not None:
-            refuse_lost(params, origins, frozen, rows)
-        for path in structure:
-            if path not in threads.paths and path != ROOT:
-                patch(path)
-        units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in structure.items()}
-        token = _units.set(units)
-        untouched = threads.untouched
-        untouched.enter()
-        try:
-            if ROOT in units:  # the whole module is one unit
-                whole, installed = (units[ROOT], args, kwargs), threads.places.installed
-                out = call_unit(threads.call, whole, {}, None, threads.fast, threads.surroundings, installed)
-            else:
-                outside = {name: params[leaf] for name, leaf in aliases.items()}
-                by_index: dict[int, dict[str, object]] = {}
-                for name, leaf in outside.items():
-                    if isinstance(leaf, Handle):
-                        by_index.setdefault(leaf.index, {})[name] = leaf
-                own = _outside.set(by_index)
-                try:
-                    with readable():
-                        out = threads.places.call(outside, args, kwargs)
-                finally:
-                    _outside.reset(own)
-        except RuntimeError as error:
-            refuse_in_place(error, module)
-            raise
-        finally:
-            _units.reset(token)
-            changed = untouched.leave()
-        refuse_changes(changed)
-        untouched.thorough = False
-        return out
+    def _node(
+        self, unit: _Unit, leaves: Params, args: tuple[object, ...], kwargs: Params, seed: int | None = None
+    ) -> object:
+        outside = _outside.get()
+        gathered = {leaf.index for leaf in leaves.values() if isinstance(leaf, Handle)}
 
-    return apply, params
+        @contextlib.contextmanager
+        def others() -> Iterator[None]:
+            """Installs the leaves of other units that the call is known to read, where no apply does."""
+            indices = [index for _, index in here.get() or () if index not in gathered]
+            known = {name: x for index in indices for name, x in outside.get(index, {}).items()}
+            with self.root.places.installed(known) if known else contextlib.nullcontext(), readable():
+                yield
+
+        @contextlib.contextmanager
+        def around(leaves: Params) -> Iterator[None]:
+            with others(), unit.places.installed(leaves):
+                yield
+
+        def run(call: Function, *given: object) -> object:
+            with contextlib.nullcontext() if self.untouched.depth else others():
+                return call(*given)
+
+        own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, unit.fast)
+        return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, unit.surroundings, around)
 
 
-def _as_one(call: Callable[..., object]) -> Callable[..., object]:
-    """The whole module as one unit: none below it is one, also where it runs again."""
-
+def _as_one(call: Function) -> Function:
     def run(*args: object) -> object:
-        token = _units.set({})
-        try:
+        with during(_units, {}):
             return call(*args)
-        finally:
-            _units.reset(token)
 
     return run
+
+
+def _check_names(params: Params, names: Mapping[str, None]) -> None:
+    missing = [name for name in names if name not in params]
+    extra = [name for name in params if name not in names]
+    if missing or extra:
+        raise ValueError(
+            f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
+            "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
+        )
 
 
 def _module_units(
     origins: Mapping[str, Row | None], handles: Container[str], aliases: Mapping[str, str], module: nn.Module
 ) -> dict[str, dict[str, str]]:
-    """Module path -> {name below it: name of the leaf}, for every unit that the params' `origins` belong to.
+    """Module path -> {name below it: name of the leaf}, for every unit that leaves among the params belong to.
 
     A list of modules is never called itself: where it is a unit, each call of one of its elements gathers it.
+
+    Args:
+        origins: of each param its leaf of the step that is running.
+        handles: those that are handles.
     """
     modules = {name for name, _ in module.named_modules()}
     paths: dict[str, str] = {}
     for name, row in origins.items():
         if row is None or row.unit == ROOT:
             continue
-        full, unit, prefix = row.path, row.unit, row.path.removesuffix(name)
+        full, unit = row.path, row.unit
+        prefix = full.removesuffix(name)
+        named = full.endswith(name)
         path = unit.removeprefix(prefix) if unit.startswith(prefix) else ROOT
-        if full.endswith(name) and path in modules:
+        if named and path in modules:
             paths[unit] = path
         elif name in handles:
             if path in modules:

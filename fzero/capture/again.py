@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private
 from fzero.base.refusals import noted
-from fzero.capture.handle import READABLE, REQUIRES_GRAD
+from fzero.capture.handle import REQUIRES_GRAD, Function, Named, Operands, StandIn
 
 _DETACHED = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[attr-defined]
 
@@ -53,40 +53,34 @@ class Again(BaseException):
         self.showed = showed
 
 
-class Unread(torch.Tensor):
+class Unread(StandIn):
     """Stands in an object for a tensor from outside; who reads it makes it one of the unit's inputs.
 
     What a unit does not read it does not depend on: a loss of the last step that is still kept somewhere, say.
     """
 
+    readable = StandIn.readable - {REQUIRES_GRAD}
     place: int
     tensor: torch.Tensor
     thread: int
 
     @staticmethod
-    def __new__(cls, tensor: torch.Tensor, place: int) -> Any:
-        self = torch.Tensor._make_wrapper_subclass(cls, tensor.shape, dtype=tensor.dtype, device=tensor.device)
-        self.place, self.tensor, self.thread = place, tensor, threading.get_ident()
-        return self
+    def __new__(cls: type[Unread], tensor: torch.Tensor, place: int) -> Unread:
+        return cls.like(tensor, tensor=tensor, place=place, thread=threading.get_ident())
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if func in READABLE and func != REQUIRES_GRAD:
-            with private.without_subclasses():
-                return func(*args, **(kwargs or {}))
-        if func in _DETACHED and not (private.level() or private.is_wrapper(args[0].tensor)):
-            return args[0].tensor.detach()  # a constant, as the last step's state is that is carried on
-        return cls.__torch_dispatch__(func, types, args, kwargs)
+    def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func in _DETACHED and not (private.level() or private.is_wrapper(own := cls.first(args, kwargs).tensor)):
+            return own.detach()  # a constant, as the last step's state is that is carried on
+        return super().__torch_function__(func, types, args, kwargs)
 
-    @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
-        own = next(x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, Unread))
-        if own.thread != threading.get_ident():
-            raise noted(
+    def refusal(self, func: object) -> BaseException:
+        if self.thread != threading.get_ident():
+            return noted(
                 ValueError(
-                    f"A tensor of shape {tuple(own.shape)} lies in an object that units on two threads share (a global "
-                    "memo, say, and ranks that are threads), and one of them reads what the other has put there for "
-                    "itself. Keep the object in the module, or run ranks as processes."
+                    f"A tensor of shape {tuple(self.shape)} lies in an object that units on two threads share (a "
+                    "global memo, say, and ranks that are threads), and one of them reads what the other has put there "
+                    "for itself. Keep the object in the module, or run ranks as processes."
                 )
             )
-        raise noted(Again(Facts(read=frozenset({own.place}))))
+        return noted(Again(Facts(read=frozenset({self.place}))))

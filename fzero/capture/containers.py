@@ -66,13 +66,18 @@ class Container:
 
 
 class List(Container):
+    """A list or a deque, perhaps of a subclass, whose own methods are not asked."""
+
+    @property
+    def kind(self) -> Any:
+        return list if isinstance(self.of, list) else collections.deque
+
     def read(self) -> Content:
-        return dict(enumerate(_kind_of(self.of).__iter__(self.of)))
+        return dict(enumerate(self.kind.__iter__(self.of)))
 
     def write(self, content: Content) -> None:
-        own = _kind_of(self.of)  # not a subclass's
-        own.clear(self.of)
-        own.extend(self.of, content.values())
+        self.kind.clear(self.of)
+        self.kind.extend(self.of, content.values())
 
 
 class Attributes(Container):
@@ -86,7 +91,7 @@ class Attributes(Container):
 
     def write(self, content: Content) -> None:
         own = vars(self.of)
-        for name in [name for name in self.read() if name not in content]:
+        for name in self.read().keys() - content.keys():
             del own[name]
         own.update(content)
 
@@ -112,9 +117,8 @@ class Slots(_Behind):
         return {name: getattr(self.of, name) for name in slots_of(type(self.of)) if hasattr(self.of, name)}
 
     def write(self, content: Content) -> None:
-        for name in self.read():
-            if name not in content:
-                object.__delattr__(self.of, name)
+        for name in self.read().keys() - content.keys():
+            object.__delattr__(self.of, name)
         for name, value in content.items():
             object.__setattr__(self.of, name, value)
 
@@ -162,11 +166,11 @@ class Set(_Behind):
         set.update(self.of, content.values())
 
 
-BYTES = (bytearray, array.array, io.StringIO, io.BytesIO)
+_STREAMS = (io.StringIO, io.BytesIO)
+BYTES = (bytearray, array.array, *_STREAMS)
 
 
-def size_of(value: Any) -> int:
-    """Of one of `BYTES`."""
+def size_of(value: bytearray | array.array[float] | io.StringIO | io.BytesIO) -> int:
     if isinstance(value, io.BytesIO):
         return value.getbuffer().nbytes
     return value.tell() if isinstance(value, io.StringIO) else len(value)
@@ -174,17 +178,13 @@ def size_of(value: Any) -> int:
 
 class Bytes(_Data):
     def read(self) -> Content:
-        if isinstance(self.of, (io.StringIO, io.BytesIO)):
-            return {"": (self.of.getvalue(), self.of.tell())}
-        return {"": bytes(self.of) if isinstance(self.of, bytearray) else self.of.tobytes()}
+        if type(self.of) in _STREAMS:
+            return {"": self.of.__getstate__()[:-1]}  # without attributes
+        return {"": bytes(self.of)}
 
     def write(self, content: Content) -> None:
-        if isinstance(self.of, (io.StringIO, io.BytesIO)):
-            value, place = content[""]
-            self.of.seek(0)
-            self.of.truncate()
-            self.of.write(value)
-            self.of.seek(place)
+        if type(self.of) in _STREAMS:
+            self.of.__setstate__((*content[""], None))
         elif isinstance(self.of, bytearray):
             self.of[:] = content[""]
         else:
@@ -226,7 +226,7 @@ class Raised(_Behind):
 class Globals(_Behind):
     """Global variables that a function reads or writes."""
 
-    def __init__(self, of: Any, names: Sequence[str]) -> None:
+    def __init__(self, of: dict[str, Any], names: Sequence[str]) -> None:
         self.names = names
         super().__init__(of)
 
@@ -234,22 +234,24 @@ class Globals(_Behind):
         return {name: self.of[name] for name in self.names if name in self.of}
 
     def write(self, content: Content) -> None:
-        for name in self.names:
-            if name in content:
-                self.of[name] = content[name]
-            else:
-                self.of.pop(name, None)
+        for name in self.read().keys() - content.keys():
+            del self.of[name]
+        self.of.update(content)
 
 
 class ClassAttributes(_Behind):
     """What a class has beside its functions and its documentation."""
+
+    def __init__(self, of: type) -> None:
+        self.whole = [*vars(of).values()]
+        super().__init__(of)
 
     def read(self) -> Content:
         own = vars(self.of).items()
         return {k: v for k, v in own if not (k.startswith("__") or isinstance(v, _OF_CLASSES))}
 
     def write(self, content: Content) -> None:
-        for name in [name for name in self.read() if name not in content]:
+        for name in self.read().keys() - content.keys():
             delattr(self.of, name)
         for name, value in content.items():
             setattr(self.of, name, value)
@@ -259,10 +261,6 @@ class ClassAttributes(_Behind):
         if content is self.found and len(whole) == len(self.whole) and all(map(operator.is_, whole, self.whole)):
             return None
         return super().differs(content)
-
-    def __init__(self, of: Any) -> None:
-        self.whole = [*vars(of).values()]
-        super().__init__(of)
 
 
 class Params(Globals):
@@ -295,7 +293,3 @@ def slots_of(kind: type) -> tuple[str, ...]:
                 hidden = own and name.startswith("__") and not name.endswith("__")
                 found.append(f"_{own}{name}" if hidden else name)
     return tuple(found)
-
-
-def _kind_of(value: Any) -> Any:
-    return list if isinstance(value, list) else collections.deque

@@ -10,7 +10,7 @@ import sys
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import optree
@@ -43,6 +43,17 @@ ATOMS = frozenset(
     }
 )
 MANY = 4096  # entries: longer lists, dicts and arrays hold data, and are not looked through in every call
+_EXACTLY: dict[type, type[Container]] = {
+    **dict.fromkeys((dict, collections.OrderedDict, collections.defaultdict), Container),
+    **dict.fromkeys((list, collections.deque), List),
+    **dict.fromkeys(BYTES, Bytes),
+    set: Set,
+}
+# of a dict's subclass what it has as attributes too (ModelOutput) follows its items
+_SUBCLASSES: tuple[tuple[tuple[type, ...], type[Container]], ...] = (
+    *(((BaseException,), Raised), ((dict,), Container)),
+    *(((list, collections.deque), List), ((set,), Set)),
+)
 # ours (steps, states), and what leads to much that no function computes with
 _CLOSED = frozenset(
     "fzero logging threading importlib inspect multiprocessing concurrent asyncio socket pathlib".split()
@@ -50,6 +61,8 @@ _CLOSED = frozenset(
 
 # their functions know nothing of the user's global names
 _LIBRARIES = frozenset({*sys.stdlib_module_names, "torch", "fzero", "numpy", "optree"}) - {"__main__"}
+BOUND = (types.BuiltinMethodType, types.MethodWrapperType)  # functions of Python's own; those of an object know it
+Parts = list[object]
 
 
 class Names(NamedTuple):
@@ -75,35 +88,29 @@ def is_library(name: object) -> bool:
     return str(name).partition(".")[0] in _LIBRARIES
 
 
-def container_of(value: Any) -> type[Container] | None:
+def functions_of(member: object) -> list[types.FunctionType]:
+    """The user's functions that a member of a class is, wraps or, if it is a property, consists of."""
+    parts = (member.fget, member.fset) if isinstance(member, property) else (member,)
+    functions = [getattr(part, "__func__", getattr(part, "func", part)) for part in parts]
+    return [f for f in functions if isinstance(f, types.FunctionType) and not is_library(f.__module__)]
+
+
+def container_of(value: object) -> type[Container] | None:
     """How an object is read and written, if it is mutable and its content can be seen."""
     kind = type(value)
-    if kind in (dict, collections.OrderedDict, collections.defaultdict):
-        return Container
-    if kind in (list, collections.deque):
-        return List
-    if kind is set:
-        return Set
-    if kind in BYTES:
-        return Bytes
-    if kind is np.ndarray:
+    if kind in _EXACTLY:
+        return _EXACTLY[kind]
+    if kind is np.ndarray and isinstance(value, np.ndarray):
         if value.size > MANY or not value.flags.writeable:
             return None
         return Objects if value.dtype.hasobject else Array
     if kind in ATOMS or kind in weakref.ProxyTypes or isinstance(value, (type, types.ModuleType, *GENERATORS)):
         return None
-    if kind.__module__.partition(".")[0] in _CLOSED and not isinstance(value, dict):
+    if (kind.__module__.partition(".")[0] in _CLOSED and not isinstance(value, dict)) or is_tuple(kind):
         return None
-    if is_tuple(kind):
-        return None
-    if isinstance(value, BaseException):
-        return Raised
-    if isinstance(value, dict):  # a subclass; what it has as attributes too (ModelOutput) follows its items
-        return Container
-    if isinstance(value, (list, collections.deque)):
-        return List
-    if isinstance(value, set):
-        return Set
+    for kinds, how in _SUBCLASSES:
+        if isinstance(value, kinds):
+            return how
     if hasattr(value, "__dict__"):
         return Attributes
     return Slots if _is_users(kind) and slots_of(kind) else None
@@ -113,7 +120,7 @@ def _is_users(kind: type) -> bool:
     return kind.__module__.partition(".")[0] not in ("builtins", "torch", "numpy", "collections", "weakref", "re")
 
 
-def containers_of(value: Any) -> list[Container]:
+def containers_of(value: object) -> list[Container]:
     """How one object is read and written: a dict's or list's subclass by its items and its attributes.
 
     Of a function that is what it closes over, its defaults and its attributes.
@@ -130,7 +137,7 @@ def containers_of(value: Any) -> list[Container]:
     if how is None:
         return []
     found = [how(value)]
-    if how not in (Attributes, Raised) and getattr(value, "__dict__", None):
+    if how not in (Attributes, Raised) and attributes_of(value):
         found.append(Attributes(value))
     if how not in (Slots, Raised) and _is_users(type(value)) and slots_of(type(value)):
         found.append(Slots(value))
@@ -143,12 +150,11 @@ def is_tuple(kind: type) -> bool:
     return issubclass(kind, tuple) and kind is not torch.Size and not optree.is_structseq_class(kind)
 
 
-def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The attributes of an object of a subclass of tuple."""
+def attributes_of(value: object) -> dict[str, object] | None:
     return getattr(value, "__dict__", None)
 
 
-def tuple_of(kind: type, items: Iterable[object], own: dict[str, Any] | None) -> Any:
+def _tuple_of(kind: type, items: Iterable[object], own: dict[str, object] | None) -> object:
     """A tuple with other items; what its user sets on either of the two is one."""
     made = tuple.__new__(kind, items)
     if own is not None:
@@ -157,73 +163,48 @@ def tuple_of(kind: type, items: Iterable[object], own: dict[str, Any] | None) ->
     return made
 
 
-def is_registered(kind: type) -> bool:
-    """Whether optree takes a type apart by its own rules."""
-    return optree.register_pytree_node.get(kind) is not None  # type: ignore[attr-defined]
-
-
-def is_built(value: Any) -> bool:
-    """Whether optree takes it apart, and nothing can be written into it: with other content it is another object."""
-    return is_registered(type(value)) and container_of(value) is None
-
-
-def children(value: Any) -> tuple[list[Any], Any]:
-    """One level of a registered node."""
-    return optree.tree_flatten(value, is_leaf=lambda x: x is not value, none_is_leaf=True)
-
-
-def replaced(value: Any, by: Mapping[int, Any]) -> Any:
-    """A value with tensors exchanged, by id; containers stay the objects that they are, only their content changes."""
+def apart(value: object) -> tuple[Parts, Callable[[Parts], object]] | None:
+    """The parts of a value that nothing can be written into, and what makes another one of other parts."""
     kind = type(value)
+    if kind is tuple or kind is frozenset:
+        return [*value], kind  # type: ignore[misc]
+    if isinstance(value, tuple) and is_tuple(kind):
+        return [*tuple.__iter__(value)], lambda parts: _tuple_of(kind, parts, attributes_of(value))
+    if kind in ATOMS or container_of(value) is not None or optree.register_pytree_node.get(kind) is None:  # type: ignore[attr-defined]
+        return None
+    parts, spec = pytree.flatten(value, is_leaf=lambda x: x is not value)
+    return parts, functools.partial(pytree.unflatten, spec)
+
+
+def parts_of(value: object) -> Parts:
+    return own[0] if (own := apart(value)) is not None else []
+
+
+def replaced(value: object, by: Mapping[int, torch.Tensor]) -> object:
+    """A value with tensors exchanged, by id; containers stay the objects that they are, only their content changes."""
     if isinstance(value, torch.Tensor):
         return by.get(id(value), value)
-    if kind in ATOMS or kind is dict or kind is list:  # as `is_built` would find
+    if (own := apart(value)) is None:
         return value
-    if kind is frozenset:
-        parts = {replaced(item, by) for item in value}
-        return value if all(any(a is b for b in value) for a in parts) else frozenset(parts)
-    if is_tuple(kind):
-        items = [replaced(item, by) for item in tuple.__iter__(value)]
-        if all(map(operator.is_, items, tuple.__iter__(value))):
-            return value
-        return tuple(items) if kind is tuple else tuple_of(kind, items, attributes_of(value))
-    if is_built(value):
-        below, spec = children(value)
-        items = [replaced(item, by) for item in below]
-        if all(a is b for a, b in zip(items, below, strict=True)):
-            return value
-        return pytree.unflatten(spec, items)
-    return value
+    parts, make = own
+    new = [replaced(part, by) for part in parts]
+    return value if all(map(operator.is_, new, parts)) else make(new)
 
 
-def exchanges(value: Any) -> bool:
+def exchanges(value: object) -> bool:
     """Whether `replaced` can give something else for it."""
-    kind = type(value)
-    if kind in ATOMS:
-        return False
-    if is_tuple(kind):
-        return any(map(exchanges, tuple.__iter__(value)))
-    if kind is frozenset:
-        return any(map(exchanges, value))
-    return isinstance(value, torch.Tensor) or is_built(value)
+    return isinstance(value, torch.Tensor) or any(map(exchanges, parts_of(value)))
 
 
-def tensors_in(value: Any, known: Callable[[object], bool], seen: set[int] | None = None) -> Iterator[torch.Tensor]:
+def tensors_in(value: object, known: Callable[[object], bool], seen: set[int] | None = None) -> Iterator[torch.Tensor]:
     """The tensors in a value that a unit made, containers and objects taken apart; those that are known are not."""
-    kind, seen = type(value), set() if seen is None else seen
-    if kind in ATOMS or id(value) in seen or known(value):
+    seen = set() if seen is None else seen
+    if type(value) in ATOMS or id(value) in seen or known(value):
         return
     seen.add(id(value))
     if isinstance(value, torch.Tensor):
         yield value
         return
-    if is_tuple(kind):
-        items: Iterable[object] = [*tuple.__iter__(value), *(attributes_of(value) or {}).values()]
-    elif containers := containers_of(value):
-        items = [item for container in containers for item in container.found.values()]
-    elif is_registered(kind):
-        items = children(value)[0]
-    else:
-        return
-    for item in [*items]:
+    held = (item for container in containers_of(value) for item in container.found.values())
+    for item in (*parts_of(value), *held):
         yield from tensors_in(item, known, seen)

@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import private, pytree, texts
-from fzero.capture.containers import Cell, has_attributes
-from fzero.capture.contents import attributes_of, container_of, containers_of, is_tuple, tuple_of
+from fzero.base import private, texts
+from fzero.capture.containers import Cell, Container, Content, has_attributes
+from fzero.capture.contents import ATOMS, apart, attributes_of, containers_of, is_tuple
 from fzero.capture.handle import Valueless, storage_of
 
+Reading = tuple[int, torch.dtype, bool, bool]
 _LAZY = (types.GeneratorType, map, filter)
 _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
@@ -41,45 +42,34 @@ class Slot(NamedTuple):
 class Exports:
     """The tensors that one run put out, and what they lie in."""
 
-    def __init__(self, unit: str, knows: Callable[[Any], bool], origins: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, unit: str, knows: Callable[[object], bool], origins: Mapping[int, torch.Tensor]) -> None:
         self.tensors: list[torch.Tensor] = []
         self._unit = unit
         self._knows, self._origins = knows, origins
         self._index: dict[int, int] = {}
-        self._objects: dict[int, Any] = {}
+        self._objects: dict[int, object] = {}
         self.returned: set[int] = set()  # ids of inputs that were put out as they are
-        self.dressed: dict[int, tuple[type, dict[str, Any]]] = {}
-        self.filled: list[tuple[Any, dict[Any, Any]]] = []  # containers that the unit made, with their content
+        self.dressed: dict[int, tuple[type, Content]] = {}
+        self.filled: list[tuple[Container, Content]] = []  # that the unit made
 
-    def of(self, value: Any) -> Any:
+    def of(self, value: object) -> object:
         """The value, with slots for tensors; an object that the unit made stays, and is filled in `finish`."""
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, Valueless) else self._tensor(value)
-        if type(value) is not tuple and is_tuple(type(value)) and not self._knows(value):
-            items, own = [self.of(item) for item in tuple.__iter__(value)], attributes_of(value)
-            if own:
-                self.of(own)
-            if all(map(operator.is_, items, tuple.__iter__(value))):
-                return value
-            return _Tuple(type(value), items, own)
-        if isinstance(value, _LAZY) and not self._knows(value):
+        if type(value) in ATOMS or self._knows(value):
+            return value
+        if isinstance(value, _LAZY):
             raise TypeError(
                 f"Unit {self._unit!r} puts out a {type(value).__name__}, which would compute when the unit has ended, "
                 "expected what is computed. Return a list: list(...)."
             )
-        if type(value) is frozenset:
-            items = [self.of(item) for item in value]
-            return value if all(map(operator.is_, items, value)) else _Tuple(frozenset, items, None)
-        leaves, spec = pytree.flatten(value, is_leaf=self._stays)
-        if len(leaves) == 1 and leaves[0] is value:
+        if (own := apart(value)) is None:
             return self._object(value)
-        return _Tree(spec, [self.of(leaf) for leaf in leaves])
-
-    def _stays(self, value: Any) -> bool:
-        """Whether it is the same object outside, with other content: whoever else holds it sees that too."""
-        if self._knows(value) or (type(value) is not tuple and is_tuple(type(value))):
-            return True
-        return not isinstance(value, torch.Tensor) and container_of(value) is not None
+        parts, make = own
+        new = [self.of(part) for part in parts]
+        if is_tuple(type(value)) and (attributes := attributes_of(value)):
+            self.of(attributes)
+        return value if all(map(operator.is_, new, parts)) else _Made(make, new)
 
     def _tensor(self, tensor: torch.Tensor) -> object:
         if tensor.is_nested:
@@ -106,8 +96,8 @@ class Exports:
                 self.dressed[index] = kind, {name: self.of(value) for name, value in vars(tensor).items()}
         return Slot(index)
 
-    def _object(self, value: Any) -> object:
-        if self._knows(value) or id(value) in self._objects:
+    def _object(self, value: object) -> object:
+        if id(value) in self._objects:
             return value
         self._objects[id(value)] = value
         if isinstance(value, types.MethodType):
@@ -123,26 +113,18 @@ class Exports:
         return value
 
 
-class _Tree(NamedTuple):
-    spec: pytree.Spec
-    leaves: list[object]
+class _Made(NamedTuple):
+    """An immutable value, which is made of its parts when the tensors among them are known."""
+
+    make: Callable[[list[object]], object]
+    parts: list[object]
 
 
-class _Tuple(NamedTuple):
-    kind: type
-    items: list[object]
-    own: dict[str, Any] | None
-
-
-def built(template: Any, tensors: Sequence[torch.Tensor]) -> Any:
+def built(template: object, tensors: Sequence[torch.Tensor]) -> object:
     if isinstance(template, Slot):
         return tensors[template.index]
-    if isinstance(template, _Tree):
-        return pytree.unflatten(template.spec, [built(leaf, tensors) for leaf in template.leaves])
-    if isinstance(template, _Tuple):
-        if template.kind is frozenset:
-            return frozenset(built(item, tensors) for item in template.items)
-        return tuple_of(template.kind, [built(item, tensors) for item in template.items], template.own)
+    if isinstance(template, _Made):
+        return template.make([built(part, tensors) for part in template.parts])
     return template
 
 
@@ -156,7 +138,7 @@ class View:
         constant: whether no derivative goes through it.
     """
 
-    def __init__(self, base: Any, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
+    def __init__(self, base: Slot | torch.Tensor, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
         self.base, self.constant = base, constant
         self.size, self.stride = inner.shape, inner.stride()
         self.offset = inner.storage_offset() - whole.storage_offset()
@@ -176,7 +158,7 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor._base
 
 
-def reading(tensor: torch.Tensor) -> tuple[int, torch.dtype, bool, bool]:
+def reading(tensor: torch.Tensor) -> Reading:
     """A tensor's memory and how it is read: among those of one reading, a view is told by its size and strides."""
     strided = tensor.layout == torch.strided
     return memory(tensor), tensor.dtype, strided and tensor.is_conj(), strided and tensor.is_neg()
@@ -235,7 +217,7 @@ class Outlets:
                 self._put_out(i, "as it is", False)
             return
         places = {reading(x): i for i, x in enumerate(inputs)}
-        families: dict[Any, list[int]] = {}
+        families: dict[Reading, list[int]] = {}
         for i, tensor in enumerate(out[:count]):
             families.setdefault(reading(tensor), []).append(i)
         self.returned = {places[family] for family in families if family in places}
@@ -246,20 +228,20 @@ class Outlets:
                 for i in members:
                     constant = place in moving and self._is_constant(out[i])
                     self.recipes[i] = View(outer[place], out[i], inputs[place], constant)
-            elif family[0] in own or first[family[0]] != family:  # of a param, or a real part beside the whole
-                for i in members:
-                    self._put_out(i, "copy", self._is_constant(out[i]))
-            elif not overlap([out[i] for i in members]):
-                for i in members:
-                    self._put_out(i, "as it is", self._is_constant(out[i]))
-            else:
+                continue
+            copied = family[0] in own or first[family[0]] != family  # of a param, or a real part beside the whole
+            if not copied and overlap([out[i] for i in members]):
                 self._put_out_views(out, members)
+                continue
+            for i in members:
+                self._put_out(i, "copy" if copied else "as it is", self._is_constant(out[i]))
         for i in range(count, len(out)):
             self._put_out(i, "as it is", False)
 
     def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What the node puts out, from the tensors of any of its runs."""
-        return tuple(_taken(out[i], how) for how, i in self._chosen)
+        takes = {"as it is": lambda x: x, "base": base_of, "copy": lambda x: x.resolve_conj().resolve_neg().clone()}
+        return tuple(takes[how](out[i]) for how, i in self._chosen)
 
     def _put_out(self, i: int, how: str, constant: bool) -> Slot:
         self.recipes[i] = slot = Slot(len(self._chosen), constant)
@@ -290,12 +272,6 @@ class Outlets:
         # a view that was taken without gradients says that it needs one, as what it is a view of does
         blind = tensor.grad_fn is None and id(tensor) not in self._leaves
         return not tensor.requires_grad or blind
-
-
-def _taken(tensor: torch.Tensor, how: str) -> torch.Tensor:
-    if how == "copy":
-        return tensor.resolve_conj().resolve_neg().clone()
-    return base_of(tensor) if how == "base" else tensor
 
 
 def differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import array
 import builtins
 import collections
 import functools
@@ -13,7 +12,6 @@ import types
 import weakref
 import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,32 +22,31 @@ from fzero.base.random import GENERATORS, drawn_by
 from fzero.capture.containers import (
     BYTES,
     Attributes,
-    Bound,
-    Cell,
+    Bytes,
     ClassAttributes,
     Container,
-    Defaults,
     Globals,
     has_attributes,
     size_of,
 )
 from fzero.capture.contents import (
     ATOMS,
+    BOUND,
     MANY,
+    apart,
     attributes_of,
-    children,
-    container_of,
     containers_of,
     exchanges,
+    functions_of,
     is_library,
-    is_registered,
     is_tuple,
     names_of,
+    parts_of,
 )
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 _NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
-_BOUND = (types.BuiltinFunctionType, types.MethodWrapperType)  # functions of Python's own; those of an object know it
+_ENTRIES = (list, set, collections.deque)
 _UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__"})
 
 
@@ -83,7 +80,7 @@ class Snapshot:
     def _count(self) -> list[int]:
         return [*map(dict.__len__, self._dicts), *map(len, self._lists)]
 
-    def _read(self) -> Iterator[Any]:
+    def _read(self) -> Iterator[object]:
         """All values; not by iterating, which would touch what every module has and what is none of its content."""
         found = map(dict.get, self._owners, self._names, itertools.repeat(_MISSING))
         return itertools.chain(found, itertools.chain.from_iterable(self._lists))
@@ -120,17 +117,17 @@ class Found:
 
     def __init__(self, seen: Iterable[int] = ()) -> None:
         self.tensors: list[tuple[torch.Tensor, bool]] = []
-        self.generators: list[Any] = []
-        self.iterators: list[Iterator[Any]] = []
-        self.long: list[Any] = []
+        self.generators: list[object] = []
+        self.iterators: list[Iterator[object]] = []
+        self.long: list[object] = []
         self.containers: list[Container] = []
         self.ids: set[int] = set(seen)
         self.modules: list[nn.Module] = []
-        self.vacant: list[Any] = []
+        self.vacant: list[object] = []
         self.settled = True
         self._snapshot: Snapshot | None = None
         self.names = {"forward"}
-        self._spaces: dict[int, Any] = {}  # classes and modules of the user's, of which what is named is looked at
+        self._spaces: dict[int, type | types.ModuleType] = {}  # of the user's; what is named in them is looked at
         self._classes: list[type] = []  # of modules of libraries
 
     @functools.cached_property
@@ -149,83 +146,71 @@ class Found:
         """Makes `holds` quick and thorough: where it says so, a search would find the same again."""
         self._snapshot = Snapshot(self.containers, self.vacant)
 
-    def search(self, value: Any, argument: bool) -> None:
+    def search(self, value: object, argument: bool) -> None:
         kind, number = type(value), id(value)
         if number in self.ids:
             return
         if isinstance(value, (type, types.ModuleType)):
             self._space(value)
+        elif kind in ATOMS:
             return
-        if kind in ATOMS:
-            return
-        if kind in _BOUND:
+        elif isinstance(value, BOUND):
             self.search(value.__self__, False)
-            return
-        if isinstance(value, torch.Tensor):
+        elif isinstance(value, torch.Tensor):
             self.ids.add(number)
             self.tensors.append((value, argument))
             if has_attributes(value):
-                own = vars(value)
-                if own or not argument:
+                if (own := vars(value)) or not argument:
                     self._content(Attributes(value))
                 else:
                     self.vacant.append(own)
-            return
-        if kind is tuple or kind is frozenset:
-            for item in value:
+        elif kind is frozenset or is_tuple(kind):
+            for item in parts_of(value):
                 self.search(item, argument)
-            return
-        if is_tuple(kind):
-            for item in tuple.__iter__(value):
-                self.search(item, argument)
-            own = attributes_of(value)
-            if own:
+            if own := attributes_of(value):
                 self.search(own, False)
             elif own is not None:
                 self.vacant.append(own)
-            return
-        if isinstance(value, GENERATORS):
-            self.ids.add(id(value))
+        elif isinstance(value, GENERATORS):
+            self.ids.add(number)
             self.generators.append(value)
-            return
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        elif isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
             self.function(value, False)
-            return
+        else:
+            self._object(value, argument)
+
+    def _object(self, value: object, argument: bool) -> None:
+        kind = type(value)
         if argument and isinstance(value, Iterator) and kind not in BYTES:
             raise TypeError(
                 f"A unit got a {kind.__name__} as an argument, expected what can be read more than once, a list or a "
                 "tuple: a unit may run again."
             )
-        how = container_of(value)
-        many = isinstance(value, (dict, list, set, collections.deque)) and len(value) > MANY
-        if many and argument:  # numbers, or what is an input
-            many = {*map(type, value.values() if isinstance(value, dict) else value)} <= ATOMS
-        if many or (kind in BYTES and size_of(value) > MANY):
+        entries = value.values() if isinstance(value, dict) else value if isinstance(value, _ENTRIES) else ()
+        # of an argument numbers, as anything else is an input
+        many = len(entries) > MANY and (not argument or {*map(type, entries)} <= ATOMS)
+        if many or (isinstance(value, BYTES) and kind in BYTES and size_of(value) > MANY):
             self.settled = False
             self.long.append(value)
-            return
-        if how is not None:
+        elif containers := containers_of(value):
             self.ids.add(id(value))
             if isinstance(value, dict) and any(isinstance(key, torch.Tensor) for key in value):
                 raise TypeError(
                     f"A unit reaches a {kind.__name__} whose keys are tensors, expected other keys: its inputs are "
                     "other objects inside, which would not be found. Take names or numbers for keys."
                 )
-            container, *more = containers_of(value)
-            self.containers.append(container)
-            entries = argument and kind in (dict, list)  # of an argument, which is most likely read
-            for item in container.found.values():
-                self.search(item, entries)
+            # the entries of an argument are most likely read
+            self._content(containers[0], argument and kind in (dict, list))
             if isinstance(value, nn.Module):
                 self._module(value)
             else:
                 self._space(kind)
-            for container in more:
+            for container in containers[1:]:
                 self._content(container)
-        elif is_registered(kind):
+        elif (own := apart(value)) is not None:
             self.settled = False
-            for item in children(value)[0]:
-                self.search(item, argument)
+            for part in own[0]:
+                self.search(part, argument)
         elif isinstance(value, Iterator) and kind not in weakref.ProxyTypes:
             self.iterators.append(value)
         elif isinstance(value, np.ndarray) and value.size > MANY and value.flags.writeable:
@@ -240,30 +225,21 @@ class Found:
         if id(fn) in self.ids:
             return
         self.ids.add(id(fn))
-        if isinstance(fn, functools.partial):
-            self.function(fn.func, top)
-            self._content(Bound(fn))
-            self.search(fn.keywords, False)
-            return
         if isinstance(fn, types.MethodType):
             self.search(fn.__self__, False)
-            fn = fn.__func__
-            if id(fn) in self.ids:
-                return
-            self.ids.add(id(fn))
-        if not isinstance(fn, types.FunctionType):
+            self.function(fn.__func__, top)
             return
-        if fn.__globals__.get("__name__", "").startswith("fzero."):  # ours, around one of the user's
+        if isinstance(fn, functools.partial):
+            self.function(fn.func, top)
+        elif fn.__globals__.get("__name__", "").startswith("fzero."):  # ours, around one of the user's
             if inner := vars(fn).get("__wrapped__"):
                 self.function(inner, top)
             return
-        for cell in fn.__closure__ or ():
-            self.ids.add(id(cell))
-            self._content(Cell(cell))
-        if fn.__defaults__:
-            self._content(Defaults(fn))
-        self.search(fn.__kwdefaults__, False)
-        self._content(Attributes(fn))
+        for container in containers_of(fn):
+            self.ids.add(id(container.of))
+            self._content(container)
+        if not isinstance(fn, types.FunctionType):
+            return
         names = names_of(fn.__code__)
         variables = sorted((names.reads | names.assigns) - vars(builtins).keys())
         self._named(fn.__globals__, {name: fn.__globals__.get(name) for name in variables})
@@ -290,7 +266,7 @@ class Found:
                 if value.__globals__ is where or _is_users(value.__module__):
                     self.function(value, False)
 
-    def _space(self, space: Any) -> None:
+    def _space(self, space: type | types.ModuleType) -> None:
         """A class, with those that it is made of, or a module, where it is the user's."""
         for own in space.__mro__ if isinstance(space, type) else (space,):
             if id(own) in self._spaces or not _is_users(own.__module__ if isinstance(own, type) else own.__name__):
@@ -300,7 +276,7 @@ class Found:
                 self._content(ClassAttributes(own))
             self._within(own, self.names)
 
-    def _within(self, space: Any, names: Collection[str]) -> None:
+    def _within(self, space: type | types.ModuleType, names: Collection[str]) -> None:
         """What has one of some names in a class or a module, and what Python calls by itself."""
         if isinstance(space, types.ModuleType):
             self._named(vars(space), {name: value for name, value in vars(space).items() if name in names})
@@ -308,9 +284,9 @@ class Found:
         for name, value in [*vars(space).items()]:
             made = name == "__init__" and issubclass(space, nn.Module)  # elsewhere
             if name in names or (name.startswith("__") and name not in _UNCALLED and not made):
-                value = getattr(value, "__func__", None) or getattr(value, "fget", None) or value
-                if isinstance(value, types.FunctionType) and _is_users(value.__module__):
-                    self.function(value, False)
+                for function in functions_of(value):
+                    if _is_users(function.__module__):
+                        self.function(function, False)
 
     def _module(self, module: nn.Module) -> None:
         """What its submodules, its hooks and its forward reach."""
@@ -330,14 +306,14 @@ class Found:
                 self._classes.append(type(module))
                 self._content(ClassAttributes(type(module)))
 
-    def _content(self, container: Container) -> None:
+    def _content(self, container: Container, argument: bool = False) -> None:
         self.containers.append(container)
         for item in container.found.values():
-            self.search(item, False)
+            self.search(item, argument)
 
 
-def _is_bound(value: Any) -> bool:
-    return isinstance(value, _BOUND) and not isinstance(value.__self__, (types.ModuleType, type(None)))
+def _is_bound(value: object) -> bool:
+    return isinstance(value, BOUND) and not isinstance(value.__self__, (types.ModuleType, type(None)))
 
 
 @functools.lru_cache(4096)
@@ -349,19 +325,12 @@ def _is_users(name: str | None) -> bool:
     return "site-packages" not in file and "dist-packages" not in file
 
 
-def marks(long: Iterable[object], thorough: bool) -> list[int]:
+def mark(long: object, thorough: bool) -> int:
     """What shows that something long was changed: its length; thoroughly also what is in it, which takes a while."""
-    return [_mark(x) if thorough else 0 if isinstance(x, np.ndarray) else _length(x) for x in long]
-
-
-def _length(long: Any) -> int:
-    return size_of(long) if isinstance(long, BYTES) else len(long)
-
-
-def _mark(long: Any) -> int:
     if isinstance(long, np.ndarray):
-        return zlib.crc32(long.tobytes())
+        return zlib.crc32(long.tobytes()) if thorough else 0
     if isinstance(long, BYTES):
-        return hash(bytes(long) if isinstance(long, (bytearray, array.array)) else long.getvalue())
+        return hash(Bytes(long).found[""]) if thorough else size_of(long)
+    assert isinstance(long, (dict, *_ENTRIES))
     values = long.values() if isinstance(long, dict) else ()
-    return hash((len(long), *map(id, long), *map(id, values)))
+    return hash((len(long), *map(id, long), *map(id, values))) if thorough else len(long)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextvars
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, Self
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.refusals import noted
 from fzero.table.rows import Row
+
+Function = Callable[..., object]
+Operands = tuple[object, ...]
+Named = Mapping[str, object] | None
 
 
 class HandleError(AttributeError, TypeError):
@@ -51,12 +55,58 @@ class Seen:
 seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("fzero_seen", default=None)
 
 
-class Valueless(torch.Tensor):
+REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
+_READABLE = frozenset(
+    {
+        *(
+            getattr(torch.Tensor, name).__get__
+            for name in "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested "
+            "itemsize nbytes requires_grad".split()
+        ),
+        *(getattr(torch.Tensor, name) for name in "size dim numel element_size is_floating_point is_complex".split()),
+        *(torch.is_floating_point, torch.is_complex, torch.numel),
+    }
+)
+
+
+class StandIn(torch.Tensor):
+    """A tensor without values in the place of another one: its shape, dtype and device can be read, and no more."""
+
+    readable = _READABLE
+
+    @classmethod
+    def like(cls, of: torch.Tensor, **own: object) -> Self:
+        self = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype, device=of.device)
+        vars(self).update(own)
+        return self
+
+    def refusal(self, func: object) -> BaseException:
+        """The error where a function or an operator asks for more."""
+        raise NotImplementedError
+
+    @classmethod
+    def first(cls, args: object, kwargs: object) -> Self:
+        """The first one among the operands of a function."""
+        return next(x for x in pytree.flatten((args, kwargs))[0] if isinstance(x, cls))
+
+    @classmethod
+    def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func in cls.readable:
+            with private.without_subclasses():
+                return func(*args, **(kwargs or {}))
+        raise cls.first(args, kwargs).refusal(func)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> object:
+        raise cls.first(args, kwargs).refusal(func)
+
+
+class Valueless(StandIn):
     """Stands for a leaf where that cannot be read, and is passed on as it is."""
 
 
 class Handle(Valueless):
-    """A leaf of a unit, outside that unit: a tensor without values, whose shape, dtype and device can be read.
+    """A leaf of a unit, outside that unit.
 
     What reaches torch's operators all the same, below Python or under a derivative, is refused there. Not so in a
     module: an operator that takes it there is given the full tensor, gathered for this one use. What reads it many
@@ -71,11 +121,16 @@ class Handle(Valueless):
     primal: torch.Tensor
 
     @staticmethod
-    def __new__(cls, owner: object, key: Any, index: int, row: Row, dtype: torch.dtype, primal: torch.Tensor) -> Any:
+    def __new__(
+        cls, owner: object, key: object, index: int, row: Row, dtype: torch.dtype, primal: torch.Tensor
+    ) -> Handle:
         self = torch.Tensor._make_wrapper_subclass(cls, row.shape, dtype=dtype, device=primal.device)
         self.owner, self.key, self.index, self.primal = owner, key, index, primal
         self.path, self.unit = row.path, row.unit
         return self
+
+    def refusal(self, func: object) -> HandleError:
+        return noted(self._refuse(f"got operator {func}"))
 
     def _refuse(self, what: str) -> HandleError:
         return HandleError(
@@ -89,18 +144,16 @@ class Handle(Valueless):
         return f"{type(self).__name__}({self.path!r} of unit {self.unit!r}, {tuple(self.shape)}, {self.dtype})"
 
     @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
-        if func in READABLE:
-            handle = args[0]
+    def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func in cls.readable:
             if func == REQUIRES_GRAD:  # which is another object at each look
-                return private.is_differentiated(handle.primal)
-            with private.without_subclasses():
-                return func(*args, **(kwargs or {}))
+                return private.is_differentiated(cls.first(args, kwargs).primal)
+            return super().__torch_function__(func, types, args, kwargs)
         if func in _OF_THE_GRAPH:
-            raise noted(_first_handle((args, kwargs))._refuse(f"got {name_of(func)!r}, which a copy would answer"))
+            raise noted(cls.first(args, kwargs)._refuse(f"got {name_of(func)!r}, which a copy would answer"))
         read = reading.get()
         if read is None:
-            raise noted(_first_handle((args, kwargs))._refuse(f"got torch function {name_of(func)!r}"))
+            raise noted(cls.first(args, kwargs)._refuse(f"got torch function {name_of(func)!r}"))
         leaves, spec = pytree.flatten((args, kwargs or {}))
         if writes(func, kwargs) and isinstance(leaves[0], Handle):
             raise noted(leaves[0]._refuse(f"got {name_of(func)!r}, which writes to it"))
@@ -109,23 +162,19 @@ class Handle(Valueless):
             return full[0].detach().clone()
         args, kwargs = pytree.unflatten(spec, full)
         copied = [(x, copy, _version(copy)) for x, copy in zip(leaves, full, strict=True) if isinstance(x, Handle)]
-        out = func(*args, **kwargs)
+        out = func(*args, **(kwargs or {}))
         for leaf, copy, version in copied:
             if _version(copy) != version:
                 raise noted(leaf._refuse(f"got {name_of(func)!r}, which writes to it"))
             _note(leaf, copy, out)
         return out
 
-    @classmethod
-    def __torch_dispatch__(cls, func: object, types: object, args: object = (), kwargs: object = None) -> Any:
-        raise noted(_first_handle((args, kwargs))._refuse(f"got operator {func}"))
 
-
-def _operator(name: str) -> Any:
+def _operator(name: str) -> Function:
     """torch's own takes a TypeError for another type's affair, and says nothing of the leaf."""
     function = getattr(torch.Tensor, name)
 
-    def method(self: Handle, *operands: object) -> Any:
+    def method(self: Handle, *operands: object) -> object:
         return type(self).__torch_function__(function, (type(self),), (self, *operands))
 
     return method
@@ -139,10 +188,10 @@ for _name in (
 Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
 
 
-def _without(name: str) -> Any:
+def _without(name: str) -> property:
     """An attribute that `hasattr` does not find: there are no values."""
 
-    def missing(self: Handle) -> Any:
+    def missing(self: Handle) -> object:
         raise self._refuse(f"got .{name}")
 
     return property(missing)
@@ -155,23 +204,9 @@ _OF_THE_GRAPH = {
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
 }
 _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
-REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-READABLE = {
-    *(
-        getattr(torch.Tensor, name).__get__
-        for name in "shape dtype device ndim layout is_cuda is_cpu is_meta is_sparse is_quantized is_nested itemsize "
-        "nbytes requires_grad".split()
-    ),
-    *(getattr(torch.Tensor, name) for name in "size dim numel element_size is_floating_point is_complex".split()),
-    *(torch.is_floating_point, torch.is_complex, torch.numel),
-}
 
 
-def _first_handle(tree: object) -> Handle:
-    return next(leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, Handle))
-
-
-def writes(func: object, kwargs: Any) -> bool:
+def writes(func: object, kwargs: Named) -> bool:
     """Whether a function changes its first argument, or `out`."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":

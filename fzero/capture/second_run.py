@@ -13,14 +13,13 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 
 from fzero.base import intercept, private
 from fzero.base.random import NUMPY, PYTHON, Replayed
 from fzero.capture.contents import MANY
-from fzero.capture.found import marks
+from fzero.capture.found import mark
 from fzero.capture.surroundings import Reach
 from fzero.capture.watch import is_watch
 
@@ -43,20 +42,20 @@ class SecondRun:
         """
         self._first, self._draws, self._weights = first, draws, None
         self._replayed = Replayed((*self._reach.generators, *((PYTHON, NUMPY) if first or draws else ())))
-        self._before = self._after = marks(self._reach.long, first)
+        self._before = self._after = self._marks()
         self._entered = self._left = self._versions()
 
     def look(self) -> None:
         """After the first run."""
         self._drawn = self._replayed.shared()
         self._left = self._versions()
-        self._after = marks(self._reach.long, self._first)
+        self._after = self._marks()
 
     @property
     def draws(self) -> bool:
         return self._draws or bool(self._drawn)
 
-    def first(self, run: Callable[[], object]) -> Any:
+    def first(self, run: Callable[[], object]) -> object:
         """The first run. A higher-order operator on the way has taken the function modes off, one after another."""
         if not self._modes:
             return run()
@@ -124,6 +123,9 @@ class SecondRun:
         if not again:
             self._weights = weights
         return not again or self._weights is None or weights is None or all(map(_agree, self._weights, weights))
+
+    def _marks(self) -> list[int]:
+        return [mark(x, self._first) for x in self._reach.long]
 
     def _versions(self) -> list[int]:
         return [private.version(x) for x in self._reach.constants]

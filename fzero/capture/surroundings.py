@@ -8,8 +8,7 @@ was there, and says what the unit changed, whose tensors become outputs of the n
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
@@ -21,11 +20,13 @@ from fzero.capture.contents import replaced
 from fzero.capture.found import Found
 from fzero.capture.handle import Handle
 
+Filling = Sequence[tuple[Container, Content]]
+
 
 class Surroundings:
     """What a function or a module reaches, found once; at each call it is seen whether that is still so."""
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, of: object) -> None:
         self.of = of
         self._own = {id(m) for m in of.modules()} if isinstance(of, nn.Module) else set()
         self._kept: Found | None = None
@@ -76,7 +77,10 @@ class Reach:
         for value in arguments:
             own.search(value, True)
         other = around.found(own.ids)
-        self._parts = (_Part(own), _Part(other))
+        self._founds = (own, other)
+        self._entered: dict[int, Content] = {}  # id of a container -> what it was filled with
+        self._filled: set[Found] = set()
+        self._looked_at: list[Container] = []
         self.tensors: list[torch.Tensor] = []
         self.constants: list[torch.Tensor] = []
         self.handles: list[Handle] = []
@@ -119,14 +123,10 @@ class Reach:
 
     def names(self, words: frozenset[str]) -> bool:
         """Whether some code that was seen names one of these words."""
-        return any(not part.found.names.isdisjoint(words) for part in self._parts)
+        return any(not found.names.isdisjoint(words) for found in self._founds)
 
     def knows(self, value: object) -> bool:
-        return any(id(value) in part.found.ids for part in self._parts)
-
-    @property
-    def containers(self) -> list[Container]:
-        return [container for part in self._parts for container in part.containers]
+        return any(id(value) in found.ids for found in self._founds)
 
     # ---- what lies in objects
 
@@ -136,111 +136,64 @@ class Reach:
         self.tensors += own
         self._read |= places
 
-    def stand_ins(self, make: Callable[[torch.Tensor, int], torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Id of every other -> what stands for it inside."""
-        return {id(x): make(x, i) for i, x in enumerate(self._elsewhere) if i not in self._read}
-
-    def unread(self, mapping: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """The others, each with what stands for it."""
-        return [(x, mapping[id(x)]) for i, x in enumerate(self._elsewhere) if i not in self._read]
+    @property
+    def unread(self) -> list[tuple[int, torch.Tensor]]:
+        """The others, each with its place."""
+        return [(i, x) for i, x in enumerate(self._elsewhere) if i not in self._read]
 
     # ---- filling, and seeing what changed
 
     def fill(self, mapping: Mapping[int, torch.Tensor]) -> Filling:
         """Puts the unit's own tensors into the places, which are as they were found; what was put, for `put_again`."""
-        for part in self._parts:
-            part.fill(mapping)
-        return [(part, dict(part.entered)) for part in self._parts if part.entered]
+        filling = []
+        for found in self._founds:
+            for container in found.exchanging:
+                content = {key: replaced(value, mapping) for key, value in container.found.items()}
+                if not all(map(operator.is_, content.values(), container.found.values())):
+                    container.write(content)
+                    filling.append((container, content))
+                    self._entered[id(container)], self._filled = content, {*self._filled, found}
+        return filling
 
     def entered(self, container: Container) -> Content:
         """What a container was filled with."""
-        return next((own for part in self._parts if (own := part.entered.get(id(container)))), container.found)
+        return self._entered.get(id(container), container.found)
 
-    def changes(self) -> list[tuple[Container, Content]]:
+    def changes(self) -> Filling:
         """The containers that are not as they were filled, each with its content."""
-        return [change for part in self._parts for change in part.changes()]
+        self._looked_at = self._moved()
+        observed = [container for container in self._looked_at if container.observed]
+        contents = [container.differs(self.entered(container)) for container in observed]
+        return [(c, now) for c, now in zip(observed, contents, strict=True) if now is not None]
 
     def leave(self, stays: Sequence[Container] = ()) -> None:
         """After `changes`: puts back what was found, but for some."""
-        for part in self._parts:
-            if part.differs:
-                part.restore([(c, c.found) for c in part.containers if c not in stays])
+        self._put([(container, container.found) for container in self._looked_at if container not in stays])
 
-    def restore(self) -> None:
-        """Puts back what was found."""
-        for part in self._parts:
-            part.restore()
+    def restore(self, before: Filling = ()) -> None:
+        """Puts back what was found, or after a second run what was there before it."""
+        self._put([*((container, container.found) for container in self._moved()), *before])
 
-    def clear(self) -> Before:
-        """Puts back what was found, for a second run at any time later; what was there, for `put_back`."""
-        before = [(part, part.now()) for part in self._parts]
-        for part, contents in before:
-            if contents is not None:
-                part.restore()
+    def clear(self) -> Filling:
+        """Puts back what was found, for a second run at any time later; what was there, for `restore`."""
+        before = [(container, container.read()) for container in self._moved()]
+        self._put([(container, container.found) for container, _ in before])
         return before
 
+    def _moved(self) -> list[Container]:
+        """The containers of each search that something was put into since, with dicts that were empty at that time."""
+        moved: list[Container] = []
+        for found in self._founds:
+            if found in self._filled or not found.holds():
+                known = {id(container.of) for container in found.containers}
+                moved += found.containers
+                moved += [_once_empty(own) for own in found.vacant if own and id(own) not in known]
+        return moved
 
-class _Part:
-    """The containers of one search, during one call.
-
-    Attributes:
-        entered: id of a container -> what it was filled with, where that is not what was found.
-        differs: whether anything was not as it was found when `changes` was asked for.
-    """
-
-    def __init__(self, found: Found) -> None:
-        self.found = found
-        self.containers = found.containers
-        self.entered: dict[int, Content] = {}
-        self.differs = False
-
-    def is_as_found(self) -> bool:
-        if not self.entered and self.found.holds():
-            return True
-        known = {id(container.of) for container in self.containers}
-        hooks = [one for one in self.found.vacant if one and id(one) not in known]
-        self.containers = [*self.containers, *map(_once_empty, hooks)]
-        return False
-
-    def fill(self, mapping: Mapping[int, torch.Tensor]) -> None:
-        for container in self.found.exchanging:
-            content = {key: replaced(value, mapping) for key, value in container.found.items()}
-            if not all(map(operator.is_, content.values(), container.found.values())):
-                container.write(content)
-                self.entered[id(container)] = content
-
-    def changes(self) -> list[tuple[Container, Content]]:
-        self.differs = not self.is_as_found()
-        if not self.differs:
-            return []
-        return [
-            (container, now)
-            for container in self.containers
-            if container.observed
-            and (now := container.differs(self.entered.get(id(container), container.found))) is not None
-        ]
-
-    def now(self) -> list[tuple[Container, Content]] | None:
-        """What is in the containers at this moment; None for what was found there."""
-        return None if self.is_as_found() else [(container, container.read()) for container in self.containers]
-
-    def restore(self, contents: Iterable[tuple[Container, Content]] | None = None) -> None:
-        """Puts back what was found, or other contents."""
-        if contents is None and not self.is_as_found():
-            contents = [(container, container.found) for container in self.containers]
-        for container, content in contents or ():
+    def _put(self, contents: Filling) -> None:
+        for container, content in contents:
             container.put(content)
-        self.entered = {}
-
-
-Before = list[tuple[_Part, list[tuple[Container, Content]] | None]]
-Filling = list[tuple[_Part, dict[int, Content]]]
-
-
-def put_back(before: Before) -> None:
-    """Puts the places back to what they were before `Reach.clear`."""
-    for part, contents in before:
-        part.restore(contents)
+        self._entered, self._filled = {}, set()
 
 
 def put_again(filling: Filling) -> list[tuple[Container, Content, Content]]:
@@ -250,16 +203,12 @@ def put_again(filling: Filling) -> list[tuple[Container, Content, Content]]:
     writes stays: it is so in plain torch too.
     """
     put = []
-    for part, entered in filling:
-        for container in part.containers:
-            own = entered.get(id(container))
-            if own is None:
-                continue
-            now = container.read()
-            inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and x is container.found.get(k)}
-            if inner:
-                container.write({**now, **inner})
-                put.append((container, now, inner))
+    for container, own in filling:
+        now = container.read()
+        inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and x is container.found.get(k)}
+        if inner:
+            container.write({**now, **inner})
+            put.append((container, now, inner))
     return put
 
 

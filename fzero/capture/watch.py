@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.context import during
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted
-from fzero.capture.handle import Handle, Seen, copy_of, name_of, seen, storage_of, writes
+from fzero.capture.handle import Function, Handle, Named, Operands, Seen, copy_of, name_of, seen, storage_of, writes
 from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
+_AS_IT_IS: contextlib.nullcontext[None] = contextlib.nullcontext()
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
 
 
@@ -38,11 +39,8 @@ def is_strict() -> bool:
 @contextlib.contextmanager
 def strict_capture(enabled: bool = True) -> Iterator[None]:
     """Looks at every operation inside every unit for tensors that the unit closed over or passed on unseen."""
-    token = _strict.set(enabled)
-    try:
+    with during(_strict, enabled):
         yield
-    finally:
-        _strict.reset(token)
 
 
 _ASKS = {torch.autograd.grad, torch.Tensor.register_hook, torch.Tensor.retain_grad}
@@ -66,7 +64,7 @@ class Watch(torch.overrides.TorchFunctionMode):
         self.seen = seen.get()
         self.own = {*own}
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if self.unit is None and _elsewhere.get():
             return func(*args, **(kwargs or {}))
         operands = [x for x in pytree.flatten((args, kwargs or {}))[0] if isinstance(x, torch.Tensor)]
@@ -75,11 +73,7 @@ class Watch(torch.overrides.TorchFunctionMode):
                 raise noted(ValueError(closed_over(x)))
             self._refuse_leaked(x)
         if writes(func, kwargs) and operands:
-            for target in _targets(args, kwargs):
-                leaf_of = self.protected.get(storage_of(target))
-                if leaf_of is not None:
-                    raise noted(ValueError(written(leaf_of(target), func)))
-            _refuse_writes(func, args, kwargs)
+            _refuse_writes(func, args, kwargs, self.protected)
         if func in _ASKS:
             _refuse_parts(func, args, kwargs or {})
         out = func(*args, **(kwargs or {}))
@@ -104,14 +98,14 @@ class _Guard(torch.overrides.TorchFunctionMode):
     Under a functorch level without plain autograd around it nothing else is in a graph and not wrapped.
     """
 
-    def __torch_function__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+    def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if not _elsewhere.get():
             refuse_leaks((args, kwargs or {}))
             if func in _ASKS:
                 _refuse_parts(func, args, kwargs or {})
             own = seen.get()
             if own is not None and own.copies and writes(func, kwargs):
-                _refuse_writes(func, args, kwargs)
+                _refuse_writes(func, args, kwargs, {})
         return func(*args, **(kwargs or {}))
 
 
@@ -119,35 +113,34 @@ for _mode in (Watch, _Guard):  # torch.compile in the function must not compile 
     _mode.__torch_function__._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
-def _targets(args: Sequence[Any], kwargs: Any) -> list[torch.Tensor]:
-    """What an operation in place, or one with `out`, writes to."""
+def _refuse_writes(func: Function, args: Operands, kwargs: Named, protected: Mapping[int, LeafOf]) -> None:
+    """Refuses to write in place, or as `out`, to a leaf or to a copy that was read of one."""
     out = (kwargs or {}).get("out")
-    return [x for x in pytree.flatten(args[:1] if out is None else out)[0] if isinstance(x, torch.Tensor)]
+    for target in pytree.flatten(args[:1] if out is None else out)[0]:
+        if not isinstance(target, torch.Tensor):
+            continue
+        leaf_of, leaf = protected.get(storage_of(target)), copy_of(target)
+        if leaf_of is not None or leaf is not None:
+            what = leaf_of(target) if leaf_of is not None else f"Leaf {leaf.path!r}" if leaf is not None else ""
+            raise noted(
+                ValueError(
+                    f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute "
+                    "with a copy (w = w.clone()), or use the operation that is not in place. What follows another "
+                    "param slowly (a momentum encoder) is computed from a state's params between steps."
+                )
+            )
 
 
-def _refuse_writes(func: object, args: Sequence[Any], kwargs: object) -> None:
-    for target in _targets(args, kwargs):
-        leaf = copy_of(target)
-        if leaf is not None:
-            raise noted(ValueError(written(f"Leaf {leaf.path!r}", func)))
-
-
-def written(what: str, func: object) -> str:
-    return (
-        f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute with a copy "
-        "(w = w.clone()), or use the operation that is not in place. What follows another param slowly (a momentum "
-        "encoder) is computed from a state's params between steps."
-    )
-
-
-def _refuse_parts(func: object, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) -> None:
     """Refuses to tell the gradient by one of several tensors that a unit puts out: their ways inside are not known."""
     is_grad = func == torch.autograd.grad
     given = dict(zip(("outputs", "inputs") if is_grad else ("inputs",), args, strict=False)) | dict(kwargs)
     for x in pytree.flatten(given["inputs"])[0]:
-        node: Any = getattr(x, "grad_fn", None)
-        op: Any = getattr(node, "op", None)
-        others = op.joint.get(x.output_nr, ()) if isinstance(op, Op) else ()
+        node = getattr(x, "grad_fn", None)
+        op = getattr(node, "op", None)
+        if node is None or not isinstance(op, Op):
+            continue
+        others = op.joint.get(x.output_nr, frozenset())
         if is_grad and others:  # those that what is differentiated depends on
             others = edges_to(pytree.flatten(given["outputs"])[0]) & {(node, other) for other in others}
         if others:
@@ -212,25 +205,13 @@ def elsewhere() -> Iterator[None]:
     if seen.get() is None and not isinstance(mode, _Guard):
         yield
         return
-    token = _elsewhere.set(True)
-    try:
-        with private.without_function_mode() if isinstance(mode, _Guard) else contextlib.nullcontext():
-            yield
-    finally:
-        _elsewhere.reset(token)
+    with during(_elsewhere, True), private.without_function_mode() if isinstance(mode, _Guard) else _AS_IT_IS:
+        yield
 
 
 @contextlib.contextmanager
 def watching_run(protected: Mapping[int, LeafOf] | None) -> Iterator[None]:
     """Around a run of a step's function; thoroughly where it is said what is protected."""
-    token = seen.set(Seen())
-    mode: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    if protected is not None:
-        mode = Watch(None, protected)
-    elif private.single_level():
-        mode = _Guard()
-    try:
-        with mode:
-            yield
-    finally:
-        seen.reset(token)
+    alone = _Guard() if private.single_level() else _AS_IT_IS
+    with during(seen, Seen()), Watch(None, protected) if protected is not None else alone:
+        yield

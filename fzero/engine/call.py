@@ -33,7 +33,7 @@ from fzero.capture.contents import replaced, tensors_in
 from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
 from fzero.capture.handle import Handle, storage_of
 from fzero.capture.second_run import SecondRun
-from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, put_back, take_out
+from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, take_out
 from fzero.engine.traversal import Traversal, inside
 from fzero.table.layout import Key
 
@@ -226,7 +226,7 @@ class Call:
         tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
         mapping, shapes = self._mapping(leaves, tensors), [geometry(x) for x in tensors]
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
-        origins.update((id(inner), outer) for outer, inner in self.reach.unread(mapping))
+        origins.update((id(mapping[id(outer)]), outer) for _, outer in self.reach.unread)
         before = self.reach.clear() if again else None
         try:
             filling = self.reach.fill(mapping)
@@ -251,7 +251,7 @@ class Call:
             self._need_copies({i for i, x in enumerate(self.reach.tensors) if id(x) in exports.returned})
         except BaseException as error:
             if before is not None:
-                put_back(before)
+                self.reach.restore(before)
                 if isinstance(error, Again):
                     raise ValueError(another_run(self.unit)) from None
             elif isinstance(error, Again):
@@ -263,7 +263,7 @@ class Call:
                 raise TypeError(twice(self.unit, error)) from error
             raise
         if before is not None:
-            put_back(before)
+            self.reach.restore(before)
         else:
             # what holds none of the unit's tensors stays as the unit left it
             stays = [c for c, now, content in effects if _is_same(now, content) and self.reach.entered(c) is c.found]
@@ -324,11 +324,12 @@ class Call:
     def _mapping(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
         mapping = {id(outer): inner for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         mapping.update((id(handle), leaves[handle.index]) for handle in self.reach.handles)
-        mapping.update(self.reach.stand_ins(Unread))
+        mapping.update((id(outer), Unread(outer, place)) for place, outer in self.reach.unread)
         return mapping
 
     def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        return replaced(self.args, mapping), {name: replaced(value, mapping) for name, value in self.kwargs.items()}
+        kwargs = {name: replaced(value, mapping) for name, value in self.kwargs.items()}
+        return tuple(replaced(value, mapping) for value in self.args), kwargs
 
     def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
         handles = (*self.reach.handles, *self.more)

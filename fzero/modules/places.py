@@ -1,36 +1,41 @@
-"""Where a module's params stand: in its submodules, and wherever else the module holds on to one."""
+"""Where a module's params stand, in its submodules and wherever else it holds one; what is read of them there."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import functools
+import operator
 import types
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
-from fzero.capture.contents import attributes_of, tuple_of
-from fzero.capture.handle import Handle
-from fzero.modules.reach import BOUND, Reach, rebuilt
+from fzero.base import private
+from fzero.base.context import during
+from fzero.base.refusals import noted
+from fzero.capture.again import Again, Facts
+from fzero.capture.contents import BOUND, apart, attributes_of
+from fzero.capture.handle import Function, Handle, Valueless, name_of, reading
+from fzero.engine.traversal import current, here, read
+from fzero.modules.reach import Reach, rebuilt
 
-FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
+Leaves = Mapping[str, object]
+_FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
 
 
 class Places:
     """Where a module's params are, found once: torch's functional_call looks for them at every call.
 
     Args:
-        run: what is called while other tensors stand in these places.
         elsewhere: `places_of` the copy that the module is part of.
     """
 
-    def __init__(self, module: nn.Module, run: Callable[..., object], elsewhere: Mapping[int, list[Place]]) -> None:
-        self.run = run
-        self.of = {
+    def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
+        self.of: dict[str, tuple[dict[str, Any], str]] = {
             (f"{path}.{name}" if path else name): (owner._parameters, name)
             for path, owner in module.named_modules(remove_duplicate=False)
             for name in owner._parameters
@@ -38,22 +43,22 @@ class Places:
         held = {name: param for name, (owner, own) in self.of.items() if (param := owner[own]) is not None}
         self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
 
-    def now(self, leaves: Mapping[str, Any]) -> Mapping[str, Any]:
+    def now(self, leaves: Leaves) -> Leaves:
         """What stands for the module's params, if others were put there (torch.func.functional_call)."""
         places = [(name, *self.of[name]) for name in leaves]
         if all(owner.get(own) is leaves[name] for name, owner, own in places):
             return leaves
         return {name: owner[own] for name, owner, own in places if owner.get(own) is not None}
 
-    def call(self, leaves: Mapping[str, Any], args: Any, kwargs: Any) -> Any:
+    def call(self, run: Function, leaves: Leaves, args: tuple[object, ...], kwargs: Leaves) -> object:
         """Runs with these leaves for the module's params; every name of a tied one is among them."""
         with self.installed(leaves):
-            return self.run(*args, **kwargs)
+            return run(*args, **kwargs)
 
     @contextlib.contextmanager
-    def installed(self, leaves: Mapping[str, Any]) -> Iterator[None]:
+    def installed(self, leaves: Leaves) -> Iterator[None]:
         """Inside, these leaves are the module's params, also where they are held besides their module."""
-        places: list[tuple[dict[str, Any], str]] = [self.of[name] for name in leaves]
+        places = [self.of[name] for name in leaves]
         old = [owner[name] for owner, name in places]
         moved: list[tuple[Place, torch.Tensor, object]] = []
         try:
@@ -73,11 +78,13 @@ class Places:
 class Place:
     """One that holds params' placeholders besides their modules: an entry, a closure, an attribute, a default."""
 
-    def __init__(self, read: Callable[[], object], write: Callable[[object], None]) -> None:
-        self.write, self.holds = write, read()
-        self.now: dict[int, Any] = {}
+    def __init__(self, holder: Any, key: Any, is_attribute: bool = False) -> None:
+        get, put = (getattr, setattr) if is_attribute else (operator.getitem, operator.setitem)
+        self.key, self.holds = (id(holder), key), get(holder, key)
+        self.write = functools.partial(put, holder, key)
+        self.now: dict[int, object] = {}
 
-    def put(self, placeholder: torch.Tensor, leaf: Any) -> Any:
+    def put(self, placeholder: torch.Tensor, leaf: object) -> object:
         """Puts a leaf there for the placeholder, or the placeholder itself; returns what stood there for it."""
         before = self.now.get(id(placeholder), placeholder)
         self.now[id(placeholder)] = leaf
@@ -103,9 +110,9 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
                     continue
                 seen.add((id(value), user))
                 holder = reach.objects[user]
-                places = [known.setdefault(where, place) for where, place in _places_in(holder, value)]
+                places = [known.setdefault(place.key, place) for place in _places_in(holder, value)]
                 found.setdefault(id(param), []).extend(places)
-                if isinstance(holder, FIXED):  # whoever holds it holds another one instead
+                if isinstance(holder, _FIXED):  # whoever holds it holds another one instead
                     waiting.append(user)
                 elif not places:
                     raise ValueError(
@@ -116,25 +123,19 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     return {number: places for number, places in found.items() if places}
 
 
-def _places_in(holder: object, value: Any) -> Iterator[tuple[object, Place]]:
-    """Each with what says which one it is."""
+def _places_in(holder: object, value: object) -> Iterator[Place]:
     if isinstance(holder, types.CellType):
-        yield id(holder), Place(lambda: holder.cell_contents, lambda x: setattr(holder, "cell_contents", x))
+        yield Place(holder, "cell_contents", True)
     elif isinstance(holder, types.FunctionType):
         if any(default is value for default in holder.__defaults__ or ()):
-            yield id(holder), Place(lambda: holder.__defaults__, lambda x: setattr(holder, "__defaults__", x))
+            yield Place(holder, "__defaults__", True)
         for mapping in (holder.__kwdefaults__ or {}, vars(holder), getattr(holder.__globals__, "mapped", {})):
             yield from _places_in(mapping, value)
-    elif isinstance(holder, dict):
-        yield from (_item(holder, key) for key, item in holder.items() if item is value)
-    elif isinstance(holder, (list, collections.deque)):
-        yield from (_item(holder, i) for i, item in enumerate(holder) if item is value)
-    if not isinstance(holder, (types.FunctionType, *FIXED)) and isinstance(getattr(holder, "__dict__", None), dict):
-        yield from _places_in(vars(holder), value)
-
-
-def _item(holder: Any, key: object) -> tuple[object, Place]:
-    return (id(holder), key), Place(lambda: holder[key], lambda x: holder.__setitem__(key, x))
+    elif isinstance(holder, (dict, list, collections.deque)):
+        items = holder.items() if isinstance(holder, dict) else enumerate(holder)
+        yield from (Place(holder, key) for key, item in items if item is value)
+    if not isinstance(holder, (types.FunctionType, *_FIXED)) and isinstance(own := attributes_of(holder), dict):
+        yield from _places_in(own, value)
 
 
 def _with(x: object, now: Mapping[int, object]) -> object:
@@ -145,8 +146,9 @@ def _with(x: object, now: Mapping[int, object]) -> object:
 
     if id(x) in now:
         return now[id(x)]
-    if isinstance(x, tuple):
-        return tuple_of(type(x), map(inner, tuple.__iter__(x)), attributes_of(x))
+    if isinstance(x, tuple) and (own := apart(x)) is not None:
+        parts, make = own
+        return make([*map(inner, parts)])
     if isinstance(x, (types.MethodType, functools.partial)):
         return rebuilt(x, inner)
     if isinstance(x, weakref.ref):
@@ -156,3 +158,44 @@ def _with(x: object, now: Mapping[int, object]) -> object:
         leaf, name = now[id(x.__self__)], x.__name__  # a handle refuses when it is used, not before
         return (lambda *a, **k: getattr(leaf, name)(*a, **k)) if isinstance(leaf, Handle) else getattr(leaf, name)
     return x
+
+
+def full(handle: Handle) -> torch.Tensor:
+    """A module's leaf of another unit in full, differentiable. Inside a unit it becomes one of that unit's leaves."""
+    leaves = here.get()
+    if leaves is not None:
+        own = leaves.get((id(handle.owner), handle.index))
+        if own is None:
+            raise noted(Again(Facts(more=(handle.index,))))
+        return own
+    if current.get() is not handle.owner:
+        raise noted(handle._refuse("read where its step's function is not running"))
+    # under plain autograd nothing tells a Function's forward from a block without gradients
+    constant = handle.owner.records and not torch.is_grad_enabled() and handle.primal.requires_grad
+    if private.below(handle.primal) or (constant and private.level() == 0):
+        where = "a torch.autograd.Function, as its argument or otherwise; give it w * 1"
+        block = " (or inside torch.no_grad(); read it before, as w.detach())" if constant else ""
+        raise noted(handle._refuse(f"read inside {where}{block}"))
+    return read(handle)
+
+
+def readable() -> contextlib.AbstractContextManager[None]:
+    """Inside, handles are what can be read."""
+    return during(reading, full)
+
+
+class Absent(Valueless):
+    """A module's param where its function is not running: its values are not there, and nobody is to go on without."""
+
+    path: str
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
+
+    def refusal(self, func: object) -> RuntimeError:
+        return RuntimeError(
+            f"Leaf {self.path!r} of a module is read, by {name_of(func)!r}, when the function that fz.functional made "
+            "of it is not running, so that its values are not there (torch.utils.checkpoint under plain autograd and "
+            "hooks of a backward do so). Use step.vjp in place of fz.tape, and fz.remat(step) in place of the "
+            "checkpoint."
+        )

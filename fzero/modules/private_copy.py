@@ -17,23 +17,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from fzero.base import private, pytree
-from fzero.capture.containers import slots_of
-from fzero.capture.contents import names_of
+from fzero.base import private
+from fzero.capture.containers import Cell, slots_of
+from fzero.capture.contents import BOUND, container_of, names_of
 from fzero.capture.exports import overlap
-from fzero.capture.handle import READABLE, storage_of
-from fzero.modules.reach import (
-    BOUND,
-    MAPPINGS,
-    SEQUENCES,
-    WEAK,
-    Reach,
-    contents,
-    globals_of,
-    is_atom,
-    rebuilt,
-    referent,
-)
+from fzero.capture.handle import StandIn, storage_of
+from fzero.modules.reach import SEQUENCES, WEAK, Reach, globals_of, is_atom, rebuilt, referent
 
 
 def private_copy(
@@ -56,41 +45,50 @@ def private_copy(
         new = copier(module)
         found = Reach(new)
     kept = set(shared) & {id(tensor) for tensor in shared.values()}
-    for original in (*module.modules(), *module.parameters(), *module.buffers()):
-        if id(original) in found.objects and id(original) not in kept and not isinstance(original, Stale):
-            raise ValueError(
-                f"fz.functional: {found.way(id(original))} leads to {_name_of(original, module)}, and cannot be made "
-                "anew for the copy that apply works on, so that its gradient would be lost. Use self, or the module "
-                "that a hook is given, in its place; hold it in a closure, a default argument or a partial of a "
-                "function that is a hook or an attribute of the module; or, where it is not read, take it out there."
-            )
+    held = ("param", module.named_parameters()), ("buffer", module.named_buffers())
+    for what, named in (("submodule", module.named_modules()), *held):
+        for name, original in named:
+            if id(original) in found.objects and id(original) not in kept and not isinstance(original, Stale):
+                whose = f"its {what} {name!r}" if name else "the module itself"
+                raise ValueError(
+                    f"fz.functional: {found.way(id(original))} leads to {whose}, and cannot be made anew for the copy "
+                    "that apply works on, so that its gradient would be lost. Use self, or the module that a hook is "
+                    "given, in its place; hold it in a closure, a default argument or a partial of a function that is "
+                    "a hook or an attribute of the module; or, where it is not read, take it out there."
+                )
     tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
+
+
+_REFUSED = (
+    (
+        torch.jit.ScriptModule,
+        "is a ScriptModule ({kind}), whose compiled code reads its own params. Pass the module that it was made from; "
+        "fz.compile(step) compiles its units.",
+    ),
+    (
+        (nn.parallel.DistributedDataParallel, nn.DataParallel),
+        "is a {kind}, which copies and reduces by itself. Pass its .module; a step over it takes the mean over ranks.",
+    ),
+    (
+        "OptimizedModule",
+        "was compiled by torch.compile, and its code reads its own params. Pass its ._orig_mod, and compile the units "
+        "by fz.compile(step).",
+    ),
+)
 
 
 def refuse_kinds(module: nn.Module) -> None:
     """Refuses modules that work on no tensors but their own, and params that are more than their values."""
     for path, child in module.named_modules():
-        where = f"fz.functional: {f'submodule {path!r}' if path else 'the module'}"
-        if isinstance(child, torch.jit.ScriptModule):
-            raise ValueError(
-                f"{where} is a ScriptModule ({type(child).__name__}), whose compiled code reads its own params. Pass "
-                "the module that it was made from; fz.compile(step) compiles its units."
-            )
-        if isinstance(child, (nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            raise ValueError(
-                f"{where} is a {type(child).__name__}, which copies and reduces by itself. Pass its .module; a step "
-                "over it takes the mean over ranks."
-            )
-        if type(child).__name__ == "OptimizedModule":
-            raise ValueError(
-                f"{where} was compiled by torch.compile, and its code reads its own params. Pass its ._orig_mod, and "
-                "compile the units by fz.compile(step)."
-            )
+        where, kind = f"fz.functional: {f'submodule {path!r}' if path else 'the module'}", type(child).__name__
+        for kinds, why in _REFUSED:
+            if kind == kinds if isinstance(kinds, str) else isinstance(child, kinds):
+                raise ValueError(f"{where} {why.format(kind=kind)}")
         for name, tensor in (*child._parameters.items(), *child._buffers.items()):
             if tensor is not None and nn.parameter.is_lazy(tensor):
                 raise ValueError(
-                    f"{where} ({type(child).__name__}) has a lazy {name!r} without a shape yet. Call the module once "
+                    f"{where} ({kind}) has a lazy {name!r} without a shape yet. Call the module once "
                     "on an input, which initialises it, before fz.functional."
                 )
     seen: dict[int, list[tuple[str, torch.Tensor]]] = {}
@@ -113,26 +111,23 @@ def refuse_kinds(module: nn.Module) -> None:
 
 _LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
 _LOOKS |= {torch.Tensor.is_inference}
+_NOTHING = torch.empty(0)
 
 
-class Stale(torch.Tensor):
+class Stale(StandIn):
     """Stands in the copy for a tensor that was computed from the original's params before: reading it is an error."""
 
+    readable = StandIn.readable | _LOOKS
     where: str
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if func in READABLE or func in _LOOKS:
-            with private.without_subclasses():
-                return func(*args, **(kwargs or {}))
-        where = next(leaf.where for leaf in pytree.leaves((args, kwargs or {})) if isinstance(leaf, Stale))
-        raise ValueError(
-            f"apply: {where}, so that its gradient and its changes would be lost. Compute it in forward, of the param "
-            "itself, before it is read."
+    def refusal(self, func: object) -> ValueError:
+        return ValueError(
+            f"apply: {self.where}, so that its gradient and its changes would be lost. Compute it in forward, of the "
+            "param itself, before it is read."
         )
 
 
-class Globals(dict[str, Any]):
+class Globals(dict[str, object]):
     """The global names of a function of the copy: the function's own, with the copy in the original's place.
 
     CPython looks global names up by `__getitem__` where they are not in a plain dict.
@@ -140,9 +135,9 @@ class Globals(dict[str, Any]):
 
     def __init__(self, real: dict[str, object]) -> None:
         super().__init__(real)  # for whoever looks past __getitem__
-        self.real, self.mapped = real, dict[str, Any]()
+        self.real, self.mapped = real, dict[str, object]()
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         return self.mapped[name] if name in self.mapped else self.real[name]
 
 
@@ -155,7 +150,7 @@ class _Copier:
         self.leading = reach.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
         data = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
         self.concerned = data | reach.reaching(data)
-        self.memo: dict[int, Any] = dict(shared)
+        self.memo: dict[int, Any] = {**shared}
         self._globals: dict[int, Globals] = {}
         self._fill()
 
@@ -198,41 +193,37 @@ class _Copier:
             return type(x)()
         return collections.deque(maxlen=x.maxlen) if type(x) is collections.deque else None
 
-    def _fill_shell(self, x: Any, new: Any) -> None:
+    def _fill_shell(self, x: object, new: object) -> None:
         if isinstance(x, nn.Module):
-            new.__dict__.update({name: self(value) for name, value in vars(x).items()})
+            vars(new).update({name: self(value) for name, value in vars(x).items()})
             for name in filter(functools.partial(hasattr, x), slots_of(type(x))):
                 object.__setattr__(new, name, self(getattr(x, name)))
             if "_compiled_call_impl" in vars(x):  # of module.compile(): its code reads the original's params
-                new.__dict__["_compiled_call_impl"] = None
-        elif isinstance(x, types.CellType):
-            new.cell_contents = self(contents(x))
-        elif isinstance(x, dict):
-            new.update((self(key), self(value)) for key, value in x.items())
+                vars(new)["_compiled_call_impl"] = None
         else:
-            (new.update if isinstance(x, set) else new.extend)(map(self, list(x)))
+            how = Cell if isinstance(x, types.CellType) else container_of(x)
+            assert how is not None
+            how(new).write({self(key): self(value) for key, value in how(x).found.items()})
 
-    def _globals_of(self, x: types.FunctionType) -> dict[str, Any]:
+    def _globals_of(self, x: types.FunctionType) -> dict[str, object]:
         names = [name for name, value in globals_of(x).items() if id(value) in self.concerned]
         if not names or names_of(x.__code__).assigns:  # what it assigns would be lost
             return x.__globals__
         real = x.__globals__.real if isinstance(x.__globals__, Globals) else x.__globals__
         return self._globals.setdefault(id(real), Globals(real))
 
-    def _made(self, x: Any) -> object:
+    def _made(self, x: object) -> object:
         if isinstance(x, torch.Tensor):
             return self._tensor(x)
         if type(x) in weakref.ProxyTypes:
             return weakref.proxy(self(referent(x)))
-        if isinstance(x, weakref.WeakMethod):
-            return weakref.WeakMethod(self(x()))
         if isinstance(x, weakref.ref):
-            return weakref.ref(self(x()))
+            return (weakref.WeakMethod if isinstance(x, weakref.WeakMethod) else weakref.ref)(self(x()))
         if isinstance(x, BOUND):
             return getattr(self(x.__self__), x.__name__)
         if isinstance(x, (types.MethodType, functools.partial)):
             return rebuilt(x, self)
-        if type(x) in SEQUENCES or type(x) in MAPPINGS:
+        if isinstance(x, (tuple, frozenset)) and type(x) in SEQUENCES:
             return type(x)(map(self, x))
         if isinstance(x, WEAK):
             if isinstance(x, weakref.WeakSet):
@@ -245,17 +236,13 @@ class _Copier:
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Stale):
             return x
+        way, memory = self.reach.way(id(x)), storage_of(x)
         if private.is_wrapped(x) or (x.grad_fn is not None and _leads_to(x.grad_fn, self.params)):
-            stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
-            stale.where = f"{self.reach.way(id(x))} was computed from the module's params before fz.functional"
-            return stale
-        memory = storage_of(x)
-        for name in [name for name, own, of in self.trained if memory and of == memory and overlap((own, x))]:
-            stale = torch.Tensor._make_subclass(Stale, torch.empty(0))
-            stale.where = (
-                f"{self.reach.way(id(x))} shares its memory with param {name!r}, and here is none that follows it"
-            )
-            return stale
+            return Stale.like(_NOTHING, where=f"{way} was computed from the module's params before fz.functional")
+        for name, own, of in self.trained:
+            if memory and of == memory and overlap((own, x)):
+                which = f"shares its memory with param {name!r}, and here is none that follows it"
+                return Stale.like(_NOTHING, where=f"{way} {which}")
         return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
 
     def _instance(self, x: object) -> object:
@@ -293,8 +280,8 @@ class _Copier:
         return tuple(map(self._state, state)) if type(state) is tuple else self(state)
 
 
-def _leads_to(node: Any, params: set[int]) -> bool:
-    waiting, seen = [node], set()
+def _leads_to(node: torch.autograd.graph.Node | None, params: set[int]) -> bool:
+    waiting, seen = [node], set[object]()
     while waiting:
         node = waiting.pop()
         if node is None or node in seen:
@@ -304,12 +291,3 @@ def _leads_to(node: Any, params: set[int]) -> bool:
             return True
         waiting += [following for following, _ in node.next_functions]
     return False
-
-
-def _name_of(original: object, module: nn.Module) -> str:
-    kinds = (("param", module.named_parameters()), ("buffer", module.named_buffers()))
-    for what, named in (*kinds, ("submodule", module.named_modules())):
-        for name, x in named:
-            if x is original:
-                return f"its {what} {name!r}" if name else "the module itself"
-    raise AssertionError("not of the module")

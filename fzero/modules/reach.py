@@ -16,28 +16,27 @@ import torch
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from fzero.capture.contents import is_library, names_of
+from fzero.capture.containers import Cell
+from fzero.capture.contents import ATOMS, BOUND, functions_of, is_library, names_of
 
-Parts = Iterator[tuple[str, Any, bool]]
+Parts = Iterator[tuple[str, object, bool]]
+Build = tuple[Any, ...]  # function, arguments, state, items, pairs
 HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
 REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
-BOUND = (types.BuiltinMethodType, types.MethodWrapperType)
-CALLABLES = (types.FunctionType, types.MethodType, functools.partial, *BOUND)
+_LABELS = HOOKS | REGISTRIES
+_CALLABLES = (types.FunctionType, types.MethodType, functools.partial, *BOUND)
 SEQUENCES = (list, tuple, set, frozenset, collections.deque)
 MAPPINGS = (dict, collections.OrderedDict)
 WEAK = (weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet)
 _ATOMS = (
-    type(None), bool, int, float, complex, str, bytes, type(...), type(NotImplemented), range, slice, enum.Enum,
-    type, types.ModuleType, types.CodeType, types.FrameType, types.TracebackType, types.GenericAlias,
-    torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format, torch.Generator, logging.Logger,
-    torch.UntypedStorage, torch.TypedStorage,
-)  # fmt: skip
-_SIMPLE = frozenset({type(None), bool, int, float, str, types.ModuleType, torch.dtype, torch.device, torch.Size})
+    *(*ATOMS, type(NotImplemented), enum.Enum, types.CodeType, types.FrameType, types.TracebackType),
+    *(types.GenericAlias, torch.Generator, logging.Logger, torch.UntypedStorage, torch.TypedStorage),
+)
 
 
 def is_atom(x: object) -> bool:
     """Whether an object leads nowhere, as far as a copy is concerned."""
-    if type(x) in _SIMPLE:
+    if type(x) in ATOMS:
         return True
     if is_weak(x):
         return False
@@ -50,12 +49,7 @@ def is_weak(x: object) -> bool:
     return type(x) in weakref.ProxyTypes or isinstance(x, weakref.ref)
 
 
-def is_callable(x: object) -> bool:
-    """Whether what it holds is its own affair: a function, a bound method, a partial one."""
-    return not is_weak(x) and isinstance(x, CALLABLES)
-
-
-def globals_of(function: types.FunctionType) -> dict[str, Any]:
+def globals_of(function: types.FunctionType) -> dict[str, object]:
     """The global names that a function reads, with their values; none of a library's functions."""
     if is_library(dict.get(function.__globals__, "__name__")):
         return {}
@@ -68,8 +62,8 @@ def globals_of(function: types.FunctionType) -> dict[str, Any]:
     return found
 
 
-def reduced(x: object) -> tuple[Any, ...] | None:
-    """How an object says that it is built, or None where it does not: function, arguments, state, items, pairs."""
+def reduced(x: object) -> Build | None:
+    """How an object says that it is built, or None where it does not."""
     try:
         said = x.__reduce_ex__(4)
     except Exception:  # whatever its class raises to say that it cannot be taken apart
@@ -89,7 +83,7 @@ def rebuilt(x: types.MethodType | functools.partial[object], inner: Callable[[ob
     return new
 
 
-def referent(x: object) -> Any:
+def referent(x: object) -> object:
     """What a weak reference or a proxy refers to."""
     if isinstance(x, weakref.ref):
         return x()
@@ -99,7 +93,7 @@ def referent(x: object) -> Any:
         return None
 
 
-def _members(cls: type, start: Iterable[str]) -> Iterator[tuple[str, Any]]:
+def _members(cls: type, start: Iterable[str]) -> Iterator[tuple[str, object]]:
     """What a class has under these names, and under those that the functions found there use as attributes."""
     names, seen = sorted(start), set[str]()
     while names:
@@ -111,29 +105,23 @@ def _members(cls: type, start: Iterable[str]) -> Iterator[tuple[str, Any]]:
             member = vars(base).get(name)
             if isinstance(member, (nn.Module, torch.Tensor)):
                 yield f"{base.__name__}.{name}", member
-            accessors = (member.fget, member.fset) if isinstance(member, property) else (member,)
-            for accessor in accessors:
-                function = getattr(accessor, "__func__", getattr(accessor, "func", accessor))
-                if isinstance(function, types.FunctionType) and not is_library(function.__module__):
-                    yield f"{base.__name__}.{name}", function
-                    names += sorted(_attribute_names(function))
+            for function in functions_of(member):
+                yield f"{base.__name__}.{name}", function
+                names += sorted(_attribute_names(function))
 
 
 def _attribute_names(function: types.FunctionType, depth: int = 3) -> frozenset[str]:
     """Those that a function uses, or that one which it wraps does."""
     names = names_of(function.__code__).attributes
     for cell in function.__closure__ or () if depth else ():
-        inner = contents(cell)
+        inner = contents_of(cell)
         if isinstance(inner, types.FunctionType):
             names |= _attribute_names(inner, depth - 1)
     return names
 
 
-def contents(cell: types.CellType) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not filled
-        return None
+def contents_of(cell: types.CellType) -> object:
+    return Cell(cell).found.get("")
 
 
 class Reach:
@@ -148,21 +136,20 @@ class Reach:
     """
 
     def __init__(self, root: nn.Module) -> None:
-        self.objects: dict[int, Any] = {}
+        self.objects: dict[int, object] = {}
         self.owned: set[int] = set()
         self.users: dict[int, list[int]] = collections.defaultdict(list)
-        self.builds: dict[int, tuple[Any, ...] | None] = {}
+        self.builds: dict[int, Build | None] = {}
         self.paths = {id(module): path for path, module in root.named_modules()}
         self._first: dict[int, tuple[int, str]] = {}
-        self._hooks: dict[int, str] = {}
-        self._registries: dict[int, str] = {}
-        self._classes: dict[type, list[tuple[str, Any]]] = {}
-        mine: collections.deque[tuple[Any, str, Any]] = collections.deque([(None, "", root)])
-        others = collections.deque((None, label, hook) for label, hook in _global_hooks())
+        self._registries: dict[int, str] = {}  # id of a module's dict -> the name of its attribute
+        self._classes: dict[type, list[tuple[str, object]]] = {}
+        mine: collections.deque[tuple[object, str, object]] = collections.deque([(None, "", root)])
+        others: collections.deque[tuple[object, str, object]] = collections.deque(_global_hooks())
         while mine or others:
             own = bool(mine)
             user, label, x = (mine or others).popleft()
-            if own and is_callable(x):
+            if own and isinstance(x, _CALLABLES) and not is_weak(x):  # what it holds is its own affair
                 others.append((user, label, x))
                 continue
             self.users[id(x)].append(id(user))
@@ -199,13 +186,7 @@ class Reach:
                 break
         return ", ".join(label for label in reversed(labels) if label)
 
-    def owner(self, target: int) -> str:
-        """The path of the module that is nearest to an object, on the way on which it was found."""
-        while target in self._first and target not in self.paths:
-            target = self._first[target][0]
-        return self.paths.get(target, "")
-
-    def _parts(self, x: Any) -> Parts:
+    def _parts(self, x: object) -> Parts:
         """(label, object, whether it is data of x) of everything that x holds."""
         if isinstance(x, torch.Tensor):
             return
@@ -213,29 +194,25 @@ class Reach:
             yield "a weak reference", referent(x), True
         elif isinstance(x, nn.Module):
             yield from self._parts_of_module(x)
-        elif type(x) in MAPPINGS:
-            hook, what = self._hooks.get(id(x)), self._registries.get(id(x), "entry")
+        elif isinstance(x, dict) and type(x) in MAPPINGS:
+            own = self._registries.get(id(x), "")
             for key, value in list(x.items()):
                 yield f"a key of a {type(x).__name__}", key, True
-                if hook:
-                    yield f"{hook} {getattr(value, '__qualname__', type(value).__name__)}", value, False
-                else:
-                    yield f"{what} {key!r}", value, True
-        elif type(x) in SEQUENCES:
+                name = getattr(value, "__qualname__", type(value).__name__) if own in HOOKS else repr(key)
+                yield f"{_LABELS.get(own, 'entry')} {name}", value, own not in HOOKS
+        elif isinstance(x, SEQUENCES) and type(x) in SEQUENCES:
             yield from ((f"item {i}", item, True) for i, item in enumerate(x))
         elif isinstance(x, types.FunctionType):
             yield from _parts_of_function(x)
         elif isinstance(x, types.CellType):
-            yield "its value", contents(x), True
-        elif isinstance(x, types.MethodType):
+            yield "its value", contents_of(x), True
+        elif isinstance(x, (types.MethodType, *BOUND)):
             yield "the object that it is bound to", x.__self__, False
-            yield "its function", x.__func__, False
-            if isinstance(x.__func__, types.FunctionType):
-                names = _attribute_names(x.__func__)
-                for name, member in _members(type(x.__self__), names):
+            function = getattr(x, "__func__", None)
+            yield "its function", function, False
+            if isinstance(function, types.FunctionType):
+                for name, member in _members(type(x.__self__), _attribute_names(function)):
                     yield f"the method {name}", member, False
-        elif isinstance(x, BOUND):
-            yield "the object that it is bound to", x.__self__, False
         elif isinstance(x, functools.partial):
             for part in (x.func, *x.args, *x.keywords.values(), *vars(x).values()):
                 yield "an argument of functools.partial", part, False
@@ -250,11 +227,9 @@ class Reach:
 
     def _parts_of_module(self, module: nn.Module) -> Parts:
         for name, value in vars(module).items():
-            if name in HOOKS:
-                self._hooks[id(value)] = HOOKS[name]
-            elif name in REGISTRIES:
-                self._registries[id(value)] = REGISTRIES[name]
-            yield "" if name in HOOKS or name in REGISTRIES else f"attribute {name!r}", value, True
+            if name in _LABELS:
+                self._registries[id(value)] = name
+            yield "" if name in _LABELS else f"attribute {name!r}", value, True
         cls = type(module)
         if cls not in self._classes:
             self._classes[cls] = list(_members(cls, ("forward", "__call__")))
@@ -299,9 +274,9 @@ def _parts_of_function(function: types.FunctionType) -> Parts:
                     yield f"the global name '{name}.{attribute}'", held, False
 
 
-def _global_hooks() -> Iterator[tuple[str, Any]]:
+def _global_hooks() -> Iterator[tuple[None, str, object]]:
     for name, hooks in vars(torch_module).items():
         if name.startswith("_global_") and isinstance(hooks, dict):
-            for hook in hooks.values():
-                if callable(hook):
-                    yield f"the hook {getattr(hook, '__qualname__', type(hook).__name__)} of all modules", hook
+            for hook in filter(callable, hooks.values()):
+                name = getattr(hook, "__qualname__", type(hook).__name__)
+                yield None, f"the hook {name} of all modules", hook

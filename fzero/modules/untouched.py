@@ -5,8 +5,9 @@ Its other attributes are its own affair, as they are a module's: a counter count
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -18,24 +19,20 @@ from fzero.modules.private_copy import Stale
 from fzero.modules.reach import REGISTRIES, Reach
 
 
-@dataclass(eq=False)
-class _Constant:
+class _Constant(NamedTuple):
     """A tensor of the copy that is no param (a buffer, or one in an attribute), and the one that it was copied from."""
 
-    path: str
     label: str
     tensor: torch.Tensor
     source: torch.Tensor
-    version: int = field(init=False)
-    address: int = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.version, self.address = self.tensor._version, _address(self.tensor)
+    state: tuple[int, int]
 
     def changed(self, thoroughly: bool) -> bool:
-        if self.tensor._version != self.version or _address(self.tensor) != self.address:
-            return True
-        return thoroughly and not _same(self.tensor, self.source)
+        return _state(self.tensor) != self.state or (thoroughly and not _same(self.tensor, self.source))
+
+
+def _state(tensor: torch.Tensor) -> tuple[int, int]:
+    return tensor._version, _address(tensor)
 
 
 def _address(tensor: torch.Tensor) -> int:
@@ -65,6 +62,7 @@ class Untouched:
     """
 
     def __init__(self, module: nn.Module, reach: Reach, sources: Mapping[int, torch.Tensor]) -> None:
+        self.module = module
         self.depth = 0  # of calls that are running
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
         self.broken = False  # whether a tensor was written to: the copy is then made anew
@@ -80,7 +78,7 @@ class Untouched:
         for number, x in reach.objects.items():
             if number in reach.owned and isinstance(x, torch.Tensor) and number in sources and not isinstance(x, Stale):
                 label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
-                self._constants.append(_Constant(reach.owner(number), label, x, sources[number]))
+                self._constants.append(_Constant(label, x, sources[number], _state(x)))
 
     def around(self, run: Callable[..., object]) -> Callable[..., object]:
         """`run`, noting where no call is running: a pullback recomputes a unit, and the next call restores the rest."""
@@ -91,16 +89,23 @@ class Untouched:
 
         return call
 
-    def enter(self) -> None:
+    @contextlib.contextmanager
+    def around_call(self) -> Iterator[None]:
+        """Puts everything back after the outermost call, and refuses changed buffers, params and submodules."""
         if self.dirty and not self.depth:
             self.restore()
             self.dirty = False
         self.depth += 1
-
-    def leave(self) -> list[str]:
-        """Puts everything back after the outermost call; says which buffers, params and submodules were changed."""
-        self.depth -= 1
-        return [] if self.depth else self.restore()
+        try:
+            yield
+        except RuntimeError as error:
+            _refuse_in_place(error, self.module)
+            raise
+        finally:
+            self.depth -= 1
+            changed = [] if self.depth else self.restore()
+        _refuse_changes(changed)
+        self.thorough = False
 
     def restore(self) -> list[str]:
         said = [constant.label for constant in self._constants if constant.changed(self.thorough)]
@@ -116,7 +121,7 @@ class Untouched:
         return said
 
 
-def refuse_changes(said: list[str]) -> None:
+def _refuse_changes(said: list[str]) -> None:
     if said:
         raise ValueError(
             f"The module changed {said[0]} in its forward (batch norm in training mode changes its buffers); buffers "
@@ -126,7 +131,7 @@ def refuse_changes(said: list[str]) -> None:
         )
 
 
-def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
+def _refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     """Names the submodule that a functorch level did not let write to its buffer."""
     if not texts.says(error, texts.WRITES_CAPTURED):
         return
@@ -142,4 +147,4 @@ def refuse_in_place(error: RuntimeError, module: nn.Module) -> None:
     held = {**place._buffers, **{name: x for name, x in vars(place).items() if isinstance(x, torch.Tensor)}}
     names = [repr(dots + name) for name, x in held.items() if x is not None]
     if names:
-        refuse_changes([("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)])
+        _refuse_changes([("one of its tensors " if len(names) > 1 else "its buffer ") + ", ".join(names)])
