@@ -48,8 +48,6 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", 
 _NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
 _ENTRIES = (list, set, collections.deque)
 _UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__"})
-
-
 _MISSING = object()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -145,9 +146,9 @@ class Handle(Valueless):
 
     @classmethod
     def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func == REQUIRES_GRAD and isinstance(args[0], Handle):  # which is another object at each look
+            return private.is_differentiated(args[0].primal)
         if func in cls.readable:
-            if func == REQUIRES_GRAD:  # which is another object at each look
-                return private.is_differentiated(cls.first(args, kwargs).primal)
             return super().__torch_function__(func, types, args, kwargs)
         if func in _OF_THE_GRAPH:
             raise noted(cls.first(args, kwargs)._refuse(f"got {name_of(func)!r}, which a copy would answer"))
@@ -188,17 +189,13 @@ for _name in (
 Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
 
 
-def _without(name: str) -> property:
-    """An attribute that `hasattr` does not find: there are no values."""
-
-    def missing(self: Handle) -> object:
-        raise self._refuse(f"got .{name}")
-
-    return property(missing)
+def _missing(handle: Handle, name: str) -> object:
+    """An attribute that `hasattr` does not find, as there are no values."""
+    raise handle._refuse(f"got .{name}")
 
 
 for _name in ("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"):
-    setattr(Handle, _name, _without(_name))
+    setattr(Handle, _name, property(functools.partial(_missing, name=_name)))
 _OF_THE_GRAPH = {
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),

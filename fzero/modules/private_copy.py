@@ -109,15 +109,16 @@ def refuse_kinds(module: nn.Module) -> None:
         seen[memory].append((name, param))
 
 
-_LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
-_LOOKS |= {torch.Tensor.is_inference}
 _NOTHING = torch.empty(0)
 
 
 class Stale(StandIn):
     """Stands in the copy for a tensor that was computed from the original's params before: reading it is an error."""
 
-    readable = StandIn.readable | _LOOKS
+    readable = StandIn.readable | {
+        *(getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")),
+        torch.Tensor.is_inference,
+    }
     where: str
 
     def refusal(self, func: object) -> ValueError:
