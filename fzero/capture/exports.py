@@ -129,17 +129,10 @@ def built(template: object, tensors: Sequence[torch.Tensor]) -> object:
 
 
 class View:
-    """A tensor that outside is a view of another: of an input, or of what a slot stands for.
-
-    Args:
-        base: what it is a view of, outside.
-        inner: the tensor, inside.
-        whole: what it is a view of, inside.
-        constant: whether no derivative goes through it.
-    """
+    """A tensor that outside is a view of `base`, as `inner` is one of `whole` inside."""
 
     def __init__(self, base: Slot | torch.Tensor, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
-        self.base, self.constant = base, constant
+        self.base, self.constant = base, constant  # no derivative goes through a constant one
         self.size, self.stride = inner.shape, inner.stride()
         self.offset = inner.storage_offset() - whole.storage_offset()
 
@@ -187,15 +180,10 @@ class Outlets:
 
     Args:
         out: the tensors of one run: `count` that were put out, then inputs that were changed in place.
-        inputs: the tensors that the run was given.
-        outer: the same outside.
+        inputs: the tensors that the run was given; `outer` the same outside.
         own: memory of the gathered buffers.
         moving: places of the inputs that are differentiated.
         leaves: ids of what the graph of the run begins with.
-
-    Attributes:
-        recipes: for each of `out`, how it comes from what the node puts out.
-        returned: places of inputs that are put out, or views of them.
     """
 
     def __init__(
@@ -210,8 +198,8 @@ class Outlets:
     ) -> None:
         self._leaves = leaves
         self._chosen: list[tuple[str, int]] = []
-        self.recipes: list[Any] = [None] * len(out)
-        self.returned: set[int] = set()
+        self.recipes: list[Any] = [None] * len(out)  # how each comes from what the node puts out
+        self.returned: set[int] = set()  # places of inputs that are put out, or views of them
         if private.level() > 0 or any(map(private.is_wrapped, out)):
             for i in range(len(out)):
                 self._put_out(i, "as it is", False)

@@ -52,18 +52,14 @@ _MISSING = object()
 
 
 class Snapshot:
-    """What containers held, to be compared by identity: a few microseconds for ten modules.
-
-    Args:
-        vacant: a module's dicts of hooks that are empty; torch counts the hooks that are put into any.
-    """
+    """What containers held, to be compared by identity: a few microseconds for ten modules."""
 
     def __init__(self, containers: Sequence[Container], vacant: Sequence[object]) -> None:
         raw = [own for container in containers if (own := container.raw) is not None]
         self._dicts = [own for own in raw if isinstance(own, dict)]
         self._lists = [own for own in raw if not isinstance(own, dict)]
         self._others = [container for container in containers if container.raw is None]
-        self._vacant, self._hooks = vacant, RemovableHandle.next_id
+        self._vacant, self._hooks = vacant, RemovableHandle.next_id  # torch counts the hooks that are put into any dict
         self._lengths = self._count()
         self._owners, self._names = [], []
         for container in containers:
@@ -99,32 +95,20 @@ class Snapshot:
 
 
 class Found:
-    """What a search found, without a judgement on its tensors, which derivatives of the moment decide.
-
-    Attributes:
-        tensors: each with whether it lies among the arguments.
-        ids: of everything that was seen, which the containers keep alive.
-        modules: that were passed.
-        generators: random ones.
-        iterators: of Python's own, of which nothing tells where they are.
-        long: what is too long to be looked through.
-        vacant: dicts of hooks, and of arguments' attributes, that were empty, of which there are many.
-        settled: whether it can be kept.
-        names: of attributes and globals, in all code that was seen.
-    """
+    """What a search found, without a judgement on its tensors, which derivatives of the moment decide."""
 
     def __init__(self, seen: Iterable[int] = ()) -> None:
-        self.tensors: list[tuple[torch.Tensor, bool]] = []
-        self.generators: list[object] = []
-        self.iterators: list[Iterator[object]] = []
-        self.long: list[object] = []
+        self.tensors: list[tuple[torch.Tensor, bool]] = []  # each with whether it lies among the arguments
+        self.generators: list[object] = []  # random ones
+        self.iterators: list[Iterator[object]] = []  # of Python's own, of which nothing tells where they are
+        self.long: list[object] = []  # what is too long to be looked through
         self.containers: list[Container] = []
-        self.ids: set[int] = set(seen)
+        self.ids: set[int] = set(seen)  # of everything that was seen, which the containers keep alive
         self.modules: list[nn.Module] = []
-        self.vacant: list[object] = []
-        self.settled = True
+        self.vacant: list[object] = []  # the many dicts of hooks, and of arguments' attributes, that were empty
+        self.settled = True  # whether it can be kept
+        self.names = {"forward"}  # of attributes and globals, in all code that was seen
         self._snapshot: Snapshot | None = None
-        self.names = {"forward"}
         self._spaces: dict[int, type | types.ModuleType] = {}  # of the user's; what is named in them is looked at
         self._classes: list[type] = []  # of modules of libraries
 

@@ -30,16 +30,12 @@ reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = conte
 
 
 class Seen:
-    """Tensors that were seen in one run of a step's function.
-
-    Attributes:
-        made: id of a tensor -> it, and the unit whose graph it is of; None for one of no unit. Where nothing is
-            watched only what units' graphs begin with.
-        copies: storage of the copy that was read of a leaf -> the leaf, and what has that storage.
-    """
+    """Tensors that were seen in one run of a step's function."""
 
     def __init__(self) -> None:
+        # id -> the tensor, and the unit whose graph it is of or None; unwatched only those that graphs begin with
         self.made: dict[int, tuple[weakref.ref[torch.Tensor], str | None]] = {}
+        # storage of the copy that was read of a leaf -> the leaf, and what has that storage
         self.copies: dict[int, tuple[Handle, list[weakref.ref[torch.Tensor]]]] = {}
 
     def note(self, tensor: torch.Tensor, unit: str | None) -> None:

@@ -56,21 +56,7 @@ class Surroundings:
 
 
 class Reach:
-    """The places that one call reaches.
-
-    Args:
-        arguments: all of whose tensors enter the unit.
-        around: what the unit's function or module reaches.
-
-    Attributes:
-        tensors: that enter the unit: every one among the arguments, but compressed sparse ones; elsewhere those that
-            something differentiates and that it reads.
-        constants: the others, which stay where they are.
-        handles: in the order in which they were found.
-        generators: random ones, which a second run must find as the first one did.
-        iterators: which a second run would find where the first one left them.
-        long: lists, dicts and arrays that are too long to be put back.
-    """
+    """The places that one call reaches: those in its arguments, and those around its function or module."""
 
     def __init__(self, arguments: Sequence[object], around: Surroundings) -> None:
         own = Found()
@@ -81,8 +67,9 @@ class Reach:
         self._entered: dict[int, Content] = {}  # id of a container -> what it was filled with
         self._filled: set[Found] = set()
         self._looked_at: list[Container] = []
+        # those that enter the unit: all among the arguments, elsewhere those that are differentiated and that it reads
         self.tensors: list[torch.Tensor] = []
-        self.constants: list[torch.Tensor] = []
+        self.constants: list[torch.Tensor] = []  # the others, which stay where they are; compressed sparse ones too
         self.handles: list[Handle] = []
         self.generators = [*own.generators, *other.generators]
         self.iterators = [*own.iterators, *other.iterators]

@@ -127,21 +127,13 @@ def contents_of(cell: types.CellType) -> object:
 
 
 class Reach:
-    """Everything that is reached from a module, breadth first.
-
-    Attributes:
-        objects: id -> object, which keeps the ids valid.
-        owned: ids of the module's own data: modules, tensors, containers, instances in attributes. What only hooks
-            and functions hold is somebody else's.
-        users: id -> ids of the objects that hold it.
-        builds: id -> how an instance is built.
-    """
+    """Everything that is reached from a module, breadth first; what only hooks and functions hold is not its own."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.objects: dict[int, object] = {}
-        self.owned: set[int] = set()
-        self.users: dict[int, list[int]] = collections.defaultdict(list)
-        self.builds: dict[int, Build | None] = {}
+        self.objects: dict[int, object] = {}  # by their ids, which stay valid so
+        self.owned: set[int] = set()  # ids of the module's own data: modules, tensors, containers, instances
+        self.users: dict[int, list[int]] = collections.defaultdict(list)  # id -> ids of the objects that hold it
+        self.builds: dict[int, Build | None] = {}  # id -> how an instance is built
         self.paths = {id(module): path for path, module in root.named_modules()}
         self._first: dict[int, tuple[int, str]] = {}
         self._registries: dict[int, str] = {}  # id of a module's dict -> the name of its attribute
