@@ -1,4 +1,4 @@
-"""Why a call of a unit is begun anew: what a run showed of it, and what shows which tensors in objects it reads."""
+"""A call of a unit is begun anew when a run showed more of it, as which tensors in objects it reads."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _DETACHED = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[att
 
 
 class Facts(NamedTuple):
-    """What an earlier run showed of one call of a unit, beside the leaves that it is given."""
+    """The facts that an earlier run showed of one call of a unit, beside the leaves that it is given."""
 
     mutated: frozenset[int] = frozenset()  # positions among its tensors of those that it changes in place
     more: tuple[int, ...] = ()  # indices of leaves that it reads although it is not given them

@@ -1,4 +1,4 @@
-"""What one run of a unit puts out: the tensors in its result and in what it changed, and how they share memory."""
+"""The tensors that one run of a unit puts out, in its result and in what it changed, and how they share memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor inside, of its class, and with one dict for what its user sets on either of the two."""
+    """Gives what stands for a tensor inside that one's class, and one dict for what its user sets on either of the two."""
     if has_attributes(outer) and has_attributes(inner):  # of a fake one only what wraps it seems to be plain
         if type(outer) not in _PLAIN and type(inner) is not type(outer):
             inner = inner.as_subclass(type(outer))
@@ -171,7 +171,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """Returns a number that tensors which share memory have in common."""
     return storage_of(tensor) or id(tensor)
 
 
@@ -227,7 +227,7 @@ class Outlets:
             self._put_out(i, "as it is", False)
 
     def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the node puts out, from the tensors of any of its runs."""
+        """Returns what the node puts out, from the tensors of any of its runs."""
         takes = {"as it is": lambda x: x, "base": base_of, "copy": lambda x: x.resolve_conj().resolve_neg().clone()}
         return tuple(takes[how](out[i]) for how, i in self._chosen)
 
@@ -254,7 +254,7 @@ class Outlets:
             self.recipes[i] = View(slot, out[i], base, i in constant)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing differentiates what is put out, where something is differentiated at all."""
+        """Tells whether nothing differentiates what is put out, where something is differentiated at all."""
         if not torch.is_grad_enabled():
             return False
         # a view that was taken without gradients says that it needs one, as what it is a view of does
@@ -263,7 +263,7 @@ class Outlets:
 
 
 def differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
-    """Whether the values of a copy differ from those that it was made of, although no operation wrote to it."""
+    """Tells whether a copy differs from what it was made of, although no operation wrote to it."""
     outer = private.unwrapped(outer)
     if inner.layout != torch.strided or inner.is_meta or private.version(inner):
         return False

@@ -52,7 +52,7 @@ _MISSING = object()
 
 
 class Snapshot:
-    """What containers held, to be compared by identity: a few microseconds for ten modules."""
+    """Keeps what containers held, to compare it by identity in a few microseconds for ten modules."""
 
     def __init__(self, containers: Sequence[Container], vacant: Sequence[object]) -> None:
         raw = [own for container in containers if (own := container.raw) is not None]
@@ -80,7 +80,7 @@ class Snapshot:
         return itertools.chain(found, itertools.chain.from_iterable(self._lists))
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Tells whether everything is as it was."""
         return (
             (self._hooks == RemovableHandle.next_id or self._still_vacant())
             and self._count() == self._lengths
@@ -95,7 +95,7 @@ class Snapshot:
 
 
 class Found:
-    """What a search found, without a judgement on its tensors, which derivatives of the moment decide."""
+    """Keeps what a search found, without a judgement on its tensors, which derivatives of the moment decide."""
 
     def __init__(self, seen: Iterable[int] = ()) -> None:
         self.tensors: list[tuple[torch.Tensor, bool]] = []  # each with whether it lies among the arguments
@@ -118,7 +118,7 @@ class Found:
         return [container for container in self.containers if any(map(exchanges, container.found.values()))]
 
     def holds(self) -> bool:
-        """Whether all that was found is as it was."""
+        """Tells whether all that was found is as it was."""
         if self._snapshot is None:
             found = all(container.differs(container.found) is None for container in self.containers)
             return found and not any(self.vacant)
@@ -236,7 +236,7 @@ class Found:
                 self._within(space, new)
 
     def _named(self, where: dict[str, object], values: Mapping[str, object]) -> None:
-        """Variables of a file or notebook, and what its names stand for there or in others of the user's."""
+        """Looks at variables of a file or notebook, and at what its names stand for in the user's files."""
         variables = [name for name, value in values.items() if not isinstance(value, _NAMED) or _is_bound(value)]
         if variables:
             self._content(Globals(where, variables))
@@ -249,7 +249,7 @@ class Found:
                     self.function(value, False)
 
     def _space(self, space: type | types.ModuleType) -> None:
-        """A class, with those that it is made of, or a module, where it is the user's."""
+        """Looks at a class, with those that it is made of, or a module, where it is the user's."""
         for own in space.__mro__ if isinstance(space, type) else (space,):
             if id(own) in self._spaces or not _is_users(own.__module__ if isinstance(own, type) else own.__name__):
                 continue
@@ -259,7 +259,7 @@ class Found:
             self._within(own, self.names)
 
     def _within(self, space: type | types.ModuleType, names: Collection[str]) -> None:
-        """What has one of some names in a class or a module, and what Python calls by itself."""
+        """Looks at what has one of some names in a class or a module, and at what Python calls by itself."""
         if isinstance(space, types.ModuleType):
             self._named(vars(space), {name: value for name, value in vars(space).items() if name in names})
             return
@@ -271,7 +271,7 @@ class Found:
                         self.function(function, False)
 
     def _module(self, module: nn.Module) -> None:
-        """What its submodules, its hooks and its forward reach."""
+        """Looks at what its submodules, its hooks and its forward reach."""
         self.modules.append(module)
         for child in module._modules.values():
             self.search(child, False)
@@ -300,7 +300,7 @@ def _is_bound(value: object) -> bool:
 
 @functools.lru_cache(4096)
 def _is_users(name: str | None) -> bool:
-    """Whether a module is the user's own, and none of an installed library."""
+    """Tells whether a module is the user's own, and none of an installed library."""
     if name is None or is_library(name):
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
@@ -308,7 +308,7 @@ def _is_users(name: str | None) -> bool:
 
 
 def mark(long: object, thorough: bool) -> int:
-    """What shows that something long was changed: its length; thoroughly also what is in it, which takes a while."""
+    """Returns what shows a change of something long: its length, thoroughly also its content, which takes a while."""
     if isinstance(long, np.ndarray):
         return zlib.crc32(long.tobytes()) if thorough else 0
     if isinstance(long, BYTES):

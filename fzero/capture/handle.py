@@ -1,4 +1,4 @@
-"""What stands for a leaf of a unit where that unit is not running: it knows its unit, and its values cannot be read."""
+"""A leaf of a unit is a handle where that unit is not running: it knows its unit, and its values cannot be read."""
 
 from __future__ import annotations
 
@@ -200,7 +200,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def writes(func: object, kwargs: Named) -> bool:
-    """Whether a function changes its first argument, or `out`."""
+    """Tells whether a function changes its first argument, or `out`."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":
         return False
@@ -240,7 +240,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def name_of(func: object) -> str:
-    """What a user calls it: a property's getter by the property's name."""
+    """Returns what a user calls a function: a property's getter by the property's name."""
     name = getattr(func, "__name__", str(func))
     own = getattr(getattr(func, "__self__", None), "__name__", name)
     return {"__get__": own, "__set__": f".{own} = ..."}.get(name, name)

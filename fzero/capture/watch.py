@@ -46,13 +46,10 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 
 
 class Watch(torch.overrides.TorchFunctionMode):
-    """Looks at every operation.
+    """Looks at every operation of a unit or, if that is None, of the function around the units.
 
     Args:
-        unit: that is running; None for the function around the units.
         protected: storage -> what names the leaf that a view of it belongs to.
-
-    Attributes:
         own: ids of what the unit made, or made a leaf of a graph, itself.
     """
 
@@ -147,7 +144,7 @@ def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) 
 
 
 def is_watch(mode: object) -> bool:
-    """Whether a torch function mode is one of this file's."""
+    """Tells whether a torch function mode is one of this file's."""
     return isinstance(mode, (Watch, _Guard))
 
 
@@ -177,7 +174,7 @@ def begins(unit: str, leaves: Sequence[torch.Tensor]) -> None:
 
 
 def begun() -> Callable[[torch.Tensor], bool]:
-    """Tells of a tensor whether a unit's graph begins with it, in the run that is going on; at any time."""
+    """Returns what tells at any time whether a unit's graph of the current run begins with a tensor."""
     own = seen.get()
     return lambda leaf: own is not None and own.unit_of(leaf) is not None
 

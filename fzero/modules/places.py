@@ -43,7 +43,7 @@ class Places:
         self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
 
     def now(self, leaves: Leaves) -> Leaves:
-        """What stands for the module's params, if others were put there (torch.func.functional_call)."""
+        """Returns what stands for the module's params, if others were put there (torch.func.functional_call)."""
         places = [(name, *self.of[name]) for name in leaves]
         if all(owner.get(own) is leaves[name] for name, owner, own in places):
             return leaves
@@ -138,7 +138,7 @@ def _places_in(holder: object, value: object) -> Iterator[Place]:
 
 
 def _with(x: object, now: Mapping[int, object]) -> object:
-    """The same with leaves in the placeholders' places; of what does not change, another one."""
+    """Makes the same with leaves in the placeholders' places, also of what does not change."""
     inner = functools.partial(_with, now=now)
     if id(x) in now:
         return now[id(x)]

@@ -1,4 +1,4 @@
-"""What a module leads to: attributes, containers, hooks, closures, bound objects, global names; and on which way."""
+"""The search for what a module leads to, and on which way: attributes, hooks, closures, bound objects, global names."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _ATOMS = (
 
 
 def is_atom(x: object) -> bool:
-    """Whether an object leads nowhere, as far as a copy is concerned."""
+    """Tells whether an object leads nowhere, as far as a copy is concerned."""
     if type(x) in ATOMS:
         return True
     if is_weak(x):
@@ -65,7 +65,7 @@ def globals_of(function: types.FunctionType) -> dict[str, object]:
 
 
 def reduced(x: object) -> Build | None:
-    """How an object says that it is built, or None where it does not."""
+    """Returns how an object says that it is built, or None where it does not."""
     try:
         said = x.__reduce_ex__(4)
     except Exception:  # whatever its class raises to say that it cannot be taken apart
@@ -86,7 +86,7 @@ def rebuilt(x: types.MethodType | functools.partial[object], inner: Callable[[ob
 
 
 def referent(x: object) -> object:
-    """What a weak reference or a proxy refers to."""
+    """Returns what a weak reference or a proxy refers to."""
     if isinstance(x, weakref.ref):
         return x()
     try:
@@ -96,7 +96,7 @@ def referent(x: object) -> object:
 
 
 def _methods(cls: type, start: Iterable[str]) -> Parts:
-    """What a class has under these names, and under those that the functions found there use as attributes."""
+    """Finds what a class has under these names, and under those that the functions found use as attributes."""
     names, seen = sorted(start), set[str]()
     while names:
         name = names.pop()
@@ -113,7 +113,7 @@ def _methods(cls: type, start: Iterable[str]) -> Parts:
 
 
 def _attribute_names(function: types.FunctionType, depth: int = 3) -> frozenset[str]:
-    """Those that a function uses, or that one which it wraps does."""
+    """Returns the names that a function, or one which it wraps, uses as attributes."""
     names = names_of(function.__code__).attributes
     for cell in function.__closure__ or () if depth else ():
         inner = contents_of(cell)
@@ -168,7 +168,7 @@ class Reach:
         return found
 
     def way(self, target: int) -> str:
-        """How an object is reached: from the module that is nearest to it on that way."""
+        """Says how an object is reached, from the module that is nearest to it on that way."""
         labels: list[str] = []
         here = target
         while here in self._first:
