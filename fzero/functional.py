@@ -15,12 +15,12 @@ from torch import nn
 from fzero.base.arguments import wrong
 from fzero.base.context import during
 from fzero.base.patterns import ROOT
-from fzero.capture.handle import Function, Handle
+from fzero.capture.handle import Function, Handle, reading
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, call_unit, plain_call
 from fzero.engine.traversal import here, origins_of, running
-from fzero.modules.places import Absent, Places, places_of, readable
+from fzero.modules.places import Absent, Places, full, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched
 from fzero.table.module_params import ModuleParams, refuse_lost
@@ -105,7 +105,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             for name, leaf in outside.items():
                 if isinstance(leaf, Handle):
                     by_index.setdefault(leaf.index, {})[name] = leaf
-            with during(_outside, by_index), readable():
+            with during(_outside, by_index), during(reading, full):
                 return own.root.places.call(own.module, outside, args, kwargs)
 
     return apply, params
@@ -182,7 +182,7 @@ class _Copy:
             """Installs the leaves of other units that the call is known to read, where no apply does."""
             indices = [index for _, index in here.get() or () if index not in gathered]
             known = {name: x for index in indices for name, x in outside.get(index, {}).items()}
-            with self.root.places.installed(known) if known else contextlib.nullcontext(), readable():
+            with self.root.places.installed(known) if known else contextlib.nullcontext(), during(reading, full):
                 yield
 
         @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Why a call of a unit is begun anew: what a run showed of it, and what shows which tensors in objects it reads."""
+"""A call of a unit is begun anew when a run showed more of it, as which tensors in objects it reads."""
 
 from __future__ import annotations
 
@@ -16,27 +16,17 @@ _DETACHED = {torch.Tensor.detach, torch.Tensor.data.__get__}  # type: ignore[att
 
 
 class Facts(NamedTuple):
-    """What an earlier run showed of one call of a unit, beside the leaves that it is given.
+    """The facts that an earlier run showed of one call of a unit, beside the leaves that it is given."""
 
-    Attributes:
-        mutated: positions among its tensors of those that it changes in place.
-        more: indices of leaves that it reads although it is not given them.
-        read: places among the tensors that lie in objects of those that it reads.
-        returned: positions among its tensors of those that it returns, or views of them, where it will be run again:
-            the caller may change them meanwhile.
-        draws: whether it draws from random generators that are Python's or numpy's own.
-        watched: whether it computes with tensors of functorch levels that have ended, so that each operation must be
-            looked at to tell them from those of levels that go on.
-        joint: of the tensors that it puts out, each -> the others that depend on it inside.
-    """
-
-    mutated: frozenset[int] = frozenset()
-    more: tuple[int, ...] = ()
-    read: frozenset[int] = frozenset()
+    mutated: frozenset[int] = frozenset()  # positions among its tensors of those that it changes in place
+    more: tuple[int, ...] = ()  # indices of leaves that it reads although it is not given them
+    read: frozenset[int] = frozenset()  # places among the tensors that lie in objects of those that it reads
+    # positions of the tensors that it returns, or views of, where it will be run again: the caller may change them
     returned: frozenset[int] = frozenset()
-    draws: bool = False
+    draws: bool = False  # from random generators that are Python's or numpy's own
+    # with tensors of functorch levels that have ended, which only a look at each operation tells from those that go on
     watched: bool = False
-    joint: Mapping[int, frozenset[int]] = {}
+    joint: Mapping[int, frozenset[int]] = {}  # place of a tensor that it puts out -> others that depend on it inside
 
     def joined(self, showed: Facts) -> Facts:
         """These, and what another run showed."""

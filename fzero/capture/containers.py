@@ -50,7 +50,7 @@ class Container:
             own.__setitem__(self.of, key, value)
 
     def differs(self, content: Content) -> Content | None:
-        """What is in it now, if that is something else."""
+        """Returns what is in it now, if that is something else."""
         now = self.read()
         same = len(now) == len(content) and all(map(operator.is_, now, content))
         return None if same and all(map(operator.is_, now.values(), content.values())) else now
@@ -240,7 +240,7 @@ class Globals(_Behind):
 
 
 class ClassAttributes(_Behind):
-    """What a class has beside its functions and its documentation."""
+    """The attributes that a class has beside its functions and its documentation."""
 
     def __init__(self, of: type) -> None:
         self.whole = [*vars(of).values()]
@@ -273,12 +273,12 @@ class Params(Globals):
 
 
 def has_attributes(tensor: torch.Tensor) -> bool:
-    """Whether what its user sets on a tensor is all that it has beside its values."""
+    """Tells whether what its user sets on a tensor is all that it has beside its values."""
     return not private.is_dispatched(type(tensor))
 
 
 def moves(tensor: torch.Tensor) -> bool:
-    """Whether some derivative or map of the moment takes part in a tensor."""
+    """Tells whether some derivative or map of the moment takes part in a tensor."""
     return private.is_wrapped(tensor) or private.is_differentiated(tensor)
 
 

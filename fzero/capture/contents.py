@@ -96,7 +96,7 @@ def functions_of(member: object) -> list[types.FunctionType]:
 
 
 def container_of(value: object) -> type[Container] | None:
-    """How an object is read and written, if it is mutable and its content can be seen."""
+    """Returns how an object is read and written, if it is mutable and its content can be seen."""
     kind = type(value)
     if kind in _EXACTLY:
         return _EXACTLY[kind]
@@ -121,10 +121,7 @@ def _is_users(kind: type) -> bool:
 
 
 def containers_of(value: object) -> list[Container]:
-    """How one object is read and written: a dict's or list's subclass by its items and its attributes.
-
-    Of a function that is what it closes over, its defaults and its attributes.
-    """
+    """Returns all that can be written in an object: of a function its variables, defaults and attributes, say."""
     if isinstance(value, types.FunctionType):
         cells = [Cell(cell) for cell in value.__closure__ or ()]
         defaults = [Defaults(value)] if value.__defaults__ else []
@@ -146,7 +143,7 @@ def containers_of(value: object) -> list[Container]:
 
 @functools.lru_cache(4096)
 def is_tuple(kind: type) -> bool:
-    """Whether objects of a type are a tuple, perhaps with a name and attributes; not a record of Python's own."""
+    """Tells whether objects of a type are tuples, perhaps with attributes, but no records of Python's own."""
     return issubclass(kind, tuple) and kind is not torch.Size and not optree.is_structseq_class(kind)
 
 
@@ -192,7 +189,7 @@ def replaced(value: object, by: Mapping[int, torch.Tensor]) -> object:
 
 
 def exchanges(value: object) -> bool:
-    """Whether `replaced` can give something else for it."""
+    """Tells whether `replaced` can give something else for a value."""
     return isinstance(value, torch.Tensor) or any(map(exchanges, parts_of(value)))
 
 

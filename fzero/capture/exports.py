@@ -1,4 +1,4 @@
-"""What one run of a unit puts out: the tensors in its result and in what it changed, and how they share memory."""
+"""The tensors that one run of a unit puts out, in its result and in what it changed, and how they share memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """What stands for a tensor inside, of its class, and with one dict for what its user sets on either of the two."""
+    """Gives what stands for a tensor inside that one's class, and one dict for what its user sets on either of the two."""
     if has_attributes(outer) and has_attributes(inner):  # of a fake one only what wraps it seems to be plain
         if type(outer) not in _PLAIN and type(inner) is not type(outer):
             inner = inner.as_subclass(type(outer))
@@ -129,17 +129,10 @@ def built(template: object, tensors: Sequence[torch.Tensor]) -> object:
 
 
 class View:
-    """A tensor that outside is a view of another: of an input, or of what a slot stands for.
-
-    Args:
-        base: what it is a view of, outside.
-        inner: the tensor, inside.
-        whole: what it is a view of, inside.
-        constant: whether no derivative goes through it.
-    """
+    """A tensor that outside is a view of `base`, as `inner` is one of `whole` inside."""
 
     def __init__(self, base: Slot | torch.Tensor, inner: torch.Tensor, whole: torch.Tensor, constant: bool) -> None:
-        self.base, self.constant = base, constant
+        self.base, self.constant = base, constant  # no derivative goes through a constant one
         self.size, self.stride = inner.shape, inner.stride()
         self.offset = inner.storage_offset() - whole.storage_offset()
 
@@ -178,7 +171,7 @@ def overlap(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def memory(tensor: torch.Tensor) -> int:
-    """What tensors that share memory have in common."""
+    """Returns a number that tensors which share memory have in common."""
     return storage_of(tensor) or id(tensor)
 
 
@@ -187,15 +180,10 @@ class Outlets:
 
     Args:
         out: the tensors of one run: `count` that were put out, then inputs that were changed in place.
-        inputs: the tensors that the run was given.
-        outer: the same outside.
+        inputs: the tensors that the run was given; `outer` the same outside.
         own: memory of the gathered buffers.
         moving: places of the inputs that are differentiated.
         leaves: ids of what the graph of the run begins with.
-
-    Attributes:
-        recipes: for each of `out`, how it comes from what the node puts out.
-        returned: places of inputs that are put out, or views of them.
     """
 
     def __init__(
@@ -210,8 +198,8 @@ class Outlets:
     ) -> None:
         self._leaves = leaves
         self._chosen: list[tuple[str, int]] = []
-        self.recipes: list[Any] = [None] * len(out)
-        self.returned: set[int] = set()
+        self.recipes: list[Any] = [None] * len(out)  # how each comes from what the node puts out
+        self.returned: set[int] = set()  # places of inputs that are put out, or views of them
         if private.level() > 0 or any(map(private.is_wrapped, out)):
             for i in range(len(out)):
                 self._put_out(i, "as it is", False)
@@ -239,7 +227,7 @@ class Outlets:
             self._put_out(i, "as it is", False)
 
     def taken(self, out: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What the node puts out, from the tensors of any of its runs."""
+        """Returns what the node puts out, from the tensors of any of its runs."""
         takes = {"as it is": lambda x: x, "base": base_of, "copy": lambda x: x.resolve_conj().resolve_neg().clone()}
         return tuple(takes[how](out[i]) for how, i in self._chosen)
 
@@ -266,7 +254,7 @@ class Outlets:
             self.recipes[i] = View(slot, out[i], base, i in constant)
 
     def _is_constant(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing differentiates what is put out, where something is differentiated at all."""
+        """Tells whether nothing differentiates what is put out, where something is differentiated at all."""
         if not torch.is_grad_enabled():
             return False
         # a view that was taken without gradients says that it needs one, as what it is a view of does
@@ -275,7 +263,7 @@ class Outlets:
 
 
 def differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
-    """Whether the values of a copy differ from those that it was made of, although no operation wrote to it."""
+    """Tells whether a copy differs from what it was made of, although no operation wrote to it."""
     outer = private.unwrapped(outer)
     if inner.layout != torch.strided or inner.is_meta or private.version(inner):
         return False

@@ -48,24 +48,18 @@ _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_forward_hooks_with_kwargs", 
 _NAMED = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)  # hold nothing to exchange
 _ENTRIES = (list, set, collections.deque)
 _UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__getstate__", "__setstate__", "__reduce__"})
-
-
 _MISSING = object()
 
 
 class Snapshot:
-    """What containers held, to be compared by identity: a few microseconds for ten modules.
-
-    Args:
-        vacant: a module's dicts of hooks that are empty; torch counts the hooks that are put into any.
-    """
+    """Keeps what containers held, to compare it by identity in a few microseconds for ten modules."""
 
     def __init__(self, containers: Sequence[Container], vacant: Sequence[object]) -> None:
         raw = [own for container in containers if (own := container.raw) is not None]
         self._dicts = [own for own in raw if isinstance(own, dict)]
         self._lists = [own for own in raw if not isinstance(own, dict)]
         self._others = [container for container in containers if container.raw is None]
-        self._vacant, self._hooks = vacant, RemovableHandle.next_id
+        self._vacant, self._hooks = vacant, RemovableHandle.next_id  # torch counts the hooks that are put into any dict
         self._lengths = self._count()
         self._owners, self._names = [], []
         for container in containers:
@@ -86,7 +80,7 @@ class Snapshot:
         return itertools.chain(found, itertools.chain.from_iterable(self._lists))
 
     def holds(self) -> bool:
-        """Whether everything is as it was."""
+        """Tells whether everything is as it was."""
         return (
             (self._hooks == RemovableHandle.next_id or self._still_vacant())
             and self._count() == self._lengths
@@ -101,32 +95,20 @@ class Snapshot:
 
 
 class Found:
-    """What a search found, without a judgement on its tensors, which derivatives of the moment decide.
-
-    Attributes:
-        tensors: each with whether it lies among the arguments.
-        ids: of everything that was seen, which the containers keep alive.
-        modules: that were passed.
-        generators: random ones.
-        iterators: of Python's own, of which nothing tells where they are.
-        long: what is too long to be looked through.
-        vacant: dicts of hooks, and of arguments' attributes, that were empty, of which there are many.
-        settled: whether it can be kept.
-        names: of attributes and globals, in all code that was seen.
-    """
+    """Keeps what a search found, without a judgement on its tensors, which derivatives of the moment decide."""
 
     def __init__(self, seen: Iterable[int] = ()) -> None:
-        self.tensors: list[tuple[torch.Tensor, bool]] = []
-        self.generators: list[object] = []
-        self.iterators: list[Iterator[object]] = []
-        self.long: list[object] = []
+        self.tensors: list[tuple[torch.Tensor, bool]] = []  # each with whether it lies among the arguments
+        self.generators: list[object] = []  # random ones
+        self.iterators: list[Iterator[object]] = []  # of Python's own, of which nothing tells where they are
+        self.long: list[object] = []  # what is too long to be looked through
         self.containers: list[Container] = []
-        self.ids: set[int] = set(seen)
+        self.ids: set[int] = set(seen)  # of everything that was seen, which the containers keep alive
         self.modules: list[nn.Module] = []
-        self.vacant: list[object] = []
-        self.settled = True
+        self.vacant: list[object] = []  # the many dicts of hooks, and of arguments' attributes, that were empty
+        self.settled = True  # whether it can be kept
+        self.names = {"forward"}  # of attributes and globals, in all code that was seen
         self._snapshot: Snapshot | None = None
-        self.names = {"forward"}
         self._spaces: dict[int, type | types.ModuleType] = {}  # of the user's; what is named in them is looked at
         self._classes: list[type] = []  # of modules of libraries
 
@@ -136,7 +118,7 @@ class Found:
         return [container for container in self.containers if any(map(exchanges, container.found.values()))]
 
     def holds(self) -> bool:
-        """Whether all that was found is as it was."""
+        """Tells whether all that was found is as it was."""
         if self._snapshot is None:
             found = all(container.differs(container.found) is None for container in self.containers)
             return found and not any(self.vacant)
@@ -254,7 +236,7 @@ class Found:
                 self._within(space, new)
 
     def _named(self, where: dict[str, object], values: Mapping[str, object]) -> None:
-        """Variables of a file or notebook, and what its names stand for there or in others of the user's."""
+        """Looks at variables of a file or notebook, and at what its names stand for in the user's files."""
         variables = [name for name, value in values.items() if not isinstance(value, _NAMED) or _is_bound(value)]
         if variables:
             self._content(Globals(where, variables))
@@ -267,7 +249,7 @@ class Found:
                     self.function(value, False)
 
     def _space(self, space: type | types.ModuleType) -> None:
-        """A class, with those that it is made of, or a module, where it is the user's."""
+        """Looks at a class, with those that it is made of, or a module, where it is the user's."""
         for own in space.__mro__ if isinstance(space, type) else (space,):
             if id(own) in self._spaces or not _is_users(own.__module__ if isinstance(own, type) else own.__name__):
                 continue
@@ -277,7 +259,7 @@ class Found:
             self._within(own, self.names)
 
     def _within(self, space: type | types.ModuleType, names: Collection[str]) -> None:
-        """What has one of some names in a class or a module, and what Python calls by itself."""
+        """Looks at what has one of some names in a class or a module, and at what Python calls by itself."""
         if isinstance(space, types.ModuleType):
             self._named(vars(space), {name: value for name, value in vars(space).items() if name in names})
             return
@@ -289,7 +271,7 @@ class Found:
                         self.function(function, False)
 
     def _module(self, module: nn.Module) -> None:
-        """What its submodules, its hooks and its forward reach."""
+        """Looks at what its submodules, its hooks and its forward reach."""
         self.modules.append(module)
         for child in module._modules.values():
             self.search(child, False)
@@ -318,7 +300,7 @@ def _is_bound(value: object) -> bool:
 
 @functools.lru_cache(4096)
 def _is_users(name: str | None) -> bool:
-    """Whether a module is the user's own, and none of an installed library."""
+    """Tells whether a module is the user's own, and none of an installed library."""
     if name is None or is_library(name):
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
@@ -326,7 +308,7 @@ def _is_users(name: str | None) -> bool:
 
 
 def mark(long: object, thorough: bool) -> int:
-    """What shows that something long was changed: its length; thoroughly also what is in it, which takes a while."""
+    """Returns what shows a change of something long: its length, thoroughly also its content, which takes a while."""
     if isinstance(long, np.ndarray):
         return zlib.crc32(long.tobytes()) if thorough else 0
     if isinstance(long, BYTES):

@@ -1,8 +1,9 @@
-"""What stands for a leaf of a unit where that unit is not running: it knows its unit, and its values cannot be read."""
+"""A leaf of a unit is a handle where that unit is not running: it knows its unit, and its values cannot be read."""
 
 from __future__ import annotations
 
 import contextvars
+import functools
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any, Self
@@ -29,16 +30,12 @@ reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = conte
 
 
 class Seen:
-    """Tensors that were seen in one run of a step's function.
-
-    Attributes:
-        made: id of a tensor -> it, and the unit whose graph it is of; None for one of no unit. Where nothing is
-            watched only what units' graphs begin with.
-        copies: storage of the copy that was read of a leaf -> the leaf, and what has that storage.
-    """
+    """Tensors that were seen in one run of a step's function."""
 
     def __init__(self) -> None:
+        # id -> the tensor, and the unit whose graph it is of or None; unwatched only those that graphs begin with
         self.made: dict[int, tuple[weakref.ref[torch.Tensor], str | None]] = {}
+        # storage of the copy that was read of a leaf -> the leaf, and what has that storage
         self.copies: dict[int, tuple[Handle, list[weakref.ref[torch.Tensor]]]] = {}
 
     def note(self, tensor: torch.Tensor, unit: str | None) -> None:
@@ -145,9 +142,9 @@ class Handle(Valueless):
 
     @classmethod
     def __torch_function__(cls, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func == REQUIRES_GRAD and isinstance(args[0], Handle):  # which is another object at each look
+            return private.is_differentiated(args[0].primal)
         if func in cls.readable:
-            if func == REQUIRES_GRAD:  # which is another object at each look
-                return private.is_differentiated(cls.first(args, kwargs).primal)
             return super().__torch_function__(func, types, args, kwargs)
         if func in _OF_THE_GRAPH:
             raise noted(cls.first(args, kwargs)._refuse(f"got {name_of(func)!r}, which a copy would answer"))
@@ -188,17 +185,13 @@ for _name in (
 Handle.__hash__ = torch.Tensor.__hash__  # type: ignore[method-assign]
 
 
-def _without(name: str) -> property:
-    """An attribute that `hasattr` does not find: there are no values."""
-
-    def missing(self: Handle) -> object:
-        raise self._refuse(f"got .{name}")
-
-    return property(missing)
+def _missing(handle: Handle, name: str) -> object:
+    """An attribute that `hasattr` does not find, as there are no values."""
+    raise handle._refuse(f"got .{name}")
 
 
 for _name in ("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"):
-    setattr(Handle, _name, _without(_name))
+    setattr(Handle, _name, property(functools.partial(_missing, name=_name)))
 _OF_THE_GRAPH = {
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
@@ -207,7 +200,7 @@ _SET_DATA = torch.Tensor.data.__set__  # type: ignore[attr-defined]
 
 
 def writes(func: object, kwargs: Named) -> bool:
-    """Whether a function changes its first argument, or `out`."""
+    """Tells whether a function changes its first argument, or `out`."""
     name = getattr(func, "__name__", "")
     if name == "requires_grad_":
         return False
@@ -247,7 +240,7 @@ def storage_of(tensor: torch.Tensor) -> int:
 
 
 def name_of(func: object) -> str:
-    """What a user calls it: a property's getter by the property's name."""
+    """Returns what a user calls a function: a property's getter by the property's name."""
     name = getattr(func, "__name__", str(func))
     own = getattr(getattr(func, "__self__", None), "__name__", name)
     return {"__get__": own, "__set__": f".{own} = ..."}.get(name, name)

@@ -1,4 +1,4 @@
-"""What a second run of a unit's call finds as its first run did, beside tensors; what it cannot find so is refused.
+"""A second run of a unit's call finds what its first run did, beside tensors too; what it cannot find so is refused.
 
 That are context variables, torch function modes and random generators. A unit runs again where it is recomputed
 (fz.remat, derivatives of derivatives), and where its first run showed what must be known beforehand. Whatever else
@@ -34,12 +34,7 @@ class SecondRun:
         self._drawn: frozenset[str] = frozenset()  # modules whose own generators the first run drew from
 
     def begin(self, first: bool, draws: bool) -> None:
-        """Before the first run.
-
-        Args:
-            first: whether nothing is known of the call.
-            draws: whether it is known to draw from generators that are Python's or numpy's own.
-        """
+        """Before the first run, of which nothing may be known, or that it draws from Python's or numpy's generators."""
         self._first, self._draws, self._weights = first, draws, None
         self._replayed = Replayed((*self._reach.generators, *((PYTHON, NUMPY) if first or draws else ())))
         self._before = self._after = self._marks()
@@ -57,9 +52,7 @@ class SecondRun:
 
     def first(self, run: Callable[[], object]) -> object:
         """The first run. A higher-order operator on the way has taken the function modes off, one after another."""
-        if not self._modes:
-            return run()
-        with private.under_function_modes(self._modes):
+        with private.under_function_modes(self._modes) if self._modes else contextlib.nullcontext():
             return run()
 
     def run(self, run: Callable[[], object]) -> object:
@@ -113,7 +106,7 @@ class SecondRun:
                 )
 
     def weigh(self, out: Sequence[torch.Tensor], again: bool) -> bool:
-        """Whether a run put out what the first one did, as far as sums tell; of the first one they are kept.
+        """Tells whether a run put out what the first one did, as far as sums tell; those of the first one are kept.
 
         On an accelerator, where reading a sum waits for the device, only the first runs of a call are compared.
         """
@@ -132,7 +125,7 @@ class SecondRun:
 
 
 def _weights(out: Sequence[torch.Tensor], thorough: bool) -> list[list[float]] | None:
-    """Of each tensor a sum, that of its magnitudes, and the part of these that rounding takes; None under a map."""
+    """Returns each tensor's sum, that of its magnitudes, and the part of it that rounding takes; None under a map."""
     with private.below_transforms() if private.level() else contextlib.nullcontext(), private.without_autocast():
         found = []
         for x in out:
@@ -172,7 +165,7 @@ _LOST = {d: torch.finfo(d).eps ** 0.75 for d in (torch.float64, _F32, torch.bflo
 
 
 def _agree(one: list[float], other: list[float]) -> bool:
-    """Whether sums are the same but for rounding; what is not finite says nothing."""
+    """Tells whether sums are the same but for rounding; what is not finite says nothing."""
     if one == other:
         return True
     bound = one[2] * max(one[1], other[1])

@@ -1,4 +1,4 @@
-"""What a unit reaches beside its tensors: the containers and objects in its arguments, its closure and its module.
+"""The containers and objects that a unit reaches beside its tensors: in its arguments, its closure and its module.
 
 A unit is one node of the derivative, so what it reads and writes there must enter and leave the node with the rest. A
 `Reach` finds these places. While the unit runs it fills them with the unit's own tensors; afterwards it puts back what
@@ -24,7 +24,7 @@ Filling = Sequence[tuple[Container, Content]]
 
 
 class Surroundings:
-    """What a function or a module reaches, found once; at each call it is seen whether that is still so."""
+    """Finds once what a function or a module reaches, and looks at each call whether that is still so."""
 
     def __init__(self, of: object) -> None:
         self.of = of
@@ -32,7 +32,7 @@ class Surroundings:
         self._kept: Found | None = None
 
     def found(self, seen: set[int]) -> Found:
-        """What is there now, without what was seen before."""
+        """Returns what is there now, without what was seen before."""
         if self._kept is None or not self._kept.holds():
             self._kept = None
             found = self._search(())
@@ -56,21 +56,7 @@ class Surroundings:
 
 
 class Reach:
-    """The places that one call reaches.
-
-    Args:
-        arguments: all of whose tensors enter the unit.
-        around: what the unit's function or module reaches.
-
-    Attributes:
-        tensors: that enter the unit: every one among the arguments, but compressed sparse ones; elsewhere those that
-            something differentiates and that it reads.
-        constants: the others, which stay where they are.
-        handles: in the order in which they were found.
-        generators: random ones, which a second run must find as the first one did.
-        iterators: which a second run would find where the first one left them.
-        long: lists, dicts and arrays that are too long to be put back.
-    """
+    """The places that one call reaches: those in its arguments, and those around its function or module."""
 
     def __init__(self, arguments: Sequence[object], around: Surroundings) -> None:
         own = Found()
@@ -81,8 +67,9 @@ class Reach:
         self._entered: dict[int, Content] = {}  # id of a container -> what it was filled with
         self._filled: set[Found] = set()
         self._looked_at: list[Container] = []
+        # those that enter the unit: all among the arguments, elsewhere those that are differentiated and that it reads
         self.tensors: list[torch.Tensor] = []
-        self.constants: list[torch.Tensor] = []
+        self.constants: list[torch.Tensor] = []  # the others, which stay where they are; compressed sparse ones too
         self.handles: list[Handle] = []
         self.generators = [*own.generators, *other.generators]
         self.iterators = [*own.iterators, *other.iterators]
@@ -122,7 +109,7 @@ class Reach:
             self.constants.append(tensor)
 
     def names(self, words: frozenset[str]) -> bool:
-        """Whether some code that was seen names one of these words."""
+        """Tells whether some code that was seen names one of these words."""
         return any(not found.names.isdisjoint(words) for found in self._founds)
 
     def knows(self, value: object) -> bool:
@@ -156,7 +143,7 @@ class Reach:
         return filling
 
     def entered(self, container: Container) -> Content:
-        """What a container was filled with."""
+        """Returns what a container was filled with."""
         return self._entered.get(id(container), container.found)
 
     def changes(self) -> Filling:

@@ -22,8 +22,6 @@ from fzero.table.layout import Group
 LeafOf = Callable[[torch.Tensor], str]
 _AS_IT_IS: contextlib.nullcontext[None] = contextlib.nullcontext()
 _strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
-
-
 _elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_elsewhere", default=False)
 
 
@@ -48,13 +46,10 @@ _SET_REQUIRES_GRAD = torch.Tensor.requires_grad.__set__  # type: ignore[attr-def
 
 
 class Watch(torch.overrides.TorchFunctionMode):
-    """Looks at every operation.
+    """Looks at every operation of a unit or, if that is None, of the function around the units.
 
     Args:
-        unit: that is running; None for the function around the units.
         protected: storage -> what names the leaf that a view of it belongs to.
-
-    Attributes:
         own: ids of what the unit made, or made a leaf of a graph, itself.
     """
 
@@ -71,7 +66,9 @@ class Watch(torch.overrides.TorchFunctionMode):
         for x in operands:
             if self.unit is not None and private.level() == 0 and private.is_wrapped(x):
                 raise noted(ValueError(closed_over(x)))
-            self._refuse_leaked(x)
+            unit = None if self.seen is None or id(x) in self.own else self.seen.unit_of(x)
+            if unit is not None:
+                raise noted(ValueError(leaked(x, unit)))
         if writes(func, kwargs) and operands:
             _refuse_writes(func, args, kwargs, self.protected)
         if func in _ASKS:
@@ -85,11 +82,6 @@ class Watch(torch.overrides.TorchFunctionMode):
                     if self.seen is not None:
                         self.seen.note(x, self.unit)
         return out
-
-    def _refuse_leaked(self, tensor: torch.Tensor) -> None:
-        unit = None if self.seen is None or id(tensor) in self.own else self.seen.unit_of(tensor)
-        if unit is not None:
-            raise noted(ValueError(leaked(tensor, unit)))
 
 
 class _Guard(torch.overrides.TorchFunctionMode):
@@ -116,12 +108,10 @@ for _mode in (Watch, _Guard):  # torch.compile in the function must not compile 
 def _refuse_writes(func: Function, args: Operands, kwargs: Named, protected: Mapping[int, LeafOf]) -> None:
     """Refuses to write in place, or as `out`, to a leaf or to a copy that was read of one."""
     out = (kwargs or {}).get("out")
-    for target in pytree.flatten(args[:1] if out is None else out)[0]:
-        if not isinstance(target, torch.Tensor):
-            continue
+    for target in filter(pytree.is_tensor, pytree.flatten(args[:1] if out is None else out)[0]):
         leaf_of, leaf = protected.get(storage_of(target)), copy_of(target)
-        if leaf_of is not None or leaf is not None:
-            what = leaf_of(target) if leaf_of is not None else f"Leaf {leaf.path!r}" if leaf is not None else ""
+        what = leaf_of(target) if leaf_of is not None else None if leaf is None else f"Leaf {leaf.path!r}"
+        if what is not None:
             raise noted(
                 ValueError(
                     f"{what} is written to in place, by {name_of(func)}. Params change in step.update only: compute "
@@ -154,7 +144,7 @@ def _refuse_parts(func: Function, args: Operands, kwargs: Mapping[str, object]) 
 
 
 def is_watch(mode: object) -> bool:
-    """Whether a torch function mode is one of this file's."""
+    """Tells whether a torch function mode is one of this file's."""
     return isinstance(mode, (Watch, _Guard))
 
 
@@ -184,7 +174,7 @@ def begins(unit: str, leaves: Sequence[torch.Tensor]) -> None:
 
 
 def begun() -> Callable[[torch.Tensor], bool]:
-    """Tells of a tensor whether a unit's graph begins with it, in the run that is going on; at any time."""
+    """Returns what tells at any time whether a unit's graph of the current run begins with a tensor."""
     own = seen.get()
     return lambda leaf: own is not None and own.unit_of(leaf) is not None
 

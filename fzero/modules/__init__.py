@@ -1,1 +1,1 @@
-"""What `fz.functional` does with an nn.Module: a private copy that leads nowhere to the original."""
+"""`fz.functional` works on a private copy of an nn.Module, which leads nowhere to the original."""

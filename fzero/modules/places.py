@@ -15,11 +15,10 @@ import torch
 from torch import nn
 
 from fzero.base import private
-from fzero.base.context import during
 from fzero.base.refusals import noted
 from fzero.capture.again import Again, Facts
 from fzero.capture.contents import BOUND, apart, attributes_of
-from fzero.capture.handle import Function, Handle, Valueless, name_of, reading
+from fzero.capture.handle import Function, Handle, Valueless, name_of
 from fzero.engine.traversal import current, here, read
 from fzero.modules.reach import Reach, rebuilt
 
@@ -44,7 +43,7 @@ class Places:
         self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
 
     def now(self, leaves: Leaves) -> Leaves:
-        """What stands for the module's params, if others were put there (torch.func.functional_call)."""
+        """Returns what stands for the module's params, if others were put there (torch.func.functional_call)."""
         places = [(name, *self.of[name]) for name in leaves]
         if all(owner.get(own) is leaves[name] for name, owner, own in places):
             return leaves
@@ -139,11 +138,8 @@ def _places_in(holder: object, value: object) -> Iterator[Place]:
 
 
 def _with(x: object, now: Mapping[int, object]) -> object:
-    """The same with leaves in the placeholders' places; of what does not change, another one."""
-
-    def inner(part: object) -> object:
-        return _with(part, now)
-
+    """Makes the same with leaves in the placeholders' places, also of what does not change."""
+    inner = functools.partial(_with, now=now)
     if id(x) in now:
         return now[id(x)]
     if isinstance(x, tuple) and (own := apart(x)) is not None:
@@ -177,11 +173,6 @@ def full(handle: Handle) -> torch.Tensor:
         block = " (or inside torch.no_grad(); read it before, as w.detach())" if constant else ""
         raise noted(handle._refuse(f"read inside {where}{block}"))
     return read(handle)
-
-
-def readable() -> contextlib.AbstractContextManager[None]:
-    """Inside, handles are what can be read."""
-    return during(reading, full)
 
 
 class Absent(Valueless):

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from fzero.base import private
+from fzero.base.node import edges_to
 from fzero.capture.containers import Cell, slots_of
 from fzero.capture.contents import BOUND, container_of, names_of
 from fzero.capture.exports import overlap
@@ -109,15 +110,16 @@ def refuse_kinds(module: nn.Module) -> None:
         seen[memory].append((name, param))
 
 
-_LOOKS = {getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")}
-_LOOKS |= {torch.Tensor.is_inference}
 _NOTHING = torch.empty(0)
 
 
 class Stale(StandIn):
     """Stands in the copy for a tensor that was computed from the original's params before: reading it is an error."""
 
-    readable = StandIn.readable | _LOOKS
+    readable = StandIn.readable | {
+        *(getattr(torch.Tensor, name).__get__ for name in ("_version", "grad_fn", "is_leaf")),
+        torch.Tensor.is_inference,
+    }
     where: str
 
     def refusal(self, func: object) -> ValueError:
@@ -237,7 +239,8 @@ class _Copier:
         if isinstance(x, Stale):
             return x
         way, memory = self.reach.way(id(x)), storage_of(x)
-        if private.is_wrapped(x) or (x.grad_fn is not None and _leads_to(x.grad_fn, self.params)):
+        leaves = {id(getattr(node, "variable", None)) for node, _ in edges_to((x,))}
+        if private.is_wrapped(x) or not leaves.isdisjoint(self.params):
             return Stale.like(_NOTHING, where=f"{way} was computed from the module's params before fz.functional")
         for name, own, of in self.trained:
             if memory and of == memory and overlap((own, x)):
@@ -278,16 +281,3 @@ class _Copier:
         if type(state) is dict:
             return {key: self(value) for key, value in state.items()}
         return tuple(map(self._state, state)) if type(state) is tuple else self(state)
-
-
-def _leads_to(node: torch.autograd.graph.Node | None, params: set[int]) -> bool:
-    waiting, seen = [node], set[object]()
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if id(getattr(node, "variable", None)) in params:
-            return True
-        waiting += [following for following, _ in node.next_functions]
-    return False

@@ -1,4 +1,4 @@
-"""What a module leads to: attributes, containers, hooks, closures, bound objects, global names; and on which way."""
+"""The search for what a module leads to, and on which way: attributes, hooks, closures, bound objects, global names."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import collections
 import enum
 import functools
 import gc
+import itertools
 import logging
 import types
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -17,9 +18,10 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 from fzero.capture.containers import Cell
-from fzero.capture.contents import ATOMS, BOUND, functions_of, is_library, names_of
+from fzero.capture.contents import ATOMS, BOUND, attributes_of, functions_of, is_library, names_of
 
-Parts = Iterator[tuple[str, object, bool]]
+Part = tuple[str, object, bool]  # label, object, whether it is data of what holds it
+Parts = Iterator[Part]
 Build = tuple[Any, ...]  # function, arguments, state, items, pairs
 HOOKS = {name: name[1:-1].replace("_", " ") for name in vars(nn.Module()) if name.endswith("hooks")}
 REGISTRIES = {"_buffers": "buffer", "_parameters": "param", "_modules": "submodule"}
@@ -35,7 +37,7 @@ _ATOMS = (
 
 
 def is_atom(x: object) -> bool:
-    """Whether an object leads nowhere, as far as a copy is concerned."""
+    """Tells whether an object leads nowhere, as far as a copy is concerned."""
     if type(x) in ATOMS:
         return True
     if is_weak(x):
@@ -63,7 +65,7 @@ def globals_of(function: types.FunctionType) -> dict[str, object]:
 
 
 def reduced(x: object) -> Build | None:
-    """How an object says that it is built, or None where it does not."""
+    """Returns how an object says that it is built, or None where it does not."""
     try:
         said = x.__reduce_ex__(4)
     except Exception:  # whatever its class raises to say that it cannot be taken apart
@@ -84,7 +86,7 @@ def rebuilt(x: types.MethodType | functools.partial[object], inner: Callable[[ob
 
 
 def referent(x: object) -> object:
-    """What a weak reference or a proxy refers to."""
+    """Returns what a weak reference or a proxy refers to."""
     if isinstance(x, weakref.ref):
         return x()
     try:
@@ -93,8 +95,8 @@ def referent(x: object) -> object:
         return None
 
 
-def _members(cls: type, start: Iterable[str]) -> Iterator[tuple[str, object]]:
-    """What a class has under these names, and under those that the functions found there use as attributes."""
+def _methods(cls: type, start: Iterable[str]) -> Parts:
+    """Finds what a class has under these names, and under those that the functions found use as attributes."""
     names, seen = sorted(start), set[str]()
     while names:
         name = names.pop()
@@ -104,14 +106,14 @@ def _members(cls: type, start: Iterable[str]) -> Iterator[tuple[str, object]]:
         for base in cls.__mro__:
             member = vars(base).get(name)
             if isinstance(member, (nn.Module, torch.Tensor)):
-                yield f"{base.__name__}.{name}", member
+                yield f"the method {base.__name__}.{name}", member, False
             for function in functions_of(member):
-                yield f"{base.__name__}.{name}", function
+                yield f"the method {base.__name__}.{name}", function, False
                 names += sorted(_attribute_names(function))
 
 
 def _attribute_names(function: types.FunctionType, depth: int = 3) -> frozenset[str]:
-    """Those that a function uses, or that one which it wraps does."""
+    """Returns the names that a function, or one which it wraps, uses as attributes."""
     names = names_of(function.__code__).attributes
     for cell in function.__closure__ or () if depth else ():
         inner = contents_of(cell)
@@ -125,25 +127,17 @@ def contents_of(cell: types.CellType) -> object:
 
 
 class Reach:
-    """Everything that is reached from a module, breadth first.
-
-    Attributes:
-        objects: id -> object, which keeps the ids valid.
-        owned: ids of the module's own data: modules, tensors, containers, instances in attributes. What only hooks
-            and functions hold is somebody else's.
-        users: id -> ids of the objects that hold it.
-        builds: id -> how an instance is built.
-    """
+    """Everything that is reached from a module, breadth first; what only hooks and functions hold is not its own."""
 
     def __init__(self, root: nn.Module) -> None:
-        self.objects: dict[int, object] = {}
-        self.owned: set[int] = set()
-        self.users: dict[int, list[int]] = collections.defaultdict(list)
-        self.builds: dict[int, Build | None] = {}
+        self.objects: dict[int, object] = {}  # by their ids, which stay valid so
+        self.owned: set[int] = set()  # ids of the module's own data: modules, tensors, containers, instances
+        self.users: dict[int, list[int]] = collections.defaultdict(list)  # id -> ids of the objects that hold it
+        self.builds: dict[int, Build | None] = {}  # id -> how an instance is built
         self.paths = {id(module): path for path, module in root.named_modules()}
         self._first: dict[int, tuple[int, str]] = {}
         self._registries: dict[int, str] = {}  # id of a module's dict -> the name of its attribute
-        self._classes: dict[type, list[tuple[str, object]]] = {}
+        self._classes: dict[type, list[Part]] = {}
         mine: collections.deque[tuple[object, str, object]] = collections.deque([(None, "", root)])
         others: collections.deque[tuple[object, str, object]] = collections.deque(_global_hooks())
         while mine or others:
@@ -174,7 +168,7 @@ class Reach:
         return found
 
     def way(self, target: int) -> str:
-        """How an object is reached: from the module that is nearest to it on that way."""
+        """Says how an object is reached, from the module that is nearest to it on that way."""
         labels: list[str] = []
         here = target
         while here in self._first:
@@ -187,7 +181,6 @@ class Reach:
         return ", ".join(label for label in reversed(labels) if label)
 
     def _parts(self, x: object) -> Parts:
-        """(label, object, whether it is data of x) of everything that x holds."""
         if isinstance(x, torch.Tensor):
             return
         if is_weak(x):
@@ -211,8 +204,7 @@ class Reach:
             function = getattr(x, "__func__", None)
             yield "its function", function, False
             if isinstance(function, types.FunctionType):
-                for name, member in _members(type(x.__self__), _attribute_names(function)):
-                    yield f"the method {name}", member, False
+                yield from _methods(type(x.__self__), _attribute_names(function))
         elif isinstance(x, functools.partial):
             for part in (x.func, *x.args, *x.keywords.values(), *vars(x).values()):
                 yield "an argument of functools.partial", part, False
@@ -232,30 +224,29 @@ class Reach:
             yield "" if name in _LABELS else f"attribute {name!r}", value, True
         cls = type(module)
         if cls not in self._classes:
-            self._classes[cls] = list(_members(cls, ("forward", "__call__")))
-        for name, member in self._classes[cls]:
-            yield f"the method {name}", member, False
+            self._classes[cls] = list(_methods(cls, ("forward", "__call__")))
+        yield from self._classes[cls]
 
     def _parts_of_instance(self, x: object) -> Parts:
-        build = self.builds[id(x)] = reduced(x)
+        build, own = reduced(x), attributes_of(x)
+        self.builds[id(x)], inside = build, f"inside of a {type(x).__name__}"
         if build is None:
-            for name, value in vars(x).items() if hasattr(x, "__dict__") else ():
-                yield f"attribute {name!r}", value, True
-            for part in gc.get_referents(x):
-                if part is not getattr(x, "__dict__", None):
-                    yield f"inside of a {type(x).__name__}", part, True
+            yield from _attributes(own or {}, True)
+            yield from ((inside, part, True) for part in gc.get_referents(x) if part is not own)
         else:
             _, arguments, state, items, pairs = build
-            states = state if isinstance(state, tuple) and len(state) == 2 else (state,)
-            for part in states:
-                named = part.items() if isinstance(part, dict) else [(None, part)]
-                for name, value in named:
-                    yield f"state of a {type(x).__name__}" if name is None else f"attribute {name!r}", value, True
-            for part in (*arguments, *items, *(part for pair in pairs for part in pair)):
-                yield f"inside of a {type(x).__name__}", part, True
+            for part in state if isinstance(state, tuple) and len(state) == 2 else (state,):
+                if isinstance(part, dict):
+                    yield from _attributes(part, True)
+                else:
+                    yield f"state of a {type(x).__name__}", part, True
+            yield from ((inside, part, True) for part in (*arguments, *items, *itertools.chain(*pairs)))
         if callable(x):
-            for name, member in _members(type(x), ("__call__",)):
-                yield f"the method {name}", member, False
+            yield from _methods(type(x), ("__call__",))
+
+
+def _attributes(own: Mapping[str, object], is_data: bool) -> Parts:
+    return ((f"attribute {name!r}", value, is_data) for name, value in own.items())
 
 
 def _parts_of_function(function: types.FunctionType) -> Parts:
@@ -263,8 +254,7 @@ def _parts_of_function(function: types.FunctionType) -> Parts:
         yield f"closure variable {name!r}", cell, False
     for value in (*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()):
         yield "a default argument", value, False
-    for name, value in vars(function).items():
-        yield f"attribute {name!r}", value, False
+    yield from _attributes(vars(function), False)
     for name, value in globals_of(function).items():
         yield f"the global name {name!r}", value, False
         if isinstance(value, (types.ModuleType, type)):

@@ -1,4 +1,4 @@
-"""What a call must not write to the private copy of a module: buffers, and the tensors and modules that it consists of.
+"""A call must not write to a private copy's buffers, nor to the tensors and modules that it consists of.
 
 Its other attributes are its own affair, as they are a module's: a counter counts from call to call.
 """
@@ -45,7 +45,7 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
-    """Whether the values are the same, as far as there are values; NaN is NaN."""
+    """Tells whether the values are the same, as far as there are values; NaN is NaN."""
     if tensor.is_meta or not _address(tensor) or private.dispatch_modes():
         return True
     with private.below_transforms():
@@ -55,7 +55,7 @@ def _same(tensor: torch.Tensor, source: torch.Tensor) -> bool:
 
 
 class Untouched:
-    """How the copy was before a call, and the way back to it.
+    """Keeps how the copy was before a call, and restores it.
 
     Args:
         sources: id of a tensor of the copy -> the tensor that it was copied from.
