@@ -9,7 +9,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.comm.linear import Wire, spread
+from fzero.comm.linear import Wire
 from fzero.state.constants import constants
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
@@ -69,4 +69,4 @@ def _gathered(tree: Sharded, key: Key) -> torch.Tensor:
     own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
     if not (own.requires_grad and torch.is_grad_enabled()):
         return axis.gather(own, tag)
-    return spread(Wire(tag, axis, own.dtype, own.dtype, own.dtype), own)
+    return Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own)
