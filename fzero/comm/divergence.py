@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import datetime
 import json
 import time
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from fzero.base import private
 from fzero.comm import backend
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Records = list[tuple[str, Hashable, int]]  # operation, tag, bytes
 _watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("fzero_watch", default=None)
-_listeners: contextvars.ContextVar[tuple[list[Any], ...]] = contextvars.ContextVar("fzero_listeners", default=())
+_listeners: contextvars.ContextVar[tuple[Records, ...]] = contextvars.ContextVar("fzero_listeners", default=())
 
 ADVICE = (
     "Every rank must call the same units of the same components in the same order; look for a branch that depends on "
@@ -53,9 +57,9 @@ def checked_collectives(enabled: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_collectives() -> Iterator[list[tuple[str, Hashable, int]]]:
+def recorded_collectives() -> Iterator[Records]:
     """Collects (operation, tag, bytes) of every collective that this thread issues inside."""
-    record: list[tuple[str, Hashable, int]] = []
+    record: Records = []
     token = _listeners.set((*_listeners.get(), record))
     try:
         yield record
@@ -122,7 +126,7 @@ class Watch:
     def _said(self, name: str, count: int, rank: int) -> str:
         return f"{self._prefix}/{name}/{count}/{rank}"
 
-    def _look(self, store: Any, me: int) -> None:
+    def _look(self, store: backend.Store, me: int) -> None:
         """Raises where this rank waits for ranks that will never come."""
         waits = self._waits(store)
         gone = {rank: said for rank, (_, count, _, said) in waits.items() if count < 0}
@@ -145,9 +149,9 @@ class Watch:
         error = PeerStopped if gone else RuntimeError
         raise error(f"The ranks have diverged and wait for one another: {'; '.join(listing)}. {ADVICE}")
 
-    def _waits(self, store: Any) -> dict[int, Any]:
-        """Rank -> where it is."""
-        keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(backend.world_size())}
+    def _waits(self, store: backend.Store) -> dict[int, tuple[str, int, list[int], str]]:
+        """Rank -> where it is: the group, its count of collectives (negative: it has gone), its ranks, the words."""
+        keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(backend.size_of(backend.world()))}
         return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     def leave(self, end: str) -> None:
@@ -157,38 +161,33 @@ class Watch:
             backend.store().set(key, json.dumps(["", -1, [], end]))
 
 
-def explained(call: Callable[..., object], said: Callable[[], str], group: backend.Group) -> Callable[..., Any]:
+def explained(call: Callable[P, T], said: Callable[[], str], group: backend.Group) -> Callable[P, T]:
     """`call`, naming what failed: a timeout of the backend knows neither the unit nor what the others were doing."""
 
-    def explaining(*args: object) -> Any:
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return call(*args)
+            return call(*args, **kwargs)
         except RuntimeError as error:
             if private.is_out_of_memory(error):
                 raise  # of this rank; the others are not to blame
-            others = _ask_others(said(), group)
             raise RuntimeError(
                 f"Communication failed on rank {backend.global_rank()}, in {said()}: another rank has stopped, or "
-                f"has called other units than this one. {others}Run the step inside fz.testing.checked_collectives() "
-                f"to see at once what every rank called. ({error})"
+                f"has called other units than this one. {_said_by_others(said(), group)}Run the step inside "
+                f"fz.testing.checked_collectives() to see at once what every rank called. ({error})"
             ) from error
 
     return explaining
 
 
-def _ask_others(said: str, group: backend.Group, seconds: float = 0.5) -> str:
-    """What the other ranks say that failed on them; they time out at about the same moment."""
+def _said_by_others(said: str, group: backend.Group) -> str:
+    """What failed on the other ranks, which time out at about the same moment."""
     try:
         store, me = backend.store(), backend.global_rank()
         store.set(f"fzero/failed/{me}", said)
-        others = [rank for rank in backend.members(group) if rank != me]
-        found: dict[int, str] = {}
-        deadline = time.monotonic() + seconds
-        while len(found) < len(others) and time.monotonic() < deadline:
-            for rank in others:
-                if rank not in found and store.check([f"fzero/failed/{rank}"]):
-                    found[rank] = store.get(f"fzero/failed/{rank}").decode()
-            time.sleep(0.02)
+        keys = {rank: f"fzero/failed/{rank}" for rank in backend.members(group) if rank != me}
+        with contextlib.suppress(RuntimeError):  # some of them do not fail
+            store.wait(list(keys.values()), datetime.timedelta(seconds=0.5))
+        found = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
     except RuntimeError:  # the store was on the rank that stopped
         return ""
     return "".join(f"Rank {rank} was in {text}. " for rank, text in sorted(found.items()))
