@@ -1,4 +1,4 @@
-"""What torch says where it refuses something, which nothing but its words tells."""
+"""The words of torch where it refuses something: nothing else tells why."""
 
 from __future__ import annotations
 

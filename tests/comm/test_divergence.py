@@ -225,6 +225,7 @@ def too_little_memory(rank: int) -> tuple[str, str]:
     def refuse(*_: Any) -> None:
         raise own
 
+    assert axis.group is not None
     with checked_collectives(False):
         with pytest.raises(RuntimeError) as by_cpu:
             axis._announced("reduce_scatter", "blocks.0/0", huge, axis.group)(allocate)(huge)
