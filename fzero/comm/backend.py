@@ -81,8 +81,7 @@ def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, numb
 
 
 def _gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
-    backend = dist.get_backend(group)
-    if backend == "gloo":
+    if dist.get_backend(group) == "gloo":
         parts = list(full.chunk(size_of(group)))
         shard = shard.contiguous()
         wait = _start_exchange([shard] * len(parts), parts, group, number)
@@ -90,11 +89,9 @@ def _gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) 
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)  # while the others' come
         return wait
-    if backend == "threaded":
-        _all_gather(full, shard, group=group)
-        _settle(group)
-        return done
-    return functools.partial(_finish, _all_gather(full, shard, group=group, async_op=True), shard)
+    work = _all_gather(full, shard, group=group, async_op=True)
+    _settle(group)
+    return functools.partial(_finish, work, shard)
 
 
 def _finish(work: dist.Work | None, source: torch.Tensor) -> None:
@@ -123,23 +120,18 @@ def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, d
             out.div_(divisor)
 
         return divide
-    parts = list(full.chunk(size))
-    # the sum is in rank order, and its first term that comes from elsewhere is received where the sum is to be
-    first = (1 if rank == 0 else 0) if alike else -1
-    received = [parts[rank] if r == rank else torch.empty_like(parts[r]) if r != first else out for r in range(size)]
-    arrived = done
     if backend == "gloo":
+        parts = list(full.chunk(size))
+        # the first term that comes from elsewhere is received where the sum is to be
+        first = (1 if rank == 0 else 0) if alike else -1
+        received = [parts[r] if r == rank else torch.empty_like(parts[r]) if r != first else out for r in range(size)]
         arrived = _start_exchange(parts, received, group, number)
-    elif backend == "threaded":
-        received[rank] = torch.empty_like(parts[rank])
-        dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
-        _settle(group)
     else:
         everyone = torch.empty_like(full)
         received = list(everyone.chunk(size))
         work = dist.all_to_all_single(everyone, full, group=group, async_op=True)
+        _settle(group)
         arrived = functools.partial(_finish, work, full)
-
     exact = divisor & (divisor - 1) == 0  # the same as a division, and quicker
 
     def add() -> None:
@@ -158,7 +150,7 @@ def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, d
 
 
 def done() -> None:
-    pass
+    """Waits for nothing."""
 
 
 def all_reduce(tensor: torch.Tensor, group: Group) -> None:
