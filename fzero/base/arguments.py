@@ -12,7 +12,7 @@ from fzero.base import pytree
 
 
 def named(value: object) -> str:
-    """What a value is, in words."""
+    """A value in words."""
     if value is None:
         return "None"
     if isinstance(value, torch.nn.Module):

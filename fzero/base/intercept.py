@@ -69,7 +69,7 @@ class Stream(Protocol):
 
 
 def acts_for_main() -> bool:
-    """Whether this is the main thread, or one of autograd's that works for it while it waits."""
+    """True on the main thread, and on one of autograd's that works for it while it waits."""
     if threading.get_ident() == threading.main_thread().ident and not _C._is_key_in_tls(_MAIN):
         _C._stash_obj_in_tls(_MAIN, True)
     return _C._is_key_in_tls(_MAIN)
@@ -191,7 +191,7 @@ def _own_generator(given: Mapping[str, object]) -> torch.Generator | None:
 
 
 def _look(given: Mapping[str, Any]) -> tuple[torch.device | None, bool]:
-    """Where an operator draws, None for fakes, which draw nothing; and whether all its tensors are plain ones."""
+    """The device that an operator draws on, None for fakes, which draw nothing; True if its tensors are plain."""
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return None, True
     device, plain = None, True
@@ -210,7 +210,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def _is_default(generator: Any) -> bool:
-    """Whether it is None or its device's default generator, for which a kernel gets another Python object."""
+    """Compares addresses: a kernel gets another Python object for the same generator."""
     if generator is None:
         return True
     default: Any = default_generator(generator.device)

@@ -97,9 +97,7 @@ def register_dict(
 ) -> None:
     """Makes a subclass of dict a node whose leaves have the paths and, in each library, the order of a plain dict's.
 
-    Args:
-        known: what a node carries beside its items. It does not take part in comparisons of structures.
-        make: `make(known, items)`.
+    `make(known(node), items)` makes one again; what is known takes no part in comparisons of structures.
     """
 
     def sorted_items(node: Any) -> tuple[list[object], object, tuple[object, ...]]:
@@ -127,10 +125,7 @@ def register_dict(
 
 @dataclass(eq=False, slots=True)
 class Unseen:
-    """Metadata of a node that does not take part in comparisons: a step counter, a loss scale.
-
-    Two states of different steps then have one structure, and `tree_map` averages them.
-    """
+    """Metadata that takes no part in comparisons: states of different steps have one structure for `tree_map`."""
 
     value: Any
 

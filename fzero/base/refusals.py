@@ -40,7 +40,7 @@ class heard:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether fzero itself raised it."""
+    """True if fzero itself raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next

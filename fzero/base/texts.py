@@ -29,5 +29,5 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 
 def says(error: BaseException, *texts: str) -> bool:
-    """Whether torch refused something for one of these reasons."""
+    """True if torch refused something for one of these reasons."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

@@ -110,7 +110,7 @@ class Axis:
         return f"{ranks}, replicated over ranks {list(self.others)}" if self.others else ranks
 
     def __eq__(self, other: object) -> bool:
-        """Whether they go over the same ranks in the same order, for the same purpose."""
+        """Two axes are equal that go over the same ranks in the same order, for the same purpose."""
         if not isinstance(other, Axis):
             return False
         return (self.name, self.members, self.others) == (other.name, other.members, other.others)
@@ -129,24 +129,20 @@ class Axis:
         """Announces a collective; the result makes calls that name it where they fail."""
         shape, dtype = tensor.shape, tensor.dtype
 
-        def said() -> str:
+        def words() -> str:
             run = f", run {self._run}" if self._run else ""
             return f"{operation} of {tag} ({tuple(shape)}, {dtype}) of {self.who} over axis {self.name!r}{run}"
 
-        announce(operation, tag, tensor.numel() * tensor.element_size(), said, group)
-        return lambda call: explained(call, said, group)
+        announce(operation, tag, tensor.numel() * tensor.element_size(), words, group)
+        return lambda call: explained(call, words, group)
 
     def _number(self, operation: str, tag: Hashable) -> int:
-        """What the messages of one collective have in common, and no others have.
-
-        A run may have two collectives of one buffer in flight: a reduction that is delivered, and one that a derivative
-        of a derivative waits for.
-        """
-        said = f"{operation} {tag!r} {self.identity} {self._run}"
+        """The tag of one collective's messages; a run may have two reductions of one buffer in flight."""
+        key = f"{operation} {tag!r} {self.identity} {self._run}"
         if self._run:
-            self._counts[said] = count = self._counts.get(said, 0) + 1
-            said = f"{said} {count}"
-        return zlib.crc32(said.encode()) & 0x7FFFFFFF
+            self._counts[key] = count = self._counts.get(key, 0) + 1
+            key = f"{key} {count}"
+        return zlib.crc32(key.encode()) & 0x7FFFFFFF
 
     # ---- the collectives
 
@@ -170,11 +166,9 @@ class Axis:
     def start_reduce_scatter(
         self, full: torch.Tensor, tag: Hashable = "", dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, Wait]:
-        """This rank's slice of the mean over all ranks, summed in rank order, and what waits until it is there.
+        """This rank's slice of the mean over all ranks, summed in rank order in `dtype`, and what waits for it.
 
-        Args:
-            full: belongs to the collective until then; over one rank it is the result where it has the sum's dtype.
-            dtype: that of the sum; `full` travels as it is.
+        Until then `full` belongs to the collective; over one rank it is the result where it has the sum's dtype.
         """
         full, dtype = full.contiguous(), dtype or full.dtype
         if self.ranks == 1:
@@ -225,13 +219,13 @@ class Axis:
 
     # ---- agreement
 
-    def _by_all(self, said: str, what: str, group: Group) -> list[str]:
-        return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(said, group)
+    def _by_all(self, text: str, what: str, group: Group) -> list[str]:
+        return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(text, group)
 
-    def check_same(self, said: str, what: str, advice: str) -> None:
-        """Raises on every rank where the ranks do not say the same."""
+    def check_same(self, text: str, what: str, advice: str) -> None:
+        """Raises ValueError on every rank where the ranks' texts differ."""
         for group in self._groups:
-            first, *others = self._by_all(said, what, group)
+            first, *others = self._by_all(text, what, group)
             for rank, other in enumerate(others, 1):
                 if other != first:
                     ours, theirs = _first_difference(first, other), _first_difference(other, first)

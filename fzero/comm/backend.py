@@ -49,7 +49,7 @@ def members(group: Group | None) -> tuple[int, ...]:
 
 
 def name_of(group: Group) -> str:
-    """What tells this group from others on all of its ranks."""
+    """A name that tells this group from others on all of its ranks."""
     return f"{group.group_name}:{','.join(map(str, members(group)))}"
 
 
@@ -185,9 +185,9 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
     return wait
 
 
-def gather_strings(said: str, group: Group) -> list[str]:
-    """What every rank of the group says, in rank order."""
-    everyone = [said] * size_of(group)
+def gather_strings(text: str, group: Group) -> list[str]:
+    """The texts of all ranks of the group, in rank order."""
+    texts = [text] * size_of(group)
     if dist.get_backend(group) != "fake":  # one rank that stands for all
-        dist.all_gather_object(everyone, said, group=group)
-    return everyone
+        dist.all_gather_object(texts, text, group=group)
+    return texts

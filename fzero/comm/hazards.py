@@ -1,4 +1,4 @@
-"""What makes a race show: in flight reads as NaN, given back is poisoned, arrivals are delayed and reordered.
+"""Hazards make a race show: what is in flight reads as NaN, what is given back is poisoned, messages leave late.
 
 A race is a read before an arrival, or a write before a departure. Alone on a machine both mostly go well. Inside
 `hazards` neither can: what is received lies elsewhere until somebody waits for it, and what is sent leaves late.
@@ -43,12 +43,13 @@ class Hazards:
         return lambda: begun.result()()
 
 
-def active() -> Hazards | None:
-    return _current.get()
+def current_seed() -> int | None:
+    hazards = _current.get()
+    return None if hazards is None else hazards.seed
 
 
 def poison(tensor: torch.Tensor) -> bool:
-    """Inside `hazards`, makes whatever reads a buffer that was given back read NaN; whether it did."""
+    """Inside `hazards`, makes whatever reads a buffer that was given back read NaN; returns True if so."""
     if _current.get() is None:
         return False
     _fill(tensor)
@@ -56,7 +57,7 @@ def poison(tensor: torch.Tensor) -> bool:
 
 
 def _fill(tensor: torch.Tensor) -> None:
-    """NaN, or the largest value of an integer, without autograd noticing."""
+    """Writes NaN, or the largest value of an integer, without autograd noticing."""
     with torch.no_grad(), private.preserve_version([tensor]):
         tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
@@ -67,11 +68,7 @@ def in_flight(
     start: Callable[[torch.Tensor, torch.Tensor], Callable[[], None]],
     late: bool,
 ) -> Callable[[], None]:
-    """`start(target, source)`, which begins a transfer and returns what waits for it; in `hazards` it is made visible.
-
-    Args:
-        late: whether messages find each other in any order, so that this one may leave late.
-    """
+    """Begins a transfer by `start(target, source)`, shows it inside `hazards`, and delays it if it may be `late`."""
     hazards = _current.get()
     if hazards is None:
         return start(target, source)

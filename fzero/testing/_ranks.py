@@ -75,11 +75,6 @@ def run_ranks(
     raise ValueError(f"run_ranks: got backend={backend!r}, expected 'threads' or 'processes'.")
 
 
-def _seed_of_hazards() -> int | None:
-    own = hazards.active()
-    return None if own is None else own.seed
-
-
 def _same_hazards(seed: int | None, rank: int) -> contextlib.AbstractContextManager[Any]:
     """On a rank what `fz.testing.hazards` is around `run_ranks`, with delays of its own."""
     return contextlib.nullcontext() if seed is None else hazards.hazards(1000 * seed + rank)
@@ -88,7 +83,7 @@ def _same_hazards(seed: int | None, rank: int) -> contextlib.AbstractContextMana
 def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, checked: bool) -> list[Any]:
     results: list[Any] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
-    seed = _seed_of_hazards()
+    seed = hazards.current_seed()
     with private.shared_forward_mode(), threaded_world() as fail:
         store = new_store()
 
@@ -170,7 +165,7 @@ class _Pool:
         with tempfile.TemporaryDirectory() as folder:
             for rank in range(world_size):
                 store = os.path.join(folder, "store")
-                self.pipes[rank].send((job, rank, world_size, store, timeout, checked, _seed_of_hazards()))
+                self.pipes[rank].send((job, rank, world_size, store, timeout, checked, hazards.current_seed()))
             results: list[Any] = [None] * world_size
             waiting = {self.pipes[rank]: rank for rank in range(world_size)}
             while waiting:
