@@ -62,7 +62,7 @@ WAITS = [
     Wait("update/update.py", "        finish_all(waits)\n", "", 1, tests=HELD),
     Wait("engine/use.py", "        wait()\n        cut =", "        cut =", tests=IN_8_BITS),
     Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)"),
-    Wait("comm/axis.py", "            wait()\n            if self.copies > 1", "            if self.copies > 1"),
+    Wait("comm/axis.py", "            wait()\n            for group in", "            for group in"),
     Wait("comm/axis.py", "        wait()\n        return out", "        return out", tests=ON_GLOO),
     Wait("comm/backend.py", "        arrived()\n        for total", "        for total", tests=ON_PROCESSES),
     Wait("comm/backend.py", "work.wait()\n        works", "pass\n        works", tests=ON_PROCESSES),

@@ -1,24 +1,35 @@
-"""Operators that draw random numbers, given a thread's own generator: the private parts of torch's dispatcher for it.
+"""Operators that draw random numbers, given a thread's own generator: the private parts of torch for it, in one place.
 
 A dispatch key that torch leaves unused lies above autograd and functorch. Kernels under it are met only by threads that
 include the key, and only by operators that draw: every other operator passes at no cost, and so does compiled code.
+
+torch.utils.checkpoint notes the state of the default generator, and sets it for the recomputation. Where a region draws
+from a stream of its own, that is the wrong one, and setting it would disturb other threads: the region takes this over.
 """
 
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
+import inspect
 import os
+import sys
 import threading
 import time
-from collections.abc import Callable
-from typing import Any, Protocol
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from types import FrameType
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
+from torch.utils import checkpoint
 
 from fzero.base import private
-from fzero.base.checkpointing import Region, take_over
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Region = Callable[[], AbstractContextManager[object]]
+Operator = torch._ops.OpOverload
 _C: Any = torch._C
 _NAME = "TESTING_ONLY_GenericMode"
 _KEY = _C._parse_dispatch_key(_NAME)
@@ -44,27 +55,23 @@ def _wait_for_threads() -> None:
 
 
 class Stream(Protocol):
-    """What a thread draws from."""
+    """A source of random numbers that a thread draws from."""
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """Its own generator; None for a device that has no default one either."""
-        ...
 
     def here(self) -> Region:
-        """A region that draws what this one will from here on."""
+        """A region that draws what this one will from here on; any thread may enter it, any number of times."""
         ...
 
-    def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> Any:
+    def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> object:
         """Runs what draws from the device's default generator and cannot be given another."""
-        ...
 
 
 def acts_for_main() -> bool:
-    """Whether this is the main thread, or one of autograd's that works for it while it waits."""
-    if threading.get_ident() == threading.main_thread().ident:
-        if not _C._is_key_in_tls(_MAIN):
-            _C._stash_obj_in_tls(_MAIN, True)
-        return True
+    """True on the main thread, and on one of autograd's that works for it while it waits."""
+    if threading.get_ident() == threading.main_thread().ident and not _C._is_key_in_tls(_MAIN):
+        _C._stash_obj_in_tls(_MAIN, True)
     return _C._is_key_in_tls(_MAIN)
 
 
@@ -72,17 +79,17 @@ def swap_stream(stream: Stream | None) -> Stream | None:
     """Makes this thread draw from `stream`, None for the default generators; returns what it drew from before."""
     if not _libraries:
         _install()
-    if not _C._is_key_in_tls(_STREAM):
-        _stashed.add(threading.get_native_id())
-        before = None
-    else:
+    before = None
+    if _C._is_key_in_tls(_STREAM):
         before = _C._get_obj_in_tls(_STREAM)
+    else:
+        _stashed.add(threading.get_native_id())
     _C._stash_obj_in_tls(_STREAM, stream)
     _C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
     return before
 
 
-def unseen() -> contextlib.AbstractContextManager[None]:
+def unseen() -> AbstractContextManager[None]:
     """Inside, this thread's operators are not intercepted."""
     return _C._ExcludeDispatchKeyGuard(_ALONE)
 
@@ -116,75 +123,49 @@ def _install() -> None:
         _libraries.extend(libraries.values())
 
 
-def _kernel_of(op: Any) -> Callable[..., Any] | None:
-    names = [argument.name for argument in op._schema.arguments]
+def _kernel_of(op: Operator) -> Callable[..., object] | None:
+    arguments = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
+    names = [name for name, _ in arguments]
     if "generator" in names:
-        return _with_generator(op, names.index("generator"))
+        return _with_generator(op, op, names)
     if any("seed" in name for name in names):
         return None  # told what to draw
     packet = op._overloadpacket
-    signature = [(argument.name, str(argument.type)) for argument in op._schema.arguments]
     for other in (getattr(packet, overload) for overload in packet.overloads()):
-        arguments = [a for a in other._schema.arguments if not (a.name == "generator" and a.kwarg_only)]
-        takes = len(arguments) < len(other._schema.arguments)
-        if takes and [(argument.name, str(argument.type)) for argument in arguments] == signature:
-            return _by_overload(op, other)
+        alike = [(a.name, str(a.type)) for a in other._schema.arguments if not (a.name == "generator" and a.kwarg_only)]
+        if alike == arguments and other is not op:
+            return _with_generator(op, other, names)
     return _without_generator(op, names)
 
 
-def _with_generator(op: Any, place: int) -> Callable[..., Any]:
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        given = args[place] if place < len(args) else kwargs.get("generator")
-        if given is None or _is_default(given):
-            own = _own_generator(args, kwargs)
-            if own is not None:
-                if place < len(args):
-                    args = (*args[:place], own, *args[place + 1 :])
-                else:
-                    kwargs["generator"] = own
-                with unseen():
-                    return op.redispatch(keyset & _BELOW, *args, **kwargs)
-        return op.redispatch(keyset & _BELOW, *args, **kwargs)
+def _with_generator(op: Operator, taking: Operator, names: list[str]) -> Callable[..., object]:
+    """The kernel of an operator that takes a generator, or has another overload that does."""
 
-    return kernel
-
-
-def _by_overload(op: Any, other: Any) -> Callable[..., Any]:
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        own = _own_generator(args, kwargs)
+    def kernel(keyset: Any, *args: object, **kwargs: object) -> object:
+        given = dict(zip(names, args, strict=False), **kwargs)
+        own = _own_generator(given) if _is_default(given.get("generator")) else None
         if own is None:
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
         with unseen():
-            return other(*args, generator=own, **kwargs)
+            return taking(**(given | {"generator": own}))
 
     return kernel
 
 
-def _without_generator(op: Any, names: list[str]) -> Callable[..., Any]:
+def _without_generator(op: Operator, names: list[str]) -> Callable[..., object]:
     composite = _C._dispatch_has_kernel_for_dispatch_key(op.name(), "CompositeImplicitAutograd")
-    chances = [names.index(name) for name in ("dropout_p", "dropout", "p") if name in names]
-    modes = [names.index(name) for name in ("train", "training") if name in names]
+    chances = {"dropout_p", "dropout", "p"}.intersection(names)
 
-    def draws(args: tuple[object, ...], kwargs: dict[str, object]) -> bool:
-        def value(place: int, default: object) -> Any:
-            return args[place] if place < len(args) else kwargs.get(names[place], default)
-
-        return not (any(value(i, 0) == 0 for i in chances) or any(value(i, True) is False for i in modes))
-
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        device, plain = _look(args, kwargs)
-        if device is None or not draws(args, kwargs):
+    def kernel(keyset: Any, *args: object, **kwargs: object) -> object:
+        given: dict[str, Any] = dict(zip(names, args, strict=False), **kwargs)
+        device, plain = _look(given)
+        trains = given.get("train", given.get("training")) is not False
+        if device is None or not trains or any(given.get(name, 0) == 0 for name in chances):
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
-        shown = plain and not _C._len_torch_dispatch_stack()  # whether what it calls comes by here
-        if shown and op.namespace == "aten" and (composite or device.type == "cpu"):
+        shown = plain and not _C._len_torch_dispatch_stack() and op.namespace == "aten"  # what it calls comes by here
+        # a composite one is taken apart before any mode or subclass sees it
+        if (shown and device.type == "cpu") or (composite and (shown or not torch.is_inference_mode_enabled())):
             return op.redispatch(keyset & _BELOW, *args, **kwargs)
-        if composite and not torch.is_inference_mode_enabled():
-            return op.redispatch(keyset & _BELOW, *args, **kwargs)  # is taken apart before any mode or subclass sees it
-        if op is torch.ops.aten.native_dropout.default and plain and device.type == "cpu":
-            own = _own_generator(args, kwargs)
-            keep = 1 - args[1]
-            mask = torch.empty_like(args[0], dtype=torch.bool).bernoulli_(keep, generator=own)
-            return args[0].mul(mask).mul(1 / keep if keep else 0.0), mask
         stream: Stream = _C._get_obj_in_tls(_STREAM)
         take_over(stream.here)
         return stream.lend(device, op.name(), lambda: op.redispatch(keyset & _BELOW, *args, **kwargs))
@@ -192,7 +173,7 @@ def _without_generator(op: Any, names: list[str]) -> Callable[..., Any]:
     return kernel
 
 
-def _refuse_compiled_checkpoint(op: object, *_: object, **__: object) -> Any:
+def _refuse_compiled_checkpoint(op: object, *_: object, **__: object) -> object:
     raise RuntimeError(
         f"{op} draws random numbers under torch.utils.checkpoint, in a unit that is compiled and does not run on the "
         "main thread: it would draw other numbers when it is recomputed. Take fz.remat(step) in checkpoint's place, or "
@@ -200,8 +181,8 @@ def _refuse_compiled_checkpoint(op: object, *_: object, **__: object) -> Any:
     )
 
 
-def _own_generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch.Generator | None:
-    device, _ = _look(args, kwargs)
+def _own_generator(given: Mapping[str, object]) -> torch.Generator | None:
+    device, _ = _look(given)
     stream: Stream = _C._get_obj_in_tls(_STREAM)
     own = stream.generator(device) if device is not None else None
     if own is not None:
@@ -209,23 +190,75 @@ def _own_generator(args: tuple[object, ...], kwargs: dict[str, object]) -> torch
     return own
 
 
-def _look(args: tuple[object, ...], kwargs: dict[str, Any]) -> tuple[torch.device | None, bool]:
-    """Where an operator draws, None for fakes, which draw nothing; and whether all its tensors are plain ones."""
+def _look(given: Mapping[str, Any]) -> tuple[torch.device | None, bool]:
+    """The device that an operator draws on, None for fakes, which draw nothing; True if its tensors are plain."""
     if _C._get_dispatch_mode(_C._TorchDispatchModeKey.FAKE) is not None:
         return None, True
     device, plain = None, True
-    for argument in (*args, *kwargs.values()):
+    for argument in given.values():
         for tensor in argument if isinstance(argument, (list, tuple)) else (argument,):
             if isinstance(tensor, torch.Tensor):
                 if private.is_fake(tensor):
                     return None, True
                 device = device or tensor.device
                 plain = plain and not _C._dispatch_keys(tensor).has("Python")
-    return device or torch.device(kwargs.get("device") or "cpu"), plain
+    return device or torch.device(given.get("device") or "cpu"), plain
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    return torch.cuda.default_generators[device.index] if device.type == "cuda" else torch.default_generator
 
 
 def _is_default(generator: Any) -> bool:
-    default: Any = torch.default_generator
-    if generator.device.type == "cuda":
-        default = torch.cuda.default_generators[generator.device.index]
-    return generator._cdata == default._cdata  # a kernel gets another Python object for the same generator
+    """Compares addresses: a kernel gets another Python object for the same generator."""
+    if generator is None:
+        return True
+    default: Any = default_generator(generator.device)
+    return generator._cdata == default._cdata
+
+
+# ---- checkpoints
+
+
+def take_over(here: Callable[[], Region]) -> None:
+    """Makes each checkpoint around a draw that would replay the default generator replay `here()` instead."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code in _CHECKPOINTS:
+            _CHECKPOINTS[frame.f_code](frame.f_locals, here)
+        frame = frame.f_back
+
+
+def _take_function(variables: Mapping[str, Any], here: Callable[[], Region]) -> None:
+    """With `use_reentrant=True` the context of an autograd Function keeps what runs again."""
+    context = variables["ctx"]
+    if context.preserve_rng_state:
+        context.preserve_rng_state = False
+        context.run_function = _within(here(), context.run_function)
+
+
+def _take_generator(variables: Mapping[str, Any], here: Callable[[], Region]) -> None:
+    """With `use_reentrant=False` a closure keeps it, made by a Python generator that waits for the forward's end."""
+    if "gen" not in variables:
+        return
+    again = variables["gen"].gi_frame.f_locals["recompute_fn"]
+    cells = dict(zip(again.__code__.co_freevars, again.__closure__, strict=True))
+    if cells["preserve_rng_state"].cell_contents:
+        cells["preserve_rng_state"].cell_contents = False
+        cells["fn"].cell_contents = _within(here(), cells["fn"].cell_contents)
+
+
+def _within(region: Region, fn: Callable[P, T]) -> Callable[P, T]:
+    @functools.wraps(fn, updated=())
+    def run(*args: P.args, **kwargs: P.kwargs) -> T:
+        with region():
+            return fn(*args, **kwargs)
+
+    return run
+
+
+# by the function of torch's that calls what will run again
+_CHECKPOINTS = {
+    inspect.unwrap(checkpoint.checkpoint).__code__: _take_generator,
+    checkpoint.CheckpointFunction.forward.__code__: _take_function,
+}

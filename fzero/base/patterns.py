@@ -7,12 +7,6 @@ from collections.abc import Sequence
 
 
 def matches(pattern: str, path: str) -> bool:
-    """Whether `path` matches `pattern`: fnmatch, alternatives separated by `|`.
-
-    Example:
-        >>> matches("*norm*|*bias", "head.bias")
-        True
-    """
     return any(fnmatch.fnmatchcase(path, part) for part in pattern.split("|"))
 
 
@@ -31,12 +25,7 @@ def also(pattern: str) -> str:
 
 
 def unit_of(path: str, patterns: Sequence[str] | None) -> str:
-    """The unit of a path: its shortest prefix that matches a pattern; without patterns, up to its first integer.
-
-    Example:
-        >>> unit_of("blocks.0.attn.weight", None), unit_of("head.weight", None)
-        ('blocks.0', '')
-    """
+    """The unit of a path: its shortest prefix that matches a pattern; without patterns, up to its first integer."""
     parts = path.split(".")
     for length in range(1, len(parts) + 1):
         prefix = ".".join(parts[:length])

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import optree
 import torch
 import torch.utils._pytree as torch_pytree
 
-PyTree = Any
 Spec = optree.PyTreeSpec
+Test = Callable[[object], bool]
+Node = TypeVar("Node")
+Dict = TypeVar("Dict", bound=dict[Any, Any])
+_GLOBAL = optree.registry.__GLOBAL_NAMESPACE  # type: ignore[attr-defined]
 
 
-def flatten(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[Any], Spec]:
+def flatten(tree: Any, is_leaf: Test | None = None) -> tuple[list[Any], Spec]:
     """Leaves and structure; `None` is a leaf, so that it keeps its place."""
     return optree.tree_flatten(tree, is_leaf=is_leaf, none_is_leaf=True)
 
 
-def unflatten(spec: Spec, leaves: list[Any]) -> PyTree:
+def unflatten(spec: Spec, leaves: Iterable[object]) -> Any:
     return optree.tree_unflatten(spec, leaves)
 
 
-def named_leaves(tree: PyTree, is_leaf: Callable[[object], bool] | None = None) -> tuple[list[str], list[Any], Spec]:
+def named_leaves(tree: Any, is_leaf: Test | None = None) -> tuple[list[str], list[Any], Spec]:
     """Dotted paths (`blocks.0.attn.weight`), leaves and structure; `None` is a leaf."""
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=True)
     return [".".join(_part(entry) for entry in accessor) for accessor in accessors], leaves, spec
@@ -33,14 +37,12 @@ def _part(entry: optree.PyTreeEntry) -> str:
     return entry.field if isinstance(entry, optree.NamedTupleEntry) else str(entry.entry)
 
 
-def leaves(tree: PyTree) -> list[Any]:
+def leaves(tree: Any) -> list[Any]:
     """The leaves; `None` is not one."""
     return optree.tree_leaves(tree)
 
 
-def map(
-    fn: Callable[..., object], tree: PyTree, *rest: PyTree, is_leaf: Callable[[object], bool] | None = None
-) -> PyTree:
+def map(fn: Callable[..., object], tree: Any, *rest: Any, is_leaf: Test | None = None) -> Any:
     """`fn` over the leaves of trees of one structure; `None` is kept as it is."""
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
@@ -49,7 +51,7 @@ def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 
 
-def map_leaves(fn: Callable[[object], object], tree: PyTree) -> PyTree:
+def map_leaves(fn: Callable[[object], object], tree: object) -> object:
     """`fn` over the leaves, None counted; the tree itself where it changes none of them."""
     leaves, spec = flatten(tree)
     new = [fn(leaf) for leaf in leaves]
@@ -59,16 +61,14 @@ def map_leaves(fn: Callable[[object], object], tree: PyTree) -> PyTree:
 class Split:
     """A tree taken apart by kinds of leaves, for `join`: those of no kind are kept here."""
 
-    def __init__(
-        self, tree: PyTree, *kinds: Callable[[object], bool], is_leaf: Callable[[object], bool] | None = None
-    ) -> None:
+    def __init__(self, tree: object, *kinds: Test, is_leaf: Test | None = None) -> None:
         leaves, self.spec = flatten(tree, is_leaf)
         self._kinds = [next((i for i, is_kind in enumerate(kinds) if is_kind(leaf)), None) for leaf in leaves]
         self._others = [leaf if kind is None else None for leaf, kind in zip(leaves, self._kinds, strict=True)]
         self.places = [[place for place, kind in enumerate(self._kinds) if kind == i] for i in range(len(kinds))]
         self.leaves: list[list[Any]] = [[leaves[place] for place in places] for places in self.places]
 
-    def join(self, *leaves: Iterable[Any]) -> PyTree:
+    def join(self, *leaves: Iterable[object]) -> Any:
         """The tree with other leaves of each kind."""
         iterators = [iter(own) for own in leaves]
         pairs = zip(self._kinds, self._others, strict=True)
@@ -76,75 +76,58 @@ class Split:
 
 
 def register(
-    cls: type,
-    flatten_fn: Callable[[Any], tuple[tuple[Any, ...], Any]],
-    unflatten_fn: Callable[[Any, tuple[Any, ...]], Any],
+    cls: type[Node],
+    flatten_fn: Callable[[Node], tuple[tuple[object, ...], object]],
+    unflatten_fn: Callable[[Any, tuple[Any, ...]], Node],
 ) -> None:
     """Makes `cls` a node for optree and for torch; `unflatten_fn(metadata, children)`."""
-    optree.register_pytree_node(cls, flatten_fn, unflatten_fn, namespace=optree.registry.__GLOBAL_NAMESPACE)  # type: ignore[attr-defined]
+    optree.register_pytree_node(cls, flatten_fn, unflatten_fn, namespace=_GLOBAL)  # type: ignore[arg-type]
     torch_pytree.register_pytree_node(
         cls,
-        lambda node: (list(flatten_fn(node)[0]), flatten_fn(node)[1]),
+        flatten_fn,  # type: ignore[arg-type]
         lambda children, metadata: unflatten_fn(metadata, tuple(children)),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
     )
 
 
 def register_dict(
-    cls: type[dict[Any, Any]],
-    known: Callable[[Any], Mapping[str, Any]],
-    make: Callable[[Mapping[str, Any], Iterable[tuple[Any, Any]]], Any],
+    cls: type[Dict],
+    known: Callable[[Dict], Mapping[str, object]],
+    make: Callable[[Mapping[str, object], Iterable[tuple[Any, object]]], Dict],
 ) -> None:
     """Makes a subclass of dict a node whose leaves have the paths and, in each library, the order of a plain dict's.
 
-    Args:
-        known: what a node carries beside its items. It does not take part in comparisons of structures.
-        make: `make(known, items)`.
+    `make(known(node), items)` makes one again; what is known takes no part in comparisons of structures.
     """
 
-    def sorted_items(node: Any) -> tuple[tuple[Any, ...], Any, tuple[Any, ...]]:
+    def sorted_items(node: Any) -> tuple[list[object], object, tuple[object, ...]]:
         keys = tuple(sorted(node, key=str))
-        return tuple(node[key] for key in keys), (keys, Unseen((dict(known(node)), tuple(node)))), keys
+        return [node[key] for key in keys], (keys, Unseen((dict(known(node)), tuple(node)))), keys
 
-    def of_sorted(metadata: Any, children: Any) -> Any:
+    def of_sorted(metadata: Any, children: Iterable[object]) -> Dict:
         keys, unseen = metadata
         carried, order = unseen.value
         values = dict(zip(keys, children, strict=True))
         return make(carried, [(key, values[key]) for key in order])
 
-    optree.register_pytree_node(
-        cls,  # type: ignore[arg-type]
-        sorted_items,
-        of_sorted,
-        path_entry_type=optree.MappingEntry,
-        namespace=optree.registry.__GLOBAL_NAMESPACE,  # type: ignore[attr-defined]
-    )
-
-    def context(node: Any) -> Any:
+    def context(node: Dict) -> tuple[list[object], Unseen]:
         return list(node), Unseen(dict(known(node)))
 
-    def with_keys(node: Any) -> Any:
-        return [(torch_pytree.MappingKey(key), leaf) for key, leaf in node.items()], context(node)
-
+    optree.register_pytree_node(cls, sorted_items, of_sorted, path_entry_type=optree.MappingEntry, namespace=_GLOBAL)
     torch_pytree.register_pytree_node(
         cls,
         lambda node: (list(node.values()), context(node)),
         lambda children, metadata: make(metadata[1].value, zip(metadata[0], children, strict=True)),
         serialized_type_name=f"{cls.__module__}.{cls.__qualname__}",
-        flatten_with_keys_fn=with_keys,
+        flatten_with_keys_fn=lambda node: ([(torch_pytree.MappingKey(k), x) for k, x in node.items()], context(node)),  # type: ignore[arg-type]
     )
 
 
+@dataclass(eq=False, slots=True)
 class Unseen:
-    """Metadata of a node that does not take part in comparisons: a step counter, a loss scale.
+    """Metadata that takes no part in comparisons: states of different steps have one structure for `tree_map`."""
 
-    Two states of different steps then have one structure, and `tree_map` averages them.
-    """
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
+    value: Any
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Unseen)
@@ -152,17 +135,12 @@ class Unseen:
     def __hash__(self) -> int:
         return hash(Unseen)
 
-    def __repr__(self) -> str:
-        return f"Unseen({self.value!r})"
 
-
+@dataclass(eq=False, repr=False, slots=True)
 class Count:
     """A number that travels in a pytree without being a leaf of it."""
 
-    __slots__ = ("value",)
-
-    def __init__(self, value: int) -> None:
-        self.value = value
+    value: int
 
     def __repr__(self) -> str:
         return f"Count({self.value})"

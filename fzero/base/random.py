@@ -1,4 +1,4 @@
-"""Randomness of a unit's call: drawn from (seed, step, rank, microbatch, call), the global generators left as found."""
+"""Random numbers of a unit's call depend on (seed, step, rank, microbatch, call); global generators stay as found."""
 
 from __future__ import annotations
 
@@ -44,13 +44,9 @@ class Seeds:
 class seeded:
     """Draws from a stream of its own inside, and leaves the default generators as they were; `None` changes nothing.
 
-    On the main thread torch's default generators themselves are seeded, and put back. They are one for all threads, so
-    on any other nobody's are touched: there each operator that draws is given the region's own generator, which makes
-    the same numbers of the same seed. (What reads or writes the default generators itself, as torch.manual_seed does,
-    does not reach that one. torch.utils.checkpoint does.)
-
-    Args:
-        states: of generators that have been drawn from already, by their devices.
+    On the main thread torch's default generators are seeded, and put back. On any other, as they are one for all
+    threads, each operator that draws is given the region's own generator, which makes the same numbers of the same
+    seed; torch.manual_seed does not reach that one. `states` are those of generators that have been drawn from already.
     """
 
     __slots__ = ("default", "generators", "outer", "seed", "start", "states")
@@ -92,7 +88,7 @@ class seeded:
         generator.manual_seed(self.seed) if state is None else generator.set_state(state)
         return generator
 
-    # ---- a stream, as fzero._intercept asks for it
+    # ---- a stream, as `intercept` asks for it
 
     def generator(self, device: torch.device) -> torch.Generator | None:
         """This region's own generator on a device, for a thread that must leave the default ones alone."""
@@ -117,7 +113,7 @@ class seeded:
         own = self.generator(device)
         if own is None:
             return run()
-        default = torch.default_generator if device.type == "cpu" else torch.cuda.default_generators[own.device.index]
+        default = intercept.default_generator(own.device)
         with _one_at_a_time, intercept.unseen():
             if _in_use:
                 raise RuntimeError(
@@ -140,7 +136,7 @@ NUMPY: object = np.random.get_state.__self__
 SHARED = {id(PYTHON): "random", id(NUMPY): "numpy.random"}  # by the modules that they are of
 
 
-def drawn_by(value: Any) -> object:
+def drawn_by(value: object) -> object:
     """The generator that a module or one of its functions draws from, where it is one of the shared; else None."""
     if value is random:
         return PYTHON
@@ -150,23 +146,16 @@ def drawn_by(value: Any) -> object:
     return own if id(own) in SHARED else None
 
 
-def _state(generator: Any) -> object:
+def _access(generator: Any) -> tuple[Callable[[], object], Callable[[Any], object]]:
+    """Reads and sets a generator's state."""
     if isinstance(generator, torch.Generator):
-        return generator.get_state()
+        return generator.get_state, generator.set_state
     if isinstance(generator, random.Random):
-        return generator.getstate()
+        return generator.getstate, generator.setstate
     if isinstance(generator, np.random.RandomState):
-        return generator.get_state(legacy=False)
-    return getattr(generator, "bit_generator", generator).state
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, (torch.Generator, np.random.RandomState)):
-        generator.set_state(state)
-    elif isinstance(generator, random.Random):
-        generator.setstate(state)
-    else:
-        getattr(generator, "bit_generator", generator).state = state
+        return functools.partial(generator.get_state, legacy=False), generator.set_state
+    bits = getattr(generator, "bit_generator", generator)
+    return lambda: bits.state, functools.partial(setattr, bits, "state")
 
 
 def _same(a: Any, b: Any) -> bool:
@@ -176,50 +165,34 @@ def _same(a: Any, b: Any) -> bool:
 
 
 class Replayed:
-    """Random generators of the user's own that a second run of the same code finds as the first one did.
+    """Generators of the user's own (torch's default ones belong to `seeded`): a `with` block finds them as at first."""
 
-    Made before the first run. Each `with` block is a run again: the generators are set to where they were, and
-    afterwards put back to where the block found them, so that nobody else notices.
-
-    Args:
-        generators: those that the code draws from, of torch, numpy or Python; torch's default ones belong to `seeded`.
-
-    Example:
-        >>> generator = torch.Generator().manual_seed(0)
-        >>> replayed = Replayed([generator])
-        >>> first, after = torch.rand(3, generator=generator), generator.get_state()
-        >>> with replayed:
-        ...     torch.equal(torch.rand(3, generator=generator), first)
-        True
-        >>> torch.equal(generator.get_state(), after)
-        True
-    """
-
-    __slots__ = ("found", "states")
+    __slots__ = ("_access", "_first", "_found")
 
     def __init__(self, generators: Iterable[object]) -> None:
         # keyed by identity: one generator may be found twice, as an argument and in a closure
-        self.states = [(g, _state(g)) for g in {id(g): g for g in generators}.values()]
-        self.found: list[list[Any]] = []
+        self._access = {id(generator): _access(generator) for generator in generators}
+        self._first = {key: read() for key, (read, _) in self._access.items()}
+        self._found: list[dict[int, object]] = []
 
     def shared(self) -> frozenset[str]:
         """The modules whose own generators have been drawn from."""
-        shared = [(g, state) for g, state in self.states if id(g) in SHARED]
-        return frozenset(SHARED[id(g)] for g, state in shared if not _same(_state(g), state))
+        shared = SHARED.keys() & self._first.keys()
+        return frozenset(SHARED[key] for key in shared if not _same(self._access[key][0](), self._first[key]))
 
     def rewind(self) -> None:
         """Sets the generators to where they were at first: the first run is begun anew."""
-        for generator, state in self._own():
-            _set_state(generator, state)
+        for key in self._own():
+            self._access[key][1](self._first[key])
 
     def __enter__(self) -> None:
-        self.found.append([_state(generator) for generator, _ in self._own()])
+        self._found.append({key: self._access[key][0]() for key in self._own()})
         self.rewind()
 
     def __exit__(self, *exc: object) -> None:
-        for (generator, _), state in zip(self._own(), self.found.pop(), strict=True):
-            _set_state(generator, state)
+        for key, state in self._found.pop().items():
+            self._access[key][1](state)
 
-    def _own(self) -> list[tuple[object, object]]:
+    def _own(self) -> list[int]:
         """Those that nobody else draws from meanwhile: threads share the modules' generators."""
-        return [(g, s) for g, s in self.states if id(g) not in SHARED or intercept.acts_for_main()]
+        return [key for key in self._access if key not in SHARED or intercept.acts_for_main()]

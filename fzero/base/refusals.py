@@ -1,4 +1,4 @@
-"""Refusals that code around must not swallow: whoever catches every error would go on with something else."""
+"""Refusals: noted ones survive a caller's `except`, and those of torch's own are said in the words of this library."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _said: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextV
 
 
 def noted(error: Error) -> Error:
-    """The error, of which `heard` will know even where a caller's `except` has taken it."""
+    """The error itself, which `heard` will know of even where a caller's `except` has taken it."""
     said = _said.get()
     if said is not None:
         said.append(error)
@@ -40,24 +40,16 @@ class heard:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether fzero itself raised it."""
+    """True if fzero itself raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("fzero.")
 
 
-def place_of(error: BaseException) -> str:
-    """Where an error was raised: the innermost function of the user's, or of all."""
-    return _place(traceback.extract_tb(error.__traceback__))
-
-
-def place_now() -> str:
-    """The same of what is running."""
-    return _place(traceback.extract_stack())
-
-
-def _place(frames: traceback.StackSummary) -> str:
+def place_of(error: BaseException | None = None) -> str:
+    """The innermost function of the user's, or of all, that raised an error, or that runs where there is none."""
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
     libraries = [Path(torch.__file__).parent, Path(__file__).parent.parent, Path(contextlib.__file__).parent]
     users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
     frame = (users or frames)[-1]
@@ -78,6 +70,10 @@ def clear_frames(error: BaseException) -> None:
 # ---- of what a unit does
 
 
+def first_words(error: BaseException) -> str:
+    return str(error).partition(". ")[0][:100]
+
+
 def twice(unit: str, error: BaseException) -> str:
     return (
         f"Unit {unit!r} does what torch.func refuses ({first_words(error)}), and is differentiated more than once (by "
@@ -88,47 +84,31 @@ def twice(unit: str, error: BaseException) -> str:
     )
 
 
-def first_words(error: BaseException) -> str:
-    return str(error).partition(". ")[0][:100]
-
-
-def another_run(unit: str) -> str:
-    return (
-        f"Unit {unit!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was "
-        "called: it read or put out other tensors. What decides that must be the same then: no clock, no file, no "
-        "counter in an object of another library, no id() of a tensor. Take what changes as an argument of the unit. "
-        "Random numbers of Python's or numpy's own that a unit begins to draw in a later step are replayed from the "
-        "next call on: call the step again with the same state."
-    )
-
-
-def unseen_write(unit: str) -> str:
-    return (
-        f"Unit {unit!r} writes to one of its inputs in a way that autograd does not see (x.data, x.numpy()), and is "
-        "run on a copy, so that its caller would not see it either. Write to x itself (x.mul_(2)), or to a copy of it."
-    )
-
-
-def freed(what: str) -> str:
-    return (
-        f"{what} reads a leaf of a unit whose memory was given back when that unit ended: it was kept in a way that "
-        "cannot be seen (a lazy iterator, a cache, an object of another library). Return what is computed of it, or "
-        "keep a copy (w.clone())."
-    )
-
-
-def reshapes(unit: str) -> str:
-    return (
-        f"Unit {unit!r} gives one of its inputs another shape in place (unsqueeze_, squeeze_, resize_, transpose_), "
-        "which its caller would not see. Take the form that is not in place: x = x.unsqueeze(0)."
-    )
-
-
-def writes_leaf(unit: str) -> str:
-    return (
-        f"Unit {unit!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
-        "(w = w.clone()), or use the operation that is not in place."
-    )
+# each is called with the unit's name
+another_run = (
+    "Unit {!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was called: "
+    "it read or put out other tensors. What decides that must be the same then: no clock, no file, no counter in an "
+    "object of another library, no id() of a tensor. Take what changes as an argument of the unit. Random numbers of "
+    "Python's or numpy's own that a unit begins to draw in a later step are replayed from the next call on: call the "
+    "step again with the same state."
+).format
+unseen_write = (
+    "Unit {!r} writes to one of its inputs in a way that autograd does not see (x.data, x.numpy()), and is run on a "
+    "copy, so that its caller would not see it either. Write to x itself (x.mul_(2)), or to a copy of it."
+).format
+reshapes = (
+    "Unit {!r} gives one of its inputs another shape in place (unsqueeze_, squeeze_, resize_, transpose_), which its "
+    "caller would not see. Take the form that is not in place: x = x.unsqueeze(0)."
+).format
+writes_leaf = (
+    "Unit {!r} writes to one of its leaves in place. Params change in step.update only: compute with a copy "
+    "(w = w.clone()), or use the operation that is not in place."
+).format
+freed = (  # called with what reads
+    "{} reads a leaf of a unit whose memory was given back when that unit ended: it was kept in a way that cannot be "
+    "seen (a lazy iterator, a cache, an object of another library). Return what is computed of it, or keep a copy "
+    "(w.clone())."
+).format
 
 
 # ---- of what a step's function does

@@ -1,4 +1,4 @@
-"""What torch says where it refuses something, which nothing but its words tells."""
+"""The words of torch where it refuses something: nothing else tells why."""
 
 from __future__ import annotations
 
@@ -29,5 +29,5 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 
 
 def says(error: BaseException, *texts: str) -> bool:
-    """Whether torch refused something for one of these reasons."""
+    """True if torch refused something for one of these reasons."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from fzero.base import texts
-from fzero.base.refusals import place_now
+from fzero.base.refusals import place_of
 from fzero.capture.containers import Container, Content, Params, moves
 from fzero.capture.contents import replaced
 from fzero.capture.found import Found
@@ -90,13 +90,13 @@ class Reach:
             self.handles.append(tensor)
         elif tensor.is_nested:
             raise TypeError(
-                f"A unit{place_now()} got or reaches a nested tensor, expected ordinary ones, whose memory can be "
+                f"A unit{place_of()} got or reaches a nested tensor, expected ordinary ones, whose memory can be "
                 "told. Give it the values and the offsets, and make the nested tensor inside."
             )
         elif tensor.layout in texts.COMPRESSED:  # no operator under functorch takes it: it enters as it is
             if moves(tensor):
                 raise TypeError(
-                    f"A unit{place_now()} got or reaches a sparse tensor in compressed form (CSR, CSC, BSR, BSC) that "
+                    f"A unit{place_of()} got or reaches a sparse tensor in compressed form (CSR, CSC, BSR, BSC) that "
                     "is differentiated, expected COO or dense ones. Give it x.to_sparse() or its values, and make the "
                     "compressed tensor inside."
                 )

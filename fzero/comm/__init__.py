@@ -1,1 +1,1 @@
-"""What ranks say to each other: the backend, mesh axes, divergence, and collectives as linear maps."""
+"""Communication between ranks: the backend, mesh axes, divergence, and collectives as linear maps."""

@@ -8,28 +8,16 @@ import weakref
 import zlib
 from collections.abc import Callable, Hashable, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from fzero.comm import backend
-from fzero.comm.backend import Group
-from fzero.comm.backend import done as done
+from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained
 
-_Explained = Callable[[Callable[..., Any]], Callable[..., Any]]
-
-
-def _members(group: Group | None) -> tuple[int, ...]:
-    return tuple(backend.members(group)) if group is not None else ()
-
-
-def group_needed(who: str) -> str:
-    return (
-        f"{who}: there is no process group, and this step is sharded. Start one with "
-        "torch.distributed.init_process_group('gloo') under torchrun, run on ranks with fz.testing.run_ranks, "
-        "or take the sharding transform out."
-    )
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class Axis:
@@ -51,25 +39,32 @@ class Axis:
         self.replicas: tuple[Group, ...] = (replicas,) if replicas is not None and copies > 1 else ()
         self.ranks, self.data_rank = self.size * copies, backend.rank_in(replicas) * self.size + self.rank
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
-        self.members, self.others = _members(group), _members(replicas)
+        self.members, self.others = backend.members(group), backend.members(replicas)
         self.component, self.identity = "", ""
         self._runs: dict[int, int] = {}  # update -> runs of the function since then
         self._run, self._counts = "", dict[str, int]()
         # function -> what its last run showed: the units that it called, which the next will probably call too
-        self.records: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+        self.records: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
     @staticmethod
-    def of(mesh: Any, axis: str, replicate: str | None, who: str) -> Axis:
+    def of(mesh: Mesh | None, axis: str, replicate: str | None, who: str) -> Axis:
         """The axis of a mesh, or of the default process group where there is no mesh."""
         if not backend.initialized():
-            raise RuntimeError(group_needed(who))
+            raise RuntimeError(
+                f"{who}: there is no process group, and this step is sharded. Start one with "
+                "torch.distributed.init_process_group('gloo') under torchrun, run on ranks with fz.testing.run_ranks, "
+                "or take the sharding transform out."
+            )
         if mesh is None:
             return Axis(backend.world(), name=axis)
         return Axis(mesh.get_group(axis), mesh.get_group(replicate) if replicate else None, axis)
 
     def of_component(self, label: str) -> Axis:
         """This axis for one component, with an identity that its ranks agree on."""
-        return self._with(component=label, identity=self._first(uuid.uuid4().hex, f"init of {label!r}"))
+        identity = uuid.uuid4().hex
+        for group in self._groups:
+            identity = self._by_all(identity, f"init of {label!r}", group)[0]
+        return self._with(component=label, identity=identity)
 
     def _with(self, **changes: object) -> Axis:
         out = copy.copy(self)
@@ -115,7 +110,7 @@ class Axis:
         return f"{ranks}, replicated over ranks {list(self.others)}" if self.others else ranks
 
     def __eq__(self, other: object) -> bool:
-        """Whether they go over the same ranks in the same order, for the same purpose."""
+        """Two axes are equal that go over the same ranks in the same order, for the same purpose."""
         if not isinstance(other, Axis):
             return False
         return (self.name, self.members, self.others) == (other.name, other.members, other.others)
@@ -128,72 +123,63 @@ class Axis:
 
     # ---- what is said about a collective
 
-    def _announced(self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Group | None) -> _Explained:
+    def _announced(
+        self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Group
+    ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Announces a collective; the result makes calls that name it where they fail."""
-        assert group is not None
         shape, dtype = tensor.shape, tensor.dtype
 
-        def said() -> str:
+        def words() -> str:
             run = f", run {self._run}" if self._run else ""
             return f"{operation} of {tag} ({tuple(shape)}, {dtype}) of {self.who} over axis {self.name!r}{run}"
 
-        announce(operation, tag, tensor.numel() * tensor.element_size(), said, group)
-        return lambda call: explained(call, said, group)
+        announce(operation, tag, tensor.numel() * tensor.element_size(), words, group)
+        return lambda call: explained(call, words, group)
 
     def _number(self, operation: str, tag: Hashable) -> int:
-        """What the messages of one collective have in common, and no others have.
-
-        A run may have two collectives of one buffer in flight: a reduction that is delivered, and one that a derivative
-        of a derivative waits for.
-        """
-        said = f"{operation} {tag!r} {self.identity} {self._run}"
+        """The tag of one collective's messages; a run may have two reductions of one buffer in flight."""
+        key = f"{operation} {tag!r} {self.identity} {self._run}"
         if self._run:
-            self._counts[said] = count = self._counts.get(said, 0) + 1
-            said = f"{said} {count}"
-        return zlib.crc32(said.encode()) & 0x7FFFFFFF
+            self._counts[key] = count = self._counts.get(key, 0) + 1
+            key = f"{key} {count}"
+        return zlib.crc32(key.encode()) & 0x7FFFFFFF
 
     # ---- the collectives
 
-    def start_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Hashable = "") -> Callable[[], None]:
+    def start_gather(self, full: torch.Tensor, shard: torch.Tensor, tag: Hashable = "") -> Wait:
         """Begins to fill `full[numel]` with the shards of all ranks, in rank order; the result waits for its end."""
         if self.size == 1:
             if full.data_ptr() != shard.data_ptr():
                 full.copy_(shard)
             return done
+        assert self.group is not None
         explained = self._announced("all_gather", tag, shard, self.group)
-        start = explained(backend.start_all_gather)
-        return explained(start(full, shard, self.group, self._number("all_gather", tag)))
-
-    def gather_into(self, full: torch.Tensor, shard: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
-        """`full[numel]` from the shards of all ranks, in rank order."""
-        self.start_gather(full, shard, tag)()
-        return full
+        number = self._number("all_gather", tag)
+        return explained(explained(backend.start_all_gather)(full, shard, self.group, number))
 
     def gather(self, shard: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The full tensor whose slices along dim 0 are the ranks' shards: a new one, also on one rank."""
-        return self.gather_into(shard.new_empty((shard.shape[0] * self.size, *shard.shape[1:])), shard, tag)
+        full = shard.new_empty((shard.shape[0] * self.size, *shard.shape[1:]))
+        self.start_gather(full, shard, tag)()
+        return full
 
     def start_reduce_scatter(
         self, full: torch.Tensor, tag: Hashable = "", dtype: torch.dtype | None = None
-    ) -> tuple[torch.Tensor, Callable[[], None]]:
-        """This rank's slice of the mean over all ranks, summed in rank order, and what waits until it is there.
+    ) -> tuple[torch.Tensor, Wait]:
+        """This rank's slice of the mean over all ranks, summed in rank order in `dtype`, and what waits for it.
 
-        Args:
-            full: belongs to the collective until then; over one rank it is the result where it has the sum's dtype.
-            dtype: that of the sum; `full` travels as it is.
+        Until then `full` belongs to the collective; over one rank it is the result where it has the sum's dtype.
         """
         full, dtype = full.contiguous(), dtype or full.dtype
         if self.ranks == 1:
             return full.to(dtype), done
-        out, wait = full, done
-        if self.size > 1:
+        if self.group is not None and self.size > 1:
             out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]), dtype=dtype)
             explained = self._announced("reduce_scatter", tag, full, self.group)
             number, divisor = self._number("reduce_scatter", tag), 1 if self.replicas else self.ranks
-            start = explained(backend.start_reduce_scatter)
-            wait = explained(start(full, out, self.group, number, divisor))
+            wait = explained(explained(backend.start_reduce_scatter)(full, out, self.group, number, divisor))
         else:
-            out = full.to(dtype, copy=True)
+            out, wait = full.to(dtype, copy=True), done
 
         def finish() -> None:
             wait()
@@ -212,7 +198,7 @@ class Axis:
 
     def sum(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The sum over the sharded axis: replicas hold the same values."""
-        return self._sum(tensor, tag, self._groups[: len(self._groups) - len(self.replicas)])
+        return self._sum(tensor, tag, self._groups[:1] if self.size > 1 else ())
 
     def mean(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """The mean over all ranks that hold different data."""
@@ -233,26 +219,20 @@ class Axis:
 
     # ---- agreement
 
-    def _by_all(self, said: str, what: str, group: Group) -> list[str]:
-        return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(said, group)
+    def _by_all(self, text: str, what: str, group: Group) -> list[str]:
+        return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(text, group)
 
-    def _first(self, said: str, what: str) -> str:
-        """What rank 0 says."""
+    def check_same(self, text: str, what: str, advice: str) -> None:
+        """Raises ValueError on every rank where the ranks' texts differ."""
         for group in self._groups:
-            said = self._by_all(said, what, group)[0]
-        return said
-
-    def check_same(self, said: str, what: str, advice: str) -> None:
-        """Raises on every rank where the ranks do not say the same."""
-        for group in self._groups:
-            said_by_all = self._by_all(said, what, group)
-            if len(set(said_by_all)) > 1:
-                other = next(rank for rank, text in enumerate(said_by_all) if text != said_by_all[0])
-                raise ValueError(
-                    f"{what} differ between the ranks of axis {self.name!r}: rank 0 has "
-                    f"{_first_difference(said_by_all[0], said_by_all[other])}, rank {other} has "
-                    f"{_first_difference(said_by_all[other], said_by_all[0])}. {advice}"
-                )
+            first, *others = self._by_all(text, what, group)
+            for rank, other in enumerate(others, 1):
+                if other != first:
+                    ours, theirs = _first_difference(first, other), _first_difference(other, first)
+                    raise ValueError(
+                        f"{what} differ between the ranks of axis {self.name!r}: rank 0 has {ours}, rank {rank} has "
+                        f"{theirs}. {advice}"
+                    )
 
 
 def _first_difference(text: str, other: str) -> str:
@@ -260,7 +240,7 @@ def _first_difference(text: str, other: str) -> str:
     return repr(next((line for line in lines if line not in others), "nothing more"))
 
 
-def finish_all(waits: Sequence[Callable[[], None]]) -> None:
+def finish_all(waits: Sequence[Wait]) -> None:
     """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
     errors: list[BaseException] = []
     for wait in waits:

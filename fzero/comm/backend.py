@@ -6,8 +6,8 @@ NCCL's own collectives are right as they are.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,10 +19,12 @@ import torch.distributed.nn.functional
 from fzero.comm.hazards import in_flight
 
 Group = dist.ProcessGroup
+Mesh = dist.DeviceMesh
+Store = dist.Store
 
 
 def initialized() -> bool:
-    return dist.is_available() and dist.is_initialized()
+    return dist.is_initialized()
 
 
 def world() -> Group | None:
@@ -41,56 +43,45 @@ def global_rank() -> int:
     return dist.get_rank()
 
 
-def world_size() -> int:
-    return dist.get_world_size()
-
-
-def members(group: Group) -> list[int]:
+def members(group: Group | None) -> tuple[int, ...]:
     """The global ranks of a group, in group order."""
-    return dist.get_process_group_ranks(group)
+    return tuple(dist.get_process_group_ranks(group)) if group is not None else ()
 
 
 def name_of(group: Group) -> str:
-    """What tells this group from others on all of its ranks."""
+    """A name that tells this group from others on all of its ranks."""
     return f"{group.group_name}:{','.join(map(str, members(group)))}"
 
 
-def store() -> Any:
+def store() -> Store:
     """The key-value store of the default process group, which every rank can reach."""
     return dist.distributed_c10d._get_default_store()
 
 
 def timeout_of(group: Group) -> float:
     """Seconds that a collective of this group may take."""
+    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
     try:
-        return group._get_backend(_device_of(group)).options._timeout.total_seconds()
+        return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):  # the threaded group has no options
         return dist.default_pg_timeout.total_seconds()
 
 
-def _device_of(group: Group) -> torch.device:
-    if dist.get_backend(group) == "nccl":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device("cpu")
-
-
+# torch >= 2.13 deprecates the older names
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 Wait = Callable[[], None]
 CHUNK = 1 << 16  # elements that stay in a core's cache while they are added up
 
 
 def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
     """Fills `full` with the shards of all ranks, in rank order. The shard may lie in its place already."""
-    return in_flight(full, shard, lambda full, shard: _gather(full, shard, group, number), _by_number(group))
-
-
-def _by_number(group: Group) -> bool:
-    """Whether messages find each other by their numbers, in whatever order they leave."""
-    return dist.get_backend(group) == "gloo"
+    late = dist.get_backend(group) == "gloo"  # messages find each other by their numbers
+    return in_flight(full, shard, lambda full, shard: _gather(full, shard, group, number), late)
 
 
 def _gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
-    backend = dist.get_backend(group)
-    if backend == "gloo":
+    if dist.get_backend(group) == "gloo":
         parts = list(full.chunk(size_of(group)))
         shard = shard.contiguous()
         wait = _start_exchange([shard] * len(parts), parts, group, number)
@@ -98,17 +89,15 @@ def _gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) 
         if own.data_ptr() != shard.data_ptr():
             own.copy_(shard)  # while the others' come
         return wait
-    if backend == "threaded":
-        _all_gather(full, shard, group)
-        _settle(group)
-        return done
-    work = _all_gather(full, shard, group, async_op=True)
+    work = _all_gather(full, shard, group=group, async_op=True)
+    _settle(group)
+    return functools.partial(_finish, work, shard)
 
-    def wait() -> None:
-        _ = shard  # the input lives until then
-        work.wait()
 
-    return wait
+def _finish(work: dist.Work | None, source: torch.Tensor) -> None:
+    """Waits for a backend's own collective, whose source lives until then."""
+    assert work is not None
+    work.wait()
 
 
 def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, divisor: int) -> Wait:
@@ -116,37 +105,33 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group, nu
 
     `full` travels in its own dtype and is summed in that of `out`: what a backend sums itself, it sums as it travels.
     """
-    return in_flight(out, full, lambda out, full: _scatter(full, out, group, number, divisor), _by_number(group))
+    late = dist.get_backend(group) == "gloo"
+    return in_flight(out, full, lambda out, full: _scatter(full, out, group, number, divisor), late)
 
 
 def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, divisor: int) -> Wait:
     backend, size, rank = dist.get_backend(group), size_of(group), rank_in(group)
     alike = full.dtype == out.dtype
     if backend not in ("gloo", "threaded") and alike:
-        work = _reduce_scatter(out, full, group, async_op=True)
+        finish = functools.partial(_finish, _reduce_scatter(out, full, group=group, async_op=True), full)
 
         def divide() -> None:
-            _ = full  # the input lives until then
-            work.wait()
+            finish()
             out.div_(divisor)
 
         return divide
-    parts = list(full.chunk(size))
-    # the sum is in rank order, and its first term that comes from elsewhere is received where the sum is to be
-    first = (1 if rank == 0 else 0) if alike else -1
-    received = [parts[rank] if r == rank else torch.empty_like(parts[r]) if r != first else out for r in range(size)]
-    arrived = done
     if backend == "gloo":
+        parts = list(full.chunk(size))
+        # the first term that comes from elsewhere is received where the sum is to be
+        first = (1 if rank == 0 else 0) if alike else -1
+        received = [parts[r] if r == rank else torch.empty_like(parts[r]) if r != first else out for r in range(size)]
         arrived = _start_exchange(parts, received, group, number)
-    elif backend == "threaded":
-        received[rank] = torch.empty_like(parts[rank])
-        dist.all_to_all(received, [part.contiguous() for part in parts], group=group)
-        _settle(group)
     else:
         everyone = torch.empty_like(full)
         received = list(everyone.chunk(size))
-        arrived = dist.all_to_all_single(everyone, full, group=group, async_op=True).wait  # type: ignore[union-attr]
-
+        work = dist.all_to_all_single(everyone, full, group=group, async_op=True)
+        _settle(group)
+        arrived = functools.partial(_finish, work, full)
     exact = divisor & (divisor - 1) == 0  # the same as a division, and quicker
 
     def add() -> None:
@@ -165,7 +150,7 @@ def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, d
 
 
 def done() -> None:
-    pass
+    """Waits for nothing."""
 
 
 def all_reduce(tensor: torch.Tensor, group: Group) -> None:
@@ -200,30 +185,9 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
     return wait
 
 
-def gather_strings(said: str, group: Group) -> list[str]:
-    """What every rank of the group says, in rank order."""
-    if dist.get_backend(group) == "fake":  # one rank that stands for all
-        return [said] * size_of(group)
-    device = _device_of(group)
-    data = torch.frombuffer(bytearray(said.encode() or b" "), dtype=torch.uint8)
-    size = size_of(group)
-    lengths = torch.empty(size, dtype=torch.int64, device=device)
-    _all_gather(lengths, torch.tensor([data.numel()], dtype=torch.int64, device=device), group)
-    width = int(lengths.max())
-    mine = torch.zeros(width, dtype=torch.uint8, device=device)
-    mine[: data.numel()] = data.to(device)
-    everyone = torch.empty(size * width, dtype=torch.uint8, device=device)
-    _all_gather(everyone, mine, group)
-    rows = everyone.view(size, width).cpu()
-    return [bytes(row[:length].tolist()).decode() for row, length in zip(rows, lengths.tolist(), strict=True)]
-
-
-def _all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, async_op: bool = False) -> Any:
-    # torch >= 2.13 deprecates the older names
-    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    return gather(full, shard, group=group, async_op=async_op)
-
-
-def _reduce_scatter(shard: torch.Tensor, full: torch.Tensor, group: Group, async_op: bool) -> Any:
-    scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    return scatter(shard, full, group=group, async_op=async_op)
+def gather_strings(text: str, group: Group) -> list[str]:
+    """The texts of all ranks of the group, in rank order."""
+    texts = [text] * size_of(group)
+    if dist.get_backend(group) != "fake":  # one rank that stands for all
+        dist.all_gather_object(texts, text, group=group)
+    return texts

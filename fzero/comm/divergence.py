@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import datetime
 import json
 import time
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any
+from typing import ParamSpec, TypeVar
 
 from fzero.base import private
 from fzero.comm import backend
 
+P = ParamSpec("P")
+T = TypeVar("T")
+Records = list[tuple[str, Hashable, int]]  # operation, tag, bytes
 _watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("fzero_watch", default=None)
-_listeners: contextvars.ContextVar[tuple[list[Any], ...]] = contextvars.ContextVar("fzero_listeners", default=())
+_listeners: contextvars.ContextVar[tuple[Records, ...]] = contextvars.ContextVar("fzero_listeners", default=())
 
 ADVICE = (
     "Every rank must call the same units of the same components in the same order; look for a branch that depends on "
@@ -53,9 +57,9 @@ def checked_collectives(enabled: bool = True) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def recorded_collectives() -> Iterator[list[tuple[str, Hashable, int]]]:
+def recorded_collectives() -> Iterator[Records]:
     """Collects (operation, tag, bytes) of every collective that this thread issues inside."""
-    record: list[tuple[str, Hashable, int]] = []
+    record: Records = []
     token = _listeners.set((*_listeners.get(), record))
     try:
         yield record
@@ -63,14 +67,14 @@ def recorded_collectives() -> Iterator[list[tuple[str, Hashable, int]]]:
         _listeners.reset(token)
 
 
-def announce(operation: str, tag: Hashable, size: int, said: Callable[[], str], group: backend.Group) -> None:
+def announce(operation: str, tag: Hashable, size: int, words: Callable[[], str], group: backend.Group) -> None:
     """Records a collective; in checked mode compares what all ranks of the group say, and raises if they differ."""
     for record in _listeners.get():
         record.append((operation, tag, size))
     watch = _watch.get()
     if watch is None:
         return
-    by_all = watch.agree(said(), group)
+    by_all = watch.agree(words(), group)
     if len(set(by_all)) > 1:
         listing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(backend.members(group), by_all, strict=True))
         raise RuntimeError(f"The ranks have diverged: {listing}. {ADVICE}")
@@ -81,7 +85,7 @@ class PeerStopped(RuntimeError):
 
 
 class Watch:
-    """What one rank has arrived at, where all ranks can read it."""
+    """The collective that one rank has arrived at, where all ranks can read it."""
 
     LOOK = 0.05  # seconds between two looks at who waits for whom
 
@@ -90,16 +94,16 @@ class Watch:
         self._counts: dict[str, int] = {}
         self._stuck = False
 
-    def agree(self, said: str, group: backend.Group) -> list[str]:
-        """What every rank of the group says at this point, in group order."""
+    def agree(self, words: str, group: backend.Group) -> list[str]:
+        """The words of every rank of the group at this point, in group order."""
         store, me, members = backend.store(), backend.global_rank(), backend.members(group)
         if self._prefix is None:  # of one generation of watches: all ranks have entered equally often
             self._prefix = f"fzero/{store.add(f'fzero/watches/{me}', 1)}"
         name = backend.name_of(group)
         count = self._counts[name] = self._counts.get(name, 0) + 1
-        store.set(self._said(name, count, me), said)
-        store.set(f"{self._prefix}/at/{me}", json.dumps([name, count, members, said]))
-        keys = [self._said(name, count, rank) for rank in members]
+        store.set(self._key(name, count, me), words)
+        store.set(f"{self._prefix}/at/{me}", json.dumps([name, count, members, words]))
+        keys = [self._key(name, count, rank) for rank in members]
         started = looked = time.monotonic()
         pause = 2e-5
         while not store.check(keys):
@@ -112,23 +116,23 @@ class Watch:
                 self._stuck = True
                 missing = [rank for rank, key in zip(members, keys, strict=True) if not store.check([key])]
                 raise RuntimeError(
-                    f"Rank {me} waited {looked - started:.0f} seconds, the timeout of its process group, in {said} for "
-                    f"ranks {missing}, which did not come. {ADVICE}"
+                    f"Rank {me} waited {looked - started:.0f} seconds, the timeout of its process group, in {words} "
+                    f"for ranks {missing}, which did not come. {ADVICE}"
                 )
         if count > 2:  # whoever is here has read what was said two rounds ago
-            store.delete_key(self._said(name, count - 2, me))
+            store.delete_key(self._key(name, count - 2, me))
         return [store.get(key).decode() for key in keys]
 
-    def _said(self, name: str, count: int, rank: int) -> str:
+    def _key(self, name: str, count: int, rank: int) -> str:
         return f"{self._prefix}/{name}/{count}/{rank}"
 
-    def _look(self, store: Any, me: int) -> None:
+    def _look(self, store: backend.Store, me: int) -> None:
         """Raises where this rank waits for ranks that will never come."""
         waits = self._waits(store)
-        gone = {rank: said for rank, (_, count, _, said) in waits.items() if count < 0}
+        gone = {rank: end for rank, (_, count, _, end) in waits.items() if count < 0}
         # read after all of `waits`: whoever is missing here was missing all along
         missing = {
-            rank: [other for other in members if not store.check([self._said(name, count, other)])]
+            rank: [other for other in members if not store.check([self._key(name, count, other)])]
             for rank, (name, count, members, _) in waits.items()
             if count > 0
         }
@@ -141,13 +145,13 @@ class Watch:
             return
         self._stuck = True
         listing = [f"rank {rank} is in {waits[rank][3]} and waits for ranks {missing[rank]}" for rank in sorted(stuck)]
-        listing += [f"rank {rank} {said}" for rank, said in sorted(gone.items())]
+        listing += [f"rank {rank} {end}" for rank, end in sorted(gone.items())]
         error = PeerStopped if gone else RuntimeError
         raise error(f"The ranks have diverged and wait for one another: {'; '.join(listing)}. {ADVICE}")
 
-    def _waits(self, store: Any) -> dict[int, Any]:
-        """Rank -> where it is."""
-        keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(backend.world_size())}
+    def _waits(self, store: backend.Store) -> dict[int, tuple[str, int, list[int], str]]:
+        """Rank -> where it is: the group, its count of collectives (negative: it has gone), its ranks, the words."""
+        keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(backend.size_of(backend.world()))}
         return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
     def leave(self, end: str) -> None:
@@ -157,38 +161,33 @@ class Watch:
             backend.store().set(key, json.dumps(["", -1, [], end]))
 
 
-def explained(call: Callable[..., object], said: Callable[[], str], group: backend.Group) -> Callable[..., Any]:
+def explained(call: Callable[P, T], words: Callable[[], str], group: backend.Group) -> Callable[P, T]:
     """`call`, naming what failed: a timeout of the backend knows neither the unit nor what the others were doing."""
 
-    def explaining(*args: object) -> Any:
+    def explaining(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
-            return call(*args)
+            return call(*args, **kwargs)
         except RuntimeError as error:
             if private.is_out_of_memory(error):
                 raise  # of this rank; the others are not to blame
-            others = _ask_others(said(), group)
             raise RuntimeError(
-                f"Communication failed on rank {backend.global_rank()}, in {said()}: another rank has stopped, or "
-                f"has called other units than this one. {others}Run the step inside fz.testing.checked_collectives() "
-                f"to see at once what every rank called. ({error})"
+                f"Communication failed on rank {backend.global_rank()}, in {words()}: another rank has stopped, or "
+                f"has called other units than this one. {_failed_elsewhere(words(), group)}Run the step inside "
+                f"fz.testing.checked_collectives() to see at once what every rank called. ({error})"
             ) from error
 
     return explaining
 
 
-def _ask_others(said: str, group: backend.Group, seconds: float = 0.5) -> str:
-    """What the other ranks say that failed on them; they time out at about the same moment."""
+def _failed_elsewhere(words: str, group: backend.Group) -> str:
+    """The collectives that failed on the other ranks, which time out at about the same moment."""
     try:
         store, me = backend.store(), backend.global_rank()
-        store.set(f"fzero/failed/{me}", said)
-        others = [rank for rank in backend.members(group) if rank != me]
-        found: dict[int, str] = {}
-        deadline = time.monotonic() + seconds
-        while len(found) < len(others) and time.monotonic() < deadline:
-            for rank in others:
-                if rank not in found and store.check([f"fzero/failed/{rank}"]):
-                    found[rank] = store.get(f"fzero/failed/{rank}").decode()
-            time.sleep(0.02)
+        store.set(f"fzero/failed/{me}", words)
+        keys = {rank: f"fzero/failed/{rank}" for rank in backend.members(group) if rank != me}
+        with contextlib.suppress(RuntimeError):  # some of them do not fail
+            store.wait(list(keys.values()), datetime.timedelta(seconds=0.5))
+        found = {rank: store.get(key).decode() for rank, key in keys.items() if store.check([key])}
     except RuntimeError:  # the store was on the rank that stopped
         return ""
     return "".join(f"Rank {rank} was in {text}. " for rank, text in sorted(found.items()))

@@ -1,4 +1,4 @@
-"""What makes a race show: in flight reads as NaN, given back is poisoned, arrivals are delayed and reordered.
+"""Hazards make a race show: what is in flight reads as NaN, what is given back is poisoned, messages leave late.
 
 A race is a read before an arrival, or a write before a departure. Alone on a machine both mostly go well. Inside
 `hazards` neither can: what is received lies elsewhere until somebody waits for it, and what is sent leaves late.
@@ -12,7 +12,6 @@ import contextvars
 import random
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 
@@ -28,13 +27,11 @@ class Hazards:
     def __init__(self, seed: int) -> None:
         self.seed = seed
         self._random = random.Random(seed)
-        self._threads: concurrent.futures.ThreadPoolExecutor | None = None
+        self.threads = concurrent.futures.ThreadPoolExecutor(2, "fzero-hazards")
         self.in_flight = 0  # transfers that nobody has waited for
 
     def delayed(self, start: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Starts a transfer some time later, maybe after one that is started after it; waits for its start and end."""
-        if self._threads is None:
-            self._threads = concurrent.futures.ThreadPoolExecutor(2, "fzero-hazards")
         delay = self._random.random() * DELAY if self._random.random() < 0.5 else 0.0
 
         def late() -> Callable[[], None]:
@@ -42,28 +39,25 @@ class Hazards:
             with torch.no_grad():  # a mode of the thread that it was started on
                 return start()
 
-        begun = self._threads.submit(late)
+        begun = self.threads.submit(late)
         return lambda: begun.result()()
 
-    def close(self) -> None:
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
 
-
-def active() -> Hazards | None:
-    return _current.get()
+def current_seed() -> int | None:
+    hazards = _current.get()
+    return None if hazards is None else hazards.seed
 
 
 def poison(tensor: torch.Tensor) -> bool:
-    """Inside `hazards`, makes whatever reads a buffer that was given back read NaN; whether it did."""
+    """Inside `hazards`, makes whatever reads a buffer that was given back read NaN; returns True if so."""
     if _current.get() is None:
         return False
-    fill(tensor)
+    _fill(tensor)
     return True
 
 
-def fill(tensor: torch.Tensor) -> None:
-    """NaN, or the largest value of an integer, without autograd noticing."""
+def _fill(tensor: torch.Tensor) -> None:
+    """Writes NaN, or the largest value of an integer, without autograd noticing."""
     with torch.no_grad(), private.preserve_version([tensor]):
         tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
 
@@ -74,11 +68,7 @@ def in_flight(
     start: Callable[[torch.Tensor, torch.Tensor], Callable[[], None]],
     late: bool,
 ) -> Callable[[], None]:
-    """`start(target, source)`, which begins a transfer and returns what waits for it; in `hazards` it is made visible.
-
-    Args:
-        late: whether messages find each other in any order, so that this one may leave late.
-    """
+    """Begins a transfer by `start(target, source)`, shows it inside `hazards`, and delays it if it may be `late`."""
     hazards = _current.get()
     if hazards is None:
         return start(target, source)
@@ -86,9 +76,8 @@ def in_flight(
         source = source.clone()  # its place in the target is about to be filled
     hazards.in_flight += 1
     arriving = torch.empty_like(target)
-    begin: Any = lambda: start(arriving, source)
-    wait = hazards.delayed(begin) if late else begin()
-    fill(target)
+    wait = hazards.delayed(lambda: start(arriving, source)) if late else start(arriving, source)
+    _fill(target)
 
     def finish() -> None:
         wait()
@@ -126,4 +115,4 @@ def hazards(seed: int | None = 0) -> Iterator[None]:
     finally:
         _current.reset(token)
         if own is not None:
-            own.close()
+            own.threads.shutdown(wait=False)

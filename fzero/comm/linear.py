@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+import functools
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from fzero.base import private
 from fzero.comm.axis import Axis
+
+_Map = Callable[[torch.Tensor], torch.Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    """`apply(fn, transpose, tensor)`: a linear map of a buffer along dim 0, which any functorch level may transform."""
+
+    @staticmethod
+    def forward(fn: _Map, transpose: _Map, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        out = fn(tensor)
+        return out.clone() if out is tensor else out
+
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: Sequence[object], output: object) -> None:
+        ctx.fn, ctx.transpose, _ = inputs
+
+    @staticmethod
+    def backward(ctx: private.Context, cotangent: torch.Tensor) -> object:  # type: ignore[override]
+        return None, None, _Linear.apply(ctx.transpose, ctx.fn, cotangent)
+
+    @staticmethod
+    def jvp(ctx: private.Context, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
+        return _Linear.apply(ctx.fn, ctx.transpose, tangent)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: object, in_dims: Sequence[int], fn: _Map, transpose: _Map, tensor: torch.Tensor
+    ) -> tuple[object, int]:
+        return _Linear.apply(fn, transpose, tensor.movedim(in_dims[2], -1).contiguous()), -1
 
 
 @dataclass(eq=False, slots=True)
@@ -28,60 +57,22 @@ class Wire:
     reduce: torch.dtype
     wire: torch.dtype
 
-    def spread(self, shard: torch.Tensor) -> torch.Tensor:
+    def gather(self, shard: torch.Tensor) -> torch.Tensor:
         return self.axis.gather(shard.to(self.compute), self.tag)
 
-    def collect(self, full: torch.Tensor) -> torch.Tensor:
+    def reduce_scatter(self, full: torch.Tensor) -> torch.Tensor:
         return self.axis.reduce_scatter(full.to(self.wire), self.tag, self.reduce)
 
+    def spread(self, shard: torch.Tensor) -> torch.Tensor:
+        """The full buffer as a differentiable function of this shard."""
+        return _Linear.apply(self.gather, self.reduce_scatter, shard)
 
-def _linear(name: str, forward: Any, transposed: Any) -> Any:
-    """A Function for a linear map of a buffer along dim 0, which any functorch level may transform."""
-
-    class Map(torch.autograd.Function):
-        @staticmethod
-        def forward(wire: Wire, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            out = forward(wire, tensor)
-            return out.clone() if out is tensor else out
-
-        @staticmethod
-        def setup_context(ctx: private.Context, inputs: Any, output: object) -> None:
-            ctx.wire = inputs[0]
-
-        @staticmethod
-        def backward(ctx: private.Context, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
-            return None, transposed().apply(ctx.wire, cotangent)
-
-        @staticmethod
-        def jvp(ctx: private.Context, _: object, tangent: torch.Tensor) -> Any:  # type: ignore[override]
-            return Map.apply(ctx.wire, tangent)
-
-        @staticmethod
-        def vmap(info: object, in_dims: Any, wire: Wire, tensor: torch.Tensor) -> Any:  # type: ignore[override]
-            return Map.apply(wire, tensor.movedim(in_dims[1], -1).contiguous()), -1
-
-    Map.__name__ = Map.__qualname__ = name
-    return Map
-
-
-Spread = _linear("Spread", lambda wire, shard: wire.spread(shard), lambda: Collect)
-
-
-Collect = _linear("Collect", lambda wire, full: wire.collect(full), lambda: Spread)
-
-
-# over a sharded axis and its replicas: the sum of the shards' parts on every rank, the mean of the ranks' cotangents
-_Summed = _linear("Summed", lambda axis, part: axis.sum(part, "global_norm"), lambda: _Averaged)
-
-
-_Averaged = _linear("Averaged", lambda axis, full: axis.mean(full, "global_norm"), lambda: _Summed)
-
-
-def spread(wire: Wire, shard: torch.Tensor) -> torch.Tensor:
-    """The full buffer as a differentiable function of this shard."""
-    return Spread.apply(wire, shard)
+    def collect(self, full: torch.Tensor) -> torch.Tensor:
+        """This rank's slice of the mean of full buffers, as a differentiable function of this one."""
+        return _Linear.apply(self.reduce_scatter, self.gather, full)
 
 
 def summed(axis: Axis, part: torch.Tensor) -> torch.Tensor:
-    """The sum over shards as a differentiable function of this rank's part."""
-    return _Summed.apply(axis, part)
+    """The sum over shards, replicated, as a differentiable function of this rank's part."""
+    total, mean = (functools.partial(each, tag="global_norm") for each in (axis.sum, axis.mean))
+    return _Linear.apply(total, mean, part)

@@ -14,19 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
-from fzero.base import private, texts
-from fzero.base.refusals import (
-    another_run,
-    clear_frames,
-    freed,
-    heard,
-    is_ours,
-    place_of,
-    reshapes,
-    twice,
-    unseen_write,
-    writes_leaf,
-)
+from fzero.base import private, refusals, texts
 from fzero.capture.again import Again, Facts, Unread
 from fzero.capture.containers import Container, Content
 from fzero.capture.contents import replaced, tensors_in
@@ -179,12 +167,12 @@ class Call:
                 raise
             places = {i for i, x in enumerate(inputs) if x.requires_grad and x.is_leaf}
             if places <= self.facts.mutated:
-                raise ValueError(writes_leaf(unit)) from error
+                raise ValueError(refusals.writes_leaf(unit)) from error
             raise Again(Facts(mutated=frozenset(places))) from None
         finally:
             self._fulls = ()
         if [private.version(full) for full in fulls] != gathered:
-            raise ValueError(writes_leaf(unit))
+            raise ValueError(refusals.writes_leaf(unit))
         changed = frozenset(i for i, x in enumerate(inputs) if private.version(x) != before[i])
         if derived and not changed <= self.facts.mutated:
             if not self.first:
@@ -230,7 +218,8 @@ class Call:
         before = self.reach.clear() if again else None
         try:
             filling = self.reach.fill(mapping)
-            args, kwargs = self._arguments(mapping)
+            args = tuple(replaced(value, mapping) for value in self.args)
+            kwargs = {name: replaced(value, mapping) for name, value in self.kwargs.items()}
             self.inner = args, filling
             run = functools.partial(self._run, leaves, watch, args, kwargs)
             result = self._second.run(run) if again else self._second.first(run)
@@ -242,9 +231,9 @@ class Call:
             if not self.facts.mutated.issuperset(written):
                 raise Again(Facts(mutated=frozenset(written)))
             if shapes != [geometry(x) for x in tensors]:
-                raise ValueError(reshapes(self.unit))
+                raise ValueError(refusals.reshapes(self.unit))
             if fresh and not private.dispatch_modes() and any(map(differs_unseen, tensors, self.reach.tensors)):
-                raise ValueError(unseen_write(self.unit))
+                raise ValueError(refusals.unseen_write(self.unit))
             exports = Exports(self.unit, self.reach.knows, origins)
             template = exports.of(result)
             effects = self._changes(exports)
@@ -253,14 +242,14 @@ class Call:
             if before is not None:
                 self.reach.restore(before)
                 if isinstance(error, Again):
-                    raise ValueError(another_run(self.unit)) from None
+                    raise ValueError(refusals.another_run(self.unit)) from None
             elif isinstance(error, Again):
                 self.reach.restore()
             else:  # whoever catches it finds what the function had done
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
             if texts.says(error, *_refused()):
-                raise TypeError(twice(self.unit, error)) from error
+                raise TypeError(refusals.twice(self.unit, error)) from error
             raise
         if before is not None:
             self.reach.restore(before)
@@ -284,7 +273,7 @@ class Call:
         compared = self._derived and (self.recomputes or self.first)
         if (again and form != self._form) or (compared and not self._second.weigh(out, again)):
             self._record.draws = True
-            raise ValueError(another_run(self.unit))
+            raise ValueError(refusals.another_run(self.unit))
         self._form = form
         return self._outlets.taken(out)
 
@@ -299,19 +288,19 @@ class Call:
         again = self._result is not None
         with inside(self._here(leaves)), watch:
             try:
-                with heard():
+                with refusals.heard():
                     result = self.fn(*args, **kwargs)
             except Exception as error:
                 if not (private.level() or self.facts.watched) and texts.says(error, *_UNSEEN):
                     raise Again(Facts(watched=True)) from None
                 if texts.says(error, *texts.FREED):
-                    raise ValueError(freed(f"Unit {self.unit!r}{place_of(error)}")) from error
-                if is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
+                    raise ValueError(refusals.freed(f"Unit {self.unit!r}{refusals.place_of(error)}")) from error
+                if refusals.is_ours(error) or not (self._raises if again else self._holds_tensors(error)):
                     raise
                 self._raises, result = True, error
                 return result
         if self._raises:
-            raise ValueError(another_run(self.unit))
+            raise ValueError(refusals.another_run(self.unit))
         return result
 
     def _holds_tensors(self, error: Exception) -> bool:
@@ -386,7 +375,7 @@ class Call:
             container.write({key: built(value, tensors) for key, value in content.items()})
         errors, self._errors = self._errors, []
         for error in errors:
-            clear_frames(error)
+            refusals.clear_frames(error)
         assert self._result is not None
         if isinstance(self._result[0], BaseException) and self._raises:
             raise self._result[0]

@@ -14,7 +14,7 @@ import torch
 from fzero.base import private
 from fzero.base.node import first_order
 from fzero.comm.axis import Axis
-from fzero.comm.linear import Collect, Spread, Wire
+from fzero.comm.linear import Wire
 from fzero.formats.formats import Blocks, Stored, decode, encode
 
 _BLOCKS = Blocks()
@@ -108,15 +108,15 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: private.Context, cotangent: torch.Tensor) -> object:  # type: ignore[override]
-        return None, ctx.use.collect(cotangent) if first_order() else Collect.apply(ctx.use, cotangent)
+        return None, ctx.use.reduce_scatter(cotangent) if first_order() else ctx.use.collect(cotangent)
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
-        return Spread.apply(ctx.use, tangent)
+        return ctx.use.spread(tangent)
 
     @staticmethod
     def vmap(info: object, in_dims: Sequence[int], use: Use, primal: torch.Tensor) -> object:  # type: ignore[override]
-        return Spread.apply(use, primal.movedim(in_dims[1], -1).contiguous()), -1
+        return use.spread(primal.movedim(in_dims[1], -1).contiguous()), -1
 
 
 _value = private.direct(_Value)

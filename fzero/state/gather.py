@@ -9,7 +9,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.comm.linear import Wire, spread, summed
+from fzero.comm.linear import Wire, summed
 from fzero.state.checks import constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
@@ -58,7 +58,7 @@ def _gather_one(tree: Sharded) -> object:
     for key in tree.keys:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
         follows = own.requires_grad and torch.is_grad_enabled()  # plain autograd follows the shards
-        full = spread(Wire(tag, axis, own.dtype, own.dtype, own.dtype), own) if follows else axis.gather(own, tag)
+        full = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own) if follows else axis.gather(own, tag)
         for index, view in tree.layout.groups[key].views(full).items():
             leaves[index] = view / tree.scale if tree.scale != 1.0 else view.clone()
     return pytree.unflatten(tree.structure, leaves)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base.patterns import ROOT, matches, unit_of, unmatched
+from fzero.comm.backend import Mesh
 from fzero.formats.formats import Format
 from fzero.table.policy import ByPath, Policy
 
@@ -37,7 +38,7 @@ class Sharding:
     """The value of the axis column: which mesh axis a leaf's state is cut over, and from which ZeRO stage on."""
 
     stage: int
-    mesh: object
+    mesh: Mesh | None
     axis: str
     replicate: str | None
 

@@ -64,8 +64,7 @@ def run_ranks(
         raise ValueError(f"run_ranks: got timeout={timeout}, expected a positive number of seconds.")
     if not callable(fn) or is_component(fn):
         raise wrong("run_ranks", "fn", fn, "a function fn(rank)")
-    own = hazards.active()
-    around = _Around(checked, None if own is None else own.seed)
+    around = _Around(checked, hazards.current_seed())
     if backend == "threads":
         return _on_threads(fn, world_size, timeout, around)
     if backend == "processes":

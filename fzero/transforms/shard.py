@@ -6,11 +6,14 @@ import dataclasses
 
 from fzero.base.arguments import need_str, wrong
 from fzero.base.patterns import also
+from fzero.comm.backend import Mesh
 from fzero.table.rows import Sharding
 from fzero.table.spec import S, need_step
 
 
-def shard_zero1(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+def shard_zero1(
+    step: S, mesh: Mesh | None = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*"
+) -> S:
     """Shards the moments (and, where dtypes differ, the master params) over a mesh axis: ZeRO stage 1.
 
     Every rank holds the full params in compute dtype; one gather an update, no other communication of params. An
@@ -35,7 +38,9 @@ def shard_zero1(step: S, mesh: object = None, axis: str = "dp", replicate: str |
     return _shard(step, 1, mesh, axis, replicate, pattern)
 
 
-def shard_zero2(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+def shard_zero2(
+    step: S, mesh: Mesh | None = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*"
+) -> S:
     """Shards moments and grads over a mesh axis: ZeRO stage 2.
 
     As stage 1, but the gradients of every microbatch are reduced and cut at once, so that no full sum is kept.
@@ -50,7 +55,9 @@ def shard_zero2(step: S, mesh: object = None, axis: str = "dp", replicate: str |
     return _shard(step, 2, mesh, axis, replicate, pattern)
 
 
-def shard_zero3(step: S, mesh: object = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*") -> S:
+def shard_zero3(
+    step: S, mesh: Mesh | None = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*"
+) -> S:
     """Shards params, grads and moments over a mesh axis: ZeRO stage 3.
 
     A unit's params are gathered for each use, in compute dtype, and freed after it.
@@ -65,7 +72,7 @@ def shard_zero3(step: S, mesh: object = None, axis: str = "dp", replicate: str |
     return _shard(step, 3, mesh, axis, replicate, pattern)
 
 
-def _shard(step: S, stage: int, mesh: object, axis: str, replicate: str | None, pattern: str) -> S:
+def _shard(step: S, stage: int, mesh: Mesh | None, axis: str, replicate: str | None, pattern: str) -> S:
     """A step whose state is cut over `axis`, from this ZeRO stage on."""
     name = f"shard_zero{stage}"
     need_step(step, name, pattern)

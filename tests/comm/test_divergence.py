@@ -16,11 +16,28 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 import fzero as fz
+from fzero.comm import backend
 from fzero.testing import RankError, checked_collectives, run_ranks
 
 SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 BATCH = scenarios.vector_batches(1)[0]
 ONE = torch.ones((), dtype=torch.float64)
+TIMEOUT = 3  # seconds, where it is waited for
+
+
+def nothing(rank: int) -> None:
+    pass
+
+
+def on_processes(program: Callable[[int], Any], world: int, checked: bool) -> list[Any]:
+    timeout = 30 if checked else TIMEOUT
+    return run_ranks(program, world, backend="processes", timeout=timeout, checked=checked)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def started_processes() -> None:
+    """No timeout has to cover how long processes take to start."""
+    run_ranks(nothing, 3, backend="processes")
 
 
 def message_of(fn: Callable[[], Any]) -> str:
@@ -48,15 +65,16 @@ def call_different_units(rank: int) -> str:
 
 
 def lonely_pullback(rank: int, stage: int) -> str:
-    """Rank 1 never calls its pullback, and is busy for longer than the group's timeout."""
+    """Rank 1 never calls its pullback, and is busy until rank 0 has given up, after the group's timeout."""
     step, state = component(stage=stage)
     _, pullback = step.vjp(state, *BATCH)
     if rank == 1:
-        time.sleep(9)
+        backend.store().wait(["given up"], datetime.timedelta(seconds=30))
         return ""
     started = time.monotonic()
     said = message_of(lambda: pullback(ONE))
-    assert time.monotonic() - started < 9
+    assert time.monotonic() - started < TIMEOUT + 4
+    backend.store().set("given up", said)
     return said
 
 
@@ -89,7 +107,7 @@ def swapped_twins(rank: int) -> str:
     ],
 )
 def test_on_every_rank_naming_both(program: Callable[[int], str], said: list[str], checked: bool) -> None:
-    for message in run_ranks(program, 2, backend="processes", timeout=5, checked=checked):
+    for message in on_processes(program, 2, checked):
         assert all(text in message for text in said), message
         assert "same order" in message if checked else "another rank has stopped, or has called other" in message
 
@@ -97,7 +115,7 @@ def test_on_every_rank_naming_both(program: Callable[[int], str], said: list[str
 @pytest.mark.parametrize("checked", [True, False])
 def test_swapped_twins_never_take_each_others_weights(checked: bool) -> None:
     """Only the identity that a component gets in `init` tells them apart."""
-    for message in run_ranks(swapped_twins, 2, backend="processes", timeout=5, checked=checked):
+    for message in on_processes(swapped_twins, 2, checked):
         assert len(set(re.findall(r"of 'twin' \[\w+\]", message))) == 2, message
 
 
@@ -107,7 +125,7 @@ def test_a_pullback_called_on_one_rank_only(stage: int, checked: bool) -> None:
     """Found at the first reduction where it is looked for, otherwise at the first wait of a full timeout."""
     unit = "blocks.2" if stage == 3 and not checked else "(root)"
     fn = functools.partial(lonely_pullback, stage=stage)
-    message, _ = run_ranks(fn, 2, backend="processes", timeout=5, checked=checked)
+    message, _ = run_ranks(fn, 2, backend="processes", timeout=TIMEOUT, checked=checked)
     assert f"unit '{unit}'" in message
 
 
@@ -159,9 +177,9 @@ def circle(rank: int) -> str:
 @pytest.mark.parametrize("checked", [True, False])
 def test_overlapping_meshes_called_in_different_order(checked: bool) -> None:
     started = time.monotonic()
-    for message in run_ranks(same_ranks_in_another_order, 2, backend="processes", timeout=4, checked=checked):
+    for message in on_processes(same_ranks_in_another_order, 2, checked):
         assert "of 'vision'" in message and "of 'text'" in message, message
-    for message in run_ranks(circle, 3, backend="processes", timeout=4, checked=checked):
+    for message in on_processes(circle, 3, checked):
         assert sum(f"of '{name}'" in message for name in "abc") >= 2, message
     if checked:
         assert time.monotonic() - started < 90
@@ -225,6 +243,7 @@ def too_little_memory(rank: int) -> tuple[str, str]:
     def refuse(*_: Any) -> None:
         raise own
 
+    assert axis.group is not None
     with checked_collectives(False):
         with pytest.raises(RuntimeError) as by_cpu:
             axis._announced("reduce_scatter", "blocks.0/0", huge, axis.group)(allocate)(huge)
@@ -234,8 +253,8 @@ def too_little_memory(rank: int) -> tuple[str, str]:
     return str(by_cpu.value), type(by_cpu.value).__name__
 
 
-@pytest.mark.parametrize("backend", ["threads", "processes"])
-def test_an_out_of_memory_error_stays_one(backend: str) -> None:
-    said, kind = run_ranks(too_little_memory, 2, backend=backend)[0]
+@pytest.mark.parametrize("ranks", ["threads", "processes"])
+def test_an_out_of_memory_error_stays_one(ranks: str) -> None:
+    said, kind = run_ranks(too_little_memory, 2, backend=ranks)[0]
     assert "can't allocate memory" in said and kind == "RuntimeError"
     assert "another rank" not in said and "Communication failed" not in said

@@ -15,8 +15,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import fzero as fz
-from fzero.formats.bits import Fields
-from fzero.formats.formats import Companded, Corrected, Exact, Plain, Stored, decode, encode, zeros
+from fzero.formats.formats import Companded, Corrected, Exact, Plain, Stored, decode, encode, nbytes, zeros
 from fzero.kernels import build, onepass
 from fzero.optim._adam import _decoupled
 from fzero.state.sharded import Draw
@@ -89,17 +88,6 @@ def test_a_corrected_bfloat16_has_24_bits() -> None:
     assert back[x.isfinite()].isfinite().all()
 
 
-@pytest.mark.parametrize("form", [Exact(), Corrected(), Plain(BF16, True)])
-def test_decoding_and_encoding_changes_nothing(form: Any) -> None:
-    """So a state that is stored, loaded, converted or left alone stays; also where rounding is stochastic."""
-    x = torch.randn(1 << 16, generator=generator()) * 10.0 ** torch.randn(1 << 16, generator=generator(1))
-    values = decode(form, encode(form, x), F32)
-    assert_trees_equal(decode(form, encode(form, values), F32), values)
-    again = Stored(form, tuple(part.clone() for part in encode(form, x)))
-    onepass.write(again, values, torch.arange(1 << 10, dtype=torch.int32))
-    assert_trees_equal(again.to(F32), values)
-
-
 @given(seed=st.integers(0, 100), exponent=st.integers(-30, 8))
 def test_companded_moments_are_near(seed: int, exponent: int) -> None:
     """Within half a code, at every magnitude that gradients have: a 64th of the value and of what is added to it."""
@@ -140,41 +128,6 @@ def test_stochastic_rounding_at_the_edges() -> None:
 
 def one_leaf(numel: int) -> Any:
     return fz.plan(fz.train_step(lambda p: p, fz.sgd(0.1)), {"w": torch.empty(numel, device="meta")}).layout
-
-
-def test_random_bits_depend_on_leaf_offset_step_and_seed_only() -> None:
-    """Whatever shares the buffer and however it is cut."""
-    params = {"a": torch.empty(70, device="meta"), "b": torch.empty(1000, device="meta")}
-    step = fz.shard_zero3(fz.train_step(lambda p: p, fz.sgd(0.1)))
-    alone = fz.plan(step, {"b": params["b"]}).layout
-    want = Draw(3, 5).counters(alone, Key("", 0), 0).blocks("cpu")
-    for ranks in (1, 2, 3, 4):
-        layout = fz.plan(step, params, world_size=ranks).layout
-        blocks = torch.cat([Draw(3, 5).counters(layout, Key("", 0), rank).blocks("cpu") for rank in range(ranks)])
-        assert torch.equal(blocks[2 : 2 + want.numel()], want)
-    others = [draw.counters(alone, Key("", 0), 0).blocks("cpu") for draw in (Draw(3, 6), Draw(4, 5))]
-    assert all((other != want).all() for other in others) and len(set(want.tolist())) == want.numel()
-
-
-FIELDS = {"p": (16, 16), "short": (8, 8), "m": (18, 6), "m4": (21, 5), "v": (18, 6)}
-
-
-@given(st.lists(st.sampled_from(sorted(FIELDS)), min_size=1, max_size=5), st.integers(0, 2**32 - 1))
-def test_random_fields_have_bits_of_their_own(names: list[str], word: int) -> None:
-    """A bit of a word changes the upper bits of one field at most, and every upper bit of a field is such a bit."""
-
-    def drawn(words: dict[int, int]) -> list[int]:
-        read: Any = lambda number: words.get(number, word)
-        fields: Any = Fields(read, lambda x, n: x >> n)
-        return [fields(*FIELDS[name]) >> FIELDS[name][0] - FIELDS[name][1] for name in names]
-
-    start = drawn({})
-    changed = [0] * len(names)
-    for number, bit in itertools.product(range(len(names)), range(32)):
-        flips = [a ^ b for a, b in zip(start, drawn({number: word ^ 1 << bit}), strict=True)]
-        assert sum(map(bool, flips)) <= 1
-        changed = [a | b for a, b in zip(changed, flips, strict=True)]
-    assert changed == [(1 << FIELDS[name][1]) - 1 for name in names]
 
 
 # ---- kernels
@@ -313,7 +266,7 @@ def test_every_scheme_trains(scheme: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "fp32"])
 def test_second_moments_decay(scheme: str) -> None:
-    """5,000 updates with zero gradients at b2 = 0.999, against 0.999**5000; bfloat16 to nearest never moves."""
+    """2,000 updates with zero gradients at b2 = 0.999, against 0.999**2000; bfloat16 to nearest never moves."""
     policy = SCHEMES.get(scheme, fz.Policy())
     step = fz.donate(fz.train_step(lambda p: p, fz.adamw(0.0, b2=0.999), policy))
     numel = 64 * 64
@@ -326,13 +279,13 @@ def test_second_moments_decay(scheme: str) -> None:
     state, _ = step.update(state, grads(g))
     before = fz.gather(state.moments.nu)["w"].float()
     zero = torch.zeros(numel)
-    for _ in range(5000):
+    for _ in range(2000):
         state, _ = step.update(state, grads(zero))
     ratio = (fz.gather(state.moments.nu)["w"].double() / before.double()).mean().item()
     if scheme == "bf16":
         assert ratio == 1.0
     else:
-        assert ratio == pytest.approx(0.999**5000, rel=0.1 if scheme not in ("fp32", "exact, fp32 moments") else 1e-3)
+        assert ratio == pytest.approx(0.999**2000, rel=0.1 if scheme not in ("fp32", "exact, fp32 moments") else 1e-3)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
@@ -497,3 +450,30 @@ def test_conversion_that_would_lose_something_says_what() -> None:
     with pytest.raises(ValueError, match="keeps grads"):
         grads, _ = plain.vjp(state, *batch)[1](torch.ones(()))
         fz.convert(plain.add_grads(state, grads), small)
+
+
+@pytest.mark.parametrize("form", [Exact(), Corrected(), Plain(BF16, True)])
+def test_decoding_and_encoding_changes_nothing(form: Any) -> None:
+    """So a state that is stored, loaded, converted or left alone stays; also where rounding is stochastic."""
+    x = torch.randn(1 << 16, generator=generator()) * 10.0 ** torch.randn(1 << 16, generator=generator(1))
+    values = decode(form, encode(form, x), F32)
+    assert_trees_equal(decode(form, encode(form, values), F32), values)
+    again = Stored(form, tuple(part.clone() for part in encode(form, x)))
+    onepass.write(again, values, torch.arange(1 << 10, dtype=torch.int32))
+    assert_trees_equal(again.to(F32), values)
+
+
+@pytest.mark.parametrize("form", [Plain(F32), Exact(), Corrected(), Companded(True), Companded(True, 4)])
+def test_zeros_are_zero_and_take_the_bytes_that_are_counted(form: Any) -> None:
+    parts = zeros(form, 128, "cpu")
+    assert sum(part.nbytes for part in parts) == nbytes(form, 128)
+    assert not decode(form, parts, F32).any()
+
+
+def test_a_cut_is_a_view_of_the_same_values() -> None:
+    x = torch.randn(128, generator=generator())
+    stored = Stored(Exact(), encode(Exact(), x))
+    part = stored.cut(64, 128)
+    assert torch.equal(part.to(F32), x[64:]) and part.numel() == 64
+    part.parts[0].zero_()
+    assert torch.equal(stored.to(F32)[:64], x[:64]) and not torch.equal(stored.to(F32)[64:], x[64:])

@@ -178,3 +178,59 @@ def test_a_state_that_changes_its_structure_is_refused() -> None:
     step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.chain(grows, fz.sgd(0.1)))
     with pytest.raises(ValueError, match=r"chain: member 0.*another structure"):
         step(step.init({"w": torch.ones(2)}), torch.ones(2))
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_partition_is_a_column_of_the_table(stage: int) -> None:
+    loss, params = scenarios.tiny_lm()
+    batch = scenarios.token_batches(1)[0]
+    split = fz.partition({"*norm*|*bias": fz.sgd(0.1), "*": fz.adamw(fz.linear(0.1, 0.0, 10), weight_decay=0.5)})
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(0.1), split))
+        step = fz.shard_zero3(step) if stage else step
+        rows = {row.path: row.optimizer for row in fz.plan(step, params, world_size=2).rows}
+        assert rows["blocks.0.norm.weight"] == "sgd (*norm*|*bias)" and rows["blocks.0.up.weight"] == "adamw (*)"
+        state = step.init(params)
+        _, pullback = step.vjp(state, *batch)
+        grads, _ = pullback(torch.ones((), dtype=F64))
+        factor = min(1.0, 0.1 / fz.global_norm(grads).item())
+        new, metrics = step.update(state, grads)
+        full, old, g = fz.gather(new.params), fz.gather(state.params), fz.gather(grads)
+        name = "blocks.0.norm.weight"
+        assert_trees_close(full[name], old[name] - 0.1 * factor * g[name], rtol=1e-12)
+        name = "blocks.0.up.weight"
+        scaled = factor * g[name]
+        assert_trees_close(full[name], old[name] - 0.1 * (scaled / (scaled.abs() + 1e-8) + 0.5 * old[name]), rtol=1e-9)
+        assert metrics["lr"] == 0.1 and new.moments[-1]["*"].mu.keys == new.moments[-1]["*"].nu.keys
+
+    run_ranks(rank_main, 2 if stage else 1)
+
+
+@pytest.mark.parametrize("transform", [fz.shard_zero1, fz.shard_zero2, fz.shard_zero3])
+def test_a_part_is_clipped_by_its_own_norm_over_all_its_groups(transform: Any) -> None:
+    loss, params = scenarios.tiny_lm()
+    batch = scenarios.token_batches(1)[0]
+    split = fz.partition({"*norm*|*bias": fz.sgd(0.1), "*": fz.chain(fz.clip_by_global_norm(0.01), fz.sgd(0.1))})
+
+    def one_update(step: Any) -> Any:
+        state, _ = step(step.init(params), *batch)
+        return fz.gather(state.params)
+
+    plain = one_update(fz.train_step(loss, split))
+    for got in run_ranks(lambda rank: one_update(transform(fz.train_step(loss, split))), 2):
+        assert_trees_close(got, plain, rtol=1e-10)
+
+
+def test_partition_mistakes() -> None:
+    loss, params = scenarios.tiny_lm()
+    with pytest.raises(ValueError, match=r"leaf 'blocks\.0\.down\.weight' matches none of|matches none of \*bias"):
+        fz.train_step(loss, fz.partition({"*bias": fz.sgd(0.1)})).init(params)
+    with pytest.raises(ValueError, match=r"the pattern 'nothing' is used for no leaf"):
+        fz.train_step(loss, fz.partition({"nothing": fz.sgd(0.1), "*": fz.sgd(0.1)})).init(params)
+    with pytest.raises(TypeError, match=r"partition: got a tree of type ModuleParams"):
+        fz.partition({"*": fz.sgd(0.1)}).init(params)
+    with pytest.raises(TypeError, match=r"chain: got member 0=function"):
+        fz.chain(lambda g: g)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"chain: got no members"):
+        fz.chain()

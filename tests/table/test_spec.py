@@ -217,3 +217,29 @@ def test_components_with_entries_of_their_own() -> None:
             assert one.extra["total"]["count"] == 3 and one.extra["loss_scale"] == state.extra["loss_scale"]
 
     run_ranks(rank_main, 2)
+
+
+STEP = fz.train_step(lambda p: p["w"].sum(), fz.sgd(0.1))
+
+
+def test_a_rule_makes_a_new_step_and_leaves_the_old_one() -> None:
+    frozen = fz.freeze(STEP, "w")
+    assert frozen is not STEP and "freeze" in str(frozen) and "freeze" not in str(STEP)
+    params = {"w": torch.ones(1), "v": torch.ones(1)}
+    assert [row.frozen for row in fz.plan(frozen, params).rows] == [False, True]
+
+
+def test_two_values_of_one_header_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"accumulate\(3\): this step already has microbatches=.*count=2"):
+        fz.accumulate(fz.accumulate(STEP, 2), 3)
+
+
+def test_what_is_asked_for_is_taken_and_otherwise_what_is_needed() -> None:
+    plain, clipped = fz.sgd(0.1), fz.chain(fz.clip_by_global_norm(1.0), fz.sgd(0.1))
+
+    def norm(step: fz.Step, **how: str) -> str:
+        return fz.fuse_update(step, **how).fused_norm
+
+    steps = [fz.train_step(lambda p: p["w"].sum(), optimizer) for optimizer in (plain, clipped)]
+    assert norm(steps[0]) == "once" and norm(fz.loss_scale(steps[0], 2.0)) == "twice"
+    assert norm(steps[1]) == "twice" and norm(steps[0], norm="8-bit") == "8-bit"

@@ -1,0 +1,44 @@
+"""Refusals are heard whatever a caller's except has done, and say where they come from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fzero.base import refusals, texts
+
+
+def test_a_noted_error_is_raised_at_the_end_though_it_was_caught() -> None:
+    with pytest.raises(ValueError, match="first"), refusals.heard():
+        for word in ("first", "second"):
+            try:
+                raise refusals.noted(ValueError(word))
+            except ValueError:
+                pass
+    with refusals.heard():
+        pass
+    assert str(refusals.noted(ValueError("nobody listens"))) == "nobody listens"
+
+
+def test_the_place_is_the_users_own_function() -> None:
+    def of_the_user() -> None:
+        torch.dot(torch.ones(2), torch.ones(3))
+
+    with pytest.raises(RuntimeError) as caught:
+        of_the_user()
+    assert "in 'of_the_user', test_refusals.py, line" in refusals.place_of(caught.value)
+    assert not refusals.is_ours(caught.value) and "test_refusals.py" in refusals.place_of()
+
+
+def test_torchs_refusals_are_said_in_other_words() -> None:
+    def refused(words: str) -> RuntimeError:
+        with pytest.raises(RuntimeError) as caught:
+            raise RuntimeError(words)
+        return caught.value
+
+    with pytest.raises(TypeError, match=r"calls backward\(\) outside of units.*fz\.unit"):
+        refusals.refuse_outside(refused(texts.BACKWARD))
+    with pytest.raises(ValueError, match="memory was given back"):
+        refusals.refuse_outside(refused(texts.FREED[0]))
+    refusals.refuse_outside(refused("something else"))
+    assert refusals.another_run("blocks.0").startswith("Unit 'blocks.0' did something else")

@@ -1,0 +1,29 @@
+"""Learning rates by the number of applied updates."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+
+import fzero as fz
+
+F64 = torch.float64
+
+
+def test_schedules_count_applied_updates() -> None:
+    schedule = fz.warmup_cosine(1.0, warmup=4, total=12, end=0.1)
+    rates = [schedule(count) for count in range(14)]
+    assert rates[:4] == [0.25, 0.5, 0.75, 1.0] and rates[11] == pytest.approx(0.1) == rates[13]
+    assert all(a > b for a, b in itertools.pairwise(rates[3:12]))
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(schedule))
+    state = step.init({"w": torch.zeros(1, dtype=F64)})
+    for x, lr in ((1.0, 0.25), (float("nan"), 0.5), (1.0, 0.5), (1.0, 0.75)):
+        before = state
+        state, metrics = step(state, torch.full((1,), x, dtype=F64))
+        assert metrics["lr"].item() == pytest.approx(lr)
+        assert bool(metrics["skipped"]) == (x != x) == (state.step == before.step)
+    with pytest.raises(ValueError, match=r"warmup=5, total=3"):
+        fz.warmup_cosine(1.0, 5, 3)
+    assert fz.constant(0.5)(7) == 0.5 and fz.linear(0.0, 1.0, 4)(2) == 0.5 and fz.linear(0.0, 1.0, 4)(9) == 1.0

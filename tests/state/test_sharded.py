@@ -1,0 +1,41 @@
+"""A sharded tree is a pytree of this rank's buffers: arithmetic on it is that on the whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import scenarios
+import torch
+import torch.utils._pytree as torch_pytree
+
+import fzero as fz
+from fzero.state.sharded import Draw
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
+
+
+def test_a_map_over_shards_is_one_over_the_whole() -> None:
+    loss, params = scenarios.stack(width=24)
+
+    def rank_main(rank: int) -> None:
+        tree: Any = fz.shard_zero3(fz.train_step(loss, fz.sgd(0.1))).init(params).params
+        doubled = optree.tree_map(lambda x: 2 * x, tree)
+        assert_trees_close(fz.gather(doubled), optree.tree_map(lambda x: 2 * x, params))
+        assert_trees_equal(fz.gather(torch_pytree.tree_map(torch.clone, tree)), fz.gather(tree))
+        assert sum(x.numel() for x in optree.tree_leaves(tree)) < sum(x.numel() for x in optree.tree_leaves(params))
+
+    run_ranks(rank_main, 3)
+
+
+def test_it_says_what_it_holds() -> None:
+    tree = fz.train_step(lambda p: p, fz.sgd(0.1)).init({"w": torch.ones(2, 3)}).params
+    assert "w: (2, 3) in unit '(root)'" in repr(tree)
+
+
+def test_every_leaf_seed_and_update_has_a_number_of_its_own() -> None:
+    layout = fz.plan(fz.train_step(lambda p: p, fz.sgd(0.1)), {"a": torch.ones(2), "b": torch.ones(3)}).layout
+    (key,) = layout.groups
+    drawn = [Draw(seed, count).counters(layout, key, 0).runs for seed in (0, 1) for count in (0, 1)]
+    starts = [start for runs in drawn for _, start, _ in runs]
+    assert len(set(starts)) == len(starts) == 8 and all(-(2**31) <= start < 2**31 for start in starts)
+    assert Draw(3, 5, frozenset({"blocks.0"})).counters(layout, key, 0) == Draw(3, 5).counters(layout, key, 0)

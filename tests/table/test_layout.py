@@ -1,0 +1,47 @@
+"""Leaves in flat buffers: cut and joined without a loss, by views, and every rank's pieces are all there is."""
+
+from __future__ import annotations
+
+import torch
+
+import fzero as fz
+
+PARAMS = {"a": torch.empty(7, 3, device="meta"), "b": torch.empty(5, device="meta")}
+
+
+def layout(ranks: int) -> fz.Layout:
+    step = fz.train_step(lambda p: p, fz.sgd(0.1))
+    return fz.plan(fz.shard_zero3(step) if ranks > 1 else step, PARAMS, world_size=ranks).layout
+
+
+def test_joining_what_was_cut_gives_the_buffer_with_zeros_between() -> None:
+    for group in layout(2).groups.values():
+        full = torch.full((group.numel,), float("nan"))
+        leaves = {
+            leaf: torch.randn(view.shape, generator=torch.Generator().manual_seed(leaf))
+            for leaf, view in group.cut(full).items()
+        }
+        joined = group.join_into(full, list(leaves.values()))
+        assert joined.isfinite().all()
+        torch.testing.assert_close(joined.sum(), torch.stack([x.sum() for x in leaves.values()]).sum())
+        for views in (group.cut(joined), group.views(joined)):
+            assert all(torch.equal(views[leaf], value) for leaf, value in leaves.items())
+        own = full.untyped_storage().data_ptr()
+        assert all(view.untyped_storage().data_ptr() == own for view in group.cut(full).values())
+
+
+def test_the_pieces_of_all_ranks_are_the_leaves() -> None:
+    for ranks in (1, 2, 3):
+        made = layout(ranks)
+        for key, group in made.groups.items():
+            assert group.numel == ranks * made.shard_numel(key) and str(key) == "unit '(root)'"
+            counts = {slot.path: 0 for slot in group.slots}
+            for rank in range(ranks):
+                for slot, start, stop in made.pieces(key, rank):
+                    counts[slot.path] += stop - start
+            assert counts == {slot.path: slot.numel for slot in group.slots}
+
+
+def test_an_offset_leads_to_its_leaf() -> None:
+    (group,) = layout(1).groups.values()
+    assert [group.leaf_at(slot.offset) for slot in group.slots] == ["a", "b"]
