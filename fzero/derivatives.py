@@ -49,7 +49,7 @@ class Tape:
 
 @contextlib.contextmanager
 def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
-    """The same function and state through plain autograd: `model(*inputs)`, `loss.backward()`, `model.grads()`.
+    """A step's function and state through plain autograd: `model(*inputs)`, `loss.backward()`, `model.grads()`.
 
     For code that calls `.backward()`. Gradients are means over ranks, as a pullback's; the loss scale is not applied,
     and a batch is not split into microbatches.

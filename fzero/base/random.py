@@ -194,5 +194,5 @@ class Replayed:
             self._access[key][1](state)
 
     def _own(self) -> list[int]:
-        """Those that nobody else draws from meanwhile: threads share the modules' generators."""
+        """The generators that nobody else draws from meanwhile: threads share the modules' generators."""
         return [key for key in self._access if key not in SHARED or intercept.acts_for_main()]

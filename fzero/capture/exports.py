@@ -176,7 +176,7 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 class Outlets:
-    """Which tensors leave the node, and which are views of those, or of inputs, outside.
+    """The tensors that leave the node, and those that outside are views of them or of inputs.
 
     Args:
         out: the tensors of one run: `count` that were put out, then inputs that were changed in place.

@@ -55,7 +55,7 @@ class Format:
     dtype: torch.dtype = torch.float32
 
     def keeps(self, other: Format) -> bool:
-        """Whether every value of another format is one of this one."""
+        """Tells whether every value of another format is one of this one."""
         return self.parts == other.parts
 
     def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:

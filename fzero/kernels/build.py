@@ -80,7 +80,7 @@ def _built(source: str) -> Any:
 
 
 def _first(what: str) -> bool:
-    """Whether this process is told so for the first time."""
+    """Tells whether this process is told so for the first time."""
     fresh = what not in _told
     _told.add(what)
     return fresh
@@ -125,7 +125,7 @@ def _compiled(source: str, command: Sequence[str], scratch: Path) -> Path:
 
 
 def _flags() -> list[str]:
-    """What a compiler is told after its own options, none of which may change a number."""
+    """The options for a compiler after its own, none of which may change a number."""
     flags = ["-O3", "-march=native", "-fno-fast-math", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     flags += ["-fopenmp-simd", "-shared", "-fPIC", "-fschedule-insns"]
     if platform.machine() == "x86_64":
@@ -138,7 +138,7 @@ def _flags() -> list[str]:
 
 @functools.cache
 def _machine() -> str:
-    """What -march=native depends on, as machines may share a home."""
+    """The facts that -march=native depends on, as machines may share a home."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -147,7 +147,7 @@ def _machine() -> str:
 
 
 def carries(formats: Sequence[Format], grad: torch.dtype) -> bool:
-    """Whether kernels have all these types."""
+    """Tells whether kernels have all these types."""
     return {grad, *(part.dtype for form in formats for part in form.parts)} <= TYPES.keys()
 
 

@@ -74,7 +74,7 @@ def closed(path: Path) -> Path:
 
 
 def _check(path: Path, owners: set[int]) -> os.stat_result:
-    """What lstat says of a folder that others cannot change, or of a link that they have not made."""
+    """Returns what lstat says of a folder that others cannot change, or of a link that they have not made."""
     about = os.lstat(path)
     if about.st_uid not in owners:
         raise PermissionError(f"{path} belongs to user {about.st_uid}, expected this user ({os.geteuid()}) or root")

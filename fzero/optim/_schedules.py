@@ -9,7 +9,7 @@ from fzero.base.arguments import need_int, need_number
 
 
 def constant(lr: float) -> Callable[[int], float]:
-    """The same rate always.
+    """One rate for all updates.
 
     Example:
         >>> fz.constant(0.1)(1000)

@@ -112,7 +112,7 @@ def _refuse_transformed(who: str, argument: str, tensor: torch.Tensor) -> None:
 
 
 def refuse_captured(who: str, fn: object) -> None:
-    """The same for what a function closes over, in its closure, its defaults, or bound by functools.partial."""
+    """Refuses the same in what a function closes over, in its closure, its defaults, or bound by functools.partial."""
     if not private.transforms():
         return
     fn = getattr(fn, "__func__", fn)

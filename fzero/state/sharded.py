@@ -80,11 +80,11 @@ class Sharded:
         return self.axis if self.layout.groups[key].row.cuts else self.axis.uncut
 
     def rank_of(self, key: Key) -> int:
-        """Which slice of a group's buffer this rank has."""
+        """The number of this rank's slice of a group's buffer."""
         return self.axis.rank if self.layout.groups[key].row.cuts else 0
 
     def format(self, key: Key) -> Format:
-        """How a group is stored."""
+        """The format that a group is stored in."""
         return self._stored_as(key)[0]
 
     def _stored_as(self, key: Key) -> tuple[Format, tuple[object, ...]]:
@@ -128,7 +128,7 @@ class Sharded:
         return next(piece for other, piece in self.pieces(key) if other.path == path)
 
     def with_buffers(self, buffers: Mapping[Any, torch.Tensor], scale: float | None = None) -> Sharded:
-        """The same leaves, local slices only, with other values."""
+        """A tree of the same leaves, local slices only, with other values."""
         return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale)
 
     def replaced(self, **changes: Any) -> Sharded:
@@ -149,7 +149,7 @@ class Sharded:
         return self.over(buffers)
 
     def over(self, buffers: Mapping[Any, torch.Tensor]) -> Sharded:
-        """The same leaves in the same formats, over other buffers."""
+        """A tree of the same leaves in the same formats, over other buffers."""
         return self.replaced(buffers=buffers, held=None)
 
     def scaled(self, factor: float) -> Sharded:

@@ -19,7 +19,7 @@ _once = threading.Lock()
 
 @functools.cache
 def slowdown(dtype: torch.dtype) -> float:
-    """How many times as long as in float32 a 256×256 matmul takes in `dtype` on this CPU."""
+    """Counts how many times as long as in float32 a 256×256 matmul takes in `dtype` on this CPU."""
 
     def seconds(dtype: torch.dtype) -> float:
         x = torch.ones(256, 256, dtype=dtype, device="cpu")

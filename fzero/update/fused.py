@@ -26,7 +26,7 @@ _HELD = Companded(signed=True)
 
 
 class _Grads:
-    """What the last microbatch's pullback delivers, group by group, with what earlier ones left."""
+    """The grads that the last microbatch's pullback delivers, group by group, with what earlier ones left."""
 
     def __init__(self, step: Spec, state: TrainState, earlier: Mapping[Key, torch.Tensor], times: float) -> None:
         self.step, self.state, self.earlier, self.times = step, state, earlier, times
@@ -43,7 +43,7 @@ class _Grads:
         return values(grads).map(torch.add, values(kept.only([key])))
 
     def measured(self, key: Key, shard: torch.Tensor) -> Sharded:
-        """The same, its squares noted for the norm."""
+        """These grads, their squares noted for the norm."""
         grads = self.of(key, shard)
         self.squares.update(squares_of(grads))
         return grads

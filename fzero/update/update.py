@@ -38,7 +38,7 @@ def apply_update(
 
 
 class Decision:
-    """What an update's norm decides: whether it is applied, the metrics, the next loss scale."""
+    """The decision by an update's norm: whether it is applied, the metrics, the next loss scale."""
 
     def __init__(self, step: Spec, state: TrainState, norm: torch.Tensor, joint: object = None) -> None:
         self.step, self.state = step, state
@@ -79,7 +79,7 @@ class Decision:
 
 
 def is_finite(norm: torch.Tensor) -> bool:
-    """Whether a norm is finite; a fake tensor, which has no value, is."""
+    """Tells whether a norm is finite; a fake tensor, which has no value, is."""
     return private.is_fake(norm) or bool(torch.isfinite(norm))
 
 
