@@ -21,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """Gives what stands for a tensor inside that one's class, and one dict for what its user sets on either of the two."""
+    """Gives what stands for a tensor inside its class, and the two one dict for what its user sets on either."""
     if has_attributes(outer) and has_attributes(inner):  # of a fake one only what wraps it seems to be plain
         if type(outer) not in _PLAIN and type(inner) is not type(outer):
             inner = inner.as_subclass(type(outer))
