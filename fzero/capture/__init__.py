@@ -1,1 +1,1 @@
-"""The objects that a unit's function reaches beside its arguments: found, filled, compared, put out or refused."""
+"""The objects that a unit's function reaches beside its arguments: found, filled, compared, put out, refused."""

@@ -9,7 +9,8 @@ import functools
 import io
 import operator
 import types
-from collections.abc import Sequence
+import zlib
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ class Container:
     observed = True  # whether what a unit changes here is changed for its caller
     behind = False  # whether no dict or list shows its content
 
-    def __init__(self, of: Any) -> None:
+    def __init__(self, of: Any, found: Content | None = None) -> None:
         self.of = of
-        self.found: Content = self.read()
+        self.found: Content = self.read() if found is None else found
 
     def read(self) -> Content:
         return dict(self.of)
@@ -293,3 +294,14 @@ def slots_of(kind: type) -> tuple[str, ...]:
                 hidden = own and name.startswith("__") and not name.endswith("__")
                 found.append(f"_{own}{name}" if hidden else name)
     return tuple(found)
+
+
+def mark(long: object, thorough: bool) -> int:
+    """Returns what shows a change of something long: its length, thoroughly also its content, which takes a while."""
+    if isinstance(long, np.ndarray):
+        return zlib.crc32(long.tobytes()) if thorough else 0
+    if isinstance(long, BYTES):
+        return hash(Bytes(long).found[""]) if thorough else size_of(long)
+    assert isinstance(long, Collection)
+    values = long.values() if isinstance(long, dict) else ()
+    return hash((len(long), *map(id, long), *map(id, values))) if thorough else len(long)

@@ -166,7 +166,8 @@ def apart(value: object) -> tuple[Parts, Callable[[Parts], object]] | None:
     if kind is tuple or kind is frozenset:
         return [*value], kind  # type: ignore[misc]
     if isinstance(value, tuple) and is_tuple(kind):
-        return [*tuple.__iter__(value)], lambda parts: _tuple_of(kind, parts, attributes_of(value))
+        own = attributes_of(value)  # whoever keeps the function keeps no part
+        return [*tuple.__iter__(value)], lambda parts: _tuple_of(kind, parts, own)
     if kind in ATOMS or container_of(value) is not None or optree.register_pytree_node.get(kind) is None:  # type: ignore[attr-defined]
         return None
     parts, spec = pytree.flatten(value, is_leaf=lambda x: x is not value)

@@ -21,7 +21,7 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def alike(inner: torch.Tensor, outer: torch.Tensor) -> torch.Tensor:
-    """Gives what stands for a tensor inside its class, and one dict for what its user sets on either of the two."""
+    """Gives what stands for a tensor inside its class, and the two one dict for what its user sets on either."""
     if has_attributes(outer) and has_attributes(inner):  # of a fake one only what wraps it seems to be plain
         if type(outer) not in _PLAIN and type(inner) is not type(outer):
             inner = inner.as_subclass(type(outer))
@@ -176,7 +176,7 @@ def memory(tensor: torch.Tensor) -> int:
 
 
 class Outlets:
-    """The tensors that leave the node, and those that outside are views of them or of inputs.
+    """Which tensors leave the node, and which are views of those, or of inputs, outside.
 
     Args:
         out: the tensors of one run: `count` that were put out, then inputs that were changed in place.

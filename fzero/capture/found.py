@@ -10,7 +10,6 @@ import operator
 import sys
 import types
 import weakref
-import zlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -19,16 +18,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.random import GENERATORS, drawn_by
-from fzero.capture.containers import (
-    BYTES,
-    Attributes,
-    Bytes,
-    ClassAttributes,
-    Container,
-    Globals,
-    has_attributes,
-    size_of,
-)
+from fzero.capture.containers import BYTES, Attributes, ClassAttributes, Container, Globals, has_attributes, size_of
 from fzero.capture.contents import (
     ATOMS,
     BOUND,
@@ -305,14 +295,3 @@ def _is_users(name: str | None) -> bool:
         return False
     file = getattr(sys.modules.get(name), "__file__", None) or ""
     return "site-packages" not in file and "dist-packages" not in file
-
-
-def mark(long: object, thorough: bool) -> int:
-    """Returns what shows a change of something long: its length, thoroughly also its content, which takes a while."""
-    if isinstance(long, np.ndarray):
-        return zlib.crc32(long.tobytes()) if thorough else 0
-    if isinstance(long, BYTES):
-        return hash(Bytes(long).found[""]) if thorough else size_of(long)
-    assert isinstance(long, (dict, *_ENTRIES))
-    values = long.values() if isinstance(long, dict) else ()
-    return hash((len(long), *map(id, long), *map(id, values))) if thorough else len(long)

@@ -18,8 +18,8 @@ import torch
 
 from fzero.base import intercept, private
 from fzero.base.random import NUMPY, PYTHON, Replayed
+from fzero.capture.containers import mark
 from fzero.capture.contents import MANY
-from fzero.capture.found import mark
 from fzero.capture.surroundings import Reach
 from fzero.capture.watch import is_watch
 

@@ -119,8 +119,7 @@ class Reach:
 
     def reads(self, places: frozenset[int]) -> None:
         """Lets those at these places enter the unit too."""
-        own = [self._elsewhere[place] for place in sorted(places - self._read) if place < len(self._elsewhere)]
-        self.tensors += own
+        self.tensors += [x for i, x in enumerate(self._elsewhere) if i in places - self._read]
         self._read |= places
 
     @property
@@ -174,7 +173,7 @@ class Reach:
             if found in self._filled or not found.holds():
                 known = {id(container.of) for container in found.containers}
                 moved += found.containers
-                moved += [_once_empty(own) for own in found.vacant if own and id(own) not in known]
+                moved += [Container(own, {}) for own in found.vacant if own and id(own) not in known]
         return moved
 
     def _put(self, contents: Filling) -> None:
@@ -203,9 +202,3 @@ def take_out(put: Sequence[tuple[Container, Content, Content]]) -> None:
     for container, before, inner in put:
         now = container.read()
         container.write({k: before[k] if k in inner and x is inner[k] else x for k, x in now.items()})
-
-
-def _once_empty(hooks: object) -> Container:
-    container = Container(hooks)
-    container.found = {}
-    return container

@@ -239,8 +239,9 @@ class _Copier:
         if isinstance(x, Stale):
             return x
         way, memory = self.reach.way(id(x)), storage_of(x)
-        leaves = {id(getattr(node, "variable", None)) for node, _ in edges_to((x,))}
-        if private.is_wrapped(x) or not leaves.isdisjoint(self.params):
+        if private.is_wrapped(x) or any(
+            id(getattr(node, "variable", None)) in self.params for node, _ in edges_to((x,))
+        ):
             return Stale.like(_NOTHING, where=f"{way} was computed from the module's params before fz.functional")
         for name, own, of in self.trained:
             if memory and of == memory and overlap((own, x)):

@@ -6,14 +6,16 @@ Those that are computed right are a case of `written_unseen`; here is what is re
 from __future__ import annotations
 
 import warnings
+import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from units import block_of, refused
 
 import fzero as fz
+from fzero.capture.exports import Exports, built
 
 SHARDS = {"ZeRO-3": fz.shard_zero3, "remat": fz.remat}
 every_shard = pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS.keys())
@@ -76,3 +78,19 @@ def test_what_torch_func_refuses_under_a_second_derivative(reads: str, shard: An
         return inner(x).square().sum()
 
     refused(fn, TypeError, "Unit 'blocks.0' does what torch.func refuses.*in its place that torch.func takes", shard)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_a_template_keeps_no_tensor() -> None:
+    """It lives as long as the call can be pulled back, and with it would live a recomputed unit's graph."""
+    exports = Exports("blocks.0", lambda _: False, {})
+    template = exports.of(Pair(torch.ones(2), (torch.ones(3), frozenset({torch.ones(4)}))))
+    outside, alive = [torch.zeros(x.shape) for x in exports.tensors], [weakref.ref(x) for x in exports.tensors]
+    exports.tensors.clear()
+    assert [x() for x in alive] == [None] * 3
+    made = built(template, outside)
+    assert isinstance(made, Pair) and made.first is outside[0] and made.second[0] is outside[1]
