@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.base.arguments import named
 from fzero.base.patterns import ROOT, matches, unit_of, unmatched
 from fzero.comm.backend import Mesh
 from fzero.formats.formats import Format
@@ -16,8 +17,6 @@ from fzero.table.policy import ByPath, Policy
 
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # path, shape, own dtype
 FROZEN = "frozen"
-# column -> whether it is said of a whole unit, which runs as one, and not of single leaves
-COLUMNS = {"axis": False, "compute": True, "frozen": False, "remat": True, "compile": True}
 
 
 @dataclass(frozen=True)
@@ -41,6 +40,16 @@ class Sharding:
     mesh: Mesh | None
     axis: str
     replicate: str | None
+
+
+# column -> whether it is said of a whole unit, which runs as one, and not of single leaves; and what its values are
+COLUMNS: dict[str, tuple[bool, type]] = {
+    "axis": (False, Sharding),
+    "compute": (True, torch.dtype),
+    "frozen": (False, bool),
+    "remat": (True, bool),
+    "compile": (True, bool),
+}
 
 
 class Cut(NamedTuple):
@@ -147,6 +156,11 @@ def add_rule(rules: Sequence[Rule], new: Rule) -> tuple[Rule, ...]:
         raise ValueError(
             f"{new.source}: got a rule for the column {new.column!r}, expected one of {', '.join(map(repr, COLUMNS))}."
         )
+    kind = COLUMNS[new.column][1]
+    if not isinstance(new.value, kind):
+        raise TypeError(
+            f"{new.source}: got {named(new.value)} for the column {new.column!r}, expected a {kind.__name__}."
+        )
     for rule in rules:
         if (rule.column, rule.pattern) == (new.column, new.pattern):
             if rule.value != new.value:
@@ -186,7 +200,7 @@ def resolve(
         said = {column: _value_of(rules, column, path) for column in COLUMNS}
         unit, sharding = unit_of(path, units), said["axis"]
         other, theirs = first.setdefault(unit, (path, said))
-        for column, whole in COLUMNS.items():
+        for column, (whole, _kind) in COLUMNS.items():
             if whole and said[column] != theirs[column]:
                 sources = ", ".join(rule.source for rule in rules if rule.column == column)
                 what = f"unit {unit!r}" if unit != ROOT else "what lies outside of units"

@@ -189,6 +189,8 @@ def test_patterns_that_match_nothing_are_refused() -> None:
 def test_an_unknown_column_is_refused() -> None:
     with pytest.raises(ValueError, match=r"mine: got a rule for the column 'color', expected one of 'axis', 'compute'"):
         plain()[0].with_rule("color", "red", "mine")
+    with pytest.raises(TypeError, match=r"mine: got 'bfloat16' for the column 'compute', expected a dtype"):
+        plain()[0].with_rule("compute", "bfloat16", "mine")
 
 
 def test_one_mesh_for_all_leaves() -> None:
