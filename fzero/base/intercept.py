@@ -18,7 +18,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from types import FrameType
 from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
@@ -222,7 +221,7 @@ def _is_default(generator: Any) -> bool:
 
 def take_over(here: Callable[[], Region]) -> None:
     """Makes each checkpoint around a draw that would replay the default generator replay `here()` instead."""
-    frame: FrameType | None = sys._getframe(1)
+    frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code in _CHECKPOINTS:
             _CHECKPOINTS[frame.f_code](frame.f_locals, here)

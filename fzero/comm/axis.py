@@ -217,8 +217,6 @@ class Axis:
             self._announced("broadcast", tag, tensor, group)(backend.broadcast)(tensor, group)
         return tensor
 
-    # ---- agreement
-
     def _by_all(self, text: str, what: str, group: Group) -> list[str]:
         return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(text, group)
 

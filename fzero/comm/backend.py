@@ -120,18 +120,20 @@ def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, d
             out.div_(divisor)
 
         return divide
+    parts, arrived = list(full.chunk(size)), done
+    # the sum is in rank order, and its first term that comes from elsewhere is received where the sum is to be
+    first = (1 if rank == 0 else 0) if alike else -1
+    received = [parts[r] if r == rank else torch.empty_like(parts[r]) if r != first else out for r in range(size)]
     if backend == "gloo":
-        parts = list(full.chunk(size))
-        # the first term that comes from elsewhere is received where the sum is to be
-        first = (1 if rank == 0 else 0) if alike else -1
-        received = [parts[r] if r == rank else torch.empty_like(parts[r]) if r != first else out for r in range(size)]
         arrived = _start_exchange(parts, received, group, number)
+    elif backend == "threaded":
+        received[rank] = torch.empty_like(parts[rank])
+        dist.all_to_all(received, parts, group=group)
+        _settle(group)
     else:
         everyone = torch.empty_like(full)
         received = list(everyone.chunk(size))
-        work = dist.all_to_all_single(everyone, full, group=group, async_op=True)
-        _settle(group)
-        arrived = functools.partial(_finish, work, full)
+        arrived = functools.partial(_finish, dist.all_to_all_single(everyone, full, group=group, async_op=True), full)
     exact = divisor & (divisor - 1) == 0  # the same as a division, and quicker
 
     def add() -> None:
