@@ -24,12 +24,12 @@ def test_frozen_leaves_have_no_moments() -> None:
     assert plan.moments == 8 * (1 << 10) and plan.params == 4 * ((1 << 20) + (1 << 10))
 
 
-PARAMS = {"w": torch.empty(64, 64, device="meta")}
+SQUARE = {"w": torch.empty(64, 64, device="meta")}
 
 
 def test_bars_are_the_bytes_of_a_parameter() -> None:
     plans = {
-        name: fz.plan(fz.train_step(lambda p: p, fz.adamw(1e-3), policy), PARAMS)
+        name: fz.plan(fz.train_step(lambda p: p, fz.adamw(1e-3), policy), SQUARE)
         for name, policy in (("fp32", None), ("bf16", fz.Policy.bf16_states()))
     }
     axes = fz.plot_plan(plans)
