@@ -67,8 +67,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
     memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
-    pristine, reach, _ = private_copy(module, memo)
-    places_of(pristine, reach)  # what cannot be put anywhere is refused here
+    pristine, holdings, _ = private_copy(module, memo)
+    places_of(pristine, holdings)  # what cannot be put anywhere is refused here
     names = {id(param): name for name, param in pristine.named_parameters()}
     # every name, also a tied weight's second one -> the leaf's one name
     aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -129,10 +129,10 @@ class _Copy:
     """
 
     def __init__(self, pristine: nn.Module) -> None:
-        module, reach, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
-        self.module, self.elsewhere = module, places_of(module, reach)
+        module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+        self.module, self.elsewhere = module, places_of(module, holdings)
         self.paths, self._patched = set[str](), set[int]()
-        self.untouched = Untouched(module, reach, sources)
+        self.untouched = Untouched(module, holdings, sources)
         root = self._unit(module, lambda *args, **kwargs: module(*args, **kwargs))
         self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 

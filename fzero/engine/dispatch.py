@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, texts
+from fzero.base.patterns import ROOT
 from fzero.base.random import seeded
 from fzero.base.refusals import first_words, is_ours, noted, place_of
 from fzero.capture.again import Again, Facts
@@ -96,7 +97,7 @@ def _call(
         if showed is not None:
             call.learn(showed)
         try:
-            with _autocast(traversal, rows):
+            with _autocast(traversal, [*rows, *_full_rows(traversal, call)]):
                 refuse_leaks(call.reach.tensors)
                 result = UnitOp(traversal, call, remat, seed, number).applied()
             break
@@ -104,6 +105,13 @@ def _call(
             showed = again.showed
     schedule.record.facts[number, moving] = call.known
     return result
+
+
+def _full_rows(traversal: Traversal, call: Call) -> list[Row]:
+    """The rows of units whose leaves a call is given in full, as nothing else is done with those."""
+    indices = [i for x in call.reach.tensors if (i := traversal.origins.get(id(x))) is not None]
+    units = dict.fromkeys(traversal.layout.rows[i].unit for i in indices)
+    return [traversal.table.units[unit] for unit in units if unit != ROOT]
 
 
 def _autocast(traversal: Traversal, rows: Sequence[Row]) -> contextlib.AbstractContextManager[object]:

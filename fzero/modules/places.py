@@ -20,7 +20,7 @@ from fzero.capture.again import Again, Facts
 from fzero.capture.contents import BOUND, apart, attributes_of
 from fzero.capture.handle import Function, Handle, Valueless, name_of
 from fzero.engine.traversal import current, here, read
-from fzero.modules.reach import Reach, rebuilt
+from fzero.modules.holdings import Holdings, rebuilt
 
 Leaves = Mapping[str, object]
 _FIXED = (tuple, functools.partial, types.MethodType, *BOUND, weakref.ref)
@@ -91,7 +91,7 @@ class Place:
         return before
 
 
-def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
+def places_of(module: nn.Module, holdings: Holdings) -> dict[int, list[Place]]:
     """Id of a param's placeholder -> where it is held besides its module.
 
     Raises:
@@ -103,19 +103,19 @@ def places_of(module: nn.Module, reach: Reach) -> dict[int, list[Place]]:
     for name, param in module.named_parameters():
         waiting, seen = [id(param)], set[tuple[int, int]]()
         while waiting:
-            value = reach.objects[waiting.pop()]
-            for user in reach.users.get(id(value), ()):
-                if (id(value), user) in seen or user in own or user not in reach.objects:
+            value = holdings.objects[waiting.pop()]
+            for user in holdings.users.get(id(value), ()):
+                if (id(value), user) in seen or user in own or user not in holdings.objects:
                     continue
                 seen.add((id(value), user))
-                holder = reach.objects[user]
+                holder = holdings.objects[user]
                 places = [known.setdefault(place.key, place) for place in _places_in(holder, value)]
                 found.setdefault(id(param), []).extend(places)
                 if isinstance(holder, _FIXED):  # whoever holds it holds another one instead
                     waiting.append(user)
                 elif not places:
                     raise ValueError(
-                        f"fz.functional: {reach.way(user)} is a {type(holder).__name__} that holds param {name!r} "
+                        f"fz.functional: {holdings.way(user)} is a {type(holder).__name__} that holds param {name!r} "
                         "where apply cannot put another tensor. Hold it in a list or a dict's value, as an attribute, "
                         "or hold its name."
                     )

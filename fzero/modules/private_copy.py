@@ -23,12 +23,12 @@ from fzero.capture.containers import Cell, slots_of
 from fzero.capture.contents import BOUND, container_of, names_of
 from fzero.capture.exports import overlap
 from fzero.capture.handle import StandIn, storage_of
-from fzero.modules.reach import SEQUENCES, WEAK, Reach, globals_of, is_atom, rebuilt, referent
+from fzero.modules.holdings import SEQUENCES, WEAK, Holdings, globals_of, is_atom, rebuilt, referent
 
 
 def private_copy(
     module: nn.Module, shared: Mapping[int, torch.Tensor]
-) -> tuple[nn.Module, Reach, dict[int, torch.Tensor]]:
+) -> tuple[nn.Module, Holdings, dict[int, torch.Tensor]]:
     """A copy of a module, everything that is reached from it, and id of its tensors -> what they were copied from.
 
     Functions, hooks, bound methods and the like that lead to the module, a submodule, a param or a buffer are made anew
@@ -41,10 +41,10 @@ def private_copy(
         ValueError: the copy would still lead to the original, and on which way.
     """
     with private.below_transforms(), torch.inference_mode(False), torch.no_grad():
-        reach = Reach(module)
-        copier = _Copier(reach, module, shared)
+        holdings = Holdings(module)
+        copier = _Copier(holdings, module, shared)
         new = copier(module)
-        found = Reach(new)
+        found = Holdings(new)
     kept = set(shared) & {id(tensor) for tensor in shared.values()}
     held = ("param", module.named_parameters()), ("buffer", module.named_buffers())
     for what, named in (("submodule", module.named_modules()), *held):
@@ -57,7 +57,7 @@ def private_copy(
                     "given, in its place; hold it in a closure, a default argument or a partial of a function that is "
                     "a hook or an attribute of the module; or, where it is not read, take it out there."
                 )
-    tensors = {i: x for i, x in reach.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
+    tensors = {i: x for i, x in holdings.objects.items() if isinstance(x, torch.Tensor) and i not in shared}
     return new, found, {id(copier.memo[i]): x for i, x in tensors.items() if i in copier.memo}
 
 
@@ -146,12 +146,12 @@ class Globals(dict[str, object]):
 class _Copier:
     """Copies what it is called with; every object once."""
 
-    def __init__(self, reach: Reach, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
-        self.reach, self.params = reach, {id(param) for param in module.parameters()}
+    def __init__(self, holdings: Holdings, module: nn.Module, shared: Mapping[int, torch.Tensor]) -> None:
+        self.holdings, self.params = holdings, {id(param) for param in module.parameters()}
         self.trained = [(name, x, storage_of(x)) for name, x in module.named_parameters() if x.requires_grad]
-        self.leading = reach.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
-        data = {i for i in reach.owned if not isinstance(reach.objects[i], (tuple, frozenset))}
-        self.concerned = data | reach.reaching(data)
+        self.leading = holdings.reaching({*map(id, module.modules()), *self.params, *map(id, module.buffers())})
+        data = {i for i in holdings.owned if not isinstance(holdings.objects[i], (tuple, frozenset))}
+        self.concerned = data | holdings.reaching(data)
         self.memo: dict[int, Any] = {**shared}
         self._globals: dict[int, Globals] = {}
         self._fill()
@@ -165,7 +165,7 @@ class _Copier:
 
     def _fill(self) -> None:
         """Makes all shells first: what they hold may lead back to them, on ways of any length."""
-        objects = [x for i, x in self.reach.objects.items() if i in self.concerned and i not in self.memo]
+        objects = [x for i, x in self.holdings.objects.items() if i in self.concerned and i not in self.memo]
         shells = [(x, shell) for x in objects if (shell := self._shell(x)) is not None]
         self.memo.update({id(x): shell for x, shell in shells})
         functions = [x for x in objects if isinstance(x, types.FunctionType)]
@@ -238,7 +238,7 @@ class _Copier:
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Stale):
             return x
-        way, memory = self.reach.way(id(x)), storage_of(x)
+        way, memory = self.holdings.way(id(x)), storage_of(x)
         if private.is_wrapped(x) or any(
             id(getattr(node, "variable", None)) in self.params for node, _ in edges_to((x,))
         ):
@@ -250,7 +250,7 @@ class _Copier:
         return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
 
     def _instance(self, x: object) -> object:
-        build = self.reach.builds.get(id(x))
+        build = self.holdings.builds.get(id(x))
         has_own_copy = hasattr(type(x), "__deepcopy__") and id(x) not in self.leading
         if has_own_copy or type(x).__module__.partition(".")[0] == "numpy":
             return copy.deepcopy(x, self.memo)
@@ -274,10 +274,10 @@ class _Copier:
         return new
 
     def _state(self, state: object) -> object:
-        """A state that only its object's class understands; the object is not in the reach itself."""
+        """A state that only its object's class understands; the object is not in the holdings itself."""
         if type(state) is list:  # of a dataclass with slots: it must be full at once
             return [self(value) for value in state]
-        if id(state) in self.reach.objects:
+        if id(state) in self.holdings.objects:
             return self(state)
         if type(state) is dict:
             return {key: self(value) for key, value in state.items()}

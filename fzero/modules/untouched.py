@@ -15,8 +15,8 @@ from torch import nn
 from fzero.base import private, texts
 from fzero.capture.containers import Container
 from fzero.capture.found import Snapshot
+from fzero.modules.holdings import REGISTRIES, Holdings
 from fzero.modules.private_copy import Stale
-from fzero.modules.reach import REGISTRIES, Reach
 
 
 class _Constant(NamedTuple):
@@ -61,7 +61,7 @@ class Untouched:
         sources: id of a tensor of the copy -> the tensor that it was copied from.
     """
 
-    def __init__(self, module: nn.Module, reach: Reach, sources: Mapping[int, torch.Tensor]) -> None:
+    def __init__(self, module: nn.Module, holdings: Holdings, sources: Mapping[int, torch.Tensor]) -> None:
         self.module = module
         self.depth = 0  # of calls that are running
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
@@ -75,9 +75,15 @@ class Untouched:
         ]
         self._snapshot = Snapshot([registry for registry, *_ in self._registries], ())
         self._constants: list[_Constant] = []
-        for number, x in reach.objects.items():
-            if number in reach.owned and isinstance(x, torch.Tensor) and number in sources and not isinstance(x, Stale):
-                label = f"its buffer {names[number]!r}" if number in names else f"the tensor of {reach.way(number)}"
+        for number, x in holdings.objects.items():
+            if (
+                number in holdings.owned
+                and isinstance(x, torch.Tensor)
+                and number in sources
+                and not isinstance(x, Stale)
+            ):
+                own = names.get(number)
+                label = f"the tensor of {holdings.way(number)}" if own is None else f"its buffer {own!r}"
                 self._constants.append(_Constant(label, x, sources[number], _state(x)))
 
     def around(self, run: Callable[..., object]) -> Callable[..., object]:

@@ -126,7 +126,7 @@ def contents_of(cell: types.CellType) -> object:
     return Cell(cell).found.get("")
 
 
-class Reach:
+class Holdings:
     """Everything that is reached from a module, breadth first; what only hooks and functions hold is not its own."""
 
     def __init__(self, root: nn.Module) -> None:
