@@ -69,6 +69,8 @@ def main() -> None:
         x = torch.ones(2, 13)
         state = step.init(params)
         for _ in range(2):
+            out, pullback = step.vjp(state, x)
+            pullback(torch.ones_like(out))
             state, _metrics = step(state, x)
         (out, pullback), forward = passed(lambda: step.vjp(state, x))
         (grads, _), back = passed(lambda: pullback(torch.ones_like(out)))

@@ -150,8 +150,8 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
             "leaves are whole. Say fz.autocast without a pattern, or leave it out."
         )
     leaves: dict[int, torch.Tensor] = {}
-    for key, primal in {**primals, **fixed}.items():
-        leaves.update(state.layout.groups[key].views(traversal.uses[key].value(primal)[0]))
+    for key in (*primals, *fixed):
+        leaves.update(state.layout.groups[key].views(traversal.uses[key].value()))
 
     def loss(values: dict[int, torch.Tensor], *example: Any) -> torch.Tensor:
         full = leaves | values

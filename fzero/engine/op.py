@@ -165,7 +165,7 @@ class UnitOp(Op):
         differentiated: list[list[torch.Tensor]] = []
         fulls: list[torch.Tensor] = []
         for position, key in enumerate(self.keys):
-            full, own = traversal.schedule.take(key, tensors[position])
+            full, own = traversal.schedule.take(key)
             fulls.append(full)
             if own:
                 self._fulls[key] = full

@@ -143,11 +143,11 @@ class Schedule:
         """Holds on to a gathered buffer for its next use."""
         self._kept[key] = full
 
-    def take(self, key: Key, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
+    def take(self, key: Key) -> tuple[torch.Tensor, bool]:
         """A unit's full buffer, gathered ahead or now, and whether it is the unit's own, which it may empty."""
         use = self.uses[key]
         if not use.gathers:
-            return use.value(primal)[0], False
+            return use.value(), False
         if key in self._kept:
             return self._kept.pop(key), True
         full, wait = self._ahead.pop(key, None) or self._gather(key)

@@ -159,7 +159,7 @@ class LeavesOp(Op):
             traversal.schedule.called((key,))
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
-        return self._taken(self.group.cut(self.traversal.schedule.take(self.key, tensors[0])[0]))
+        return self._taken(self.group.cut(self.traversal.schedule.take(self.key)[0]))
 
     def back(
         self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]

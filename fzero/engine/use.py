@@ -40,18 +40,15 @@ class Use(Wire):
     gather8: bool = False
     held: torch.Tensor | None = None
 
-    def value(self, primal: torch.Tensor) -> tuple[torch.Tensor, bool]:
-        """The full buffer in compute dtype, and whether it is a new one (that may be freed)."""
+    def value(self) -> torch.Tensor:
+        """The full buffer in compute dtype: what is at hand or stored where it is that already, otherwise a new one."""
         if self.held is not None:
-            return self.held, False
-        if self.gather8:
-            full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.device)
-            self.start_into(full)()
-            return full, True
-        shard = self.shard.to(self.compute) if self.placeholder else primal.to(self.compute)
-        if self.axis.size == 1:
-            return shard, shard is not primal and all(shard is not part for part in self.shard.parts)
-        return self.axis.gather(shard, self.tag), True
+            return self.held
+        if self.axis.size == 1 and not self.gather8:
+            return self.shard.to(self.compute).detach()
+        full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.device)
+        self.start_into(full)()
+        return full
 
     @property
     def trivial(self) -> bool:
@@ -99,7 +96,7 @@ class _Value(torch.autograd.Function):
 
     @staticmethod
     def forward(use: Use, primal: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        full, _ = use.value(primal)
+        full = use.value()
         return full.view(full.shape)
 
     @staticmethod
