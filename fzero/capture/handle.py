@@ -47,6 +47,9 @@ class Seen:
     def unit_of(self, tensor: torch.Tensor) -> str | None:
         return self.made[id(tensor)][1] if self.knows(tensor) else None
 
+    def is_of_unit(self, tensor: torch.Tensor) -> bool:
+        return self.unit_of(tensor) is not None
+
 
 # that of the run that goes on, while one does
 seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("fzero_seen", default=None)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -162,21 +162,8 @@ def refuse_leaks(tree: object) -> None:
                 continue
             alone = private.single_level() if alone is None else alone
             if alone and x.grad_fn is not None and not private.is_wrapper(x):
-                refuse_foreign_leaves((x,), (), begun(), lambda leaf: leaked(x, own.unit_of(leaf)))
+                refuse_foreign_leaves((x,), (), own.is_of_unit, lambda leaf: leaked(x, own.unit_of(leaf)))
                 own.note(x, None)  # of a graph around the step, where it is a constant
-
-
-def begins(unit: str, leaves: Sequence[torch.Tensor]) -> None:
-    """Notes what a unit's graph begins with: no other unit, and nobody outside, may compute with that."""
-    if (own := seen.get()) is not None:
-        for leaf in leaves:
-            own.note(leaf, unit)
-
-
-def begun() -> Callable[[torch.Tensor], bool]:
-    """Returns what tells at any time whether a unit's graph of the current run begins with a tensor."""
-    own = seen.get()
-    return lambda leaf: own is not None and own.unit_of(leaf) is not None
 
 
 def leaked(tensor: torch.Tensor, unit: str | None = None) -> str:

@@ -16,8 +16,8 @@ import torch
 from fzero.base import private
 from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
 from fzero.capture.again import Again
-from fzero.capture.handle import storage_of
-from fzero.capture.watch import Watch, begins, begun, is_strict, leaf_of
+from fzero.capture.handle import Seen, seen, storage_of
+from fzero.capture.watch import Watch, is_strict, leaf_of
 from fzero.comm.axis import done
 from fzero.engine.call import Call
 from fzero.engine.traversal import Traversal
@@ -57,7 +57,7 @@ class UnitOp(Op):
         self.name = f"unit {self.unit!r}"
         self._pull: _Pull | None = None
         self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
-        self._is_begun, self._records, self._watched = begun(), torch.is_grad_enabled(), False
+        self._seen, self._records, self._watched = seen.get() or Seen(), torch.is_grad_enabled(), False
         self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
         self.used = False
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
@@ -113,7 +113,7 @@ class UnitOp(Op):
         inputs = list(pull.inputs.values())
         # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
         if not self._watched:
-            refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._is_begun)
+            refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._seen.is_of_unit)
         with (
             private.without_donation() if keep and self.call.compiles else contextlib.nullcontext(),
             pull.surroundings(),
@@ -183,7 +183,8 @@ class UnitOp(Op):
             *(leaf for group in differentiated for leaf in group),
             *(inputs[p - count] for p in wanted if p >= count),
         ]
-        begins(self.unit, begin)
+        for leaf in begin:  # no other unit, and nobody outside, may compute with these
+            self._seen.note(leaf, self.unit)
         thorough = (self._suspicious and derived) or self.call.facts.watched
         # what is no input shows itself, as an error, or to the watch
         guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
