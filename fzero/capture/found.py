@@ -139,7 +139,8 @@ class Found:
         elif kind is frozenset or is_tuple(kind):
             for item in parts_of(value):
                 self.search(item, argument)
-            if own := attributes_of(value):
+            own = attributes_of(value)
+            if own or (own is not None and not argument):
                 self.search(own, False)
             elif own is not None:
                 self.vacant.append(own)

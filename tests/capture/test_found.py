@@ -50,6 +50,19 @@ def test_what_was_found_holds_until_something_is_put_there() -> None:
     assert not found.holds()
 
 
+class Named(tuple[Any, ...]):
+    pass
+
+
+def test_an_attribute_that_a_tuple_is_given_later_is_seen() -> None:
+    pair = Named((1, 2))
+    found = found_by(lambda: pair)
+    found.keep()
+    assert found.holds()
+    pair.note = torch.ones(1)  # type: ignore[attr-defined]
+    assert not found.holds()
+
+
 def test_generators_long_lists_and_iterators() -> None:
     generator, long = random.Random(0), [0] * (MANY + 1)
     found = Found()
