@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import mutants
 import pytest
 
 import fzero as fz
@@ -136,3 +137,9 @@ def test_any_is_rare() -> None:
     """Where nothing better can be said."""
     count = sum(len(re.findall(r"\bAny\b", path.read_text())) for path in FILES)
     assert count <= 200, count
+
+
+def test_every_wait_that_may_be_left_out_is_there() -> None:
+    """`make mutants` leaves out each in turn, which takes too long for every day."""
+    for wait in mutants.WAITS:
+        mutants.mutated((ROOT / wait.file).read_text(), wait)
