@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fzero.base import pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
@@ -16,7 +17,7 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import Blocks, Companded, Plain, nbytes
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled, init_extras, init_moments
-from fzero.state.sharded import Sharded, trees_of
+from fzero.state.sharded import Sharded
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.rows import Kept, Row
@@ -171,7 +172,7 @@ def _living_grads(step: Spec, layout: Layout) -> int:
 
 
 def _bytes_of(state: object) -> int:
-    return sum(buffer.nbytes for tree in trees_of(state) for buffer in tree.buffers.values())
+    return sum(leaf.nbytes for leaf in pytree.leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 def plot_plan(plans: Mapping[str, Plan], axes: Any = None) -> object:

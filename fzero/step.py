@@ -47,7 +47,7 @@ class Step(Spec):
             TypeError, ValueError: a leaf that cannot be trained, a pattern that matches nothing, ranks that disagree.
             RuntimeError: the step is sharded and there is no process group.
         """
-        need_int(seed, "step.init", "seed")
+        seed = need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
         (params,) = constants("step.init", params=params)
         with private.below_transforms():
@@ -68,7 +68,7 @@ class Step(Spec):
             `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
         """
         check_state(self, state)
-        need_int(rng, "step.vjp", "rng")
+        rng = need_int(rng, "step.vjp", "rng")
         pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
         outputs, aux = pullback.taken()
         return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
@@ -82,7 +82,7 @@ class Step(Spec):
             TypeError: torch.func differentiates or maps what it is given: use `vjp`, or pass `x.detach()`.
         """
         check_state(self, state)
-        need_int(rng, "step.forward", "rng")
+        rng = need_int(rng, "step.forward", "rng")
         state, inputs = constants("step.forward", state=state, inputs=inputs)
         refuse_captured("step.forward", self.fn)
         micro = self.microbatches
@@ -108,7 +108,7 @@ class Step(Spec):
         """
         check_state(self, state)
         check_optimizer(self, state)
-        need_int(rng, "step", "rng")
+        rng = need_int(rng, "step", "rng")
         state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
         refuse_captured("step", self.fn)
         if self.fusion is not None and private.level() == 0:

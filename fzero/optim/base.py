@@ -145,9 +145,10 @@ def call_update(
 def call_fused(
     member: GradientTransformation, params: object, grads: object, state: object, extra: Mapping[str, object]
 ) -> object:
-    """`member.fused` with those keywords that it takes."""
+    """`member.fused` with those keywords that it takes; one that knows nothing of formats is given values of grads."""
     fused: Callable[..., object] | None = member.fused
     assert fused is not None
+    grads = grads if member.by_leaf else values(grads)
     return fused(params, grads, state, **_taken(fused, extra))
 
 

@@ -14,7 +14,8 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.state.sharded import Sharded, is_sharded
+from fzero.formats.formats import Stored
+from fzero.state.sharded import Sharded, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 
@@ -43,6 +44,19 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
             f"{axis.place}, the ranks of this step's mesh. Convert it: fz.convert(state, step); or build the step with "
             "the mesh that the state was made with."
         )
+    for tree in trees_of((state.params, state.moments)):
+        of_it = tree.layout == layout
+        for key, group in layout.groups.items():
+            if not of_it or (key in tree.keys and not _fits(tree.stored(key), layout.shard_numel(key))):
+                raise ValueError(
+                    f"step: the buffers of leaf {group.slots[0].path!r} and its group in the state's {tree.kind} are "
+                    f"not of this state's leaves or sizes, expected {layout.shard_numel(key)} elements. Put trees of "
+                    "the same init together, and map functions that keep shapes."
+                )
+
+
+def _fits(stored: Stored, numel: int) -> bool:
+    return all(part.numel() * own.every == numel for own, part in zip(stored.format.parts, stored.parts, strict=True))
 
 
 def check_optimizer(step: Spec, state: TrainState) -> None:

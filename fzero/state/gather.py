@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,7 +127,8 @@ def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
         return {}
     squares = _square([piece for _, piece in pieces])
     if tree.scale != 1.0:
-        squares = squares / tree.scale**2
+        square = tree.scale * tree.scale
+        squares = squares / square if 0.0 < square < math.inf else squares / tree.scale / tree.scale
     return dict(zip([leaf for leaf, _ in pieces], squares.unbind(), strict=True))
 
 

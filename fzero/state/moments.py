@@ -55,7 +55,7 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
                     f"{params.layout.groups[key].slots[0].path!r}, expected the {expected} of this rank's slice. Map "
                     "over a tree with functions that keep shapes."
                 )
-    return apart(value, params)
+    return apart(map_trees(lambda tree: tree.only(tree.keys), value), params)
 
 
 def apart(tree: object, *others: object) -> Any:

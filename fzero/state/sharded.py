@@ -102,9 +102,13 @@ class Sharded:
         """This rank's slice of a group as it is stored."""
         buffers, (form, names) = self.buffers, self._stored_as(key)
         if key in buffers:
-            return Stored(form, tuple([buffers[name] for name in names]))
-        size = self.layout.shard_numel(key)
-        return Stored(form, (self.held[key].narrow(0, self.rank_of(key) * size, size),))
+            parts = tuple([buffers[name] for name in names])
+        else:
+            size = self.layout.shard_numel(key)
+            parts = (self.held[key].narrow(0, self.rank_of(key) * size, size),)
+        if form.plain and parts[0].dtype != form.dtype:  # as who mapped a function over the buffers made them
+            form = Plain(parts[0].dtype)
+        return Stored(form, parts)
 
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""

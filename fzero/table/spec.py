@@ -45,6 +45,11 @@ class Extra:
     expendable: bool = False
 
     def __post_init__(self) -> None:
+        for argument, own in (("name", self.name), ("source", self.source), ("kind", self.kind)):
+            need_str(own, "Extra", argument, "a str")
+        for argument, own in (("init", self.init), ("update", self.update), ("scale", self.scale)):
+            if not callable(own) and (argument != "scale" or own is not None):
+                raise wrong("Extra", argument, own, "a function" + (" or None" if argument == "scale" else ""))
         object.__setattr__(self, "kind", self.kind or self.source)
         if self.name in METRICS:
             raise ValueError(
@@ -109,6 +114,8 @@ class Spec:
 
     def with_state(self, extra: Extra) -> Self:
         """A step that keeps more in its state, `state.extra[extra.name]`; something else by this name raises."""
+        if not isinstance(extra, Extra):
+            raise wrong("with_state", "extra", extra, "an fz.Extra")
         other = next((other for other in self.extras if other.name == extra.name), None)
         if other is None:
             return dataclasses.replace(self, extras=tuple(sorted((*self.extras, extra), key=lambda extra: extra.name)))

@@ -31,8 +31,16 @@ def apply_update(
         with Update(step, state) as update:
             trainable = state.layout.trainable
             one_by_one = step.optimizer.by_group and state.params.held  # the others' gathers then run meanwhile
-            for keys in [(key,) for key in trainable] if one_by_one else [trainable]:
-                update.apply(keys, grads.only(keys), decision.extra)
+            try:
+                for keys in [(key,) for key in trainable] if one_by_one else [trainable]:
+                    update.apply(keys, grads.only(keys), decision.extra)
+            except BaseException as error:
+                if step.donates:
+                    state.kill(
+                        f"This state was donated to update {state.step + 1}, which wrote over its buffers and then "
+                        f"failed ({type(error).__name__}: {error}). Go on from another state."
+                    )
+                raise
             return decision.next_state(update)
     return decision.next_state(None)
 
@@ -97,7 +105,11 @@ class Update:
         self.params = old.replaced(buffers=self._writable(old.buffers), held=self._writable(old.held))
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
         self.moments = state.moments
-        if step.optimizer.fused is not None:
+        formats = [old.format(key) for key in self.layout.trainable]
+        # one that knows nothing of formats writes to buffers that hold values
+        plain = all(form.plain and not form.rounds for form in formats)
+        self._fused = step.optimizer.fused is not None and (step.optimizer.by_leaf or plain)
+        if self._fused:
             self.moments = map_trees(lambda node: node.over(self._writable(node.buffers)), state.moments)
         self._after: object = self.moments
         if self._copied:
@@ -132,7 +144,7 @@ class Update:
         if self.step.donates:
             self._spare_readers(keys)
         own = self.params.only(keys).replaced(draw=self._draw)
-        if self.step.optimizer.fused is None:
+        if not self._fused:
             self._after = self._plainly(own, grads, extra)
         else:
             moments = map_trees(lambda tree: tree.only(keys), self.moments)
@@ -170,7 +182,7 @@ class Update:
         """The new params and moments, once all groups are updated."""
         waits, self._waits = self._waits, []
         finish_all(waits)
-        if self.step.optimizer.fused is None:
+        if not self._fused:
             return self.params, self._after
         # counters come from the last call, buffers from all of them
         return self.params, map_trees(lambda after, whole: whole, self._after, self.moments)

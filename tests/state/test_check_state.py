@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import optree
 import pytest
 import torch
 
@@ -27,3 +30,38 @@ def test_grads_that_are_no_grads() -> None:
     state = mine.init(PARAMS)
     with pytest.raises(TypeError, match=r"grads: got dict, expected"):
         mine.update(state, PARAMS)  # type: ignore[arg-type]
+
+
+def big(policy: fz.Policy | None = None) -> tuple[Any, Any]:
+    step = fz.train_step(lambda p: (p["w"] ** 2).mean(), fz.adamw(0.1), policy)
+    return step, step.init({"w": torch.linspace(-1, 1, 300 * 300).reshape(300, 300)})
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", [None, fz.Policy.bf16_states()])
+def test_a_state_whose_buffers_were_mapped_to_another_dtype(policy: Any, dtype: torch.dtype) -> None:
+    """It goes on in that dtype: what is stored is told by the buffers."""
+    step, state = big(policy)
+    want, _ = step(state)
+    got, _ = step(optree.tree_map(lambda x: x.to(dtype), state))
+    rtol = 2e-2 if torch.bfloat16 in (dtype, state.params.local(state.params.keys[0]).dtype) else 1e-6
+    torch.testing.assert_close(
+        fz.gather(got.params)["w"].float(), fz.gather(want.params)["w"].float(), rtol=rtol, atol=1e-3
+    )
+    assert got.params.local(got.params.keys[0]).dtype == dtype
+
+
+@pytest.mark.parametrize("change", ["narrowed", "moments of others", "params of others"])
+def test_buffers_that_are_not_of_the_states_leaves_are_refused(change: str) -> None:
+    step, state = big()
+    other = step.init({"w": torch.ones(3, 3)})
+    if change == "narrowed":
+        state = optree.tree_map(lambda x: x[:64], state)
+    elif change == "moments of others":
+        state = state.replace(moments=other.moments)
+    else:
+        state = state.replace(params=other.params)
+    with pytest.raises(
+        ValueError, match=r"(?s)leaf .w. and its group in the state.s \w+ are not of this state.s leaves"
+    ):
+        step(state)

@@ -243,3 +243,25 @@ def test_what_is_asked_for_is_taken_and_otherwise_what_is_needed() -> None:
     steps = [fz.train_step(lambda p: p["w"].sum(), optimizer) for optimizer in (plain, clipped)]
     assert norm(steps[0]) == "once" and norm(fz.loss_scale(steps[0], 2.0)) == "twice"
     assert norm(steps[1]) == "twice" and norm(steps[0], norm="8-bit") == "8-bit"
+
+
+def test_a_plan_counts_all_that_entries_keep() -> None:
+    def rank_main(rank: int) -> None:
+        loss, params = scenarios.stack()
+        for init in (lambda p: p, lambda p: torch.zeros(1000), lambda p: {"sum": p, "count": 0}):
+            step = SHARDS[1](fz.train_step(loss, fz.adamw(1e-2))).with_state(
+                fz.Extra("it", "it()", init, lambda v, p, a: v)
+            )
+            kept = optree.tree_leaves(step.init(params).extra)
+            assert fz.plan(step, params).extra == sum(x.nbytes for x in kept if isinstance(x, torch.Tensor))
+
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("wrong", [{"init": 1}, {"update": None}, {"scale": 1.5}, {"name": []}, {"scale": 0}])
+def test_entries_of_a_wrong_kind_are_refused(wrong: Any) -> None:
+    given = {"name": "it", "source": "it()", "init": lambda p: 0, "update": lambda v, p, a: v} | wrong
+    with pytest.raises(TypeError, match=rf"Extra: got {next(iter(wrong))}="):
+        fz.Extra(**given)
+    with pytest.raises(TypeError, match=r"with_state: got extra=3, expected an fz.Extra"):
+        fz.train_step(lambda p: p, fz.sgd(0.1)).with_state(3)  # type: ignore[arg-type]

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import optree
 import pytest
 import torch
 
@@ -28,3 +31,48 @@ def test_an_update_that_is_not_finite_changes_nothing() -> None:
     assert_trees_equal(fz.gather(new.moments.mu), fz.gather(old.moments.mu))
     with pytest.raises(ValueError, match="expected at least 0"):
         STEP.update(old, STEP.vjp(old, X)[1](torch.ones(()))[0], grad_norm=-1.0)
+
+
+def users(fail_at: str = "") -> fz.GradientTransformation:
+    """Plain gradient descent as a user writes it, with a fused form of its own."""
+
+    def update(grads: Any, state: Any, params: Any = None) -> Any:
+        return optree.tree_map(lambda g: -0.1 * g, grads), state
+
+    def fused(params: Any, grads: Any, state: Any) -> Any:
+        if fail_at:
+            raise KeyError(fail_at)
+        for key in params.keys:
+            params.local(key).sub_(0.1 * grads.local(key))
+        return state
+
+    return fz.GradientTransformation(lambda params: (), update, fused)
+
+
+@pytest.mark.parametrize("policy", [None, fz.Policy.exact(), fz.Policy.compact24()])
+@pytest.mark.parametrize("around", ["scale", "clip", "none"])
+def test_a_users_fused_update_is_its_update(around: str, policy: Any) -> None:
+    params = {"w": torch.linspace(1, 2, 8).reshape(4, 2)}
+
+    def trained(member: fz.GradientTransformation) -> torch.Tensor:
+        optimizer = fz.chain(fz.clip_by_global_norm(0.1), member) if around == "clip" else member
+        step = fz.train_step(lambda p: p["w"].square().sum(), optimizer, policy)
+        step = fz.loss_scale(step, 1024.0) if around == "scale" else step
+        state = step.init(params)
+        for _ in range(3):
+            state, _ = step(state)
+        return fz.gather(state.params)["w"]
+
+    torch.testing.assert_close(trained(users()), trained(users()._replace(fused=None)), rtol=1e-6, atol=0)
+
+
+def test_a_donated_state_whose_update_fails_halfway_says_so() -> None:
+    optimizer = fz.partition({"a": fz.sgd(0.1), "b": users(fail_at="here")})
+    step = fz.donate(fz.train_step(lambda p: p["a"].sum() + p["b"].sum(), optimizer))
+    state = step.init({"a": torch.ones(2), "b": torch.ones(2)})
+    with pytest.raises(KeyError):
+        step(state)
+    with pytest.raises(
+        RuntimeError, match=r"donated to update 1, which wrote over its buffers and then failed \(KeyError"
+    ):
+        step(state)
