@@ -175,13 +175,11 @@ class _Copy:
         self, unit: _Unit, leaves: Params, args: tuple[object, ...], kwargs: Params, seed: int | None = None
     ) -> object:
         outside = _outside.get()
-        gathered = {leaf.index for leaf in leaves.values() if isinstance(leaf, Handle)}
 
         @contextlib.contextmanager
         def others() -> Iterator[None]:
-            """Installs the leaves of other units that the call is known to read, where no apply does."""
-            indices = [index for _, index in here.get() or () if index not in gathered]
-            known = {name: x for index in indices for name, x in outside.get(index, {}).items()}
+            """Installs the leaves that the call is known to read, by the names outside of it, where no apply does."""
+            known = {name: x for _, index in here.get() or () for name, x in outside.get(index, {}).items()}
             with self.root.places.installed(known) if known else contextlib.nullcontext(), during(reading, full):
                 yield
 

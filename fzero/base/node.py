@@ -185,9 +185,13 @@ class Node(torch.autograd.Function):
         found = ctx.op.back(lambda: _saved(ctx), wanted, real) if first_order() else None
         if found is None:
             tensors = _saved(ctx)
-            zeros = [torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.meta]
-            arguments = (*tensors, *[zero if c is None else c for c, zero in zip(real, zeros, strict=True)])
-            transposed = ctx.op.transposed(count, wanted, ctx.real)
+            given = {i: c for i, c in zip(ctx.real, real, strict=True) if c is not None}
+            if not given:  # all the same it runs, as it does on other ranks
+                given = {
+                    i: torch.zeros(s, dtype=d, device=at) for i, (s, d, at) in zip(ctx.real, ctx.meta, strict=True)
+                }
+            arguments = (*tensors, *given.values())
+            transposed = ctx.op.transposed(count, wanted, [*given])
             found = dict(zip(wanted, Node.apply(transposed, active(arguments), *arguments), strict=True))
         return (None, None, *[found.get(i) for i in range(count)])
 

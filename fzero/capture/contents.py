@@ -134,7 +134,7 @@ def containers_of(value: object) -> list[Container]:
     if how is None:
         return []
     found = [how(value)]
-    if how not in (Attributes, Raised) and attributes_of(value):
+    if how not in (Attributes, Raised) and attributes_of(value) is not None:
         found.append(Attributes(value))
     if how not in (Slots, Raised) and _is_users(type(value)) and slots_of(type(value)):
         found.append(Slots(value))

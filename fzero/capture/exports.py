@@ -88,6 +88,8 @@ class Exports:
         if origin is not None:
             self.returned.add(id(origin))
             return origin
+        if self._knows(tensor):  # a constant
+            return tensor
         index = self._index.setdefault(id(tensor), len(self.tensors))
         if index == len(self.tensors):
             self.tensors.append(tensor)

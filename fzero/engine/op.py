@@ -119,10 +119,8 @@ class UnitOp(Op):
             pull.surroundings(),
         ):
             found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
-        out = {
-            i: torch.zeros_like(x) if g is None else g
-            for (i, x), g in zip(pull.inputs.items(), found[len(flat) :], strict=True)
-        }
+        # what the unit does not depend on has none: zeros would meet infinite derivatives before it
+        out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
         del found[len(flat) :], flat
         keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
         if keep:

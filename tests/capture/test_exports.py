@@ -12,10 +12,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from units import block_of, refused
+from units import X, block_of, params_of, refused
 
 import fzero as fz
 from fzero.capture.exports import Exports, built
+from fzero.testing import run_ranks
 
 SHARDS = {"ZeRO-3": fz.shard_zero3, "remat": fz.remat}
 every_shard = pytest.mark.parametrize("shard", SHARDS.values(), ids=SHARDS.keys())
@@ -94,3 +95,40 @@ def test_a_template_keeps_no_tensor() -> None:
     assert [x() for x in alive] == [None] * 3
     made = built(template, outside)
     assert isinstance(made, Pair) and made.first is outside[0] and made.second[0] is outside[1]
+
+
+@every_shard
+def test_constants_that_a_unit_moves_in_a_list_stay_themselves(shard: Any) -> None:
+    held = [torch.ones(1, dtype=torch.float64), torch.zeros(1, dtype=torch.float64)]
+    before = [*held]
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        held.reverse()
+        return torch.tanh(x @ q["w"]) + held[0]
+
+    def rank_main(rank: int) -> None:
+        step = shard(fz.train_step(block_of(body), fz.sgd(0.1)))
+        step(step.init(params_of()), X)
+        assert held[0] is before[0] and held[1] is before[1]  # two blocks, two turns
+
+    run_ranks(rank_main, 1)
+
+
+@every_shard
+def test_the_first_attribute_of_a_dict_is_set_once(shard: Any) -> None:
+    class Notes(dict[str, Any]):
+        note = 0
+
+    kept, count = Notes(), {"n": 0}
+
+    def body(q: Any, x: torch.Tensor) -> torch.Tensor:
+        count["n"] += 1
+        kept.note = count["n"]
+        return torch.tanh(x @ q["w"])
+
+    def rank_main(rank: int) -> None:
+        step = shard(fz.train_step(block_of(body), fz.sgd(0.1)))
+        step(step.init(params_of()), X)
+        assert kept.note == count["n"] == 2
+
+    run_ranks(rank_main, 1)

@@ -319,3 +319,32 @@ def test_two_axes_shard_and_replicate() -> None:
             assert_trees_close(fz.gather(state.params), want, rtol=1e-10)
 
     run_ranks(rank_main, 4)
+
+
+@pytest.mark.parametrize("how", ["vjp", "remat", "tape"])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("kind", ["detached", "unused"])
+def test_what_a_unit_does_not_depend_on_has_no_cotangent(kind: str, stage: int, how: str) -> None:
+    """Zeros would meet the infinite derivative of the unit before, and become nan."""
+    first = fz.unit(lambda q, x: torch.sqrt(x * q["w"]))
+    second = fz.unit(lambda q, x: (x.detach() if kind == "detached" else 2.0) * q["w"])
+    params = {"blocks": [{"w": torch.tensor(w, dtype=torch.float64)} for w in ([0.0, 4.0], [1.0, 2.0])]}
+    x = torch.ones(2, dtype=torch.float64)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return second(p["blocks"][1], first(p["blocks"][0], x)).sum()
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(fn, fz.sgd(1.0))
+        step = fz.shard_zero3(step) if stage else step
+        state = (step := fz.remat(step) if how == "remat" else step).init(params)
+        if how == "tape":
+            with fz.tape(step, state) as model:
+                model(x).backward()
+                grads = model.grads()
+        else:
+            out, pullback = step.vjp(state, x)
+            grads, _ = pullback(torch.ones_like(out))
+        assert_trees_close(fz.gather(grads), torch.func.grad(fn)(params, x), rtol=1e-12)
+
+    run_ranks(rank_main, 1)
