@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named, need_str
+from fzero.base.context import during
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
 from fzero.engine.batch import seed_of
@@ -157,12 +158,8 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         full = leaves | values
         tree = pytree.unflatten(state.params.structure, [full[i] for i in range(len(rows))])
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
-        token = running.set(state.layout)
-        try:
-            with autocast(traversal.device, traversal.table.outside):
-                out = step.fn(tree, *pytree.unflatten(spec, batch))
-        finally:
-            running.reset(token)
+        with during(running, state.layout), autocast(traversal.device, traversal.table.outside):
+            out = step.fn(tree, *pytree.unflatten(spec, batch))
         return scalar_loss(split_result(step, out)[0], "per_example_grads")
 
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *dims), randomness="different")

@@ -11,8 +11,6 @@ T = TypeVar("T")
 class during(Generic[T]):
     """Inside, a context variable has this value."""
 
-    __slots__ = ("token", "value", "variable")
-
     def __init__(self, variable: contextvars.ContextVar[T], value: T) -> None:
         self.variable, self.value = variable, value
 

@@ -27,8 +27,6 @@ def noted(error: Error) -> Error:
 class heard:
     """Raises at its end what was noted inside, whatever became of it there."""
 
-    __slots__ = ("said", "token")
-
     def __enter__(self) -> None:
         self.said: list[BaseException] = []
         self.token = _said.set(self.said)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import ParamSpec, TypeVar
 
 from fzero.base import private
+from fzero.base.context import during
 from fzero.comm import backend
 
 P = ParamSpec("P")
@@ -43,15 +44,14 @@ def checked_collectives(enabled: bool = True) -> Iterator[None]:
         ...     pass
     """
     watch = Watch() if enabled else None
-    token = _watch.set(watch)
     end = "has finished"
     try:
-        yield
+        with during(_watch, watch):
+            yield
     except BaseException as error:
         end = f"has failed with {type(error).__name__}: {error}"
         raise
     finally:
-        _watch.reset(token)
         if watch is not None:
             watch.leave(end)
 
@@ -60,11 +60,8 @@ def checked_collectives(enabled: bool = True) -> Iterator[None]:
 def recorded_collectives() -> Iterator[Records]:
     """Collects (operation, tag, bytes) of every collective that this thread issues inside."""
     record: Records = []
-    token = _listeners.set((*_listeners.get(), record))
-    try:
+    with during(_listeners, (*_listeners.get(), record)):
         yield record
-    finally:
-        _listeners.reset(token)
 
 
 def announce(operation: str, tag: Hashable, size: int, words: Callable[[], str], group: backend.Group) -> None:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from fzero.base import private
+from fzero.base.context import during
 
 _current: contextvars.ContextVar[Hazards | None] = contextvars.ContextVar("fzero_hazards", default=None)
 DELAY = 2e-3  # seconds at most
@@ -108,11 +109,10 @@ def hazards(seed: int | None = 0) -> Iterator[None]:
         tensor(2.)
     """
     own = None if seed is None else Hazards(seed)
-    token = _current.set(own)
     try:
-        yield
+        with during(_current, own):
+            yield
         assert own is None or not own.in_flight, f"{own.in_flight} transfers were started that nobody waited for"
     finally:
-        _current.reset(token)
         if own is not None:
             own.threads.shutdown(wait=False)

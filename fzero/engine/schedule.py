@@ -45,9 +45,7 @@ class Running(Protocol):
     used: bool
 
     def gather_ahead(self) -> None: ...
-
     def forget_ahead(self) -> None: ...
-
     def forget(self) -> None: ...
 
 

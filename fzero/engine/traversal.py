@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from fzero.base.context import during
 from fzero.base.node import Op, Tensors, active, apply
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
@@ -32,12 +33,8 @@ here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = co
 @contextlib.contextmanager
 def inside(leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> Iterator[None]:
     """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
-    tokens = current.set(None), here.set(leaves)
-    try:
+    with during(current, None), during(here, leaves):
         yield
-    finally:
-        current.reset(tokens[0])
-        here.reset(tokens[1])
 
 
 class Traversal:
@@ -113,14 +110,11 @@ class Traversal:
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Units that are called inside draw their seeds from here."""
-        token, outer = current.set(self), running.set(self.layout)
         self.records = torch.is_grad_enabled()
         try:
-            with seeded(self.next_seed()):
+            with during(current, self), during(running, self.layout), seeded(self.next_seed()):
                 yield
         finally:
-            current.reset(token)
-            running.reset(outer)
             self.origins = {}
 
 
