@@ -115,8 +115,6 @@ class Reach:
     def knows(self, value: object) -> bool:
         return any(id(value) in found.ids for found in self._founds)
 
-    # ---- what lies in objects
-
     def reads(self, places: frozenset[int]) -> None:
         """Lets those at these places enter the unit too."""
         self.tensors += [x for i, x in enumerate(self._elsewhere) if i in places - self._read]
@@ -126,8 +124,6 @@ class Reach:
     def unread(self) -> list[tuple[int, torch.Tensor]]:
         """The others, each with its place."""
         return [(i, x) for i, x in enumerate(self._elsewhere) if i not in self._read]
-
-    # ---- filling, and seeing what changed
 
     def fill(self, mapping: Mapping[int, torch.Tensor]) -> Filling:
         """Puts the unit's own tensors into the places, which are as they were found; what was put, for `put_again`."""
