@@ -61,6 +61,7 @@ class Stream(Protocol):
 
     def here(self) -> Region:
         """A region that draws what this one will from here on; any thread may enter it, any number of times."""
+        ...
 
     def lend(self, device: torch.device, name: str, run: Callable[[], object]) -> object:
         """Runs what draws from the device's default generator and cannot be given another."""
