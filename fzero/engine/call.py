@@ -49,6 +49,8 @@ class Call:
         self.reach = Reach((*args, *self.kwargs.values()), surroundings)
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
+        # the stored buffers of its leaves, as far as is known
+        self.primals: dict[Key, torch.Tensor] = {handle.key: handle.primal for handle in self.reach.handles}
         self._second = SecondRun(self.reach)
         self.unit, self.recomputes, self.compiles = "", False, False
         self._fulls: Sequence[torch.Tensor] = ()
@@ -98,11 +100,6 @@ class Call:
         return self.reach.handles[0].owner if self.reach.handles else None
 
     @property
-    def primals(self) -> dict[Key, torch.Tensor]:
-        """The stored buffers of its leaves, as far as is known of the call."""
-        return {handle.key: handle.primal for handle in (*self.reach.handles, *self.more)}
-
-    @property
     def moving(self) -> tuple[int, ...]:
         """Places of the tensors, leaves first, that are differentiated, as far as is known of the call."""
         tensors = (*self.primals.values(), *self.reach.tensors)
@@ -118,6 +115,7 @@ class Call:
         self.facts = facts
         self.reach.reads(facts.read)
         self.more = [self._traversal.handle(index) for index in facts.more]
+        self.primals.update((handle.key, handle.primal) for handle in self.more)
 
     def operands(self) -> tuple[tuple[torch.Tensor, ...], list[int]]:
         """The tensors that the node is applied to, and the positions of those that are differentiated.

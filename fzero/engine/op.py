@@ -187,10 +187,11 @@ class UnitOp(Op):
         # what is no input shows itself, as an error, or to the watch
         guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
         with self.surroundings(), private.saved_tensor_hooks(), guard, grad_mode:
-            groups = [traversal.layout.groups[key] for key in self.keys]
-            protected = {storage_of(full): leaf_of(group) for full, group in zip(fulls, groups, strict=True)}
-            watched = thorough and not self.call.compiles
-            watch = Watch(self.unit, protected, map(id, begin)) if watched else None
+            watch = None
+            if thorough and not self.call.compiles:
+                groups = [traversal.layout.groups[key] for key in self.keys]
+                protected = {storage_of(full): leaf_of(group) for full, group in zip(fulls, groups, strict=True)}
+                watch = Watch(self.unit, protected, map(id, begin))
             self._watched = watch is not None
             try:
                 out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())

@@ -46,12 +46,12 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
         )
     for tree in trees_of((state.params, state.moments)):
         of_it = tree.layout == layout
-        for key, group in layout.groups.items():
-            if not of_it or (key in tree.keys and not _fits(tree.stored(key), layout.shard_numel(key))):
+        for key in tree.keys if of_it else layout.groups:
+            if not (of_it and _fits(tree.stored(key), layout.shard_numel(key))):
                 raise ValueError(
-                    f"step: the buffers of leaf {group.slots[0].path!r} and its group in the state's {tree.kind} are "
-                    f"not of this state's leaves or sizes, expected {layout.shard_numel(key)} elements. Put trees of "
-                    "the same init together, and map functions that keep shapes."
+                    f"step: the buffers of leaf {layout.groups[key].slots[0].path!r} and its group in the state's "
+                    f"{tree.kind} are not of this state's leaves or sizes, expected {layout.shard_numel(key)} elements."
+                    " Put trees of the same init together, and map functions that keep shapes."
                 )
 
 

@@ -72,8 +72,8 @@ class Sharded:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The groups that this tree has, in the layout's order."""
-        known = self.buffers.keys() | self.held.keys()
-        return tuple(key for key in self.layout.groups if key in known)
+        buffers, held = self.buffers, self.held
+        return tuple([key for key in self.layout.groups if key in buffers or key in held])
 
     def axis_of(self, key: Key) -> Axis:
         """The axis that a group is cut over; over which it is whole where its rows are not cut."""
