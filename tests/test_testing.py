@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import fzero as fz
 from fzero import testing as t
@@ -88,6 +90,29 @@ def test_run_ranks_arguments() -> None:
         t.run_ranks(lambda rank: rank, 1, backend="processes")
     with pytest.raises(t.RankError, match=r"did not finish within 0\.2 seconds"):
         t.run_ranks(lambda rank: time.sleep(1), 1, timeout=0.2)
+
+
+def test_a_rank_that_comes_late_has_no_part_in_the_next_run() -> None:
+    """On threads the collectives of all runs go by the same names."""
+    woken: list[int] = []
+    before = threading.active_count()
+
+    def late(rank: int) -> None:
+        time.sleep(0.3)
+        woken.append(rank)
+        dist.all_reduce(torch.zeros(2))
+
+    def next_one(rank: int) -> float:
+        for _ in range(300):  # longer than the late ones sleep
+            total = torch.ones(2)
+            dist.all_reduce(total)
+            time.sleep(0.002)
+        return float(total[0])
+
+    with pytest.raises(t.RankError, match=r"ranks \[0, 1\] did not finish"):
+        t.run_ranks(late, 2, timeout=0.1)
+    assert t.run_ranks(next_one, 2, timeout=20.0) == [2.0, 2.0]
+    assert woken == [] and threading.active_count() <= before
 
 
 def test_levels_and_wrappers() -> None:

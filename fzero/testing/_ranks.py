@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import ctypes
 import datetime
 import multiprocessing
 import multiprocessing.connection
@@ -14,7 +15,7 @@ import tempfile
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -106,7 +107,7 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
     with private.shared_forward_mode(), _threaded_world() as fail:
-        store = dist.HashStore()
+        store, over = dist.HashStore(), threading.Event()
 
         def rank_main(rank: int) -> None:
             try:
@@ -115,31 +116,46 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
                     with around.of(rank):
                         results[rank] = fn(rank)
                 finally:
-                    dist.destroy_process_group()
+                    if not over.is_set():
+                        dist.destroy_process_group()
             except SystemExit:  # another rank failed, and this one was waiting for it
                 pass
             except BaseException as error:
-                errors.append((rank, error))
-                fail((type(error), error, error.__traceback__))
+                if not over.is_set():
+                    errors.append((rank, error))
+                    fail((type(error), error, error.__traceback__))
 
         threads = [
             threading.Thread(target=contextvars.copy_context().run, args=(rank_main, rank), daemon=True)
             for rank in range(world_size)
         ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout)
-        hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
-        if hung and not errors:
-            error = TimeoutError(f"ranks {hung} did not finish within {timeout} seconds")
-            fail((TimeoutError, error, None))
-            errors.append((hung[0], error))
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join(timeout)
+            hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
+            if hung and not errors:
+                error = TimeoutError(f"ranks {hung} did not finish within {timeout} seconds")
+                fail((TimeoutError, error, None))
+                errors.append((hung[0], error))
+        finally:
+            over.set()
+            _stop(threads)
     if errors:
         rank, error = min(errors, key=lambda pair: isinstance(pair[1], PeerStopped))
         text = "".join(traceback.format_exception(error))
         raise RankError(f"rank {rank} of {world_size} failed:\n{text}") from error
     return results
+
+
+def _stop(threads: Sequence[threading.Thread]) -> None:
+    """Ends what is still alive as soon as it runs Python again: its collectives would be part of the next run's."""
+    alive = [thread for thread in threads if thread.is_alive()]
+    for thread in alive:
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+    for thread in alive:  # those that wait for others are told, and go at once
+        thread.join(0.2)
 
 
 class _Pool:
