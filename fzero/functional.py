@@ -98,7 +98,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
         with own.untouched.around_call(), during(_units, units):
             if ROOT in units:  # the whole module is one unit
-                places, surroundings, call, fast = own.root
+                _, places, surroundings, call, fast = own.root
                 return call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
             outside = {name: params[leaf] for name, leaf in aliases.items()}
             by_index: dict[int, dict[str, object]] = {}
@@ -114,6 +114,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
 class _Unit(NamedTuple):
     """A module of the copy: where its params are, what it reaches, and its call with other params, also compiled."""
 
+    prefix: str  # of its params' names in the whole module
     places: Places
     surroundings: Surroundings
     call: Function
@@ -133,13 +134,13 @@ class _Copy:
         self.module, self.elsewhere = module, places_of(module, holdings)
         self.paths, self._patched = set[str](), set[int]()
         self.untouched = Untouched(module, holdings, sources)
-        root = self._unit(module, lambda *args, **kwargs: module(*args, **kwargs))
+        root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 
-    def _unit(self, module: nn.Module, run: Function) -> _Unit:
+    def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         places, around = Places(module, self.elsewhere), self.untouched.around
         call, fast = (around(functools.partial(places.call, own)) for own in (run, compiled(run, module)))
-        return _Unit(places, Surroundings(module), call, fast)
+        return _Unit(prefix, places, Surroundings(module), call, fast)
 
     def patch(self, path: str) -> None:
         self.paths.add(path)
@@ -148,7 +149,7 @@ class _Copy:
             return
         self._patched.add(id(own))
         run_forward = own.forward
-        unit = self._unit(own, run_forward)
+        unit = self._unit(f"{path}.", own, run_forward)
 
         @functools.wraps(run_forward)
         def forward(*args: object, **kwargs: object) -> object:
@@ -179,7 +180,9 @@ class _Copy:
         @contextlib.contextmanager
         def others() -> Iterator[None]:
             """Installs the leaves that the call is known to read, by the names outside of it, where no apply does."""
-            known = {name: x for _, index in here.get() or () for name, x in outside.get(index, {}).items()}
+            every = [pair for _, index in here.get() or () for pair in outside.get(index, {}).items()]
+            own = len(unit.prefix)
+            known = {x: y for x, y in every if not (x.startswith(unit.prefix) and x[own:] in leaves)}
             with self.root.places.installed(known) if known else contextlib.nullcontext(), during(reading, full):
                 yield
 

@@ -35,7 +35,6 @@ class Op:
 
     name = "a unit"
     joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
-    early = False  # whether it is pulled back as soon as its cotangents are there
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
         self.fn, self.seed, self.device = fn, seed, device
@@ -166,8 +165,6 @@ class Node(torch.autograd.Function):
     def setup_context(ctx: private.Context, inputs: tuple[Op, Sequence[int], *Tensors], output: Tensors) -> None:
         ctx.op = inputs[0]
         ctx.op.node = weakref.ref(private.node_of(ctx))
-        if ctx.op.early:
-            private.pull_back_early(ctx)
         ctx.count = len(inputs) - 2
         ctx.save_for_backward(*inputs[2:])
         ctx.save_for_forward(*inputs[2:])

@@ -122,13 +122,7 @@ class Found:
         kind, number = type(value), id(value)
         if number in self.ids:
             return
-        if isinstance(value, (type, types.ModuleType)):
-            self._space(value)
-        elif kind in ATOMS:
-            return
-        elif isinstance(value, BOUND):
-            self.search(value.__self__, False)
-        elif isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor):  # the most frequent
             self.ids.add(number)
             self.tensors.append((value, argument))
             if has_attributes(value):
@@ -136,6 +130,12 @@ class Found:
                     self._content(Attributes(value))
                 else:
                     self.vacant.append(own)
+        elif isinstance(value, (type, types.ModuleType)):
+            self._space(value)
+        elif kind in ATOMS:
+            return
+        elif isinstance(value, BOUND):
+            self.search(value.__self__, False)
         elif kind is frozenset or is_tuple(kind):
             for item in parts_of(value):
                 self.search(item, argument)

@@ -36,7 +36,7 @@ class Delivery:
     added in the order in which the pullback comes by them, which is the same on every rank.
 
     Args:
-        nodes: group -> its gate's node of the graph.
+        nodes: group -> its gate's node of the graph, as long as that lives.
         receive: `receive(key, shard)`, called once for every group that is differentiated, in `grad` dtype.
         unreduced: full cotangents of earlier microbatches, to be added before the reduction.
         partial: whether sums stay in `reduce` dtype, as others will be added to them.
@@ -46,7 +46,7 @@ class Delivery:
         self,
         schedule: Schedule,
         layout: Layout,
-        nodes: Mapping[Key, object],
+        nodes: Mapping[Key, Callable[[], object]],
         receive: Callable[[Key, torch.Tensor], object],
         unreduced: Mapping[Key, torch.Tensor] | None = None,
         partial: bool = False,
@@ -61,8 +61,7 @@ class Delivery:
 
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for a group: one inside the function may not."""
-        node = self.nodes.get(key)
-        return node is None or private.will_run(node)
+        return key not in self.nodes or private.will_run(self.nodes[key]())
 
     def add(self, key: Key, full: torch.Tensor) -> None:
         """Starts to reduce a full cotangent of a group, which is the schedule's buffer."""

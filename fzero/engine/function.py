@@ -98,12 +98,11 @@ def call_function(
     # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
     first = not traversal.schedule.ran_before or is_strict() or (torch.is_grad_enabled() and private.level() == 0)
     watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-    leaves = traversal.leaves(primals)
-    entered = [None if isinstance(x, Handle) else private.version(private.unwrapped(x)) for x in leaves]
+    leaves, layout = traversal.leaves(primals), traversal.layout
+    # the leaves of a group share their memory, and the count of writes to it
+    full = [(leaves[g.slots[0].leaf], g) for g in layout.groups.values() if g.unit not in traversal.table.acting]
+    entered = [private.version(private.unwrapped(leaf)) for leaf, _ in full]
     if first and not traversal.table.compiled:
-        layout = traversal.layout
-        groups = [layout.groups[layout.key_of[row.path][0]] for row in layout.rows]
-        full = [pair for pair in zip(leaves, groups, strict=True) if not isinstance(pair[0], Handle)]
         roots = {storage_of(leaf): leaf_of(group) for leaf, group in full}
         watch = watching_run(roots | {storage: name for storage, (_, name) in stored.items()})
     elif traversal.acts:
@@ -128,12 +127,12 @@ def call_function(
             "step: the function wrote to its params in place, which this state did not survive. Params change in "
             "step.update only: compute with a copy (w = w.clone()), or use operations that are not in place."
         )
-    for row, leaf, version in zip(state.params.layout.rows, leaves, entered, strict=True):
-        if version is not None and private.version(private.unwrapped(leaf)) != version:
+    for (leaf, group), version in zip(full, entered, strict=True):
+        if private.version(private.unwrapped(leaf)) != version:
             raise ValueError(
-                f"step: the function writes to leaf {row.path!r} in place, outside of units (as "
-                "nn.Embedding(max_norm=...) does). Params change in step.update only: compute with a copy (w = "
-                "w.clone()), or use operations that are not in place."
+                f"step: the function writes to leaf {' or '.join(repr(slot.path) for slot in group.slots)} in place, "
+                "outside of units (as nn.Embedding(max_norm=...) does). Params change in step.update only: compute "
+                "with a copy (w = w.clone()), or use operations that are not in place."
             )
     return pytree.map_leaves(lambda x: _apart(x, stored), out)
 

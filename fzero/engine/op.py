@@ -53,7 +53,7 @@ class UnitOp(Op):
         # a derivative of a derivative recomputes anyway: keep no graph for it
         self.recompute = call.recomputes = remat or private.level() > 1
         self.traversal, self.keys, self.call, self.number = traversal, keys, call, number
-        call.unit = self.unit
+        self.unit = call.unit = traversal.layout.groups[keys[0]].unit if keys else "of full params"
         self.name = f"unit {self.unit!r}"
         self._pull: _Pull | None = None
         self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
@@ -143,10 +143,6 @@ class UnitOp(Op):
         self.used, self._pull = True, None
         self.call.forget()
         del self.call, self.fn
-
-    @property
-    def unit(self) -> str:
-        return self.traversal.layout.groups[self.keys[0]].unit if self.keys else "of full params"
 
     def _forward(
         self, tensors: Tensors, wanted: Sequence[int], derived: bool, gather_ahead: Callable[[], None]

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
+from fzero.base import private
 from fzero.base.context import during
-from fzero.base.node import Op, Tensors, active, apply
+from fzero.base.node import Tensors, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
 from fzero.engine.delivery import Delivery, Gates, gate
@@ -30,11 +32,18 @@ here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = co
 )
 
 
-@contextlib.contextmanager
-def inside(leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> Iterator[None]:
+class inside:
     """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
-    with during(current, None), during(here, leaves):
-        yield
+
+    def __init__(self, leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> None:
+        self.leaves = leaves
+
+    def __enter__(self) -> None:
+        self.before = current.set(None), here.set(self.leaves)
+
+    def __exit__(self, *_: object) -> None:
+        current.reset(self.before[0])
+        here.reset(self.before[1])
 
 
 class Traversal:
@@ -49,7 +58,8 @@ class Traversal:
         self.records = False  # whether plain autograd was on where the function began
         self.gates = Gates()
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
-        self.nodes: dict[Key, object] = {}  # group -> its gate's node of the graph
+        # group -> its gate's node of the graph, which leads here
+        self.nodes: dict[Key, Callable[[], object]] = {}
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
         self.next_seed = Seeds(*seed).next
@@ -59,18 +69,19 @@ class Traversal:
         out: dict[int, torch.Tensor] = {}
         for key, primal in primals.items():
             group = self.layout.groups[key]
-            if active((primal,)):
-                primal = gate(self.gates, key, primal)
-                self.nodes[key] = primal.grad_fn
+            differentiated = private.is_differentiated(primal)
             if group.unit in self.table.acting:
-                self.tokens[key] = primal
+                self.tokens[key] = primal = gate(self.gates, key, primal) if differentiated else primal
                 for slot in group.slots:
                     out[slot.leaf] = self._handle(key, slot.leaf, primal)
             else:
-                views = apply(LeavesOp(self, key), active((primal,)), primal)
+                views = _full(self, key, None, primal)
+                primal = views[0]
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf
+            if differentiated:
+                self.nodes[key] = weakref.ref(primal.grad_fn)
         return [out[index] for index in range(len(self.layout.rows))]
 
     def handle(self, index: int) -> Handle:
@@ -132,41 +143,62 @@ def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]
     return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
 
 
-class LeavesOp(Op):
-    """A group's shard -> its leaves in full, outside of units: all that the function sees, or the one that it reads.
+class _Full(torch.autograd.Function):
+    """`apply(traversal, key, only, buffer)`: a group's stored buffer -> leaves in full, outside of units.
 
-    Args:
-        only: the leaf that is read, for whose use alone the group is gathered; None for all.
+    Those of a group that no unit takes are all that its gate is there for, and so it is its own. For `only` one leaf,
+    which is read of a unit's, the group is gathered for this use alone.
     """
 
-    def __init__(self, traversal: Traversal, key: Key, only: int | None = None) -> None:
-        group, use = traversal.layout.groups[key], traversal.uses[key]
+    @staticmethod
+    def forward(traversal: Traversal, key: Key, only: int | None, buffer: torch.Tensor) -> Tensors:  # type: ignore[override]
+        views = traversal.layout.groups[key].cut(traversal.schedule.take(key)[0])
+        return tuple(views.values()) if only is None else (views[only].clone(),)
 
-        def taken(views: Mapping[int, torch.Tensor]) -> Tensors:
-            return tuple(views.values()) if only is None else (views[only].clone(),)
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, int | None, torch.Tensor], _: object) -> None:
+        ctx.traversal, ctx.key, ctx.only, buffer = inputs
+        ctx.size = buffer.shape
+        if ctx.only is None:  # made before the function runs, it would come last, with every unit's cotangents waiting
+            private.pull_back_early(ctx)
+        ctx.set_materialize_grads(False)
 
-        super().__init__(lambda primal: taken(group.views(use.apply(primal))), None, traversal.device)
-        self.traversal, self.key, self.group, self.only, self._taken = traversal, key, group, only, taken
-        # made before the function runs, it would be pulled back last of all, with every unit's cotangents waiting
-        self.early = only is None
-        if only is not None:
-            traversal.schedule.called((key,))
+    @staticmethod
+    def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
+        traversal, key, group = ctx.traversal, ctx.key, ctx.traversal.layout.groups[ctx.key]
+        if ctx.only is not None:
+            cotangents = tuple(cotangents[0] if slot.leaf == ctx.only else None for slot in group.slots)
+        shard = None
+        if not first_order():
+            use = traversal.uses[key]
+            shard = use.collect(group.joined(cotangents, use.compute, use.device))
+        elif ctx.only is None or traversal.wants(key):
+            shard = traversal.collect(key, cotangents)
+            if ctx.only is None and traversal.delivery is not None:
+                shard = traversal.delivery.close(key, None).expand(ctx.size)
+        return None, None, None, shard
 
-    def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
-        return self._taken(self.group.cut(self.traversal.schedule.take(self.key)[0]))
+    @staticmethod
+    def jvp(ctx: private.Context, _: object, __: object, ___: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
+        views = ctx.traversal.layout.groups[ctx.key].views(ctx.traversal.uses[ctx.key].spread(tangent))
+        return tuple(views.values()) if ctx.only is None else (views[ctx.only],)
 
-    def back(
-        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
-    ) -> dict[int, torch.Tensor]:
-        if not self.traversal.wants(self.key):
-            return {}
-        if self.only is not None:
-            cotangents = [cotangents[0] if slot.leaf == self.only else None for slot in self.group.slots]
-        shard = self.traversal.collect(self.key, cotangents)
-        return {0: shard} if shard is not None else {}
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        _: object, in_dims: Sequence[int], traversal: Traversal, key: Key, only: int | None, buffer: torch.Tensor
+    ) -> tuple[Tensors, object]:
+        group = traversal.layout.groups[key]
+        views = torch.func.vmap(group.views)(
+            traversal.uses[key].spread(buffer.movedim(in_dims[3], -1).contiguous()).t()
+        )
+        out = tuple(views.values()) if only is None else (views[only],)
+        return out, (0,) * len(out)
+
+
+_full = private.direct(_Full)
 
 
 def read(handle: Handle) -> torch.Tensor:
     """A unit's leaf in full, outside that unit, differentiable."""
-    op = LeavesOp(handle.owner, handle.key, handle.index)
-    return apply(op, active((handle.primal,)), handle.primal)[0]
+    handle.owner.schedule.called((handle.key,))
+    return _full(handle.owner, handle.key, handle.index, handle.primal)[0]

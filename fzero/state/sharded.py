@@ -112,6 +112,8 @@ class Sharded:
 
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
+        if self.kind == "values" and (buffer := self.buffers.get(key)) is not None:
+            return buffer
         stored = self.stored(key)
         return stored.to(stored.dtype)
 
@@ -147,9 +149,12 @@ class Sharded:
     def only(self, keys: Iterable[Key]) -> Sharded:
         """A view of those of the groups that this tree has, as local slices, stored as they are."""
         buffers: dict[object, torch.Tensor] = {}
+        own = self.buffers
         for key in keys:
-            if key in self.buffers or key in self.held:
-                buffers.update(zip(self._stored_as(key)[1], self.stored(key).parts, strict=True))
+            if key in own:
+                buffers.update([(name, own[name]) for name in self._stored_as(key)[1]])
+            elif key in self.held:
+                buffers[key] = self.stored(key).parts[0]
         return self.over(buffers)
 
     def over(self, buffers: Mapping[Any, torch.Tensor]) -> Sharded:

@@ -99,6 +99,14 @@ class Group:
             torch._foreach_copy_([part for part, _ in pairs], [leaf for _, leaf in pairs])
         return full
 
+    def joined(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """A full buffer as a differentiable function of the leaves; `None` and gaps are zero."""
+        parts = [torch.zeros(size, dtype=dtype, device=device) for size in self.split_sizes]
+        for place, leaf in enumerate(leaves):
+            if leaf is not None:
+                parts[2 * place + 1] = _dense(leaf).reshape(-1)
+        return torch.cat(parts)
+
     def views(self, full: torch.Tensor) -> dict[int, torch.Tensor]:
         """Leaf index -> its view of a full buffer; differentiable, by one split (slices would pad each gradient)."""
         parts = full.split_with_sizes(list(self.split_sizes))
