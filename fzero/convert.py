@@ -50,7 +50,9 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     with private.below_transforms():
         params = _params(state.params, step, lossy)
-        moments = _filled(state.moments, init_moments(step, params), lossy)
+        moments = _filled(
+            state.moments, init_moments(step, params), lossy, "moments of another optimizer than the step's"
+        )
         extra = _extras(state, step, params, lossy)
         return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
 
@@ -96,15 +98,19 @@ def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict
             "fz.convert(state, step, lossy=True) to drop it, or use a step with the same transforms."
         )
     return {
-        name: _filled(state.extra[name], value, lossy) if before.get(name) == kinds[name] else value
+        name: _filled(state.extra[name], value, lossy, f"a state.extra[{name!r}] of another structure than the step's")
+        if before.get(name) == kinds[name]
+        else value
         for name, value in init_extras(step, params).items()
     }
 
 
-def _filled(old: object, new: object, lossy: bool) -> object:
-    """The new trees filled with the old ones' values; what is not a tree (a count) stays."""
+def _filled(old: object, new: object, lossy: bool, otherwise: str) -> object:
+    """The new trees filled with the old ones' values; what is not a tree (a count) stays. Else it is `otherwise`."""
 
     def one(before: object, after: Sharded) -> object:
+        if is_sharded(before) != is_sharded(after):
+            raise TypeError(otherwise)
         if not is_sharded(before):
             return before
         if not lossy:
@@ -118,8 +124,8 @@ def _filled(old: object, new: object, lossy: bool) -> object:
         if "convert" in str(error):
             raise
         raise ValueError(
-            "convert: the state has moments of another optimizer than the step's. Convert to a step with the optimizer "
-            "that it was made with, or start from fz.gather(state.params) with step.init."
+            f"convert: the state has {otherwise}. Convert to a step with what it was made with, or start from "
+            "fz.gather(state.params) with step.init."
         ) from error
 
 

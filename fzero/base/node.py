@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,6 +35,8 @@ class Op:
 
     name = "a unit"
     joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
+    reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
+    unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
         self.fn, self.seed, self.device = fn, seed, device
@@ -61,7 +63,7 @@ class Op:
 
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)
-        op.autocast, op.default_dtype = self.autocast, self.default_dtype
+        op.autocast, op.default_dtype, op.reduced = self.autocast, self.default_dtype, self.reduced
         return op
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
@@ -84,7 +86,11 @@ class Op:
             return self.fn(*tensors)
 
     def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:
-        """(tensors, cotangents of the real outputs) -> cotangents of the wanted tensors, by recomputing."""
+        """(tensors, cotangents of the real outputs) -> cotangents of the wanted tensors, by recomputing.
+
+        Of what the outputs do not depend on they are zeros, and it is in `unused` once that has run.
+        """
+        unused: set[int] = set()
 
         def fn(*args: torch.Tensor) -> Tensors:
             def forward(*primals: torch.Tensor) -> Tensors:
@@ -93,11 +99,15 @@ class Op:
 
             primals = [args[i] for i in wanted]
             if first_order():
-                return differentiate(forward, primals)[1](args[count:], False)
+                found = pulled(forward, primals, args[count:])
+                unused.update(i for i, g in zip(wanted, found, strict=True) if g is None)
+                return tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, primals, strict=True))
             _, pull = torch.func.vjp(forward, *primals)  # type: ignore[misc]
             return tuple(pull(tuple(args[count:])))
 
-        return self.derived(fn)
+        op = self.derived(fn)
+        op.unused = unused
+        return op
 
     def pushed(self, count: int, moving: Sequence[int]) -> Op:
         """(tensors, tangents of the moving ones) -> tangents of the outputs."""
@@ -120,23 +130,15 @@ def _replaced(tensors: Sequence[torch.Tensor], positions: Sequence[int], values:
     return tuple(out)
 
 
-def differentiate(
-    forward: Callable[..., Tensors], primals: Sequence[torch.Tensor]
-) -> tuple[Tensors, Callable[[Sequence[torch.Tensor], bool], Tensors]]:
-    """Detached outputs, and a pullback, of a function of plain tensors, by plain autograd.
-
-    The pullback takes (cotangents, retain_graph); what was not used has a zero cotangent.
-    """
+def pulled(
+    forward: Callable[..., Tensors], primals: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor]
+) -> Sequence[torch.Tensor | None]:
+    """The cotangents of a function's primals, plain tensors, by plain autograd; None where nothing depends on one."""
     with torch.enable_grad():
         leaves = [primal.detach().requires_grad_() for primal in primals]
         out = forward(*leaves)
     refuse_foreign_leaves(out, leaves)
-
-    def pull(cotangents: Sequence[torch.Tensor], retain_graph: bool) -> Tensors:
-        found = gradients(out, leaves, cotangents, retain_graph)
-        return tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, leaves, strict=True))
-
-    return tuple(o.detach() for o in out), pull
+    return gradients(out, leaves, cotangents, False)
 
 
 def _saved(ctx: private.Context) -> Tensors:
@@ -183,13 +185,19 @@ class Node(torch.autograd.Function):
         if found is None:
             tensors = _saved(ctx)
             given = {i: c for i, c in zip(ctx.real, real, strict=True) if c is not None}
-            if not given:  # all the same it runs, as it does on other ranks
+            some = bool(given)
+            if not some and not ctx.op.reduced:
+                return (None,) * (2 + count)
+            if not some:  # all the same it runs, as it does on other ranks
                 given = {
                     i: torch.zeros(s, dtype=d, device=at) for i, (s, d, at) in zip(ctx.real, ctx.meta, strict=True)
                 }
             arguments = (*tensors, *given.values())
             transposed = ctx.op.transposed(count, wanted, [*given])
-            found = dict(zip(wanted, Node.apply(transposed, active(arguments), *arguments), strict=True))
+            out = Node.apply(transposed, active(arguments), *arguments)
+            # zeros would meet infinite derivatives before
+            kept = [i for i in wanted if i not in transposed.unused and (some or i < ctx.op.reduced)]
+            found = {i: g for i, g in zip(wanted, out, strict=True) if i in kept}
         return (None, None, *[found.get(i) for i in range(count)])
 
     @staticmethod

@@ -314,10 +314,6 @@ class Call:
         mapping.update((id(outer), Unread(outer, place)) for place, outer in self.reach.unread)
         return mapping
 
-    def _arguments(self, mapping: Mapping[int, torch.Tensor]) -> tuple[tuple[object, ...], dict[str, object]]:
-        kwargs = {name: replaced(value, mapping) for name, value in self.kwargs.items()}
-        return tuple(replaced(value, mapping) for value in self.args), kwargs
-
     def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
         handles = (*self.reach.handles, *self.more)
         return {(id(handle.owner), handle.index): leaves[handle.index] for handle in handles}

@@ -4,29 +4,20 @@ Autograd adds what it is given as soon as it is given it. A reduction that is st
 graph: a unit hands its cotangent to the `Delivery` of the running pullback, which adds up what has arrived, and returns
 nothing. Through the graph goes only what is there already: the cotangents of units that are differentiated twice.
 
-A `gate` lies between a group's stored buffer and all of its uses in one run. Autograd calls its backward when all of
-them have been pulled back, however often, and by whatever derivative: so it is known when a sum is complete.
+A gate (`fzero.engine.traversal`) lies between a group's stored buffer and all of its uses in one run. Autograd calls
+its backward when all of them have been pulled back, however often, and by whatever derivative: so it is known when a
+sum is complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 import torch
 
 from fzero.base import private
-from fzero.base.node import first_order
 from fzero.engine.schedule import Schedule
 from fzero.table.layout import Key, Layout
-
-
-class Gates:
-    """The gates of one run share this: the delivery of the pullback that is running, if it has one."""
-
-    __slots__ = ("delivery",)
-
-    def __init__(self) -> None:
-        self.delivery: Delivery | None = None
 
 
 class Delivery:
@@ -113,35 +104,3 @@ class Delivery:
         for key in self.layout.trainable:
             if key not in self._delivered:
                 self._deliver(key)
-
-
-class _Gate(torch.autograd.Function):
-    """The identity, between a group's stored buffer and all of its uses."""
-
-    @staticmethod
-    def forward(gates: Gates, key: Key, primal: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return primal.detach()
-
-    @staticmethod
-    def setup_context(ctx: private.Context, inputs: tuple[Gates, Key, torch.Tensor], output: object) -> None:
-        ctx.gates, ctx.key = inputs[0], inputs[1]
-        ctx.size = inputs[2].shape
-        private.pull_back_early(ctx)
-        ctx.set_materialize_grads(False)
-
-    @staticmethod
-    def backward(ctx: private.Context, cotangent: torch.Tensor | None) -> object:  # type: ignore[override]
-        if ctx.gates.delivery is not None and first_order():
-            cotangent = ctx.gates.delivery.close(ctx.key, cotangent).expand(ctx.size)  # the sum is delivered elsewhere
-        return None, None, cotangent
-
-    @staticmethod
-    def jvp(ctx: object, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
-        return tangent.view_as(tangent)
-
-    @staticmethod
-    def vmap(info: object, in_dims: Sequence[int], gates: Gates, key: Key, primal: torch.Tensor) -> object:  # type: ignore[override]
-        return primal.view_as(primal), in_dims[2]
-
-
-gate = private.direct(_Gate)

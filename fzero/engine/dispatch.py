@@ -202,9 +202,9 @@ def plain_call(
             record.as_nodes.add(code)
             if undo is None:
                 raise TypeError(
-                    f"A unit{place_of(error)} does what torch.func refuses ({first_words(error)}), in code of a "
-                    "library's, which it did not when it was called before: what it had done until then was not noted. "
-                    "Call the step again with the same state: it is dealt with from now on."
+                    f"A unit{place_of(error)} does what torch.func refuses ({first_words(error)}), which no call "
+                    "of its code did before and its names do not show: what it had done until then was not noted. Call "
+                    "the step again with the same state: it is dealt with from now on."
                 ) from error
             undo(error)
     return node(seed)

@@ -50,6 +50,7 @@ class UnitOp(Op):
                 return call.body(leaves, tensors[len(keys) :])
 
         super().__init__(pure, seed, traversal.device)
+        self.reduced = len(keys) if any(traversal.uses[key].axis.ranks > 1 for key in keys) else 0
         # a derivative of a derivative recomputes anyway: keep no graph for it
         self.recompute = call.recomputes = remat or private.level() > 1
         self.traversal, self.keys, self.call, self.number = traversal, keys, call, number

@@ -116,7 +116,7 @@ class Run:
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
         receive = receive or found.__setitem__
         own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
-        traversal.gates.delivery = delivery = None if self.outer or create_graph else Delivery(*own)
+        traversal.delivery = delivery = None if self.outer or create_graph else Delivery(*own)
         try:
             with torch.enable_grad() if create_graph else self._mode(), traversal.schedule.pullback():
                 grads, wanted = self._pull(
@@ -125,7 +125,7 @@ class Run:
                 if delivery is not None:
                     delivery.finish()
         finally:
-            traversal.gates.delivery = None
+            traversal.delivery = None
         if delivery is None:
             found = {key: g if self.partial else g.to(traversal.uses[key].grad) for key, g in grads.items()}
         if not again and not create_graph:

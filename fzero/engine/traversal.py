@@ -17,7 +17,7 @@ from fzero.base.context import during
 from fzero.base.node import Tensors, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
-from fzero.engine.delivery import Delivery, Gates, gate
+from fzero.engine.delivery import Delivery
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
 from fzero.table.layout import Key, Layout
@@ -56,7 +56,7 @@ class Traversal:
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.records = False  # whether plain autograd was on where the function began
-        self.gates = Gates()
+        self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         # group -> its gate's node of the graph, which leads here
         self.nodes: dict[Key, Callable[[], object]] = {}
@@ -71,11 +71,11 @@ class Traversal:
             group = self.layout.groups[key]
             differentiated = private.is_differentiated(primal)
             if group.unit in self.table.acting:
-                self.tokens[key] = primal = gate(self.gates, key, primal) if differentiated else primal
+                self.tokens[key] = primal = _gate(self, key, primal) if differentiated else primal
                 for slot in group.slots:
                     out[slot.leaf] = self._handle(key, slot.leaf, primal)
             else:
-                views = _full(self, key, None, primal)
+                views = _full(self, key, True, primal)
                 primal = views[0]
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
@@ -91,11 +91,6 @@ class Traversal:
 
     def _handle(self, key: Key, index: int, token: torch.Tensor) -> Handle:
         return Handle(self, key, index, self.layout.rows[index], self.uses[key].compute, token)
-
-    @property
-    def delivery(self) -> Delivery | None:
-        """The delivery of the pullback that is running, where it has one."""
-        return self.gates.delivery
 
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for the cotangent of a group."""
@@ -143,62 +138,90 @@ def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]
     return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
 
 
-class _Full(torch.autograd.Function):
-    """`apply(traversal, key, only, buffer)`: a group's stored buffer -> leaves in full, outside of units.
+class _Gate(torch.autograd.Function):
+    """`apply(traversal, key, buffer)`: the identity, between a unit's stored buffer and all of its uses."""
 
-    Those of a group that no unit takes are all that its gate is there for, and so it is its own. For `only` one leaf,
-    which is read of a unit's, the group is gathered for this use alone.
+    @staticmethod
+    def forward(traversal: Traversal, key: Key, buffer: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return buffer.detach()
+
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, torch.Tensor], _: object) -> None:
+        traversal, ctx.key, buffer = inputs
+        ctx.traversal = weakref.ref(traversal)  # whose tokens lead here
+        ctx.size = buffer.shape
+        private.pull_back_early(ctx)
+        ctx.set_materialize_grads(False)
+
+    @staticmethod
+    def backward(ctx: private.Context, cotangent: torch.Tensor | None) -> object:  # type: ignore[override]
+        return None, None, _closed(ctx, ctx.traversal(), cotangent) if first_order() else cotangent
+
+    @staticmethod
+    def jvp(ctx: object, _: object, __: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
+        return tangent.view_as(tangent)
+
+    @staticmethod
+    def vmap(_: object, in_dims: Sequence[int], traversal: Traversal, key: Key, buffer: torch.Tensor) -> object:  # type: ignore[override]
+        return buffer.view_as(buffer), in_dims[2]
+
+
+def _closed(ctx: private.Context, traversal: Traversal | None, cotangent: torch.Tensor | None) -> torch.Tensor | None:
+    """A group's cotangent, or zeros where its sum is delivered elsewhere, which is complete now."""
+    delivery = traversal and traversal.delivery
+    return cotangent if delivery is None else delivery.close(ctx.key, cotangent).expand(ctx.size)
+
+
+class _Full(torch.autograd.Function):
+    """`apply(traversal, key, is_gate, buffer)`: a group's stored buffer -> its leaves in full, outside of units.
+
+    Those of a group that no unit takes are all that its gate is there for, and so this is the gate.
     """
 
     @staticmethod
-    def forward(traversal: Traversal, key: Key, only: int | None, buffer: torch.Tensor) -> Tensors:  # type: ignore[override]
-        views = traversal.layout.groups[key].cut(traversal.schedule.take(key)[0])
-        return tuple(views.values()) if only is None else (views[only].clone(),)
+    def forward(traversal: Traversal, key: Key, is_gate: bool, buffer: torch.Tensor) -> Tensors:  # type: ignore[override]
+        return tuple(traversal.layout.groups[key].cut(traversal.schedule.take(key)[0]).values())
 
     @staticmethod
-    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, int | None, torch.Tensor], _: object) -> None:
-        ctx.traversal, ctx.key, ctx.only, buffer = inputs
+    def setup_context(ctx: private.Context, inputs: tuple[Traversal, Key, bool, torch.Tensor], _: object) -> None:
+        ctx.traversal, ctx.key, ctx.is_gate, buffer = inputs
         ctx.size = buffer.shape
-        if ctx.only is None:  # made before the function runs, it would come last, with every unit's cotangents waiting
+        if ctx.is_gate:  # made before the function runs, it would come last, with every unit's cotangents waiting
             private.pull_back_early(ctx)
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        traversal, key, group = ctx.traversal, ctx.key, ctx.traversal.layout.groups[ctx.key]
-        if ctx.only is not None:
-            cotangents = tuple(cotangents[0] if slot.leaf == ctx.only else None for slot in group.slots)
+        traversal, use = ctx.traversal, ctx.traversal.uses[ctx.key]
         shard = None
         if not first_order():
-            use = traversal.uses[key]
-            shard = use.collect(group.joined(cotangents, use.compute, use.device))
-        elif ctx.only is None or traversal.wants(key):
-            shard = traversal.collect(key, cotangents)
-            if ctx.only is None and traversal.delivery is not None:
-                shard = traversal.delivery.close(key, None).expand(ctx.size)
+            full = traversal.layout.groups[ctx.key].joined(cotangents, use.compute, use.device)
+            shard = use.collect(full)
+        elif ctx.is_gate or traversal.wants(ctx.key):
+            shard = traversal.collect(ctx.key, cotangents)
+            shard = _closed(ctx, traversal, shard) if ctx.is_gate else shard
         return None, None, None, shard
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, __: object, ___: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
-        views = ctx.traversal.layout.groups[ctx.key].views(ctx.traversal.uses[ctx.key].spread(tangent))
-        return tuple(views.values()) if ctx.only is None else (views[ctx.only],)
+        full = ctx.traversal.uses[ctx.key].spread(tangent)
+        return tuple(ctx.traversal.layout.groups[ctx.key].views(full).values())
 
     @staticmethod
     def vmap(  # type: ignore[override]
-        _: object, in_dims: Sequence[int], traversal: Traversal, key: Key, only: int | None, buffer: torch.Tensor
+        _: object, in_dims: Sequence[int], traversal: Traversal, key: Key, is_gate: bool, buffer: torch.Tensor
     ) -> tuple[Tensors, object]:
-        group = traversal.layout.groups[key]
-        views = torch.func.vmap(group.views)(
-            traversal.uses[key].spread(buffer.movedim(in_dims[3], -1).contiguous()).t()
-        )
-        out = tuple(views.values()) if only is None else (views[only],)
+        full = traversal.uses[key].spread(buffer.movedim(in_dims[3], -1).contiguous())
+        out = tuple(torch.func.vmap(traversal.layout.groups[key].views)(full.t()).values())
         return out, (0,) * len(out)
 
 
-_full = private.direct(_Full)
+_gate, _full = private.direct(_Gate), private.direct(_Full)
 
 
 def read(handle: Handle) -> torch.Tensor:
-    """A unit's leaf in full, outside that unit, differentiable."""
-    handle.owner.schedule.called((handle.key,))
-    return _full(handle.owner, handle.key, handle.index, handle.primal)[0]
+    """A unit's leaf in full, outside that unit, differentiable; for this use alone its group is gathered."""
+    traversal, key = handle.owner, handle.key
+    traversal.schedule.called((key,))
+    views, slots = _full(traversal, key, False, handle.primal), traversal.layout.groups[key].slots
+    return next(x for x, slot in zip(views, slots, strict=True) if slot.leaf == handle.index).clone()

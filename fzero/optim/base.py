@@ -41,8 +41,8 @@ def need_hypers(who: str, **hypers: tuple[float, str]) -> None:
 def _rate(lr: float | Schedule, count: int) -> float:
     """The learning rate of the update after `count` applied ones."""
     now = lr(count) if callable(lr) else lr
-    if isinstance(now, torch.Tensor):
-        need_rate(now, "the optimizer")  # a schedule may make one too
+    if not isinstance(now, float):
+        need_rate(now, "the optimizer")  # a schedule may make anything
     return float(now)
 
 

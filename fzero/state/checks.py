@@ -14,7 +14,6 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.formats.formats import Stored
 from fzero.state.sharded import Sharded, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
@@ -47,16 +46,12 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
     for tree in trees_of((state.params, state.moments)):
         of_it = tree.layout == layout
         for key in tree.keys if of_it else layout.groups:
-            if not (of_it and _fits(tree.stored(key), layout.shard_numel(key))):
+            if not (of_it and tree.fits(key)):
                 raise ValueError(
                     f"step: the buffers of leaf {layout.groups[key].slots[0].path!r} and its group in the state's "
                     f"{tree.kind} are not of this state's leaves or sizes, expected {layout.shard_numel(key)} elements."
                     " Put trees of the same init together, and map functions that keep shapes."
                 )
-
-
-def _fits(stored: Stored, numel: int) -> bool:
-    return all(part.numel() * own.every == numel for own, part in zip(stored.format.parts, stored.parts, strict=True))
 
 
 def check_optimizer(step: Spec, state: TrainState) -> None:
@@ -76,8 +71,8 @@ def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "g
     expected = "expected the first value that a pullback of this step returned"
     if not isinstance(grads, Sharded):
         raise TypeError(f"{argument}: got {named(grads)}, {expected}.")
-    own = {id(x) for x in pytree.leaves((state.params, state.moments, state.extra))}
-    if any(id(x) in own for x in pytree.leaves(grads)):
+    own = {*map(id, pytree.leaves((state.params, state.moments, state.extra)))}
+    if not own.isdisjoint(map(id, pytree.leaves(grads))):
         raise TypeError(f"{argument}: got the {grads.kind} of the state itself, {expected}.")
     if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
         ours = {row.path: row for row in state.layout.rows}

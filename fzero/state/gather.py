@@ -83,12 +83,12 @@ def global_norm(*trees: object) -> torch.Tensor:
                 with private.below_transforms():
                     squares = sum_of_squares(squares_of(node), node)
                 total = total + squares
-            elif isinstance(node, torch.Tensor):
+            elif isinstance(node, torch.Tensor) and node.is_floating_point():
                 total = total + _square([node]).sum()
             elif node is not None or tree is None:
                 raise TypeError(
                     f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
-                    "tensors."
+                    "floating tensors (of a complex one torch.view_as_real)."
                 )
     return torch.as_tensor(total, dtype=torch.float64).sqrt()
 

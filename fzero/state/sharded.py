@@ -110,6 +110,11 @@ class Sharded:
             form = Plain(parts[0].dtype)
         return Stored(form, parts)
 
+    def fits(self, key: Key) -> bool:
+        """Tells whether a group's buffers have the sizes that its layout says."""
+        stored, numel = self.stored(key), self.layout.shard_numel(key)
+        return all(x.numel() * own.every == numel for own, x in zip(stored.format.parts, stored.parts, strict=True))
+
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
         if self.kind == "values" and (buffer := self.buffers.get(key)) is not None:

@@ -37,7 +37,7 @@ class Microbatches:
         names, flat, spec = pytree.named_leaves(tuple(inputs))
         columns: list[Sequence[object]] = []
         for name, leaf, dim in zip(names, flat, self.dims(inputs), strict=True):
-            if dim is not None and (leaf.ndim == 0 or leaf.shape[dim] % self.count):
+            if dim is not None and (not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] % self.count):
                 raise ValueError(
                     f"accumulate: input {name} has shape {tuple(leaf.shape)}, expected dim {dim} to divide into "
                     f"{self.count} microbatches. Change the batch size or the number of microbatches, or pass in_dims= "

@@ -156,7 +156,9 @@ class Policy:
             >>> by.of("blocks.0.norm.weight").param is None
             True
         """
-        if not isinstance(policies, Mapping) or not all(isinstance(p, Policy) for p in policies.values()):
+        if not isinstance(policies, Mapping) or not all(
+            isinstance(pattern, str) and isinstance(policy, Policy) for pattern, policy in policies.items()
+        ):
             expected = "a dict of patterns to policies, such as {'*norm*': fz.Policy(), '*': fz.Policy.bf16_states()}"
             raise wrong("Policy.by_path", "policies", policies, expected)
         if not policies:

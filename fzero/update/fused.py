@@ -71,13 +71,7 @@ def fused_call(
         try:
             decision = _pulled(update, run, ct, _Grads(step, state, earlier, batch.times), loss.get("loss"))
         except BaseException as error:
-            if step.donates and update.applied:
-                error.add_note(
-                    f"fz.fuse_update: this stopped update {state.step + 1} halfway. {len(update.applied)} of the "
-                    f"{len(state.layout.trainable)} groups of the donated state have been updated, among them that of "
-                    f"leaf {state.layout.groups[update.applied[0]].slots[0].path!r}, the others have not. Go on from "
-                    "a checkpoint, or leave fz.donate out: the state passed in then stays as it was."
-                )
+            update.lost(error)
             raise
         new, metrics = decision.next_state(update if decision.finite else None)
         return new, {**metrics, **loss, **batch.aux()}

@@ -35,11 +35,7 @@ def apply_update(
                 for keys in [(key,) for key in trainable] if one_by_one else [trainable]:
                     update.apply(keys, grads.only(keys), decision.extra)
             except BaseException as error:
-                if step.donates:
-                    state.kill(
-                        f"This state was donated to update {state.step + 1}, which wrote over its buffers and then "
-                        f"failed ({type(error).__name__}: {error}). Go on from another state."
-                    )
+                update.lost(error)
                 raise
             return decision.next_state(update)
     return decision.next_state(None)
@@ -70,11 +66,8 @@ class Decision:
         try:
             own = {extra.name: next_extra(extra, state.extra[extra.name], params, self.finite) for extra in step.extras}
         except BaseException as error:
-            if step.donates and update is not None:
-                state.kill(
-                    f"This state was donated to update {state.step + 1}, which wrote over its buffers and then failed "
-                    f"in the update of state.extra ({type(error).__name__}: {error}). Go on from another state."
-                )
+            if update is not None:
+                update.lost(error, " in the update of state.extra")
             raise
         count = state.step + (update is not None)
         new = state.replace(params=params, moments=moments, grads=None, extra=own, step=count)
@@ -99,7 +92,7 @@ class Update:
     """
 
     def __init__(self, step: Spec, state: TrainState) -> None:
-        self.step, self.old, self.layout = step, state.params, state.layout
+        self.step, self._state, self.old, self.layout = step, state, state.params, state.layout
         self._copied: list[str] = []
         old = self.old
         self.params = old.replaced(buffers=self._writable(old.buffers), held=self._writable(old.held))
@@ -122,6 +115,17 @@ class Update:
             )
         self._waits: list[Callable[[], None]] = []
         self.applied: list[Key] = []  # the groups that have been written
+
+    def lost(self, error: BaseException, where: str = "") -> None:
+        """After an error: a donated state is half written."""
+        if self.step.donates and self.applied:
+            said = (
+                f"This state was donated to update {self._state.step + 1}, which wrote over the buffers of "
+                f"{len(self.applied)} of its {len(self.layout.trainable)} groups, among them that of leaf "
+                f"{self.layout.groups[self.applied[0]].slots[0].path!r}, and then failed{where}"
+            )
+            error.add_note(f"{said}. Go on from another state, or leave fz.donate out.")
+            self._state.kill(f"{said} ({type(error).__name__}: {error}). Go on from another state.")
 
     def _writable(self, buffers: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
         """Buffers to write: the old ones where the state was donated and nobody else holds them, else copies."""

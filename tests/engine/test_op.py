@@ -321,13 +321,13 @@ def test_two_axes_shard_and_replicate() -> None:
     run_ranks(rank_main, 4)
 
 
-@pytest.mark.parametrize("how", ["vjp", "remat", "tape"])
+@pytest.mark.parametrize("how", ["vjp", "remat", "tape", "hvp"])
 @pytest.mark.parametrize("stage", [0, 3])
 @pytest.mark.parametrize("kind", ["detached", "unused"])
 def test_what_a_unit_does_not_depend_on_has_no_cotangent(kind: str, stage: int, how: str) -> None:
     """Zeros would meet the infinite derivative of the unit before, and become nan."""
     first = fz.unit(lambda q, x: torch.sqrt(x * q["w"]))
-    second = fz.unit(lambda q, x: (x.detach() if kind == "detached" else 2.0) * q["w"])
+    second = fz.unit(lambda q, x: (x.detach() if kind == "detached" else 2.0) * q["w"].square())
     params = {"blocks": [{"w": torch.tensor(w, dtype=torch.float64)} for w in ([0.0, 4.0], [1.0, 2.0])]}
     x = torch.ones(2, dtype=torch.float64)
 
@@ -346,5 +346,10 @@ def test_what_a_unit_does_not_depend_on_has_no_cotangent(kind: str, stage: int, 
             out, pullback = step.vjp(state, x)
             grads, _ = pullback(torch.ones_like(out))
         assert_trees_close(fz.gather(grads), torch.func.grad(fn)(params, x), rtol=1e-12)
+        if how == "hvp":
+            product = fz.hvp(step, state, grads.map(torch.ones_like), x)
+            v = torch.utils._pytree.tree_map(torch.ones_like, params)
+            expected = torch.func.jvp(lambda p: torch.func.grad(fn)(p, x), (params,), (v,))[1]
+            assert_trees_close(fz.gather(product), expected, rtol=1e-12)
 
     run_ranks(rank_main, 1)

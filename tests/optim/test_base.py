@@ -58,6 +58,13 @@ def test_against_torch_and_fused_against_update(name: str) -> None:
             assert_trees_close(params, dict(zip(params, [leaf.detach() for leaf in leaves], strict=True)), rtol=1e-12)
 
 
+@pytest.mark.parametrize("rate", [None, "0.1", torch.ones(2)])
+def test_a_schedule_that_makes_no_number_is_refused(rate: Any) -> None:
+    step = fz.train_step(lambda p: p["w"].sum(), fz.sgd(lambda count: rate))
+    with pytest.raises(TypeError, match="the optimizer: got lr=.*, expected a number"):
+        step(step.init({"w": torch.ones(2)}))
+
+
 @given(stage=st.sampled_from([0, 1, 2, 3]), donated=st.booleans(), world=st.integers(1, 3))
 def test_an_optimizer_in_optax_shape(stage: int, donated: bool, world: int) -> None:
     """A user's pair (init, update) without fused, on any pytree, with a state of its own."""

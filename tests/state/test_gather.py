@@ -36,6 +36,9 @@ def test_over_several_trees_of_tensors() -> None:
     assert fz.global_norm({"a": torch.tensor([3.0])}, [torch.tensor([4.0])]).item() == 5.0
     with pytest.raises(TypeError, match="global_norm: got"):
         fz.global_norm({"a": "text"})
+    for dtype in (torch.int64, torch.bool, torch.complex64):
+        with pytest.raises(TypeError, match=rf"dtype {dtype} in trees\[0\], expected .*floating"):
+            fz.global_norm({"a": torch.ones(1, dtype=dtype)})
 
 
 @pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero2, fz.shard_zero3])

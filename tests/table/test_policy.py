@@ -32,3 +32,6 @@ def test_what_cannot_be_is_refused() -> None:
         fz.Policy(rounding="up")
     with pytest.raises((ValueError, TypeError), match="Policy"):
         fz.Policy(param=torch.int8)
+    for given in ({None: fz.Policy()}, {"w": 3}):
+        with pytest.raises(TypeError, match="a dict of patterns to policies"):
+            fz.Policy.by_path(given)  # type: ignore[arg-type]

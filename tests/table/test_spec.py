@@ -112,6 +112,21 @@ def test_one_of_another_kind_is_not_begun_anew_without_a_word() -> None:
         fz.convert(named.init({"w": torch.ones(2)}), kept(plain, "b"))
 
 
+def test_one_of_another_structure_is_refused() -> None:
+    plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+    inits = [lambda params: 0, lambda params: params, lambda params: {"a": 0}]
+    for own in inits:
+        state = kept(plain, init=own).init({"w": torch.ones(2)})
+        for other in inits:
+            if other is own:
+                fz.convert(state, kept(plain, init=other))
+                continue
+            with pytest.raises(
+                ValueError, match=r"convert: the state has a state\.extra\['kept'\] of another structure"
+            ):
+                fz.convert(state, kept(plain, init=other))
+
+
 def test_entries_go_by_name_in_whatever_order() -> None:
     plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
     count = lambda value, params, applied: value + 1
@@ -177,7 +192,7 @@ def test_a_donated_state_whose_extra_fails_is_dead_and_says_why() -> None:
     state = step.init({"w": torch.ones(2)})
     with pytest.raises(KeyError, match="mine"):
         step(state, torch.ones(2))
-    with pytest.raises(RuntimeError, match=r"wrote over its buffers and then failed in the update of state\.extra"):
+    with pytest.raises(RuntimeError, match=r"wrote over .*'w'.* and then failed in the update of state\.extra"):
         _ = state.params
 
 
