@@ -107,26 +107,22 @@ def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict
 
 def _filled(old: object, new: object, lossy: bool, otherwise: str) -> object:
     """The new trees filled with the old ones' values; what is not a tree (a count) stays. Else it is `otherwise`."""
-
-    def one(before: object, after: Sharded) -> object:
-        if is_sharded(before) != is_sharded(after):
-            raise TypeError(otherwise)
-        if not is_sharded(before):
-            return before
-        if not lossy:
-            _refuse_losses(before, after, after.keys)
-        source = _Source(before)
-        return after.over({k: v for key in after.keys for k, v in _own(after, key, source.parts(after, key)).items()})
-
-    try:
-        return pytree.map(one, old, new, is_leaf=is_sharded)
-    except (TypeError, ValueError) as error:
-        if "convert" in str(error):
-            raise
+    (befores, spec), (afters, own) = (pytree.flatten(tree, is_leaf=is_sharded) for tree in (old, new))
+    if spec != own or [*map(is_sharded, befores)] != [*map(is_sharded, afters)]:
         raise ValueError(
             f"convert: the state has {otherwise}. Convert to a step with what it was made with, or start from "
             "fz.gather(state.params) with step.init."
-        ) from error
+        )
+    out = []
+    for before, after in zip(befores, afters, strict=True):
+        if is_sharded(before):
+            if not lossy:
+                _refuse_losses(before, after, after.keys)
+            source = _Source(before)
+            parts = [_own(after, key, source.parts(after, key)) for key in after.keys]
+            before = after.over({name: part for own in parts for name, part in own.items()})
+        out.append(before)
+    return pytree.unflatten(spec, out)
 
 
 def _own(tree: Sharded, key: Key, parts: list[torch.Tensor]) -> dict[object, torch.Tensor]:

@@ -61,7 +61,7 @@ def test_against_torch_and_fused_against_update(name: str) -> None:
 @pytest.mark.parametrize("rate", [None, "0.1", torch.ones(2)])
 def test_a_schedule_that_makes_no_number_is_refused(rate: Any) -> None:
     step = fz.train_step(lambda p: p["w"].sum(), fz.sgd(lambda count: rate))
-    with pytest.raises(TypeError, match="the optimizer: got lr=.*, expected a number"):
+    with pytest.raises(TypeError, match=r"the optimizer: got lr=.*, expected a number"):
         step(step.init({"w": torch.ones(2)}))
 
 
