@@ -134,7 +134,8 @@ def call_function(
                 "outside of units (as nn.Embedding(max_norm=...) does). Params change in step.update only: compute "
                 "with a copy (w = w.clone()), or use operations that are not in place."
             )
-    return pytree.map_leaves(lambda x: _apart(x, stored), out)
+    # what is the state's own memory is copied, as the caller may write to what is given out
+    return pytree.map_leaves(lambda x: x.clone() if pytree.is_tensor(x) and storage_of(x) in stored else x, out)
 
 
 def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
@@ -147,8 +148,3 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
             start = 0 if full is not None and storage_of(part) == storage_of(full) else own
             out[storage_of(part)] = part, leaf_of(group, start)
     return out
-
-
-def _apart(value: object, stored: Mapping[int, object]) -> object:
-    """Copies what is a state's own memory, as the caller may write to what is given out."""
-    return value.clone() if isinstance(value, torch.Tensor) and storage_of(value) in stored else value

@@ -106,7 +106,8 @@ class UnitOp(Op):
         elif self._pull is None:
             return None
         else:
-            self._refill()
+            for key, full in self._fulls.items():
+                (self._arriving.pop(key, None) or schedule.refill(key, full))()
             gather_previous()
         pull = self._pull
         assert pull is not None
@@ -239,10 +240,6 @@ class UnitOp(Op):
         for key in list(self._arriving):
             self._arriving.pop(key)()
             self.traversal.schedule.empty(self._fulls[key])
-
-    def _refill(self) -> None:
-        for key, full in self._fulls.items():
-            (self._arriving.pop(key, None) or self.traversal.schedule.refill(key, full))()
 
 
 def used_up(what: str) -> str:

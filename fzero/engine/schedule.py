@@ -71,7 +71,7 @@ class Schedule:
     Attributes:
         keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
         ran_before: whether the function has run to its end before.
-        frees: whether buffers are freed at once, and not kept warm for the next unit.
+        frees: whether a unit that runs again waits for the reduction in flight first, whose buffer is free then.
     """
 
     def __init__(self, uses: Mapping[Key, Use]) -> None:
@@ -86,7 +86,6 @@ class Schedule:
         self._ahead: dict[Key, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._kept: dict[Key, torch.Tensor] = {}
         self._reducing: Callable[[], None] | None = None
-        self._spare: torch.Tensor | None = None
 
     # ---- forward
 
@@ -202,12 +201,9 @@ class Schedule:
             previous.gather_ahead()
 
     def buffer(self, key: Key, numel: int) -> torch.Tensor:
-        """A buffer for the full cotangent of a group: the last one's where it fits, so that memory stays warm."""
+        """A new buffer for the full cotangent of a group."""
         self.finish_reduction()
-        use, spare, self._spare = self.uses[key], self._spare, None
-        if spare is not None and (spare.numel(), spare.dtype) == (numel, use.wire):
-            return spare
-        del spare
+        use = self.uses[key]
         return torch.empty(numel, dtype=use.wire, device=use.device)
 
     def reduce(self, key: Key, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
@@ -226,9 +222,7 @@ class Schedule:
 
         def finish() -> None:
             wait()
-            if self._pulls and not self.frees:
-                hazards.poison(full)
-                self._spare = full
+            hazards.poison(full)
             then(mean)
 
         self._reducing = finish
@@ -258,5 +252,4 @@ class Schedule:
         """Waits for everything in flight: also for what was gathered ahead and not used."""
         calls = [op for reference in self._calls if (op := reference()) is not None]
         finish_all([self.finish_reduction, *[op.forget_ahead for op in calls], self._end_of_gathers])
-        self._spare = None
         self._kept.clear()
