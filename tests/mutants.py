@@ -47,7 +47,7 @@ class Wait(NamedTuple):
 
 WAITS = [
     Wait("engine/schedule.py", "        wait()\n        return full, True", "        return full, True"),
-    Wait("engine/schedule.py", "            wait()\n            if self._pulls", "            if self._pulls"),
+    Wait("engine/schedule.py", "            wait()\n            hazards.poison", "            hazards.poison"),
     Wait("engine/schedule.py", "            finish_all([wait for _, wait in ahead.values()])", "            pass"),
     Wait("engine/schedule.py", "finish_all([self.finish_reduction, *", "finish_all([*", tests=PULLBACKS),
     Wait("engine/schedule.py", "*[op.forget_ahead for op in calls], ", "", tests=FUSED),
@@ -55,7 +55,7 @@ WAITS = [
     Wait("engine/schedule.py", "            end()\n        raise", "            pass\n        raise", tests=FUSED),
     Wait("engine/schedule.py", "        raise\n    end()\n", "        raise\n", tests=NOT_PULLED),
     Wait("engine/op.py", "  self._arriving.pop(key)()\n", "  self._arriving.pop(key)\n", tests=FUSED),
-    Wait("engine/op.py", "self.traversal.schedule.refill(key, full))()", "self.traversal.schedule.refill(key, full))"),
+    Wait("engine/op.py", "or schedule.refill(key, full))()", "or schedule.refill(key, full))"),
     Wait("engine/delivery.py", "        self.schedule.finish_reduction()\n        assert", "        assert"),
     Wait("engine/traversal.py", "        self.schedule.finish_reduction()\n", "", tests=TWICE),
     Wait("update/update.py", "        finish_all(waits)\n", "", tests=HELD),

@@ -135,7 +135,7 @@ def call_function(
                 "with a copy (w = w.clone()), or use operations that are not in place."
             )
     # what is the state's own memory is copied, as the caller may write to what is given out
-    return pytree.map_leaves(lambda x: x.clone() if pytree.is_tensor(x) and storage_of(x) in stored else x, out)
+    return pytree.map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in stored else x, out)
 
 
 def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
