@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Any
@@ -79,6 +80,22 @@ def test_a_failing_rank_fails_at_once(backend: str) -> None:
         t.run_ranks(fail_on_one, 2, backend=backend)
     assert time.perf_counter() - start < 20
     assert t.run_ranks(double, 2, backend=backend) == [0, 2]
+
+
+def leave_on_one(rank: int) -> int:
+    if rank == 1:
+        sys.exit("enough")
+    return rank
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_it_is_the_rank_that_failed_that_is_named(backend: str) -> None:
+    """Not one that lost its connection to it; leaving counts as failing."""
+    for _ in range(3):
+        with pytest.raises(t.RankError, match=r"(?s)rank 1 of 2 failed:.*this rank is broken"):
+            t.run_ranks(fail_on_one, 2, backend=backend)
+    with pytest.raises(t.RankError, match=r"(?s)rank 1 of 2 failed:.*SystemExit: enough"):
+        t.run_ranks(leave_on_one, 2, backend=backend)
 
 
 def test_run_ranks_arguments() -> None:

@@ -102,7 +102,14 @@ class Op:
                 found = pulled(forward, primals, args[count:])
                 unused.update(i for i, g in zip(wanted, found, strict=True) if g is None)
                 return tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, primals, strict=True))
-            _, pull = torch.func.vjp(forward, *primals)  # type: ignore[misc]
+
+            def looked_at(*primals: torch.Tensor) -> Tensors:
+                out = forward(*primals)
+                reached = {id(leaf) for leaf in leaves_of(out)}
+                unused.update(i for i, primal in zip(wanted, primals, strict=True) if id(primal) not in reached)
+                return out
+
+            _, pull = torch.func.vjp(looked_at, *primals)  # type: ignore[misc]
             return tuple(pull(tuple(args[count:])))
 
         op = self.derived(fn)
@@ -170,7 +177,7 @@ class Node(torch.autograd.Function):
         ctx.count = len(inputs) - 2
         ctx.save_for_backward(*inputs[2:])
         ctx.save_for_forward(*inputs[2:])
-        ctx.real = [i for i, out in enumerate(output) if out.is_floating_point() or out.is_complex()]
+        ctx.real, ctx.outputs = [i for i, out in enumerate(output) if is_real(out)], len(output)
         ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in ctx.real]
         ctx.mark_non_differentiable(*[out for i, out in enumerate(output) if i not in ctx.real])
         ctx.set_materialize_grads(False)
@@ -203,18 +210,35 @@ class Node(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: private.Context, _: object, __: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
         tensors = ctx.saved_tensors
-        moving = {i: t for i, t in enumerate(tangents) if t is not None and tensors[i].is_floating_point()}
+        moving = {i: t for i, t in enumerate(tangents) if t is not None and is_real(tensors[i])}
+        if not (moving and ctx.real):
+            return (None,) * ctx.outputs
         arguments = (*tensors, *moving.values())
-        return Node.apply(ctx.op.pushed(len(tensors), [*moving]), active(arguments), *arguments)
+        out = Node.apply(ctx.op.pushed(len(tensors), [*moving]), active(arguments), *arguments)
+        return tuple(tangent if i in ctx.real else None for i, tangent in enumerate(out))
 
     @staticmethod
     def vmap(info: Any, in_dims: Sequence[int | None], op: Op, wanted: Sequence[int], *tensors: torch.Tensor) -> object:  # type: ignore[override]
-        mapped = op.derived(torch.func.vmap(op.fn, in_dims=tuple(in_dims[2:]), randomness=info.randomness))
-        out = Node.apply(mapped, wanted, *tensors)
+        each = torch.func.vmap(op.fn, in_dims=tuple(in_dims[2:]), randomness=info.randomness)
+
+        def mapped(*args: torch.Tensor) -> Tensors:
+            return tuple(out.clone() if _is_expanded(out) else out for out in each(*args))
+
+        out = Node.apply(op.derived(mapped), wanted, *tensors)
         return out, (0,) * len(out)  # type: ignore[arg-type]
 
 
 apply = private.direct(Node)
+
+
+def is_real(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor has a derivative: real or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    """Tells whether places of a tensor share memory, as those of what does not depend on what is mapped."""
+    return tensor.layout == torch.strided and 0 in tensor.stride()
 
 
 def active(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -250,6 +274,13 @@ def refuse_foreign_leaves(
         text: what is said of one.
     """
     ours = {id(leaf) for leaf in leaves}
+    for variable in leaves_of(out):
+        if id(variable) not in ours and is_foreign(variable):
+            raise ValueError((text or closed_over)(variable))
+
+
+def leaves_of(out: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """The tensors that the graph of these begins with."""
     todo = [o.grad_fn for o in out if o.grad_fn is not None]
     seen = set(todo)
     for node in todo:  # which grows: a fraction of a microsecond each
@@ -260,8 +291,8 @@ def refuse_foreign_leaves(
                     todo.append(other)
             continue
         variable = getattr(node, "variable", None)
-        if variable is not None and id(variable) not in ours and is_foreign(variable):
-            raise ValueError((text or closed_over)(variable))
+        if variable is not None:
+            yield variable
 
 
 def edges_to(out: Sequence[torch.Tensor]) -> set[tuple[torch.autograd.graph.Node, int]]:

@@ -18,7 +18,7 @@ from fzero.base.refusals import place_of
 from fzero.capture.containers import Container, Content, Params, moves
 from fzero.capture.contents import replaced
 from fzero.capture.found import Found
-from fzero.capture.handle import Handle
+from fzero.capture.handle import Handle, Valueless
 
 Filling = Sequence[tuple[Container, Content]]
 
@@ -187,7 +187,10 @@ def put_again(filling: Filling) -> list[tuple[Container, Content, Content]]:
     put = []
     for container, own in filling:
         now = container.read()
-        inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and x is container.found.get(k)}
+        # what was found there, or of a module that is not running what says so
+        absent = {k for k, x in now.items() if isinstance(x, Valueless) and not isinstance(x, Handle)}
+        free = absent | {k for k, x in now.items() if x is container.found.get(k)}
+        inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and k in free}
         if inner:
             container.write({**now, **inner})
             put.append((container, now, inner))

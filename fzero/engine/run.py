@@ -116,11 +116,15 @@ class Run:
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
         receive = receive or found.__setitem__
         own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
-        traversal.delivery = delivery = None if self.outer or create_graph else Delivery(*own)
+        below = private.transforms()  # of the cotangent's, which nothing but the graph follows
+        traversal.delivery = delivery = None if self.outer or create_graph or below else Delivery(*own)
         try:
-            with torch.enable_grad() if create_graph else self._mode(), traversal.schedule.pullback():
+            mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if below else self._mode()
+            with mode, traversal.schedule.pullback():
                 grads, wanted = self._pull(
-                    tuple(cotangents), retain_graph=again or create_graph, create_graph=create_graph or self.outer
+                    tuple(cotangents),
+                    retain_graph=again or create_graph,
+                    create_graph=create_graph or self.outer or below,
                 )
                 if delivery is not None:
                     delivery.finish()

@@ -118,10 +118,9 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
                 finally:
                     if not over.is_set():
                         dist.destroy_process_group()
-            except SystemExit:  # another rank failed, and this one was waiting for it
-                pass
             except BaseException as error:
-                if not over.is_set():
+                # otherwise another rank failed, and this one was waiting for it
+                if not over.is_set() and not (errors and isinstance(error, SystemExit)):
                     errors.append((rank, error))
                     fail((type(error), error, error.__traceback__))
 
@@ -137,8 +136,8 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
             hung = [rank for rank, thread in enumerate(threads) if thread.is_alive()]
             if hung and not errors:
                 error = TimeoutError(f"ranks {hung} did not finish within {timeout} seconds")
-                fail((TimeoutError, error, None))
                 errors.append((hung[0], error))
+                fail((TimeoutError, error, None))
         finally:
             over.set()
             _stop(threads)
@@ -156,6 +155,9 @@ def _stop(threads: Sequence[threading.Thread]) -> None:
         ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
     for thread in alive:  # those that wait for others are told, and go at once
         thread.join(0.2)
+
+
+_VICTIM = (PeerStopped.__name__, "Connection closed by peer", "Connection reset by peer")  # of another's failure
 
 
 class _Pool:
@@ -200,10 +202,14 @@ class _Pool:
                 store = os.path.join(folder, "store")
                 self.pipes[rank].send((job, rank, world_size, store, timeout, around))
             results: list[object] = [None] * world_size
+            failed: list[tuple[int, str]] = []
             waiting = {self.pipes[rank]: rank for rank in range(world_size)}
             while waiting:
-                ready = multiprocessing.connection.wait(list(waiting), timeout + 30)
-                failed = None if ready else (next(iter(waiting.values())), f"no answer in {timeout + 30} seconds")
+                patience = 2.0 if failed else timeout + 30  # who lost a connection to one that failed says so first
+                ready = multiprocessing.connection.wait(list(waiting), patience)
+                if not ready:
+                    failed = failed or [(next(iter(waiting.values())), f"no answer in {patience} seconds")]
+                    break
                 for pipe in ready:
                     rank = waiting.pop(pipe)  # type: ignore[arg-type]
                     answer: Any = "the process died"
@@ -213,10 +219,11 @@ class _Pool:
                     if good:
                         results[rank] = pickle.loads(answer)
                     else:
-                        failed = failed or (rank, answer)
-                if failed:
-                    self.close()
-                    raise RankError(f"rank {failed[0]} of {world_size} failed:\n{failed[1]}")
+                        failed.append((rank, answer))
+            if failed:
+                self.close()
+                rank, answer = min(failed, key=lambda pair: any(words in pair[1] for words in _VICTIM))
+                raise RankError(f"rank {rank} of {world_size} failed:\n{answer}")
         return results
 
 

@@ -117,10 +117,10 @@ class Update:
         self.applied: list[Key] = []  # the groups that have been written
 
     def lost(self, error: BaseException, where: str = "") -> None:
-        """After an error: a donated state is half written."""
+        """After an error: a donated state may be half written."""
         if self.step.donates and self.applied:
             said = (
-                f"This state was donated to update {self._state.step + 1}, which wrote over the buffers of "
+                f"This state was donated to update {self._state.step + 1}, which had begun with "
                 f"{len(self.applied)} of its {len(self.layout.trainable)} groups, among them that of leaf "
                 f"{self.layout.groups[self.applied[0]].slots[0].path!r}, and then failed{where}"
             )

@@ -184,3 +184,37 @@ def test_nan_is_reported_not_hidden() -> None:
     grads, _ = pullback(torch.full_like(out, float("nan")))
     new, metrics = step.update(state, grads)
     assert bool(metrics["skipped"]) and torch.isnan(metrics["grad_norm"]) and new.step == 0
+
+
+@pytest.mark.parametrize(
+    "sharded", [lambda step: step, fz.shard_zero2, fz.shard_zero3, lambda step: fz.remat(fz.shard_zero3(step))]
+)
+@pytest.mark.parametrize("unit", [False, True])
+def test_a_pullback_that_is_transformed_although_its_forward_was_not(unit: bool, sharded: Any) -> None:
+    """Nothing but the graph follows a transform of the cotangent."""
+    layer = lambda q, x: torch.sin(x @ q["w"])
+    each = fz.unit(layer) if unit else layer
+    params = {"q": {"w": torch.arange(1.0, 4.0, dtype=F64)}}
+    x, f = torch.eye(3, dtype=F64), torch.func
+    _, expected = f.vjp(lambda w: layer({"w": w}, x), params["q"]["w"])
+
+    def rank_main(rank: int) -> None:
+        step = sharded(fz.train_step(lambda p, x: each(p["q"], x), fz.sgd(0.1)))
+        state = step.init(params)
+        _, pullback = step.vjp(state, x)
+
+        def grads(c: torch.Tensor) -> torch.Tensor:
+            (own,) = pullback(c, retain_graph=True)[0].locals().values()
+            return own[:3]
+
+        for transform in (
+            f.vmap,
+            lambda g: lambda c: torch.stack(f.jvp(g, (c[0],), (c[1],))),
+            lambda g: f.grad(lambda c: g(c[0]).square().sum()),
+            lambda g: f.vmap(f.grad(lambda c: g(c).sin().sum())),
+        ):
+            assert_trees_close(transform(grads)(x), transform(lambda c: expected(c)[0])(x), rtol=1e-12)
+        aside = f.grad(lambda s: s * grads(x[0]).sum())(torch.ones((), dtype=F64))  # in one that it has no part in
+        assert_trees_close(aside, expected(x[0])[0].sum(), rtol=1e-12)
+
+    run_ranks(rank_main, 1)

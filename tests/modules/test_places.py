@@ -280,3 +280,55 @@ def test_a_weight_inside_a_custom_function(how: str, verb: str) -> None:
     else:
         want = torch.func.grad(lambda p: torch.func.functional_call(Reading(how), p, (x,)))(dict(params))
         assert_trees_close(dict(fz.gather(grads())), want, rtol=1e-5)
+
+
+class Checkpointing(nn.Module):
+    """A block with a checkpoint that reads what it finds by a function."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=torch.float64)
+        self.other: Any = None
+
+    def inner(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.tanh(self.linear(x)) @ self.other()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.utils.checkpoint.checkpoint(self.inner, x, use_reentrant=False)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("which", ["root", "another block"])
+def test_a_checkpoint_reads_a_leaf_of_another_unit_through_a_closure(which: str) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.root = nn.Parameter(torch.eye(3, dtype=torch.float64))
+            self.blocks = nn.ModuleList([Checkpointing(), Checkpointing()])
+            first, second = self.blocks
+            first.other = (lambda: self.root) if which == "root" else (lambda: second.linear.weight)  # type: ignore[assignment]
+            second.other = lambda: torch.eye(3, dtype=torch.float64)  # type: ignore[assignment]
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x.square().mean()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.ones(2, 3, dtype=torch.float64)
+    names = [name for name, _ in model.named_parameters()]
+    found = torch.autograd.grad(model(x), [*model.parameters()], allow_unused=True)
+    want = {
+        n: torch.zeros_like(p) if g is None else g for n, p, g in zip(names, model.parameters(), found, strict=True)
+    }
+    apply, params = fz.functional(model)
+
+    def rank_main(rank: int) -> None:
+        for shard in SHARDS.values():
+            for wrap in (lambda step: step, fz.remat):
+                step = wrap(shard(fz.train_step(apply, fz.sgd(0.1))))
+                state = step.init(params)
+                for _ in range(2):
+                    out, pullback = step.vjp(state, x)
+                    assert_trees_close(dict(fz.gather(pullback(torch.ones_like(out))[0])), want, rtol=1e-10)
+
+    run_ranks(rank_main, 1)

@@ -192,7 +192,7 @@ def test_a_donated_state_whose_extra_fails_is_dead_and_says_why() -> None:
     state = step.init({"w": torch.ones(2)})
     with pytest.raises(KeyError, match="mine"):
         step(state, torch.ones(2))
-    with pytest.raises(RuntimeError, match=r"wrote over .*'w'.* and then failed in the update of state\.extra"):
+    with pytest.raises(RuntimeError, match=r"had begun with .*'w'.* and then failed in the update of state\.extra"):
         _ = state.params
 
 

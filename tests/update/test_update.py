@@ -72,5 +72,7 @@ def test_a_donated_state_whose_update_fails_halfway_says_so() -> None:
     state = step.init({"a": torch.ones(2), "b": torch.ones(2)})
     with pytest.raises(KeyError):
         step(state)
-    with pytest.raises(RuntimeError, match=r"donated to update 1, which wrote over .*'a'.* and then failed \(KeyError"):
+    with pytest.raises(
+        RuntimeError, match=r"donated to update 1, which had begun with .*'a'.* and then failed \(KeyError"
+    ):
         step(state)
