@@ -106,7 +106,11 @@ def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict
 
 
 def _filled(old: object, new: object, lossy: bool, otherwise: str) -> object:
-    """The new trees filled with the old ones' values; what is not a tree (a count) stays. Else it is `otherwise`."""
+    """The new trees filled with the old ones' values; what is not a tree (a count) stays.
+
+    Args:
+        otherwise: what the state has where the structures differ, for the error.
+    """
     (befores, spec), (afters, own) = (pytree.flatten(tree, is_leaf=is_sharded) for tree in (old, new))
     if spec != own or [*map(is_sharded, befores)] != [*map(is_sharded, afters)]:
         raise ValueError(

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, texts
+from fzero.base.pytree import is_real
 from fzero.base.random import seeded
 
 Tensors = tuple[torch.Tensor, ...]
@@ -229,11 +230,6 @@ class Node(torch.autograd.Function):
 
 
 apply = private.direct(Node)
-
-
-def is_real(tensor: torch.Tensor) -> bool:
-    """Tells whether a tensor has a derivative: real or complex numbers."""
-    return tensor.is_floating_point() or tensor.is_complex()
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

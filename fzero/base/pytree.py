@@ -47,6 +47,11 @@ def map(fn: Callable[..., object], tree: Any, *rest: Any, is_leaf: Test | None =
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)
 
 
+def is_real(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor has a derivative: real or complex numbers."""
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def is_tensor(value: object) -> bool:
     return isinstance(value, torch.Tensor)
 

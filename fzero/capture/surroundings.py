@@ -187,14 +187,16 @@ def put_again(filling: Filling) -> list[tuple[Container, Content, Content]]:
     put = []
     for container, own in filling:
         now = container.read()
-        # what was found there, or of a module that is not running what says so
-        absent = {k for k, x in now.items() if isinstance(x, Valueless) and not isinstance(x, Handle)}
-        free = absent | {k for k, x in now.items() if x is container.found.get(k)}
-        inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and k in free}
+        inner = {k: own[k] for k, x in now.items() if k in own and own[k] is not x and _is_free(container, k, x)}
         if inner:
             container.write({**now, **inner})
             put.append((container, now, inner))
     return put
+
+
+def _is_free(container: Container, key: object, value: object) -> bool:
+    """Tells whether a place has what was found there, or, in a module that is not running, what says so."""
+    return value is container.found.get(key) or (isinstance(value, Valueless) and not isinstance(value, Handle))
 
 
 def take_out(put: Sequence[tuple[Container, Content, Content]]) -> None:

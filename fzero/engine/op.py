@@ -15,6 +15,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
+from fzero.base.pytree import is_real
 from fzero.capture.again import Again
 from fzero.capture.handle import Seen, seen, storage_of
 from fzero.capture.watch import Watch, is_strict, leaf_of
@@ -207,7 +208,7 @@ class UnitOp(Op):
                 [self.keys[p] for p in wanted if p < count],
                 differentiated,
                 {p: inputs[p - count] for p in wanted if p >= count},
-                [o for o in out if o.is_floating_point() or o.is_complex()],
+                [o for o in out if is_real(o)],
                 functools.partial(self.call.refilled, leaves, self.call.inner),
             )
             if watch is not None:

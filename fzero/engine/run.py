@@ -116,15 +116,15 @@ class Run:
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
         receive = receive or found.__setitem__
         own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
-        below = private.transforms()  # of the cotangent's, which nothing but the graph follows
-        traversal.delivery = delivery = None if self.outer or create_graph or below else Delivery(*own)
+        follows = self.outer or private.transforms()  # the params or the cotangent, as nothing but the graph does
+        traversal.delivery = delivery = None if follows or create_graph else Delivery(*own)
         try:
-            mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if below else self._mode()
+            mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
             with mode, traversal.schedule.pullback():
                 grads, wanted = self._pull(
                     tuple(cotangents),
                     retain_graph=again or create_graph,
-                    create_graph=create_graph or self.outer or below,
+                    create_graph=create_graph or follows,
                 )
                 if delivery is not None:
                     delivery.finish()
@@ -180,7 +180,7 @@ class Run:
 
 def is_differentiable(value: object) -> bool:
     """Tells whether a value is a tensor of real or complex numbers."""
-    return isinstance(value, torch.Tensor) and (value.is_floating_point() or value.is_complex())
+    return isinstance(value, torch.Tensor) and pytree.is_real(value)
 
 
 def refuse_hidden(value: object) -> None:

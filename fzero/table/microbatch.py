@@ -130,7 +130,7 @@ def _widest(dtypes: Sequence[torch.dtype]) -> torch.dtype:
 def _is_real(x: object) -> bool:
     """True for a value that is averaged, which as a tensor has a cotangent."""
     if isinstance(x, torch.Tensor):
-        return x.is_floating_point() or x.is_complex()
+        return pytree.is_real(x)
     return not isinstance(x, numbers.Integral)
 
 
