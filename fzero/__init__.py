@@ -42,6 +42,7 @@ from fzero.transforms import donate as donate
 from fzero.transforms import freeze as freeze
 from fzero.transforms import fuse_update as fuse_update
 from fzero.transforms import loss_scale as loss_scale
+from fzero.transforms import offload as offload
 from fzero.transforms import remat as remat
 from fzero.transforms import shard_zero1 as shard_zero1
 from fzero.transforms import shard_zero2 as shard_zero2

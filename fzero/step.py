@@ -16,9 +16,13 @@ from fzero.engine.function import call_function, sums_whole, traversal_of
 from fzero.engine.run import split_result
 from fzero.state.checks import check_grads, check_optimizer, check_state, constants, refuse_captured
 from fzero.state.init import init_state
+from fzero.state.placing import settle
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer, tensor_of
+from fzero.stores.put import put_again
+from fzero.table.layout import Key
 from fzero.table.needs import need_function, need_optimizer
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
@@ -121,7 +125,8 @@ class Step(Spec):
             del grads
         assert total is not None
         for key in [key for key in total if self.microbatches.count > 1 and sums_whole(state.params, key)]:
-            total[key] = state.params.axis_of(key).reduce_scatter(total[key], key)
+            mean = state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
+            total[key] = put_again(total[key], mean)
         sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
         del total
         new, metrics = apply_update(self, state, sharded, None)
@@ -148,12 +153,14 @@ class Step(Spec):
         state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
         with private.below_transforms():
-            own = {key: grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True) for key in grads.keys}
-            if kept is None:
-                return state.replace(grads=grads.with_buffers(own))
-            ratio = kept.scale / grads.scale
-            added = kept.map(lambda old, g: old + (g * ratio if ratio != 1.0 else g), grads.over(own))
-            return state.replace(grads=added)
+            own: dict[Key, Buffer] = {}
+            for key in grads.keys:
+                new = grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True)
+                if kept is not None:
+                    ratio = kept.scale / grads.scale
+                    new = kept.local(key) + (new * ratio if ratio != 1.0 else new)
+                own[key] = settle(grads, key, "grads", new)
+            return state.replace(grads=(kept or grads).with_buffers(own))
 
 
 def train_step(

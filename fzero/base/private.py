@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -316,7 +316,7 @@ def storage_holders(tensor: torch.Tensor) -> int:
     return torch._C._storage_Use_Count(storage._cdata) - 1  # type: ignore[attr-defined]
 
 
-def entry_holders(mapping: dict[K, torch.Tensor], key: K) -> int:
+def entry_holders(mapping: Mapping[K, object], key: K) -> int:
     """Counts how many Python references `mapping[key]` has besides the mapping's own."""
     return sys.getrefcount(mapping[key]) - 2
 

@@ -238,7 +238,7 @@ def _first_difference(text: str, other: str) -> str:
     return repr(next((line for line in lines if line not in others), "nothing more"))
 
 
-def finish_all(waits: Sequence[Wait]) -> None:
+def finish_all(waits: Sequence[Callable[[], object]]) -> None:
     """Calls all of them, also where one fails: what nobody waits for would meet a later message."""
     errors: list[BaseException] = []
     for wait in waits:

@@ -12,11 +12,13 @@ from fzero.base.arguments import need_bool
 from fzero.engine.run import Run, scalar_loss
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer, tensor_of
+from fzero.stores.put import put_again
 from fzero.table.layout import Key, Layout
 from fzero.table.microbatch import mean_of, parts_of
 from fzero.table.spec import Spec
 
-Sums = dict[Key, torch.Tensor]
+Sums = dict[Key, Buffer]  # which may be offloaded
 
 
 def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
@@ -28,12 +30,19 @@ def sum_of(total: Sums | None, grads: Sums) -> Sums:
     """total + grads, written into total where it exists."""
     if total is None:
         return grads
-    return {key: total[key] + grads[key] if total[key].requires_grad else total[key].add_(grads[key]) for key in total}
+    for key in total:
+        old, new = tensor_of(total[key]), tensor_of(grads[key])
+        total[key] = put_again(total[key], old + new if old.requires_grad else old.add_(new))
+    return total
 
 
-def as_grads(layout: Layout, sums: Mapping[Key, torch.Tensor]) -> Sums:
+def as_grads(layout: Layout, sums: Mapping[Key, Buffer]) -> Sums:
     """Sums in the dtypes that grads are kept in."""
-    return {key: total.to(layout.groups[key].row.policy.grad) for key, total in sums.items()}
+    out: Sums = {}
+    for key, total in sums.items():
+        dtype = layout.groups[key].row.policy.grad
+        out[key] = total if total.dtype == dtype else put_again(total, tensor_of(total).to(dtype))
+    return out
 
 
 def scale_of(step: Spec, state: TrainState) -> float:
@@ -41,7 +50,7 @@ def scale_of(step: Spec, state: TrainState) -> float:
     return math.prod(extra.factor(state.extra[extra.name]) for extra in step.extras)
 
 
-def grads_of(step: Spec, state: TrainState, buffers: Mapping[Key, torch.Tensor], times: float = 1.0) -> Sharded:
+def grads_of(step: Spec, state: TrainState, buffers: Mapping[Key, Buffer], times: float = 1.0) -> Sharded:
     """Scaled sums of gradients as a tree like the params; `times` is by what to divide them too."""
     params = state.params
     return Sharded(params.layout, params.axis, params.structure, buffers, None, scale_of(step, state) * times)
@@ -160,7 +169,7 @@ class Pullback:
         flat = self._micro.merge_inputs(self._inputs, pulled)
         assert total is not None
         if times != 1.0:
-            total = {key: x / times for key, x in total.items()}
+            total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
             flat = [None if x is None else x / times for x in flat]
         trees = pytree.unflatten(self._spec, flat)
         return self._like.with_buffers(as_grads(self._like.layout, total)), tuple(

@@ -16,9 +16,10 @@ from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watchi
 from fzero.comm.axis import Axis
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
-from fzero.formats.formats import Stored
+from fzero.formats.formats import Plain
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Away, Placed
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -48,19 +49,23 @@ def traversal_of(
         policy = row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
         later = unreduced and sums_whole(params, key)
-        held = params.held.get(key)
-        shard = params.stored(key) if key in params.buffers else _stand_in(params, key)
-        placeholder = fused or not shard.format.plain or (not row.frozen and (later or policy.reduce != policy.param))
-        primal = shard.parts[0]
-        if placeholder:
+        held = params.held_entries.get(key)
+        shard = params.placed(key) if key in params.entries else _stand_in(params, key)
+        rounded = not row.frozen and (later or policy.reduce != policy.param)
+        placeholder = fused or not shard.format.plain or shard.away or rounded
+        primal, count = shard.parts[0], shard.numel()
+        whole = None
+        if isinstance(held, Away):
+            whole, held = Placed(Plain(policy.compute), (held,)), None
+        if placeholder or not isinstance(primal, torch.Tensor):
             # cotangents take the primal's dtype and shape: a placeholder without memory takes the stored one's place
-            numel = params.layout.groups[key].numel if later else shard.numel()
+            numel = params.layout.groups[key].numel if later else count
             primal = torch.zeros((), dtype=policy.reduce, device=params.device).expand(numel)
         (fixed if row.frozen else primals)[key] = primal
         uses[key] = Use(
             tag=key,
             axis=Axis() if later else axis if row.cuts else axis.uncut,
-            shard=shard,
+            shard=whole or shard,
             device=params.device,
             compute=policy.compute,
             reduce=policy.reduce,
@@ -69,6 +74,7 @@ def traversal_of(
             placeholder=placeholder,
             gather8=policy.gather is not None,
             held=held,
+            whole=whole is not None,
         )
     return Traversal(params.layout, table, uses, seed, params.device.type), primals, fixed
 
@@ -79,11 +85,11 @@ def sums_whole(params: Sharded, key: Key) -> bool:
     return grads is not None and not grads.cuts and params.axis.ranks > 1
 
 
-def _stand_in(params: Sharded, key: Key) -> Stored:
+def _stand_in(params: Sharded, key: Key) -> Placed:
     """For a shard that lies in the full buffer at hand: nobody reads it, and it must not count as a holder of that."""
-    full, numel = params.held[key], params.layout.shard_numel(key)
+    full, numel = params.held_entries[key], params.layout.shard_numel(key)
     form = params.format(key)
-    return Stored(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
+    return Placed(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
 def call_function(
@@ -142,9 +148,10 @@ def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
     """Storage -> a buffer of the params, and what names the leaf that a view of it belongs to."""
     out: dict[int, tuple[torch.Tensor, LeafOf]] = {}
     for key in params.keys:
-        group, full = params.layout.groups[key], params.held.get(key)
+        group, full = params.layout.groups[key], params.held_entries.get(key)
         own = params.layout.shard_numel(key) * params.rank_of(key)
-        for part in params.stored(key).parts if full is None else (*params.stored(key).parts, full):
-            start = 0 if full is not None and storage_of(part) == storage_of(full) else own
+        parts = (*params.placed(key).parts, full)
+        for part in [part for part in parts if isinstance(part, torch.Tensor)]:  # others are read as copies
+            start = 0 if isinstance(full, torch.Tensor) and storage_of(part) == storage_of(full) else own
             out[storage_of(part)] = part, leaf_of(group, start)
     return out

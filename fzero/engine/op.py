@@ -236,6 +236,12 @@ class UnitOp(Op):
                 if key not in self._arriving:
                     self._arriving[key] = self.traversal.schedule.refill(key, full)
 
+    def fetch_ahead(self) -> None:
+        """Starts to bring to the device what the gather of this call will begin with."""
+        node = self.node() if self.node is not None else None
+        if node is not None and private.will_run(node) and (self.recompute or self._pull is not None):
+            self.traversal.schedule.fetch_ahead(tuple(self.keys if self.recompute else self._fulls))
+
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""
         for key in list(self._arriving):

@@ -15,7 +15,9 @@ from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.op import used_up
 from fzero.engine.traversal import Traversal
+from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -95,15 +97,17 @@ class Run:
         retain_graph: bool = False,
         create_graph: bool = False,
         receive: Callable[[Key, torch.Tensor], object] | None = None,
-    ) -> tuple[dict[Key, torch.Tensor], list[torch.Tensor | None]]:
+        before: Callable[[Sequence[Key]], object] | None = None,
+    ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """(scaled cotangents of the primals, cotangents of the flat inputs).
 
         Args:
             receive: takes the reduced cotangent of each group as soon as it is there, in the result's place.
+            before: told which groups' unit is about to be pulled back.
         """
         if self._pull is None or self.state is None:
             raise RuntimeError(used_up("this forward"))
-        _ = self.state.params  # a donated state says so
+        params = self.state.params  # a donated state says so
         cotangents = self.check(cotangent)
         if self.scale != 1.0:
             cotangents = [c * self.scale for c in cotangents]
@@ -112,15 +116,19 @@ class Run:
         traversal = self.traversal
         assert traversal is not None
         traversal.retain_graph = again
-        found: dict[Key, torch.Tensor] = {}
+        found: dict[Key, Buffer] = {}
+
+        def keep(key: Key, shard: torch.Tensor) -> None:
+            found[key] = settle(params, key, "grads", shard)
+
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
-        receive = receive or found.__setitem__
+        receive = receive or keep
         own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
         follows = self.outer or private.transforms()  # the params or the cotangent, as nothing but the graph does
         traversal.delivery = delivery = None if follows or create_graph else Delivery(*own)
         try:
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
-            with mode, traversal.schedule.pullback():
+            with mode, traversal.schedule.pullback(before):
                 grads, wanted = self._pull(
                     tuple(cotangents),
                     retain_graph=again or create_graph,

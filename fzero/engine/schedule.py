@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Protocol
 
 import torch
@@ -18,6 +18,7 @@ from fzero.capture.again import Facts
 from fzero.comm import hazards
 from fzero.comm.axis import finish_all
 from fzero.engine.use import Use
+from fzero.formats.formats import Stored
 from fzero.table.layout import Key
 
 Keys = tuple[Key, ...]
@@ -45,6 +46,7 @@ class Running(Protocol):
     used: bool
 
     def gather_ahead(self) -> None: ...
+    def fetch_ahead(self) -> None: ...
     def forget_ahead(self) -> None: ...
     def forget(self) -> None: ...
 
@@ -77,12 +79,14 @@ class Schedule:
     def __init__(self, uses: Mapping[Key, Use]) -> None:
         self.uses = uses
         self._pulls = False
+        self._before: Callable[[Sequence[Key]], object] | None = None
         self.keeps, self.ran_before, self.frees = True, False, False
         self._calls: list[Callable[[], Running | None]] = []
         self._called: list[Keys] = []
         self._expected: tuple[Keys, ...] = ()
         self._on_track = True  # called so far what was expected
         self.record = Record()
+        self._fetching: dict[Key, Callable[[], Stored]] = {}  # whose gather has not begun
         self._ahead: dict[Key, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._kept: dict[Key, torch.Tensor] = {}
         self._reducing: Callable[[], None] | None = None
@@ -130,10 +134,19 @@ class Schedule:
         count = len(self._called)
         if self._on_track and count < len(self._expected):
             self.gather_ahead(self._expected[count])
+            if count + 1 < len(self._expected):
+                self.fetch_ahead(self._expected[count + 1])
+
+    def fetch_ahead(self, keys: Keys) -> None:
+        """Starts to bring shards to the device that will be gathered next but one: a gather must wait for them."""
+        for key in keys:
+            use, begun = self.uses[key], (self._fetching, self._ahead, self._kept)
+            if use.gathers and use.fetches and not any(key in each for each in begun):
+                self._fetching[key] = use.start_fetch()
 
     def gather_ahead(self, keys: Keys) -> None:
         for key in keys:
-            if self.uses[key].gathers and key not in self._ahead and key not in self._kept:
+            if self.uses[key].transient and key not in self._ahead and key not in self._kept:
                 self._ahead[key] = self._gather(key)
 
     def keep(self, key: Key, full: torch.Tensor) -> None:
@@ -143,7 +156,7 @@ class Schedule:
     def take(self, key: Key) -> tuple[torch.Tensor, bool]:
         """A unit's full buffer, gathered ahead or now, and whether it is the unit's own, which it may empty."""
         use = self.uses[key]
-        if not use.gathers:
+        if not use.transient:
             return use.value(), False
         if key in self._kept:
             return self._kept.pop(key), True
@@ -155,13 +168,13 @@ class Schedule:
         """Starts to gather a group into a new buffer."""
         use = self.uses[key]
         with torch.inference_mode(False):  # a unit that is called outside of it may use what was gathered ahead inside
-            full = torch.empty(use.shard.numel() * use.axis.size, dtype=use.compute, device=use.device)
+            full = use.empty()
             return full, self._fill(key, full)
 
     def _fill(self, key: Key, full: torch.Tensor) -> Callable[[], None]:
         # a call's own graph saved views of its buffer, and is pulled back with the same values in it
         with private.preserve_version([full]), torch.no_grad():
-            return self.uses[key].start_into(full)
+            return self.uses[key].start_into(full, self._fetching.pop(key, None))
 
     def refill(self, key: Key, full: torch.Tensor) -> Callable[[], None]:
         """Starts to gather a group again into the buffer that a call's own graph refers to."""
@@ -196,9 +209,14 @@ class Schedule:
 
     def gather_previous(self, op: Running) -> None:
         """Starts the gather of the unit that will probably be pulled back after `op`."""
+        if self._before is not None:
+            self._before(self._called[op.number])
         previous = self._calls[op.number - 1]() if self._pulls and op.number > 0 else None
         if previous is not None:
             previous.gather_ahead()
+        before = self._calls[op.number - 2]() if self._pulls and op.number > 1 else None
+        if before is not None:
+            before.fetch_ahead()
 
     def buffer(self, key: Key, numel: int) -> torch.Tensor:
         """A new buffer for the full cotangent of a group."""
@@ -234,19 +252,24 @@ class Schedule:
             reducing()
 
     @contextlib.contextmanager
-    def pullback(self) -> Iterator[None]:
-        """Around a whole pullback; outside of one nothing is gathered ahead of one, as its end would be unknown."""
+    def pullback(self, before: Callable[[Sequence[Key]], object] | None = None) -> Iterator[None]:
+        """Around a whole pullback; outside of one nothing is gathered ahead of one, as its end would be unknown.
+
+        Args:
+            before: told which groups' unit is about to be pulled back.
+        """
         with _ended_by(self._end_of_pullback):
-            self._pulls = True
+            self._pulls, self._before = True, before
             try:
                 yield
             finally:
-                self._pulls = False
+                self._pulls, self._before = False, None
 
     def _end_of_gathers(self) -> None:
         ahead, self._ahead = self._ahead, {}
+        fetching, self._fetching = self._fetching, {}
         with private.below_transforms():  # what arrives is written to buffers that no level knows
-            finish_all([wait for _, wait in ahead.values()])
+            finish_all([*fetching.values(), *[wait for _, wait in ahead.values()]])
 
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""

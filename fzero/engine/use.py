@@ -16,6 +16,7 @@ from fzero.base.node import first_order
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
 from fzero.formats.formats import Blocks, Stored, decode, encode
+from fzero.stores.away import Placed
 
 _BLOCKS = Blocks()
 
@@ -25,30 +26,37 @@ class Use(Wire):
     """One buffer in one run: its dtypes, its axis, and the value at hand where there is one. Opaque to pytrees.
 
     Attributes:
-        shard: this rank's shard as it is stored, wherever that is.
+        shard: this rank's shard as it is stored, wherever that is; where `whole`, the full buffer.
         device: that computes.
         gather8: whether params travel in 8 bits.
         placeholder: whether the differentiated tensor has no memory and is never read: grads are summed in another
             dtype than the shard is stored in, or it is encoded.
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
+        whole: whether every rank has the full buffer, in a memory that it is brought from.
     """
 
-    shard: Stored
+    shard: Placed
     device: torch.device
     grad: torch.dtype
     placeholder: bool = False
     gather8: bool = False
     held: torch.Tensor | None = None
+    whole: bool = False
 
     def value(self) -> torch.Tensor:
         """The full buffer in compute dtype: what is at hand or stored where it is that already, otherwise a new one."""
         if self.held is not None:
             return self.held
-        if self.axis.size == 1 and not self.gather8:
-            return self.shard.to(self.compute).detach()
-        full = torch.empty(self.shard.numel() * self.axis.size, dtype=self.compute, device=self.device)
+        if not (self.transient or self.gather8):
+            return self.shard.stored().to(self.compute).detach()
+        full = self.empty()
         self.start_into(full)()
         return full
+
+    def empty(self) -> torch.Tensor:
+        """Memory for the full buffer in compute dtype."""
+        numel = self.shard.numel() * (1 if self.whole else self.axis.size)
+        return torch.empty(numel, dtype=self.compute, device=self.device)
 
     @property
     def trivial(self) -> bool:
@@ -59,11 +67,38 @@ class Use(Wire):
 
     @property
     def gathers(self) -> bool:
-        return self.held is None and self.axis.size > 1
+        return self.held is None and not self.whole and self.axis.size > 1
 
-    def start_into(self, full: torch.Tensor) -> Callable[[], None]:
-        """Begins to gather the stored shard into `full`."""
-        return start_gather(self.axis, full, self.shard, self.gather8, self.tag)
+    @property
+    def fetches(self) -> bool:
+        """Tells whether the stored shard is brought to the device for each use."""
+        return self.held is None and self.shard.away
+
+    @property
+    def transient(self) -> bool:
+        """Tells whether the full buffer is made for each use, and need not outlive it."""
+        return self.gathers or self.fetches
+
+    def start_fetch(self, full: torch.Tensor | None = None) -> Callable[[], Stored]:
+        """Begins to bring the stored shard to the device, into its place in `full` where it is used as it is stored."""
+        straight = self.shard.format.plain and self.shard.dtype == self.compute and not self.gather8
+        if full is None or not straight:
+            return self.shard.start()
+        return self.shard.start([full.chunk(self.axis.size)[self.axis.rank] if self.gathers else full])
+
+    def start_into(self, full: torch.Tensor, fetched: Callable[[], Stored] | None = None) -> Callable[[], None]:
+        """Begins to gather the stored shard into `full`, once it has been fetched."""
+        begun = fetched or self.start_fetch(full)
+        if self.gathers or (self.gather8 and not self.whole):
+            return start_gather(self.axis, full, begun(), self.gather8, self.tag)
+
+        def finish() -> None:
+            value = begun().to(full.dtype)
+            if value.data_ptr() != full.data_ptr():
+                with private.preserve_version([full]), torch.no_grad():
+                    full.copy_(value)
+
+        return finish
 
     def apply(self, primal: torch.Tensor) -> torch.Tensor:
         """The full buffer as a differentiable function of the shard."""

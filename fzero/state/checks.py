@@ -16,6 +16,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.state.sharded import Sharded, is_sharded, trees_of
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer
 from fzero.table.spec import Spec, need_step
 
 
@@ -71,8 +72,8 @@ def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "g
     expected = "expected the first value that a pullback of this step returned"
     if not isinstance(grads, Sharded):
         raise TypeError(f"{argument}: got {named(grads)}, {expected}.")
-    own = {*map(id, pytree.leaves((state.params, state.moments, state.extra)))}
-    if not own.isdisjoint(map(id, pytree.leaves(grads))):
+    own = {id(x) for tree in trees_of((state.params, state.moments, state.extra)) for x in _entries(tree)}
+    if not own.isdisjoint(map(id, _entries(grads))):
         raise TypeError(f"{argument}: got the {grads.kind} of the state itself, {expected}.")
     if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
         ours = {row.path: row for row in state.layout.rows}
@@ -88,6 +89,10 @@ def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "g
             f"descends from the same init as this one, of {mine.who}. Give each component its own grads. To put "
             "other params into this state, use state.replace(params=...)."
         )
+
+
+def _entries(tree: Sharded) -> list[Buffer]:
+    return [*tree.entries.values(), *tree.held_entries.values()]
 
 
 def constants(who: str, **arguments: object) -> list[Any]:
@@ -141,6 +146,7 @@ def _named_tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
     for name, node in zip(*pytree.named_leaves(tree, is_leaf=is_sharded)[:2], strict=True):
         for key in node.keys if is_sharded(node) else ():
             name = f"leaf {node.layout.groups[key].slots[0].path!r}"
-            yield from [(name, x) for x in (*node.stored(key).parts, node.held.get(key)) if x is not None]
+            entries = (*node.placed(key).parts, node.held_entries.get(key))
+            yield from [(name, x) for x in entries if isinstance(x, torch.Tensor)]
         if isinstance(node, torch.Tensor):
             yield name, node

@@ -122,6 +122,8 @@ def _norm_by_rows(piece: torch.Tensor) -> torch.Tensor:
 
 def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
     """Leaf -> the sum of squares of this rank's part of it."""
+    if tree.away and len(tree.keys) > 1:  # never all of them on the device
+        return {leaf: square for key in tree.keys for leaf, square in squares_of(tree.only([key])).items()}
     pieces = [(slot.leaf, piece) for key in tree.keys for slot, piece in tree.pieces(key)]
     if not pieces:
         return {}

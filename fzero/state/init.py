@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import zlib
 from collections.abc import Callable, Sequence
@@ -15,6 +16,8 @@ from fzero.formats.formats import Blocks, decode, encode
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer
+from fzero.stores.put import name_of, put
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.policy import Policy
@@ -86,7 +89,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     layout = Layout.build(step.rows(specs, frozen_leaves(structure)), axis.size)
     table = "\n".join(
         f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "
-        f"autocast {row.autocast}, remat {row.remat}"
+        f"autocast {row.autocast}, remat {row.remat}, in {', '.join(map(name_of, row.memories))}"
         for row in layout.rows
     )
     axis.check_same(
@@ -94,8 +97,8 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         "The tables (transforms, policy, leaves, seed)",
         "Build the same step from the same params on every rank.",
     )
-    buffers: dict[object, torch.Tensor] = {}
-    held: dict[Key, torch.Tensor] = {}
+    buffers: dict[object, Buffer] = {}
+    held: dict[Key, Buffer] = {}
     said: list[str] = []
     for key, group in layout.groups.items():
         policy, form, size = group.row.policy, group.row.policy.param_format, layout.shard_numel(key)
@@ -108,10 +111,11 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         full = layout.pack(key, made, form.dtype)
         del made
         own = full if size == group.numel else full.narrow(0, axis.rank * size, size).clone()
-        if not (group.row.held and policy.computes_as_stored):
-            buffers.update(zip(part_names(form, key), encode(form, own), strict=True))
+        place = functools.partial(put, group.row.params.memory, device=full.device, what=f"the params of {key}")
         if group.row.held:
-            held[key] = as_held(policy, encode(form, full))
+            held[key] = place(as_held(policy, encode(form, full)))
+        if group.row.beside:
+            buffers.update(zip(part_names(form, key), map(place, encode(form, own)), strict=True))
         del full, own
     axis.check_same(
         "\n".join(said),

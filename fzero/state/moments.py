@@ -9,7 +9,9 @@ import torch
 
 from fzero.base import pytree
 from fzero.formats.formats import zeros
+from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
+from fzero.stores.away import Buffer
 from fzero.table.layout import Key
 from fzero.table.spec import Extra, Spec
 
@@ -19,7 +21,12 @@ def init_moments(step: Spec, params: Sharded) -> object:
     template = params.only(params.layout.trainable)
     if not step.optimizer.by_leaf:  # who does not know of formats is given values
         template = template.with_buffers(template.locals())
-    return to_moment_dtype(step.optimizer.init(template))
+    return placed_moments(to_moment_dtype(step.optimizer.init(template)))
+
+
+def placed_moments(moments: object) -> Any:
+    """The optimizer's trees, each buffer in the memory that its row says."""
+    return map_trees(lambda tree: placed(tree, "moments"), moments)
 
 
 def init_extras(step: Spec, params: Sharded) -> dict[str, object]:
@@ -48,7 +55,7 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
     """The value in memory of its own; refused where its trees are not of the params' buffers."""
     for tree in trees_of(value):
         for key in tree.keys:
-            numel, expected = tree.stored(key).numel(), params.layout.shard_numel(key)
+            numel, expected = tree.placed(key).numel(), params.layout.shard_numel(key)
             if numel != expected:
                 raise ValueError(
                     f"state.extra[{extra.name!r}] ({extra.source}): got {numel} elements for the group of leaf "
@@ -91,13 +98,14 @@ def zeros_like(params: object, nonnegative: bool = False) -> Any:
     if not is_sharded(params):
         return pytree.map(torch.zeros_like, params)
     empty = Sharded(params.layout, params.axis, params.structure, {}, kind="nonnegative" if nonnegative else "signed")
-    return filled(empty, {key: params.stored(key).parts[0].device for key in params.keys})
+    return filled(empty, {key: params.placed(key).device for key in params.keys})
 
 
 def filled(empty: Sharded, devices: Mapping[Key, torch.device]) -> Sharded:
     """An empty tree with zeros for some of its groups, in the formats that its leaves' policies have for its kind."""
-    buffers: dict[object, torch.Tensor] = {}
+    buffers: dict[object, Buffer] = {}
     for key, device in devices.items():
-        form = empty.format(key)
-        buffers.update(zip(part_names(form, key), zeros(form, empty.layout.shard_numel(key), device), strict=True))
+        form, size = empty.format(key), empty.layout.shard_numel(key)
+        own = empty.over(dict(zip(part_names(form, key), zeros(form, size, device), strict=True)))
+        buffers.update(placed(own, "moments").entries)  # one group at a time
     return empty.over(buffers)

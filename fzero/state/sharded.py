@@ -13,6 +13,7 @@ from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.bits import _GOLDEN, Counters, _signed
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
+from fzero.stores.away import Away, Buffer, Placed, tensor_of
 from fzero.table.layout import Key, Layout, Slot
 
 
@@ -23,9 +24,11 @@ class Sharded:
     empty), `fz.gather(tree)` the natural tree of full tensors.
 
     Attributes:
-        buffers: the local slices. Where `held` has the same values, only those are stored. A format of several parts
-            (a remainder, scales) has the others under `Part(key, part)`.
-        held: full buffers in compute dtype (params under ZeRO-1 and 2).
+        buffers: the local slices, as tensors: those that are offloaded are read, all of them. Where `held` has the same
+            values, only those are stored. A format of several parts (a remainder, scales) has the others under
+            `Part(key, part)`.
+        held: full buffers in compute dtype (params under ZeRO-1 and 2), as tensors.
+        entries, held_entries: the same, each where it lies.
         scale: what these values are multiplied by (the loss scale, for grads).
         kind: "params", or "signed" or "nonnegative" (moments), stored in their policy's formats; otherwise "values".
         draw: what an update of these params rounds with.
@@ -36,8 +39,8 @@ class Sharded:
         layout: Layout,
         axis: Axis,
         structure: pytree.Spec,
-        buffers: Mapping[Any, torch.Tensor],
-        held: Mapping[Any, torch.Tensor] | None = None,
+        buffers: Mapping[Any, Buffer],
+        held: Mapping[Any, Buffer] | None = None,
         scale: float = 1.0,
         kind: str = "values",
         draw: Draw | None = None,
@@ -45,6 +48,7 @@ class Sharded:
         self.layout, self.axis, self.structure, self.scale = layout, axis, structure, scale
         self.kind, self.draw = kind, draw
         self._buffers, self._held = dict(buffers), dict(held or {})
+        self.away = any(isinstance(x, Away) for own in (self._buffers, self._held) for x in own.values())
         self._dead: str | None = None
 
     def _alive(self) -> Sharded:
@@ -57,22 +61,30 @@ class Sharded:
         self._dead, self._buffers, self._held = why, {}, {}
 
     @property
-    def buffers(self) -> dict[Any, torch.Tensor]:
+    def entries(self) -> dict[Any, Buffer]:
         return self._alive()._buffers
 
     @property
-    def held(self) -> dict[Any, torch.Tensor]:
+    def held_entries(self) -> dict[Any, Buffer]:
         return self._alive()._held
+
+    @property
+    def buffers(self) -> dict[Any, torch.Tensor]:
+        return {name: tensor_of(x) for name, x in self.entries.items()}
+
+    @property
+    def held(self) -> dict[Any, torch.Tensor]:
+        return {name: tensor_of(x) for name, x in self.held_entries.items()}
 
     @property
     def device(self) -> torch.device:
         """The device that computes with this tree."""
-        return next(iter((*self.buffers.values(), *self.held.values()))).device
+        return next(iter((*self.entries.values(), *self.held_entries.values()))).device
 
     @property
     def keys(self) -> tuple[Key, ...]:
         """The groups that this tree has, in the layout's order."""
-        buffers, held = self.buffers, self.held
+        buffers, held = self.entries, self.held_entries
         return tuple([key for key in self.layout.groups if key in buffers or key in held])
 
     def axis_of(self, key: Key) -> Axis:
@@ -87,7 +99,7 @@ class Sharded:
         """The format that a group is stored in."""
         return self._stored_as(key)[0]
 
-    def _stored_as(self, key: Key) -> tuple[Format, tuple[object, ...]]:
+    def _stored_as(self, key: Key) -> tuple[Format, tuple[Any, ...]]:
         """A group's format, and the names of its buffers."""
         if self.kind == "values":
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
@@ -98,27 +110,35 @@ class Sharded:
             known = self.layout.formats[self.kind, key] = form, part_names(form, key)
         return known
 
-    def stored(self, key: Key) -> Stored:
-        """This rank's slice of a group as it is stored."""
-        buffers, (form, names) = self.buffers, self._stored_as(key)
+    def names(self, key: Key) -> tuple[Any, ...]:
+        """The names of a group's buffers."""
+        return self._stored_as(key)[1]
+
+    def placed(self, key: Key) -> Placed:
+        """This rank's slice of a group as it is stored, where it lies."""
+        buffers, (form, names) = self.entries, self._stored_as(key)
         if key in buffers:
             parts = tuple([buffers[name] for name in names])
         else:
-            size = self.layout.shard_numel(key)
-            parts = (self.held[key].narrow(0, self.rank_of(key) * size, size),)
+            size, full = self.layout.shard_numel(key), self.held_entries[key]
+            parts = (tensor_of(full).narrow(0, self.rank_of(key) * size, size),)
         if form.plain and parts[0].dtype != form.dtype:  # as who mapped a function over the buffers made them
             form = Plain(parts[0].dtype)
-        return Stored(form, parts)
+        return Placed(form, parts)
+
+    def stored(self, key: Key) -> Stored:
+        """This rank's slice of a group as it is stored, on the device."""
+        return self.placed(key).stored()
 
     def fits(self, key: Key) -> bool:
         """Tells whether a group's buffers have the sizes that its layout says."""
-        stored, numel = self.stored(key), self.layout.shard_numel(key)
+        stored, numel = self.placed(key), self.layout.shard_numel(key)
         return all(x.numel() * own.every == numel for own, x in zip(stored.format.parts, stored.parts, strict=True))
 
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
-        if self.kind == "values" and (buffer := self.buffers.get(key)) is not None:
-            return buffer
+        if self.kind == "values" and (buffer := self.entries.get(key)) is not None:
+            return tensor_of(buffer)
         stored = self.stored(key)
         return stored.to(stored.dtype)
 
@@ -138,14 +158,15 @@ class Sharded:
             raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")
         return next(piece for other, piece in self.pieces(key) if other.path == path)
 
-    def with_buffers(self, buffers: Mapping[Any, torch.Tensor], scale: float | None = None) -> Sharded:
+    def with_buffers(self, buffers: Mapping[Any, Buffer], scale: float | None = None) -> Sharded:
         """A tree of the same leaves, local slices only, with other values."""
         return Sharded(self.layout, self.axis, self.structure, buffers, None, self.scale if scale is None else scale)
 
     def replaced(self, **changes: Any) -> Sharded:
         """A new tree with some of the constructor's arguments changed; buffers are shared."""
-        names = ("layout", "axis", "structure", "buffers", "held", "scale", "kind", "draw")
-        return Sharded(**{name: getattr(self, name) for name in names} | changes)
+        names = ("layout", "axis", "structure", "scale", "kind", "draw")
+        own: dict[str, Any] = {name: getattr(self, name) for name in names}
+        return Sharded(**{**own, "buffers": self.entries, "held": self.held_entries, **changes})
 
     def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
         """`fn` over the local slices of trees of the same groups."""
@@ -153,16 +174,16 @@ class Sharded:
 
     def only(self, keys: Iterable[Key]) -> Sharded:
         """A view of those of the groups that this tree has, as local slices, stored as they are."""
-        buffers: dict[object, torch.Tensor] = {}
-        own = self.buffers
+        buffers: dict[object, Buffer] = {}
+        own = self.entries
         for key in keys:
             if key in own:
                 buffers.update([(name, own[name]) for name in self._stored_as(key)[1]])
-            elif key in self.held:
-                buffers[key] = self.stored(key).parts[0]
+            elif key in self.held_entries:
+                buffers[key] = self.placed(key).parts[0]
         return self.over(buffers)
 
-    def over(self, buffers: Mapping[Any, torch.Tensor]) -> Sharded:
+    def over(self, buffers: Mapping[Any, Buffer]) -> Sharded:
         """A tree of the same leaves in the same formats, over other buffers."""
         return self.replaced(buffers=buffers, held=None)
 
@@ -180,7 +201,7 @@ class Sharded:
 
 def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], object]:
     rest = pytree.Unseen((tree.structure, tree.scale, tree.kind, tree.draw))
-    metadata = _Static(tree.layout, tree.axis, tuple(tree.buffers), tuple(tree.held), rest)
+    metadata = _Static(tree.layout, tree.axis, tuple(tree.entries), tuple(tree.held_entries), rest)
     return (*tree.buffers.values(), *tree.held.values()), metadata
 
 
@@ -198,7 +219,7 @@ def _check_codes(tree: Sharded, key: Key) -> None:
     """Refuses what a tree_map computed from codes as if they were values."""
     form, names = tree._stored_as(key)
     for part, name in zip(form.parts, names, strict=True):
-        child = tree.buffers.get(name)
+        child = tree.entries.get(name)
         if not form.plain and isinstance(child, torch.Tensor) and child.dtype != part.dtype:
             raise TypeError(
                 f"leaf {tree.layout.groups[key].slots[0].path!r} and its group are stored as {form}: got a buffer of "

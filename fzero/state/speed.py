@@ -41,8 +41,12 @@ def slowdown(dtype: torch.dtype) -> float:
 def warn_where_slow(state: TrainState) -> None:
     """Says, once a dtype and process, that a state's matrices will be computed with in a dtype that is slow here."""
     for key, group in state.params.layout.groups.items():
-        dtype, buffer = group.row.policy.compute, state.params.stored(key).parts[0]
-        if dtype not in (torch.bfloat16, torch.float16) or buffer.device.type != "cpu" or private.is_fake(buffer):
+        dtype, buffer = group.row.policy.compute, state.params.placed(key)
+        if (
+            dtype not in (torch.bfloat16, torch.float16)
+            or buffer.device.type != "cpu"
+            or private.is_fake(buffer.parts[0])
+        ):
             continue
         matrix = next((slot.path for slot in group.slots if len(slot.shape) > 1), None)
         with _once:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from types import UnionType
+from typing import Any, NamedTuple, get_args
 
 import torch
 
@@ -13,6 +14,7 @@ from fzero.base.arguments import named
 from fzero.base.patterns import ROOT, matches, unit_of, unmatched
 from fzero.comm.backend import Mesh
 from fzero.formats.formats import Format
+from fzero.stores.put import DEVICE, Memory
 from fzero.table.policy import ByPath, Policy
 
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # path, shape, own dtype
@@ -42,14 +44,18 @@ class Sharding:
     replicate: str | None
 
 
+KINDS = ("params", "grads", "moments")  # of state
 # column -> whether it is said of a whole unit, which runs as one, and not of single leaves; and what its values are
-COLUMNS: dict[str, tuple[bool, type]] = {
+COLUMNS: dict[str, tuple[bool, type | UnionType]] = {
     "axis": (False, Sharding),
     "compute": (True, torch.dtype),
     "frozen": (False, bool),
     "remat": (True, bool),
     "compile": (True, bool),
+    **{f"{kind} in": (False, Memory) for kind in KINDS},
+    "activations in": (True, Memory),
 }
+RUNNING = ("remat", "compile", "activations in")  # of those, what says how a unit runs and nothing of a state
 
 
 class Cut(NamedTuple):
@@ -64,7 +70,7 @@ class Kept(NamedTuple):
 
     stored: torch.dtype | str | Format  # moments in 8 or 4 bits by that name, as the two have formats of their own
     cuts: tuple[Cut, ...] = ()
-    memory: str = "device"
+    memory: Memory = DEVICE
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,7 @@ class Row:
     autocast: torch.dtype | None = None
     remat: bool = field(default=False, compare=False)  # which say nothing of what is kept
     compile: bool = field(default=False, compare=False)
+    activations: Memory = field(default=DEVICE, compare=False)
 
     @property
     def frozen(self) -> bool:
@@ -103,6 +110,21 @@ class Row:
     def held(self) -> bool:
         """True where every rank holds the full params, beside its slice of what is updated (ZeRO-1 and 2)."""
         return self.lifetime == "the step"
+
+    @property
+    def beside(self) -> bool:
+        """True where the slice that is updated is stored, and no part of what is held already."""
+        return not (self.held and self.policy.computes_as_stored and self.params.memory == DEVICE)
+
+    @property
+    def memories(self) -> tuple[Memory, ...]:
+        """Where params, grads and moments lie."""
+        return tuple(DEVICE if kept is None else kept.memory for kept in (self.params, self.grads, self.moments))
+
+    @property
+    def fetched(self) -> bool:
+        """True where the params are brought to the device for each use."""
+        return self.params.memory != DEVICE
 
     @property
     def numel(self) -> int:
@@ -146,7 +168,8 @@ class Table:
         return frozenset(
             row.unit
             for row in self.rows
-            if row.unit != ROOT and (row.params.cuts or row.remat or row.compile or row.autocast != self.outside)
+            if row.unit != ROOT
+            and (row.params.cuts or row.fetched or row.remat or row.compile or row.autocast != self.outside)
         )
 
 
@@ -158,9 +181,8 @@ def add_rule(rules: Sequence[Rule], new: Rule) -> tuple[Rule, ...]:
         )
     kind = COLUMNS[new.column][1]
     if not isinstance(new.value, kind):
-        raise TypeError(
-            f"{new.source}: got {named(new.value)} for the column {new.column!r}, expected a {kind.__name__}."
-        )
+        name = kind.__name__ if isinstance(kind, type) else " or ".join(each.__name__ for each in get_args(kind))
+        raise TypeError(f"{new.source}: got {named(new.value)} for the column {new.column!r}, expected a {name}.")
     for rule in rules:
         if (rule.column, rule.pattern) == (new.column, new.pattern):
             if rule.value != new.value:
@@ -215,6 +237,7 @@ def resolve(
         except ValueError as error:
             raise ValueError(f"params[{path!r}]: {error}") from None
         assert resolved.grad and resolved.moment
+        memory = {kind: said[f"{kind} in"] or DEVICE for kind in KINDS}
         stage = sharding.stage if sharding else 0
         cuts = (Cut(sharding.axis),) if sharding else ()
         rows.append(
@@ -225,14 +248,15 @@ def resolve(
                 unit=unit,
                 policy=resolved,
                 optimizer=FROZEN if stays else label(path),
-                params=Kept(resolved.param_format, cuts if stage == 3 else ()),
-                grads=None if stays else Kept(resolved.grad, cuts if stage >= 2 else ()),
-                moments=None if stays else Kept(resolved.moment, cuts),
+                params=Kept(resolved.param_format, cuts if stage == 3 else (), memory["params"]),
+                grads=None if stays else Kept(resolved.grad, cuts if stage >= 2 else (), memory["grads"]),
+                moments=None if stays else Kept(resolved.moment, cuts, memory["moments"]),
                 cuts=cuts,
                 lifetime="one use" if stage == 3 else "the step" if stage else "always",
                 autocast=said["compute"],
                 remat=bool(said["remat"]),
                 compile=bool(said["compile"]),
+                activations=said["activations in"] or DEVICE,
             )
         )
     outside = first[ROOT][1]["compute"] if ROOT in first else _value_of(rules, "compute", ROOT)

@@ -15,7 +15,7 @@ from fzero.table.layout import Layout
 from fzero.table.microbatch import Microbatches
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
-from fzero.table.rows import Leaf, Row, Rule, Sharding, Table, add_rule, resolve
+from fzero.table.rows import RUNNING, Leaf, Row, Rule, Sharding, Table, add_rule, resolve
 
 METRICS = ("loss", "grad_norm", "lr", "skipped", "aux")
 
@@ -147,7 +147,7 @@ class Spec:
             if isinstance(rule.value, Sharding)
             else rule
             for rule in self.rules
-            if rule.column not in ("remat", "compile")
+            if rule.column not in RUNNING
         ]
         extras = tuple((extra.name, extra.kind, extra.expendable) for extra in self.extras)
         return Signature(self.policy, self.units, extras, tuple(rules))

@@ -7,6 +7,7 @@ from fzero.transforms.donate import donate as donate
 from fzero.transforms.freeze import freeze as freeze
 from fzero.transforms.fuse_update import fuse_update as fuse_update
 from fzero.transforms.loss_scale import loss_scale as loss_scale
+from fzero.transforms.offload import offload as offload
 from fzero.transforms.remat import remat as remat
 from fzero.transforms.shard import shard_zero1 as shard_zero1
 from fzero.transforms.shard import shard_zero2 as shard_zero2

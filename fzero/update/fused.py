@@ -10,14 +10,16 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fzero.engine.batch import Batch, as_grads, grads_of, sum_of
+from fzero.engine.batch import Batch, Sums, as_grads, grads_of, sum_of
 from fzero.engine.function import sums_whole
 from fzero.engine.run import Run
-from fzero.formats.formats import Companded, Stored, encode
+from fzero.formats.formats import Companded, encode
 from fzero.optim.base import values
 from fzero.state.gather import squares_of, sum_of_squares
+from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Placed, tensor_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 from fzero.update.update import Decision, Update, is_finite
@@ -28,14 +30,14 @@ _HELD = Companded(signed=True)
 class _Grads:
     """The grads that the last microbatch's pullback delivers, group by group, with what earlier ones left."""
 
-    def __init__(self, step: Spec, state: TrainState, earlier: Mapping[Key, torch.Tensor], times: float) -> None:
+    def __init__(self, step: Spec, state: TrainState, earlier: Sums, times: float) -> None:
         self.step, self.state, self.earlier, self.times = step, state, earlier, times
         self.squares: dict[int, torch.Tensor] = {}
 
     def of(self, key: Key, shard: torch.Tensor) -> Sharded:
         """The whole gradient of a group: this pullback's, earlier microbatches' and what the state keeps."""
         if key in self.earlier:
-            shard = self.earlier[key] + shard
+            shard = tensor_of(self.earlier[key]) + shard
         grads = grads_of(self.step, self.state, as_grads(self.state.layout, {key: shard}), self.times)
         kept = self.state.grads
         if kept is None:
@@ -67,7 +69,7 @@ def fused_call(
             del grads
         run, ct = next(forwards)
         loss, earlier = batch.loss(), earlier or {}
-        run.unreduced = {key: earlier.pop(key) for key in list(earlier) if sums_whole(state.params, key)}
+        run.unreduced = {key: tensor_of(earlier.pop(key)) for key in list(earlier) if sums_whole(state.params, key)}
         try:
             decision = _pulled(update, run, ct, _Grads(step, state, earlier, batch.times), loss.get("loss"))
         except BaseException as error:
@@ -89,7 +91,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
         def at_once(key: Key, shard: torch.Tensor) -> None:
             update.apply([key], _finite_only(grads.measured(key, shard), grads.squares), {})
 
-        run.pull(ct, receive=at_once)
+        run.pull(ct, receive=at_once, before=update.start)
         decision = Decision(step, state, grads.norm())
         decision.finite, decision.metrics["skipped"] = True, torch.tensor(False)  # it was applied already
         return decision
@@ -97,7 +99,8 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
         run.pull(ct, retain_graph=True, receive=grads.measured)
         decision = Decision(step, state, grads.norm())
         if decision.finite:
-            run.pull(ct, receive=lambda key, shard: update.apply([key], grads.of(key, shard), decision.extra))
+            extra = decision.extra
+            run.pull(ct, receive=lambda k, shard: update.apply([k], grads.of(k, shard), extra), before=update.start)
         run.drop()
         return decision
     held: dict[Key, Callable[[], Sharded]] = {}
@@ -112,9 +115,10 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
 
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm())
-    for keys in [[key] for key in held] if step.optimizer.by_group else [list(held)]:
-        if decision.finite:
-            apply_held(keys)
+    parts = [[key] for key in held] if step.optimizer.by_group else [list(held)]
+    for keys, following in zip(parts, (*parts[1:], ()), strict=True) if decision.finite else ():
+        update.start(following)
+        apply_held(keys)
     return decision
 
 
@@ -122,10 +126,11 @@ def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]
     """A function that brings a group's grads back, which are kept as they are, or in 8 bits."""
     buffer = grads.local(key)
     if not in_8_bits or buffer.dtype == torch.float64:
-        return lambda: grads
-    stored, scale = Stored(_HELD, encode(_HELD, buffer)), grads.scale
+        held = placed(grads, "grads")
+        return lambda: held
+    codes, scale = [settle(grads, key, "grads", part) for part in encode(_HELD, buffer)], grads.scale
     empty, dtype = grads.with_buffers({}), buffer.dtype
-    return lambda: empty.with_buffers({key: stored.to(dtype)}, scale)
+    return lambda: empty.with_buffers({key: Placed(_HELD, tuple(codes)).stored().to(dtype)}, scale)
 
 
 def _finite_only(grads: Sharded, squares: Mapping[int, torch.Tensor]) -> Sharded:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
@@ -13,11 +12,12 @@ from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.gather import global_norm
-from fzero.state.moments import apart, next_extra, to_moment_dtype
-from fzero.state.sharded import Draw, Part, Sharded, group_of, map_trees
+from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
+from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
+from fzero.update.writing import Writing
 
 
 def apply_update(
@@ -30,9 +30,12 @@ def apply_update(
     if decision.finite:
         with Update(step, state) as update:
             trainable = state.layout.trainable
-            one_by_one = step.optimizer.by_group and state.params.held  # the others' gathers then run meanwhile
+            # the others' gathers then run meanwhile, and transfers
+            one_by_one = step.optimizer.by_group and (state.params.held_entries or update.moves)
+            parts = [(key,) for key in trainable] if one_by_one else [trainable]
             try:
-                for keys in [(key,) for key in trainable] if one_by_one else [trainable]:
+                for keys, following in zip(parts, (*parts[1:], ()), strict=True):
+                    update.start(following)
                     update.apply(keys, grads.only(keys), decision.extra)
             except BaseException as error:
                 update.lost(error)
@@ -85,36 +88,39 @@ def is_finite(norm: torch.Tensor) -> bool:
 
 
 class Update:
-    """One update on its way: the next state's buffers, which are written group by group.
+    """One update on its way: the next state's trees, which are written group by group.
 
-    The old ones are overwritten only where they were donated and nobody else held them when this was made, nor does
-    when they are written. A context: what is on its way is waited for at the end, also where something fails.
+    A context: what is on its way is waited for at the end, also where something fails.
     """
 
     def __init__(self, step: Spec, state: TrainState) -> None:
         self.step, self._state, self.old, self.layout = step, state, state.params, state.layout
-        self._copied: list[str] = []
-        old = self.old
-        self.params = old.replaced(buffers=self._writable(old.buffers), held=self._writable(old.held))
+        copied: list[str] = []
+        self.params = Writing(self.old, "params", step.donates, copied.append)
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
-        self.moments = state.moments
-        formats = [old.format(key) for key in self.layout.trainable]
+        formats = [self.old.format(key) for key in self.layout.trainable]
         # one that knows nothing of formats writes to buffers that hold values
         plain = all(form.plain and not form.rounds for form in formats)
         self._fused = step.optimizer.fused is not None and (step.optimizer.by_leaf or plain)
+        self._moments: list[Writing] = []
         if self._fused:
-            self.moments = map_trees(lambda node: node.over(self._writable(node.buffers)), state.moments)
-        self._after: object = self.moments
-        if self._copied:
+            self._moments = [Writing(tree, "moments", step.donates, copied.append) for tree in trees_of(state.moments)]
+        self._after: object = state.moments
+        if copied:
             warnings.warn(
-                f"fz.donate: {len(self._copied)} buffers of the donated state are still held elsewhere (that of leaf "
-                f"{self._copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors "
+                f"fz.donate: {len(copied)} buffers of the donated state are still held elsewhere (that of leaf "
+                f"{copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors "
                 "and pullbacks of the state before the update.",
                 UserWarning,
                 stacklevel=5,
             )
         self._waits: list[Callable[[], None]] = []
         self.applied: list[Key] = []  # the groups that have been written
+
+    @property
+    def moves(self) -> bool:
+        """Tells whether any of what is updated is away."""
+        return any(tree.tree.away for tree in (self.params, *self._moments))
 
     def lost(self, error: BaseException, where: str = "") -> None:
         """After an error: a donated state may be half written."""
@@ -127,66 +133,73 @@ class Update:
             error.add_note(f"{said}. Go on from another state, or leave fz.donate out.")
             self._state.kill(f"{said} ({type(error).__name__}: {error}). Go on from another state.")
 
-    def _writable(self, buffers: dict[Any, torch.Tensor]) -> dict[Any, torch.Tensor]:
-        """Buffers to write: the old ones where the state was donated and nobody else holds them, else copies."""
-        return {name: self._own(buffers, name) for name in buffers}
-
-    def _own(self, buffers: dict[Any, torch.Tensor], name: Key | Part) -> torch.Tensor:
-        key = group_of(name)
-        if key not in self.layout.trainable:
-            return buffers[name]
-        if self.step.donates:
-            if private.entry_holders(buffers, name) == 0 and private.storage_holders(buffers[name]) == 1:
-                return buffers[name]
-            self._copied.append(self.layout.groups[key].slots[0].path)
-        return buffers[name].clone()
+    def start(self, keys: Sequence[Key]) -> None:
+        """Begins to bring what is away of groups that will be updated soon."""
+        for tree in (self.params, *self._moments):
+            tree.start([key for key in keys if not self.layout.groups[key].row.frozen])
 
     @torch.no_grad()
     def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
         self.applied += keys
-        if self.step.donates:
-            self._spare_readers(keys)
-        own = self.params.only(keys).replaced(draw=self._draw)
+        own = self.params.open(keys).replaced(draw=self._draw)
         if not self._fused:
             self._after = self._plainly(own, grads, extra)
         else:
-            moments = map_trees(lambda tree: tree.only(keys), self.moments)
+            trees = iter(self._moments)
+            moments = map_trees(lambda _: next(trees).open(keys), self._state.moments)
             self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
+            del moments
+            for tree in self._moments:
+                tree.close(keys)
         for key in keys:
             if key in self.params.held:
-                full, in_8_bits = self.params.held[key], self.layout.groups[key].row.policy.gather is not None
-                axis, tag = self.old.axis_of(key), f"update of {key}"
-                self._waits.append(start_gather(axis, full, own.stored(key), in_8_bits, tag))
+                self._start_gather(key, own)
+        del own
+        self.params.close(keys)
+
+    def _start_gather(self, key: Key, own: Sharded) -> None:
+        """Starts to gather what every rank holds of a group."""
+        held, group = self.params.held[key], self.layout.groups[key]
+        full = held
+        if not isinstance(full, torch.Tensor):
+            self._finish()  # one at a time, as it lies on the device until it has arrived
+            full = torch.empty(full.numel(), dtype=full.dtype, device=full.device)
+        axis, tag = self.old.axis_of(key), f"update of {key}"
+        wait = start_gather(axis, full, own.stored(key), group.row.policy.gather is not None, tag)
+
+        def finish() -> None:
+            wait()
+            if full is not held or group.row.fetched:
+                self.params.hold(key, full)
+
+        self._waits.append(finish)
 
     def _plainly(self, own: Sharded, grads: Sharded, extra: Mapping[str, object]) -> object:
         """An optimizer in optax's shape: update, then params + updates, in float32 or float64; writes `own`."""
         params = values(own)
-        updates, new = call_update(self.step.optimizer, grads, self.moments, params, extra)
+        updates, new = call_update(self.step.optimizer, grads, self._state.moments, params, extra)
         updates, new = values(updates), apart(new, own)
         for key in own.keys:
             write_values(own, key, params.local(key) + updates.local(key), self._draw)
-        return to_moment_dtype(new)
+        return placed_moments(to_moment_dtype(new))
+
+    def _finish(self) -> None:
+        waits, self._waits = self._waits, []
+        finish_all(waits)
 
     def __enter__(self) -> Update:
         return self
 
     def __exit__(self, *_: object) -> None:
-        waits, self._waits = self._waits, []
-        finish_all(waits)
-
-    def _spare_readers(self, keys: Sequence[Key]) -> None:
-        """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
-        for buffers in (self.params.buffers, self.params.held):
-            for name in buffers:
-                if group_of(name) in keys and private.storage_holders(buffers[name]) > 1:
-                    buffers[name] = buffers[name].clone()
+        finish_all([self._finish, self.params.forget, *[tree.forget for tree in self._moments]])
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""
-        waits, self._waits = self._waits, []
-        finish_all(waits)
+        self._finish()
+        params = self.params.finished()
         if not self._fused:
-            return self.params, self._after
+            return params, self._after
         # counters come from the last call, buffers from all of them
-        return self.params, map_trees(lambda after, whole: whole, self._after, self.moments)
+        trees = iter(self._moments)
+        return params, map_trees(lambda _: next(trees).finished(), self._after)

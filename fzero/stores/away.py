@@ -1,0 +1,119 @@
+"""Buffers that lie elsewhere than in the memory of the device that computes; and those whose parts do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fzero.formats.formats import Format, Stored
+
+Wait = Callable[[], torch.Tensor]
+
+
+class Away:
+    """A flat buffer that lies in a store. Immutable: who updates it puts another one in its place.
+
+    Attributes:
+        dtype: of its elements.
+        device: that computes with it, and to which it is read.
+        what: words for errors.
+    """
+
+    def __init__(self, dtype: torch.dtype, numel: int, device: torch.device, what: str) -> None:
+        self.dtype, self.device, self.what = dtype, device, what
+        self._numel = numel
+
+    def numel(self) -> int:
+        return self._numel
+
+    @property
+    def nbytes(self) -> int:
+        return self._numel * self.dtype.itemsize
+
+    def start_read(self, target: torch.Tensor | None = None) -> Wait:
+        """Begins to copy it to the device, into `target` where there is one; the result waits, and returns the copy."""
+        raise NotImplementedError
+
+    def start_open(self, takes: bool) -> Wait:
+        """Begins to bring it into the host's memory, to be updated there; the result waits, and returns it.
+
+        Args:
+            takes: whether nobody else has it, so that it may be overwritten where it lies.
+        """
+        raise NotImplementedError
+
+    def again(self, tensor: torch.Tensor, opened: bool) -> Away:
+        """Another value, in the same store.
+
+        Args:
+            tensor: the value, which is not the caller's any more.
+            opened: whether it is what `start_open` brought, updated.
+        """
+        raise NotImplementedError
+
+    def read(self) -> torch.Tensor:
+        """A copy on the device."""
+        return self.start_read()()
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _same, (self.read(),)  # a pickled buffer is a tensor
+
+    def __deepcopy__(self, memo: object) -> Away:
+        return self  # as nobody changes it
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.what}, {self._numel} elements of {self.dtype})"
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+Buffer = torch.Tensor | Away
+
+
+def tensor_of(buffer: Buffer) -> torch.Tensor:
+    """A buffer as a tensor on the device that computes: itself, or a copy of what is away."""
+    return buffer.read() if isinstance(buffer, Away) else buffer
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A flat buffer as it is stored, wherever the parts of its format lie."""
+
+    format: Format
+    parts: tuple[Buffer, ...]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.format.dtype
+
+    @property
+    def away(self) -> bool:
+        return any(isinstance(part, Away) for part in self.parts)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that computes with it."""
+        return self.parts[0].device
+
+    def numel(self) -> int:
+        return self.parts[0].numel() * self.format.parts[0].every
+
+    def start(self, targets: Sequence[torch.Tensor] = ()) -> Callable[[], Stored]:
+        """Begins to bring what is away to the device, into `targets` where there are any; the result waits for it."""
+        waits = [
+            part.start_read(targets[i] if targets else None) if isinstance(part, Away) else _here(part)
+            for i, part in enumerate(self.parts)
+        ]
+        return lambda: Stored(self.format, tuple([wait() for wait in waits]))
+
+    def stored(self) -> Stored:
+        """Its parts on the device."""
+        return self.start()()
+
+
+def _here(part: torch.Tensor) -> Wait:
+    return lambda: part

@@ -1,0 +1,49 @@
+"""Offload: state that is not in use lies in the host's memory (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840)."""
+
+from __future__ import annotations
+
+from fzero.base.arguments import named
+from fzero.base.patterns import also
+from fzero.stores.put import HOST, Memory
+from fzero.table.spec import S, need_step
+
+
+def offload(
+    step: S,
+    params: Memory | None = None,
+    grads: Memory | None = None,
+    moments: Memory | None = None,
+    activations: Memory | None = None,
+    pattern: str = "*",
+) -> S:
+    """Keeps state in another memory than the device's, from which it is brought unit by unit; the numbers stay.
+
+    Args:
+        step: any step.
+        params: where params lie between uses: "host", or None for the device that computes.
+        grads: the same for the gradients that a pullback returns, and those that `add_grads` keeps.
+        moments: the same for the optimizer's state.
+        activations: the same for what the pullback of a unit needs.
+        pattern: fnmatch over dotted paths: the leaves that are offloaded so. Patterns do not override each other: to
+            keep some units on the device, say patterns that leave them out.
+
+    Raises:
+        ValueError: nothing is said; a memory that there is not.
+
+    Example:
+        >>> step = fz.offload(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1)), moments="host")
+        >>> step.rows([("w", (4,), torch.float32)])[0].moments.memory
+        'host'
+    """
+    need_step(step, "offload", pattern)
+    said = {"params": params, "grads": grads, "moments": moments, "activations": activations}
+    words = ", ".join(f"{kind}={memory!r}" for kind, memory in said.items() if memory is not None)
+    if not words:
+        raise ValueError("offload: got nothing to offload, expected params=, grads=, moments= or activations=.")
+    for kind, memory in said.items():
+        if memory is None:
+            continue
+        if memory != HOST:
+            raise ValueError(f"offload({kind}=...): got {named(memory)}, expected 'host' or None.")
+        step = step.with_rule(f"{kind} in", memory, f"offload({words}{also(pattern)})", pattern)
+    return step

@@ -1,0 +1,110 @@
+"""One tree of the next state, written group by group: in place, in copies, or where what is away is brought to."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+
+from fzero.base import private
+from fzero.comm.axis import finish_all
+from fzero.state.placing import memory_of, settle
+from fzero.state.sharded import Part, Sharded, group_of
+from fzero.stores.away import Away, Buffer, Wait
+from fzero.stores.put import DEVICE
+from fzero.table.layout import Key
+
+Name = Key | Part
+
+
+class Writing:
+    """The buffers of a tree's next value.
+
+    Those on the device are overwritten only where they were donated and nobody else held them when this was made, nor
+    does when they are written. Those that are away are brought, and the updated ones put in their place.
+
+    Args:
+        kind: "params" or "moments".
+        copied: takes the leaf of each buffer that was donated and is held elsewhere.
+    """
+
+    def __init__(self, tree: Sharded, kind: str, donates: bool, copied: Callable[[str], None]) -> None:
+        self.tree, self.kind, self._donates, self._copied = tree, kind, donates, copied
+        self._trainable = frozenset(tree.layout.trainable)
+        self._taken: set[Name] = set()  # what is away, and may be overwritten where it lies
+        self._brought: dict[Name, Wait] = {}
+        self._opened: dict[Name, torch.Tensor] = {}
+        self.entries = {name: self._own(tree.entries, name) for name in tree.entries}
+        self.held = {name: self._own(tree.held_entries, name) for name in tree.held_entries}
+
+    def _own(self, buffers: dict[Name, Buffer], name: Name) -> Buffer:
+        """A buffer to write: the old one where the state was donated and nobody else holds it, else a copy."""
+        if group_of(name) not in self._trainable:
+            return buffers[name]
+        alone = self._donates and private.entry_holders(buffers, name) == 0
+        buffer = buffers[name]
+        if isinstance(buffer, Away):
+            if alone:
+                self._taken.add(name)
+            return buffer
+        if alone and private.storage_holders(buffer) == 1:
+            return buffer
+        if self._donates:
+            self._copied(self.tree.layout.groups[group_of(name)].slots[0].path)
+        return buffer.clone()
+
+    def _names(self, keys: Iterable[Key]) -> list[Name]:
+        return [name for key in keys if key in self.entries for name in self.tree.names(key)]
+
+    def start(self, keys: Iterable[Key]) -> None:
+        """Begins to bring what is away of some groups."""
+        for name in self._names(keys):
+            buffer = self.entries[name]
+            if isinstance(buffer, Away) and name not in self._brought and name not in self._opened:
+                self._brought[name] = buffer.start_open(name in self._taken)
+
+    def open(self, keys: Sequence[Key]) -> Sharded:
+        """The buffers of some groups, to be written to."""
+        self.start(keys)
+        if self._donates:
+            self._spare_readers(keys)
+        buffers = dict(self.entries)
+        for name in self._names(keys):
+            if name in self._brought:
+                self._opened[name] = self._brought.pop(name)()
+            buffers[name] = self._opened.get(name, buffers[name])
+        return self.tree.replaced(buffers=buffers, held=self.held).only(keys)
+
+    def _spare_readers(self, keys: Sequence[Key]) -> None:
+        """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
+        for buffers in (self.entries, self.held):
+            for name, buffer in buffers.items():
+                if group_of(name) in keys and isinstance(buffer, torch.Tensor) and private.storage_holders(buffer) > 1:
+                    buffers[name] = buffer.clone()
+
+    def close(self, keys: Sequence[Key]) -> None:
+        """The buffers of some groups are written: they go where they belong."""
+        for name in self._names(keys):
+            buffer = self.entries[name]
+            if isinstance(buffer, Away):
+                self.entries[name] = buffer.again(self._opened.pop(name), opened=True)
+            elif self._memory(name) != DEVICE:
+                self.entries[name] = settle(self.tree, group_of(name), self.kind, buffer)
+
+    def hold(self, key: Key, full: torch.Tensor) -> None:
+        """The full buffer of a group, gathered anew."""
+        buffer = self.held[key]
+        self.held[key] = (
+            buffer.again(full, opened=False) if isinstance(buffer, Away) else settle(self.tree, key, self.kind, full)
+        )
+
+    def _memory(self, name: Name) -> object:
+        return memory_of(self.tree.layout.groups[group_of(name)].row, self.kind)
+
+    def finished(self) -> Sharded:
+        return self.tree.replaced(buffers=self.entries, held=self.held)
+
+    def forget(self) -> None:
+        """Leaves what was brought and not written."""
+        brought, self._brought, self._opened = self._brought, {}, {}
+        finish_all(list(brought.values()))
