@@ -12,8 +12,10 @@ from fzero.formats.formats import ALIGN, decode, encode, zeros
 from fzero.state.checks import constants
 from fzero.state.init import as_held, checksum
 from fzero.state.moments import init_extras, init_moments
+from fzero.state.placing import settle
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer, tensor_of
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.spec import Spec, need_step
@@ -51,7 +53,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     with private.below_transforms():
         params = _params(state.params, step, lossy)
         moments = _filled(
-            state.moments, init_moments(step, params), lossy, "moments of another optimizer than the step's"
+            state.moments, init_moments(step, params), lossy, "moments of another optimizer than the step's", "moments"
         )
         extra = _extras(state, step, params, lossy)
         return TrainState(params, None, moments, extra, state.step, state.seed, step.signature)
@@ -63,7 +65,7 @@ def _params(old: Sharded, step: Spec, lossy: bool) -> Sharded:
     moves = axis != old.axis  # to other ranks
     axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
     layout = Layout.build(rows, axis.size)
-    held: dict[Key, torch.Tensor] = {}
+    held: dict[Key, Buffer] = {}
     said: list[str] = []
     new = Sharded(layout, axis, old.structure, {}, kind="params")
     if not lossy:
@@ -75,9 +77,9 @@ def _params(old: Sharded, step: Spec, lossy: bool) -> Sharded:
         if moves and axis.ranks > 1:
             said.append(f"{group.slots[0].path} and others with checksums {[checksum(part) for part in parts]}")
         if group.row.held:
-            held[key] = as_held(policy, parts)
-        if not (group.row.held and policy.computes_as_stored):
-            buffers.update(_own(new, key, parts))
+            held[key] = settle(new, key, "params", as_held(policy, parts))
+        if group.row.beside:
+            buffers.update(_own(new, key, parts, "params"))
     if moves:
         axis.check_same(
             "\n".join(said),
@@ -105,10 +107,11 @@ def _extras(state: TrainState, step: Spec, params: Sharded, lossy: bool) -> dict
     }
 
 
-def _filled(old: object, new: object, lossy: bool, otherwise: str) -> object:
+def _filled(old: object, new: object, lossy: bool, otherwise: str, kind: str | None = None) -> object:
     """The new trees filled with the old ones' values; what is not a tree (a count) stays.
 
     Args:
+        kind: of state, where a row says in which memory it lies.
         otherwise: what the state has where the structures differ, for the error.
     """
     (befores, spec), (afters, own) = (pytree.flatten(tree, is_leaf=is_sharded) for tree in (old, new))
@@ -123,16 +126,18 @@ def _filled(old: object, new: object, lossy: bool, otherwise: str) -> object:
             if not lossy:
                 _refuse_losses(before, after, after.keys)
             source = _Source(before)
-            parts = [_own(after, key, source.parts(after, key)) for key in after.keys]
+            parts = [_own(after, key, source.parts(after, key), kind) for key in after.keys]
             before = after.over({name: part for own in parts for name, part in own.items()})
         out.append(before)
     return pytree.unflatten(spec, out)
 
 
-def _own(tree: Sharded, key: Key, parts: list[torch.Tensor]) -> dict[object, torch.Tensor]:
-    """This rank's buffers of a group, by their names, from its full parts."""
+def _own(tree: Sharded, key: Key, parts: list[torch.Tensor], kind: str | None) -> dict[object, Buffer]:
+    """This rank's buffers of a group, by their names, from its full parts; in the memory for a kind of state."""
     size, rank = tree.layout.groups[key].shards, tree.axis.rank
-    own = [part.chunk(size)[rank].clone() if size > 1 else part for part in parts]
+    own: list[Buffer] = [part.chunk(size)[rank].clone() if size > 1 else part for part in parts]
+    if kind is not None:
+        own = [settle(tree, key, kind, tensor_of(part)) for part in own]
     return dict(zip(part_names(tree.format(key), key), own, strict=True))
 
 
