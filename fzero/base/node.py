@@ -37,6 +37,7 @@ class Op:
     name = "a unit"
     joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
+    stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
     unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
     def __init__(self, fn: Callable[..., Tensors], seed: int | None, device: str) -> None:
@@ -81,6 +82,10 @@ class Op:
             cotangents: of the real outputs; `None` is zero.
         """
         return None
+
+    def restored(self, saved: Tensors) -> Tensors:
+        """What it was called with, of what was saved."""
+        return saved
 
     def replay(self, *tensors: torch.Tensor) -> Tensors:
         with self.surroundings():
@@ -152,7 +157,7 @@ def pulled(
 def _saved(ctx: private.Context) -> Tensors:
     """Returns what a node was called with."""
     try:
-        return ctx.saved_tensors
+        return ctx.op.restored(ctx.saved_tensors)
     except RuntimeError as error:
         if not texts.says(error, texts.WRITES_SAVED):
             raise
@@ -176,8 +181,11 @@ class Node(torch.autograd.Function):
         ctx.op = inputs[0]
         ctx.op.node = weakref.ref(private.node_of(ctx))
         ctx.count = len(inputs) - 2
-        ctx.save_for_backward(*inputs[2:])
-        ctx.save_for_forward(*inputs[2:])
+        if stand_ins := ctx.op.stand_ins:  # of an op that one level differentiates backward
+            ctx.save_for_backward(*[stand_ins.get(i, x) for i, x in enumerate(inputs[2:])])
+        else:
+            ctx.save_for_backward(*inputs[2:])
+            ctx.save_for_forward(*inputs[2:])
         ctx.real, ctx.outputs = [i for i, out in enumerate(output) if is_real(out)], len(output)
         ctx.meta = [(output[i].shape, output[i].dtype, output[i].device) for i in ctx.real]
         ctx.mark_non_differentiable(*[out for i, out in enumerate(output) if i not in ctx.real])

@@ -115,6 +115,20 @@ class Reach:
     def knows(self, value: object) -> bool:
         return any(id(value) in found.ids for found in self._founds)
 
+    def is_alone(self, tensor: torch.Tensor) -> bool:
+        """Tells whether a tensor lies in no object, but in tuples at most."""
+        mapping = {id(tensor): tensor.new_empty(0)}
+        values = [value for found in self._founds for own in found.exchanging for value in own.found.values()]
+        return all(replaced(value, mapping) is value for value in values)
+
+    def let_go(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        """Lets go of tensors that lie in no object, for others in their places."""
+        own = self._founds[0]
+        own.tensors = [(stand_ins.get(id(x), x), argument) for x, argument in own.tensors]
+        self.tensors = [stand_ins.get(id(x), x) for x in self.tensors]
+        own.ids -= stand_ins.keys()
+        own.ids |= {id(x) for x in stand_ins.values()}
+
     def reads(self, places: frozenset[int]) -> None:
         """Lets those at these places enter the unit too."""
         self.tensors += [x for i, x in enumerate(self._elsewhere) if i in places - self._read]

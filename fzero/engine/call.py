@@ -72,6 +72,16 @@ class Call:
         self._form: Sequence[object] = ()  # of what the function puts out
         self._outlets: Outlets | None = None  # which tensors are put out, and how
 
+    def is_alone(self, place: int) -> bool:
+        """Tells whether one of its tensors is needed as it is by a run later only, and held in no object."""
+        return place not in self.facts.mutated | self.facts.returned and self.reach.is_alone(self.reach.tensors[place])
+
+    def let_go(self, stand_ins: Mapping[int, torch.Tensor]) -> None:
+        """Lets go of tensors that are put away, of which others of their shapes take the places."""
+        self.args = tuple(replaced(value, stand_ins) for value in self.args)
+        self.kwargs = {name: replaced(value, stand_ins) for name, value in self.kwargs.items()}
+        self.reach.let_go(stand_ins)
+
     def forget(self) -> None:
         """Lets go of everything: an error that the unit kept leads here by its frames, and to the next one so."""
         vars(self).clear()

@@ -22,6 +22,7 @@ from fzero.engine.call import Call
 from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
 from fzero.engine.traversal import Traversal, current, here, inside
+from fzero.stores.put import DEVICE
 from fzero.table.rows import Row
 
 CHECKPOINTED = (
@@ -88,6 +89,7 @@ def _call(
     if any(row.compile for row in rows):
         call.fn, call.compiles = compilable or compiled(call.fn), True
     remat = any(row.remat for row in rows)
+    memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number, moving = schedule.called(tuple(call.primals)), call.moving
@@ -99,7 +101,7 @@ def _call(
         try:
             with _autocast(traversal, [*rows, *_full_rows(traversal, call)]):
                 refuse_leaks(call.reach.tensors)
-                result = UnitOp(traversal, call, remat, seed, number).applied()
+                result = UnitOp(traversal, call, remat, seed, number, memory).applied()
             break
         except Again as again:
             showed = again.showed

@@ -20,8 +20,10 @@ from fzero.capture.again import Again
 from fzero.capture.handle import Seen, seen, storage_of
 from fzero.capture.watch import Watch, is_strict, leaf_of
 from fzero.comm.axis import done
+from fzero.engine.activations import Inputs, Saved
 from fzero.engine.call import Call
 from fzero.engine.traversal import Traversal
+from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
 
 
@@ -39,7 +41,9 @@ class _Pull:
 class UnitOp(Op):
     """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
 
-    def __init__(self, traversal: Traversal, call: Call, remat: bool, seed: int, number: int) -> None:
+    def __init__(
+        self, traversal: Traversal, call: Call, remat: bool, seed: int, number: int, memory: Memory = DEVICE
+    ) -> None:
         keys = list(call.primals)
 
         def pure(*tensors: torch.Tensor) -> Tensors:
@@ -57,10 +61,12 @@ class UnitOp(Op):
         self.traversal, self.keys, self.call, self.number = traversal, keys, call, number
         self.unit = call.unit = traversal.layout.groups[keys[0]].unit if keys else "of full params"
         self.name = f"unit {self.unit!r}"
+        self._memory = memory
         self._pull: _Pull | None = None
         self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
         self._seen, self._records, self._watched = seen.get() or Seen(), torch.is_grad_enabled(), False
         self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
+        self._activations: Inputs | Saved | None = None  # that lie elsewhere meanwhile
         self.used = False
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
         self._suspicious = not (traversal.schedule.on_track and private.single_level()) or is_strict()
@@ -69,7 +75,25 @@ class UnitOp(Op):
     def applied(self) -> object:
         """The call's result."""
         operands, wanted = self.call.operands()
-        return self.call.finish(apply(self, wanted, *operands))
+        inputs = self._put_away(operands, wanted) if self._memory != DEVICE and self.recompute else None
+        result = self.call.finish(apply(self, wanted, *operands))
+        if inputs is not None:
+            self.call.let_go({id(operands[place]): own for place, own in inputs.stand_ins.items()})
+            self.stand_ins = {}
+        return result
+
+    def _put_away(self, operands: Sequence[torch.Tensor], wanted: Sequence[int]) -> Inputs | None:
+        """Puts the inputs into another memory that only the recomputation needs; none where more levels do."""
+        if not (private.single_level() or not private.transforms()) or self.call.first:
+            return None
+        count = len(self.keys)
+        alone = [place for place in wanted if place >= count and self.call.is_alone(place - count)]
+        self._activations = inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
+        self.stand_ins = inputs.stand_ins
+        return inputs
+
+    def restored(self, saved: Tensors) -> Tensors:
+        return self._activations.restored(saved) if isinstance(self._activations, Inputs) else saved
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         schedule = self.traversal.schedule
@@ -143,7 +167,7 @@ class UnitOp(Op):
 
     def forget(self) -> None:
         """Lets go of the call: an output lies in an object that the call knows, and leads to the call by its graph."""
-        self.used, self._pull = True, None
+        self.used, self._pull, self._activations = True, None, None
         self.call.forget()
         del self.call, self.fn
 
@@ -185,7 +209,11 @@ class UnitOp(Op):
         thorough = (self._suspicious and derived) or self.call.facts.watched
         # what is no input shows itself, as an error, or to the watch
         guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
-        with self.surroundings(), private.saved_tensor_hooks(), guard, grad_mode:
+        hooks: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        if self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
+            self._activations = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
+            hooks = self._activations.hooks()
+        with self.surroundings(), private.saved_tensor_hooks(), hooks, guard, grad_mode:
             watch = None
             if thorough and not self.call.compiles:
                 groups = [traversal.layout.groups[key] for key in self.keys]
@@ -229,6 +257,8 @@ class UnitOp(Op):
         node = self.node() if self.node is not None else None
         if node is None or not private.will_run(node):
             return
+        if self._activations is not None:
+            self._activations.start()
         if self.recompute:
             self.traversal.schedule.gather_ahead(tuple(self.keys))
         elif self._pull is not None:
@@ -244,6 +274,8 @@ class UnitOp(Op):
 
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""
+        if self._activations is not None:
+            self._activations.leave()
         for key in list(self._arriving):
             self._arriving.pop(key)()
             self.traversal.schedule.empty(self._fulls[key])

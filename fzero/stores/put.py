@@ -17,12 +17,13 @@ def name_of(memory: Memory) -> str:
     return memory
 
 
-def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str) -> Buffer:
+def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, shared: bool = False) -> Buffer:
     """The buffer for a tensor in a memory; the tensor is not the caller's any more.
 
     Args:
         device: that computes with it.
         what: words for errors, such as "moments of unit 'blocks.0'".
+        shared: whether it is the caller's all the same, who may write to it.
     """
     if memory == DEVICE or tensor.is_meta or private.is_fake(tensor):  # which have no values
         return tensor

@@ -168,8 +168,11 @@ class Table:
         return frozenset(
             row.unit
             for row in self.rows
-            if row.unit != ROOT
-            and (row.params.cuts or row.fetched or row.remat or row.compile or row.autocast != self.outside)
+            if (
+                row.unit != ROOT
+                and (row.params.cuts or row.fetched or row.remat or row.compile or row.activations != DEVICE)
+            )
+            or row.autocast != self.outside
         )
 
 

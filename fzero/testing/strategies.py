@@ -13,6 +13,7 @@ import torch
 from hypothesis import strategies as st
 
 import fzero as fz
+from fzero.stores.put import Memory
 
 Transform = Callable[[fz.Step], fz.Step]
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -49,7 +50,10 @@ def policies() -> st.SearchStrategy[fz.Policy]:
 
 
 def transforms(
-    stages: Sequence[int] = (0, 1, 2, 3), count: int = 2, patterns: Sequence[str] = ()
+    stages: Sequence[int] = (0, 1, 2, 3),
+    count: int = 2,
+    patterns: Sequence[str] = (),
+    memories: Sequence[Memory] = ("host",),
 ) -> st.SearchStrategy[list[tuple[str, Transform]]]:
     """Some transforms in some order, each named; at most one sharding of a leaf, from `stages`; accumulation over
     `count`. All of them leave the numbers of a float64 step alone.
@@ -57,6 +61,7 @@ def transforms(
     Args:
         patterns: of leaves of whole units, no leaf in two: a transform may be said of some of them, and each be sharded
             in its own way, at least one of them where `stages` has no 0.
+        memories: that state is offloaded to: "host", `fz.Disk(path)`.
     """
     shards: dict[int, Callable[..., fz.Step]] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
     whole: list[tuple[str, Transform]] = [
@@ -77,6 +82,11 @@ def transforms(
             for pattern in draw(st.one_of(st.just(["*"]), st.lists(st.sampled_from(patterns or ["*"]), unique=True))):
                 transform = functools.partial(said[name], pattern=pattern)
                 chosen.append((f"{name}({pattern})", transform))
+        for kind in draw(st.lists(st.sampled_from(("params", "grads", "moments", "activations")), unique=True)):
+            for pattern in draw(st.one_of(st.just(["*"]), st.lists(st.sampled_from(patterns or ["*"]), unique=True))):
+                memory = draw(st.sampled_from(memories))
+                transform = functools.partial(fz.offload, pattern=pattern, **{kind: memory})
+                chosen.append((f"offload({kind}={memory!r}, {pattern})", transform))
         cuts = dict.fromkeys(draw(st.sampled_from([("*",), tuple(patterns)])) or ("*",), 0)
         for pattern in cuts:
             cuts[pattern] = draw(st.sampled_from([*stages, 0] if len(cuts) > 1 else stages))

@@ -1,0 +1,185 @@
+"""What a unit's pullback needs, in another memory until then: its inputs, or what its graph saved.
+
+A tensor that is put away leaves a stand-in in the graph: one of its shape, without memory, that leads to where the
+tensor came from, so that derivatives of derivatives find their way through what is brought back.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Collection, Sequence
+
+import torch
+
+from fzero.base import private
+from fzero.base.node import first_order
+from fzero.capture.handle import storage_of
+from fzero.stores.away import Away, Wait
+from fzero.stores.put import Memory, put
+
+LEAST = 1024  # bytes from which a tensor is worth its way
+
+
+class Kept:
+    """One tensor in another memory, of the same shape and strides as it had."""
+
+    def __init__(self, away: Away, tensor: torch.Tensor) -> None:
+        self._away, self._shape, self._stride = away, tensor.shape, tensor.stride()
+        self._coming: Wait | None = None
+        self._brought: torch.Tensor | None = None
+        self.uses, self._left = 1, 0  # of one pullback, and those that are still to come
+
+    @staticmethod
+    def of(tensor: torch.Tensor, memory: Memory, what: str) -> Kept | None:
+        """A tensor's values, put away as they are now; None for one that stays."""
+        if not _is_dense(tensor) or tensor.numel() * tensor.element_size() < LEAST:
+            return None
+        with torch.no_grad():
+            flat = tensor.detach().as_strided((tensor.numel(),), (1,))
+            away = put(memory, flat, tensor.device, what, shared=True)
+        return Kept(away, tensor) if isinstance(away, Away) else None
+
+    def start(self) -> None:
+        """Begins to bring it back."""
+        if self._coming is None and self._brought is None:
+            self._coming = self._away.start_read()
+
+    def value(self) -> torch.Tensor:
+        """The tensor, for one of its uses; it is here from the first one to the last."""
+        if self._brought is None:
+            self.start()
+            coming, self._coming = self._coming, None
+            assert coming is not None
+            self._brought, self._left = coming().as_strided(self._shape, self._stride), self.uses
+        brought, self._left = self._brought, self._left - 1
+        if not self._left:
+            self._brought = None
+        return brought
+
+    def leave(self) -> None:
+        """Drops what was brought back and not used."""
+        coming, self._coming, self._brought = self._coming, None, None
+        if coming is not None:
+            coming()
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Tells whether a tensor's elements fill a range of its memory, each place once."""
+    if tensor.layout != torch.strided or tensor.is_meta or private.is_fake(tensor) or not tensor.is_floating_point():
+        return False
+    span = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    expanded = any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return span == tensor.numel() > 0 and not expanded and type(tensor) is torch.Tensor
+
+
+class Inputs:
+    """The inputs of a unit that is recomputed.
+
+    Attributes:
+        stand_ins: place of an operand -> what the graph keeps in its place.
+    """
+
+    def __init__(self, operands: Sequence[torch.Tensor], places: Collection[int], memory: Memory, what: str) -> None:
+        self.stand_ins: dict[int, torch.Tensor] = {}
+        self._kept: dict[int, Kept] = {}
+        for place in places:
+            kept = Kept.of(private.unwrapped(operands[place]), memory, what)
+            if kept is not None:
+                self._kept[place], self.stand_ins[place] = kept, _stand_in(operands[place])
+
+    def start(self) -> None:
+        for kept in self._kept.values():
+            kept.start()
+
+    def leave(self) -> None:
+        for kept in self._kept.values():
+            kept.leave()
+
+    def restored(self, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """What the graph saved, with the tensors in the places of their stand-ins."""
+        out = list(saved)
+        for place, kept in self._kept.items():
+            value = kept.value()
+            out[place] = value if first_order() else _refill(saved[place], value)
+        return tuple(out)
+
+
+class Saved:
+    """What the graph of a unit that is not recomputed saved, but for its params and inputs."""
+
+    def __init__(self, memory: Memory, what: str, stays: Collection[torch.Tensor]) -> None:
+        self._memory, self._what = memory, what
+        self._stays = {storage_of(x) for x in stays}
+        self._kept: list[Kept] = []
+        # what several operations save is put away once, for as long as it lives: its memory may be another's then
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[object, Kept]] = weakref.WeakKeyDictionary()
+
+    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
+
+    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+        if tensor.layout != torch.strided or storage_of(tensor) in self._stays:
+            return tensor
+        known = self._known.setdefault(tensor.untyped_storage(), {})
+        view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, private.version(tensor)
+        if view in known:
+            known[view].uses += 1
+        else:
+            kept = Kept.of(tensor, self._memory, self._what)
+            if kept is None:
+                return tensor
+            known[view] = kept
+            self._kept.append(kept)
+        return known[view]
+
+    def start(self) -> None:
+        for kept in self._kept:
+            kept.start()
+
+    def leave(self) -> None:
+        for kept in self._kept:
+            kept.leave()
+
+
+def _unpacked(packed: torch.Tensor | Kept) -> torch.Tensor:
+    return packed.value() if isinstance(packed, Kept) else packed
+
+
+class _StandIn(torch.autograd.Function):
+    """`apply(x)`: the shape of x, and where it came from, without its memory."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.zeros((), dtype=x.dtype, device=x.device).expand(x.shape)
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: object, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cotangent
+
+
+class _Refill(torch.autograd.Function):
+    """`apply(stand_in, value)`: the value, as a function of what the stand-in came from."""
+
+    @staticmethod
+    def forward(stand_in: torch.Tensor, value: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return value.view_as(value)
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: object, cotangent: torch.Tensor) -> object:  # type: ignore[override]
+        return cotangent, None
+
+    @staticmethod
+    def jvp(ctx: object, tangent: torch.Tensor, _: object) -> torch.Tensor:  # type: ignore[override]
+        return tangent.view_as(tangent)
+
+
+_stand_in: Callable[[torch.Tensor], torch.Tensor] = private.direct(_StandIn)
+_refill: Callable[..., torch.Tensor] = _Refill.apply
