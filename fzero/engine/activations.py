@@ -34,7 +34,7 @@ class Kept:
         """A tensor's values, put away as they are now; None for one that stays."""
         if not _is_dense(tensor) or tensor.numel() * tensor.element_size() < LEAST:
             return None
-        with torch.no_grad():
+        with private.below_transforms(), torch.no_grad():
             flat = tensor.detach().as_strided((tensor.numel(),), (1,))
             away = put(memory, flat, tensor.device, what, shared=True)
         return Kept(away, tensor) if isinstance(away, Away) else None
