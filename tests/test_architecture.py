@@ -16,7 +16,7 @@ import fzero as fz
 ROOT = Path(fz.__file__).parent
 # each wing imports from those before it, and from itself
 WINGS = (
-    *("base", "comm", "formats", "kernels", "table", "state", "transforms", "optim"),
+    *("base", "comm", "formats", "kernels", "stores", "table", "state", "transforms", "optim"),
     *("capture", "engine", "modules", "update"),
 )
 TOP = ("step", "unit", "functional", "derivatives", "convert", "plan")
