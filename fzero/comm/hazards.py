@@ -10,14 +10,17 @@ import concurrent.futures
 import contextlib
 import contextvars
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 
 from fzero.base import private
 from fzero.base.context import during
 
+T = TypeVar("T")
 _current: contextvars.ContextVar[Hazards | None] = contextvars.ContextVar("fzero_hazards", default=None)
 DELAY = 2e-3  # seconds at most
 
@@ -33,15 +36,18 @@ class Hazards:
 
     def delayed(self, start: Callable[[], Callable[[], None]]) -> Callable[[], None]:
         """Starts a transfer some time later, maybe after one that is started after it; waits for its start and end."""
+        begun = self.later(start)
+        return lambda: begun.result()()
+
+    def later(self, start: Callable[[], T]) -> concurrent.futures.Future[T]:
         delay = self._random.random() * DELAY if self._random.random() < 0.5 else 0.0
 
-        def late() -> Callable[[], None]:
+        def late() -> T:
             time.sleep(delay)
             with torch.no_grad():  # a mode of the thread that it was started on
                 return start()
 
-        begun = self.threads.submit(late)
-        return lambda: begun.result()()
+        return self.threads.submit(late)
 
 
 def current_seed() -> int | None:
@@ -60,7 +66,11 @@ def poison(tensor: torch.Tensor) -> bool:
 def _fill(tensor: torch.Tensor) -> None:
     """Writes NaN, or the largest value of an integer, without autograd noticing."""
     with torch.no_grad(), private.preserve_version([tensor]):
-        tensor.fill_(float("nan") if tensor.is_floating_point() else torch.iinfo(tensor.dtype).max)
+        if tensor.dtype == torch.bool:
+            tensor.fill_(True)
+        else:
+            inexact = tensor.is_floating_point() or tensor.is_complex()
+            tensor.fill_(float("nan") if inexact else torch.iinfo(tensor.dtype).max)
 
 
 def in_flight(
@@ -70,23 +80,47 @@ def in_flight(
     late: bool,
 ) -> Callable[[], None]:
     """Begins a transfer by `start(target, source)`, shows it inside `hazards`, and delays it if it may be `late`."""
+    if _current.get() is not None and source.untyped_storage()._cdata == target.untyped_storage()._cdata:
+        source = source.clone()  # its place in the target is about to be filled
+    return arriving(target, lambda target: start(target, source), late)
+
+
+def arriving(
+    target: torch.Tensor, start: Callable[[torch.Tensor], Callable[[], None]], late: bool = True
+) -> Callable[[], None]:
+    """The same where the source is no tensor, but a file, say. The wait may be called again, and from any thread."""
     hazards = _current.get()
     if hazards is None:
-        return start(target, source)
-    if source.untyped_storage()._cdata == target.untyped_storage()._cdata:
-        source = source.clone()  # its place in the target is about to be filled
+        return start(target)
     hazards.in_flight += 1
-    arriving = torch.empty_like(target)
-    wait = hazards.delayed(lambda: start(arriving, source)) if late else start(arriving, source)
+    elsewhere = torch.empty_like(target)
+    wait = hazards.delayed(lambda: start(elsewhere)) if late else start(elsewhere)
     _fill(target)
+    lock, waited, arrived = threading.Lock(), False, False
 
     def finish() -> None:
-        wait()
-        with torch.no_grad(), private.preserve_version([target]):
-            target.copy_(arriving)
-        hazards.in_flight -= 1
+        nonlocal waited, arrived
+        with lock:
+            if not waited:
+                hazards.in_flight -= 1
+                waited = True
+            if arrived:
+                return
+            wait()
+            with torch.no_grad(), private.preserve_version([target]):
+                target.copy_(elsewhere)
+            arrived = True
 
     return finish
+
+
+def departing(start: Callable[[], None]) -> None:
+    """Begins what nobody has to wait for: now, or inside `hazards` some time later."""
+    hazards = _current.get()
+    if hazards is None:
+        start()
+    else:
+        hazards.later(start)
 
 
 @contextlib.contextmanager

@@ -1,0 +1,125 @@
+"""Bytes between memory and a file: neither an odd address nor an odd length keeps a chunk from O_DIRECT."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import mmap
+import os
+from collections.abc import Callable
+
+import torch
+
+from fzero.stores.handle import Handle
+
+BLOCK = 4096  # bytes, of which O_DIRECT wants multiples: in memory, in the file, and of the length
+CHUNK = 8 << 20  # bytes that travel by one call of the system
+
+_Call = Callable[[int, list[memoryview], int], int]
+
+
+def aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """An empty flat CPU tensor whose memory begins at a block, so that it travels without a copy in between.
+
+    It is a view into a storage that is a block larger.
+    """
+    whole = torch.empty(numel * dtype.itemsize + BLOCK, dtype=torch.uint8)
+    return whole.narrow(0, -whole.data_ptr() % BLOCK, numel * dtype.itemsize).view(dtype)
+
+
+def rounded(nbytes: int) -> int:
+    """The bytes of whole blocks."""
+    return math.ceil(nbytes / BLOCK) * BLOCK
+
+
+class Memory:
+    """The bytes of a contiguous CPU tensor, which they keep alive."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.is_contiguous() and tensor.device.type == "cpu", "only contiguous CPU tensors lie on a disk"
+        assert not (tensor.is_conj() or tensor.is_neg()), "a conjugate is not what its memory says"
+        self.tensor = tensor
+        self.address = tensor.data_ptr()
+        nbytes = tensor.numel() * tensor.element_size()
+        self.bytes = memoryview((ctypes.c_char * nbytes).from_address(self.address)).cast("B")
+
+
+class Bounce:
+    """A worker's own chunk of memory that begins at a block: between a file and memory that does not."""
+
+    def __init__(self) -> None:
+        self._map = mmap.mmap(-1, CHUNK)  # pages that are not touched take no memory
+        self.bytes = memoryview(self._map)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+
+
+def copy(target: int, source: int, nbytes: int) -> None:
+    """Between two addresses; other threads run meanwhile."""
+    ctypes.memmove(target, source, nbytes)
+
+
+def write(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> None:
+    """Writes a chunk; the last block of the file is filled up with zeros where O_DIRECT wants a whole one.
+
+    Raises:
+        OSError: it could not be written.
+    """
+    straight, rest = _split(handle, memory, begin, end)
+    if rest:
+        copy(bounce.address, memory.address + begin + straight, rest)
+        ctypes.memset(bounce.address + rest, 0, rounded(rest) - rest)
+    buffers = _buffers(memory, begin, straight, rest, bounce)
+    wanted = sum(map(len, buffers))
+    done = _move(os.pwritev, handle, buffers, begin)
+    if done < wanted:
+        raise OSError(f"only {done} of {wanted} bytes were taken")
+
+
+def read(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -> int:
+    """Reads a chunk, and returns how many of its bytes the file has.
+
+    Raises:
+        OSError: it could not be read.
+    """
+    straight, rest = _split(handle, memory, begin, end)
+    done = _move(os.preadv, handle, _buffers(memory, begin, straight, rest, bounce), begin)
+    if rest and done > straight:
+        copy(memory.address + begin + straight, bounce.address, min(rest, done - straight))
+    return min(done, end - begin)
+
+
+def _split(handle: Handle, memory: Memory, begin: int, end: int) -> tuple[int, int]:
+    """How many bytes of a chunk go straight, and how many, behind them, by the bounce buffer."""
+    length = end - begin
+    if not handle.direct:
+        return length, 0
+    straight = length // BLOCK * BLOCK if memory.address % BLOCK == 0 else 0
+    return straight, length - straight
+
+
+def _buffers(memory: Memory, begin: int, straight: int, rest: int, bounce: Bounce) -> list[memoryview]:
+    buffers = [memory.bytes[begin : begin + straight], bounce.bytes[: rounded(rest)]]
+    return [buffer for buffer in buffers if len(buffer)]
+
+
+def _move(call: _Call, handle: Handle, buffers: list[memoryview], offset: int) -> int:
+    """Calls until all buffers are through, or the file ends; returns how many bytes were moved."""
+    done, total = 0, sum(map(len, buffers))
+    while done < total:
+        moved = call(handle.descriptor, _from(buffers, done), offset + done)
+        if moved == 0:
+            break
+        done += moved
+        if done < total and done % BLOCK:
+            handle.go_buffered()  # O_DIRECT cannot go on from within a block
+    return done
+
+
+def _from(buffers: list[memoryview], done: int) -> list[memoryview]:
+    """What is left of buffers behind their first bytes."""
+    left = []
+    for buffer in buffers:
+        if done < len(buffer):
+            left.append(buffer[done:])
+        done = max(done - len(buffer), 0)
+    return left

@@ -1,0 +1,78 @@
+"""What a file holds, and whether somebody still wants it: what its transfers and its handle know together."""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from dataclasses import dataclass, field
+
+from fzero.stores.blocks import CHUNK, rounded
+from fzero.stores.disk import Disk
+from fzero.stores.handle import Opener
+from fzero.stores.pool import Pool, Room
+from fzero.stores.spares import Spares, remove
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What the transfers of one folder share. It does not hold the folder, which may end while they run."""
+
+    path: str
+    pid: int = field(default_factory=os.getpid)
+    pool: Pool = field(default_factory=Pool)
+    room: Room = field(default_factory=Room)
+    opener: Opener = field(default_factory=Opener)
+    spares: Spares = field(default_factory=Spares)
+
+    def need_own_process(self) -> None:
+        """Raises RuntimeError in a child that was forked: the threads are not there, nor are the files its own."""
+        if os.getpid() != self.pid:
+            raise RuntimeError(
+                f"State in {self.path} belongs to process {self.pid}, and this one ({os.getpid()}) was forked from "
+                "it. Use the state where it was made, or start the process by another method "
+                "(multiprocessing.get_context('spawn'))."
+            )
+
+
+class Content:
+    """The bytes of one tensor in a file, whole or not yet.
+
+    Attributes:
+        what: it is, in words, for errors.
+        path: of the whole file; one that is being written has another name, `part`.
+        sums: the checksum of each chunk, where the disk verifies.
+        whole: whether it is written.
+        dropped: whether nobody wants it any more.
+        repeated: how many chunks were read a second time.
+    """
+
+    def __init__(self, path: str, nbytes: int, what: str, disk: Disk) -> None:
+        self.path, self.part, self.nbytes, self.what, self.disk = path, f"{path}.part", nbytes, what, disk
+        self.sums = [0] * math.ceil(nbytes / CHUNK) if disk.verify else []
+        self.whole = self.dropped = False
+        self.repeated = 0
+        self._lock = threading.Lock()
+
+    @property
+    def room(self) -> int:
+        """Bytes that the file takes."""
+        return rounded(self.nbytes)
+
+    def count_repeated(self) -> None:
+        with self._lock:
+            self.repeated += 1
+
+    def drop(self, shared: Shared) -> None:
+        """Frees the file, maybe while it is being written or read. Takes no lock, as it may run anywhere.
+
+        A write looks at `dropped` after each name that it gives the file, so one of the two removes it.
+        """
+        if os.getpid() != shared.pid:  # a forked child's copy
+            return
+        self.dropped = True
+        if self.whole:
+            shared.spares.give(self.path, self.room)
+        else:
+            remove(self.part)
+            remove(self.path)

@@ -1,0 +1,87 @@
+"""A place on a local disk for state, as a value: which folder, and how bytes go there."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from fzero.base.arguments import need_bool, need_int, wrong
+
+
+@dataclass(frozen=True)
+class Disk:
+    """A place on a local disk for state: a folder, which is made where it is missing, for this user alone.
+
+    Each process keeps its files in a subfolder of its own, which goes when the process ends; what else lies in the
+    folder stays untouched. The files are scratch: they are not made durable, and die with the process.
+
+    Args:
+        path: of the folder, a str or an os.PathLike; kept as an absolute path without symlinks.
+        direct: whether bytes go past the page cache (O_DIRECT): None where the filesystem takes that, True always (an
+            error where it is refused), False never.
+        threads: how many chunks of one tensor are read or written at once.
+        verify: whether each chunk has a checksum, made as it is written and compared as it is read.
+
+    Raises:
+        TypeError: an argument of a wrong kind.
+        ValueError: an empty path, or fewer than one thread.
+        OSError: what cannot be a folder that this user can write to.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     disk = Disk(folder, threads=2)
+        >>> disk.threads
+        2
+    """
+
+    path: str
+    direct: bool | None = None
+    threads: int = 4
+    verify: bool = False
+
+    def __post_init__(self) -> None:
+        given: object = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
+        if not isinstance(given, str):
+            raise wrong("fz.Disk", "path", self.path, "the path of a folder, a str or an os.PathLike of one")
+        if not given or "\0" in given:
+            raise ValueError(f"fz.Disk: got path={given!r}, expected the path of a folder.")
+        need_bool(self.direct, "fz.Disk", "direct", or_none=True)
+        need_bool(self.verify, "fz.Disk", "verify")
+        object.__setattr__(self, "threads", need_int(self.threads, "fz.Disk", "threads", least=1))
+        object.__setattr__(self, "path", os.path.realpath(given))
+        make_folder(self.path)
+
+    def __repr__(self) -> str:
+        said = [repr(self.path)]
+        said += [f"direct={self.direct}"] if self.direct is not None else []
+        said += [f"threads={self.threads}"] if self.threads != 4 else []
+        said += ["verify=True"] if self.verify else []
+        return f"Disk({', '.join(said)})"
+
+
+def make_folder(path: str) -> None:
+    """Makes a folder and its parents where they are missing, each for this user alone.
+
+    Raises:
+        OSError: of the kind that stands in the way, with what to do.
+    """
+    at = Path(path)
+    missing = []
+    while not os.path.lexists(at):
+        missing.append(at)
+        at = at.parent
+    try:
+        for folder in reversed(missing):
+            with contextlib.suppress(FileExistsError):  # another rank was first
+                os.mkdir(folder, 0o700)
+    except OSError as error:
+        said = f"fz.Disk: cannot make the folder {path} ({error.strerror}). Give one that this user may write to."
+        raise OSError(error.errno, said) from None
+    if not os.path.isdir(path):
+        file = path if os.path.lexists(path) else at
+        raise NotADirectoryError(f"fz.Disk: {file} is not a folder. Give the path of a folder, or of one to make.")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(f"fz.Disk: this user cannot write to {path}. Give a folder that it may write to.")

@@ -1,0 +1,108 @@
+"""The bytes of one flat tensor, on a disk or on their way there."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from fzero.comm import hazards
+from fzero.stores.blocks import copy
+from fzero.stores.content import Content, Shared
+from fzero.stores.disk import Disk
+from fzero.stores.read import Read
+from fzero.stores.write import Write
+
+
+class File:
+    """The bytes of one flat tensor, on a disk or on their way there; they do not change.
+
+    The file is freed when nobody refers to this any more. `Folder.start_write` makes it.
+
+    Attributes:
+        nbytes: of the tensor; the file itself has whole blocks.
+        path: where they lie when they are written.
+    """
+
+    def __init__(self, path: str, source: torch.Tensor, what: str, disk: Disk, shared: Shared, folder: object) -> None:
+        self.nbytes, self.path = source.numel() * source.element_size(), Path(path)
+        self._shared, self._folder = shared, folder  # which lasts as long as its files
+        self._content = Content(path, self.nbytes, what, disk)
+        self._lock, self._copying, self._told = threading.Lock(), threading.Lock(), False
+        freed = weakref.finalize(self, self._content.drop, shared)
+        freed.atexit = False  # the folder goes as a whole
+        self._write = self._begin_write(source)
+
+    @property
+    def on_disk(self) -> bool:
+        """Whether all is written, and the source is free."""
+        return self._write.ended and self._write.failure is None and not self._copying.locked()
+
+    @property
+    def repeated(self) -> int:
+        """How many chunks were read a second time, as the first had failed."""
+        return self._content.repeated
+
+    def written(self) -> None:
+        """Waits until the bytes are on the way out of memory; the source may then be written to.
+
+        Values that could not be written stay in memory. That is raised once; later calls try again first.
+
+        Raises:
+            OSError: they could not be written.
+        """
+        self._shared.need_own_process()
+        with self._lock:
+            self._write.wait()
+            source = self._write.source
+            if self._told and self._write.failure is not None and source is not None:
+                self._write = self._begin_write(source)
+                self._write.wait()
+            error = self._write.error()
+            self._told = error is not None
+        with self._copying:  # a read that has begun with the source
+            pass
+        if error is not None:
+            raise error
+
+    def start_read(self, target: torch.Tensor) -> Callable[[], None]:
+        """Begins to read into a contiguous CPU tensor of as many bytes; the result waits for the end.
+
+        It may be called from any thread, once, several times or never, and raises RuntimeError if values are lost.
+
+        Raises:
+            OSError: they could not be written, as of `written`.
+        """
+        assert target.numel() * target.element_size() == self.nbytes, "a file is read as it was written"
+        self._shared.need_own_process()
+        if self._write.ended and self._write.failure is not None:
+            self.written()
+        return hazards.arriving(target, self._begin_read)
+
+    def _begin_write(self, source: torch.Tensor) -> Write:
+        write, room = Write(self._content, source, self._shared), self._shared.room
+        room.take(self.nbytes)
+        hazards.departing(lambda: write.start(self._shared.pool))
+        return write
+
+    def _begin_read(self, target: torch.Tensor) -> Callable[[], None]:
+        with self._copying:
+            source = self._write.source
+            if source is not None:  # on its way, and still in memory
+                copy(target.data_ptr(), source.data_ptr(), self.nbytes)
+                return _done
+        read = Read(self._content, target, self._shared)
+        read.start(self._shared.pool)
+        return functools.partial(self._finish, read)
+
+    def _finish(self, read: Read) -> None:
+        """Bound to the file, which is not freed while somebody may wait."""
+        read.finish()
+
+
+def _done() -> None:
+    """Waits for nothing."""

@@ -1,0 +1,88 @@
+"""An open file, past the page cache (O_DIRECT) where the filesystem lets it."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+_DIRECT: int = getattr(os, "O_DIRECT", 0)  # not everywhere
+
+
+class Handle:
+    """A descriptor, and whether what goes through it must come in blocks."""
+
+    def __init__(self, descriptor: int, direct: bool) -> None:
+        self.descriptor, self.direct = descriptor, direct
+
+    def go_buffered(self) -> None:
+        """From now on bytes go through the page cache; other threads may be reading and writing."""
+        if self.direct:
+            flags = fcntl.fcntl(self.descriptor, fcntl.F_GETFL)
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, flags & ~_DIRECT)
+            self.direct = False
+
+    def close(self) -> None:
+        os.close(self.descriptor)
+
+
+class Opener:
+    """Opens the files of one folder, and remembers whether its filesystem takes O_DIRECT.
+
+    Some refuse it as a file is opened, some at the first byte.
+    """
+
+    def __init__(self) -> None:
+        self.refused = not _DIRECT
+
+    def open(self, path: str, flags: int, direct: bool | None) -> Handle:
+        """Opens a file; one that is made is this user's alone.
+
+        Args:
+            direct: as of `Disk`.
+
+        Raises:
+            OSError: it cannot be opened, or O_DIRECT is refused where it is required.
+        """
+        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
+        if direct is False or (direct is None and self.refused):
+            return Handle(os.open(path, flags, 0o600), False)
+        if not _DIRECT:
+            raise _required(path)
+        try:
+            return Handle(os.open(path, flags | _DIRECT, 0o600), True)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        if direct:
+            raise _required(path)
+        self.refused = True
+        # the refused call may have made the file
+        return Handle(os.open(path, flags & ~os.O_EXCL, 0o600), False)
+
+    def attempt(self, path: str, handle: Handle, direct: bool | None, call: Callable[[], T]) -> T:
+        """Calls what reads or writes, and once more where EINVAL says that O_DIRECT is refused after all.
+
+        Raises:
+            OSError: anything else, or O_DIRECT is refused where it is required.
+        """
+        was_direct = handle.direct
+        try:
+            return call()
+        except OSError as error:
+            if error.errno != errno.EINVAL or not was_direct:
+                raise
+            if direct:
+                raise _required(path) from None
+        self.refused = True
+        handle.go_buffered()
+        return call()
+
+
+def _required(path: str) -> OSError:
+    return OSError(
+        errno.EINVAL, f"the filesystem of {os.path.dirname(path)} does not take O_DIRECT; leave out direct=True"
+    )

@@ -1,0 +1,81 @@
+"""The threads of one folder, and how many bytes may wait for them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+
+from fzero.stores.blocks import Bounce
+
+Task = Callable[[Bounce], None]
+IN_FLIGHT = 256 << 20  # bytes of writes that may be on their way at once: memory that their sources still take
+_LAST_CHUNK = 30.0  # seconds that a chunk which is on its way at the end may take
+
+
+class Pool:
+    """Threads that run tasks in the order of their coming, each with a bounce buffer of its own.
+
+    They are daemons, as threads that are not are waited for before anybody can tell them to end.
+    """
+
+    def __init__(self) -> None:
+        self.closed = False
+        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._lock = threading.Lock()
+
+    def submit(self, task: Task, threads: int) -> None:
+        """Lets as many threads run a task at once; more threads are started where there are too few."""
+        if self.closed:
+            raise RuntimeError("the folder's threads have ended, as the interpreter does")
+        with self._lock:
+            while len(self._threads) < threads:
+                thread = threading.Thread(target=_work, args=(self._tasks,), name="fzero-disk", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # no more threads: those that there are do it all
+                    if not self._threads:
+                        raise
+                    break
+                self._threads.append(thread)
+        for _ in range(threads):
+            self._tasks.put(task)
+
+    def close(self) -> None:
+        """Ends the threads, from outside of them; tasks that have not run yet see `closed`, and end early."""
+        self.closed = True
+        for _ in self._threads:
+            self._tasks.put(None)
+        for thread in self._threads:
+            thread.join(_LAST_CHUNK)
+
+    def runs_here(self) -> bool:
+        """Whether this is one of its threads."""
+        return threading.current_thread() in self._threads
+
+
+def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
+    bounce = Bounce()
+    while (task := tasks.get()) is not None:
+        task(bounce)
+        del task  # or what it holds would live until the next one comes
+
+
+class Room:
+    """A bound on the bytes of writes that are on their way."""
+
+    def __init__(self, bound: int = IN_FLIGHT) -> None:
+        self.bound, self.taken = bound, 0
+        self._changed = threading.Condition()
+
+    def take(self, nbytes: int) -> None:
+        """Waits until there is room; more than the bound is let through alone."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= self.bound)
+            self.taken += nbytes
+
+    def give(self, nbytes: int) -> None:
+        with self._changed:
+            self.taken -= nbytes
+            self._changed.notify_all()

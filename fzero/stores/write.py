@@ -1,0 +1,118 @@
+"""A tensor on its way into a file."""
+
+from __future__ import annotations
+
+import errno
+import os
+import zlib
+
+import torch
+
+from fzero.stores import blocks
+from fzero.stores.blocks import Bounce, Memory
+from fzero.stores.content import Content, Shared
+from fzero.stores.handle import Handle
+from fzero.stores.spares import Spares, remove
+from fzero.stores.transfer import Stopped, Transfer
+
+_NOT_HERE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # a filesystem that cannot reserve space
+
+
+class Write(Transfer):
+    """Fills a file under another name, and gives it its own when it is whole.
+
+    The source is let go when that has gone well or nobody wants it; after a failure it is all that there is.
+    """
+
+    def __init__(self, content: Content, source: torch.Tensor, shared: Shared) -> None:
+        super().__init__(content.nbytes, content.disk.threads)
+        self.content = content
+        self.source: torch.Tensor | None = source
+        self._memory: Memory | None = Memory(source)
+        self._shared = shared
+
+    def stopped(self) -> bool:
+        return self.content.dropped or self._shared.pool.closed
+
+    def open(self) -> Handle:
+        content, shared = self.content, self._shared
+        direct = content.disk.direct
+        if shared.spares.take(content.part, content.room):
+            return shared.opener.open(content.part, os.O_WRONLY, direct)
+        handle = shared.opener.open(content.part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
+        try:
+            _reserve(handle.descriptor, content.room, shared.spares)
+        except BaseException:
+            handle.close()
+            raise
+        return handle
+
+    def move(self, handle: Handle, begin: int, end: int, bounce: Bounce) -> None:
+        content, memory = self.content, self._memory
+        assert memory is not None
+        if content.sums:
+            content.sums[begin // blocks.CHUNK] = zlib.crc32(memory.bytes[begin:end])
+        self._shared.opener.attempt(
+            content.part, handle, content.disk.direct, lambda: blocks.write(handle, memory, begin, end, bounce)
+        )
+
+    def complete(self) -> None:
+        os.rename(self.content.part, self.content.path)
+        self.content.whole = True
+        if self.content.dropped:  # meanwhile: whoever dropped it may have looked for the other name
+            remove(self.content.path)
+
+    def let_go(self) -> None:
+        self._memory = None
+        if self.failure is not None:
+            remove(self.content.part)
+        if self.failure is None or self.content.dropped:
+            self.source = None
+        self._shared.room.give(self.nbytes)
+
+    def error(self) -> BaseException | None:
+        """What to raise of how it went, each time anew."""
+        if self.failure is None:
+            return None
+        offset, cause = self.failure
+        if isinstance(cause, Stopped):
+            return RuntimeError(f"{self.content.what} was not written to {self.content.path}: the interpreter ends.")
+        said = (
+            f"Writing {self.content.what} to {self.content.path} failed at byte {offset} of {self.nbytes}: "
+            f"{_reason(cause)}. {self.content.room} bytes are needed there, {_free(self.content.path)} are free. The "
+            "values are kept in memory, and written when they are asked for again: make room, or give another folder, "
+            "fz.Disk(path)."
+        )
+        number = cause.errno if isinstance(cause, OSError) else None
+        return RuntimeError(said) if number is None else OSError(number, said)
+
+
+def _reserve(descriptor: int, nbytes: int, spares: Spares) -> None:
+    """Takes the space of a file at once, so that a disk that is full shows before anything is written.
+
+    Raises:
+        OSError: there is less.
+    """
+    try:
+        if nbytes and hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(descriptor, 0, nbytes)
+            return
+    except OSError as error:
+        if error.errno == errno.ENOSPC and spares.clear():
+            return _reserve(descriptor, nbytes, spares)
+        if error.errno not in _NOT_HERE:
+            raise
+    os.ftruncate(descriptor, nbytes)
+
+
+def _reason(error: BaseException) -> str:
+    return error.strerror or str(error) if isinstance(error, OSError) else f"{type(error).__name__}: {error}"
+
+
+def _free(path: str) -> str:
+    """How many bytes this user may still take beside a file."""
+    try:
+        about = os.statvfs(os.path.dirname(path))
+    except OSError as error:
+        return f"an unknown number ({error.strerror})"
+    return str(about.f_bavail * about.f_frsize)
