@@ -32,6 +32,7 @@ from fzero.state.train_state import TrainState as TrainState
 from fzero.step import Step as Step
 from fzero.step import train_step as train_step
 from fzero.step import with_fn as with_fn
+from fzero.stores.disk import Disk as Disk
 from fzero.table.layout import Layout as Layout
 from fzero.table.policy import Policy as Policy
 from fzero.table.spec import Extra as Extra

@@ -18,6 +18,7 @@ from fzero.formats.formats import Blocks, Companded, Plain, nbytes
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled, init_extras, init_moments
 from fzero.state.sharded import Sharded
+from fzero.stores.put import DEVICE, name_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.rows import Kept, Row
@@ -90,7 +91,9 @@ def _kept(kept: Kept | None) -> str:
     if kept is None:
         return "none"
     stored = str(Plain(kept.stored) if isinstance(kept.stored, torch.dtype) else kept.stored)
-    return ", ".join([stored, *(cut.axis for cut in kept.cuts), *([kept.memory] if kept.memory != "device" else [])])
+    return ", ".join(
+        [stored, *(cut.axis for cut in kept.cuts), *([name_of(kept.memory)] if kept.memory != DEVICE else [])]
+    )
 
 
 def _bytes(count: int) -> str:

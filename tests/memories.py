@@ -11,7 +11,16 @@ from pathlib import Path
 import fzero as fz
 
 HOST = "host"
-_folder = Path(tempfile.gettempdir()) / f"fzero-tests-{os.getuid()}-{os.environ.get('PYTEST_XDIST_WORKER', '')}-{os.getpid()}"
-DISK = fz.Disk(_folder)
+_folder = Path(tempfile.gettempdir()) / f"fzero-tests-{os.getuid()}-{os.getpid()}"
+DISK = fz.Disk(_folder / "threads")
 MEMORIES = (HOST, DISK)
-atexit.register(shutil.rmtree, _folder, ignore_errors=True)
+OF_PROCESSES = (HOST, fz.Disk(_folder / "processes"))  # which are another run than the process that starts them
+_owner = os.getpid()
+
+
+def _remove() -> None:
+    if os.getpid() == _owner:
+        shutil.rmtree(_folder, ignore_errors=True)
+
+
+atexit.register(_remove)

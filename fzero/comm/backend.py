@@ -7,6 +7,7 @@ NCCL's own collectives are right as they are.
 from __future__ import annotations
 
 import functools
+import uuid
 from collections.abc import Callable, Sequence
 
 import torch
@@ -56,6 +57,16 @@ def name_of(group: Group) -> str:
 def store() -> Store:
     """The key-value store of the default process group, which every rank can reach."""
     return dist.distributed_c10d._get_default_store()
+
+
+def run_id() -> str:
+    """What tells this run from others: the same on all ranks of the default process group, where there is one."""
+    own = uuid.uuid4().hex
+    if not initialized():
+        return own
+    if store().add("fzero/run/asked", 1) == 1:
+        store().set("fzero/run", own)
+    return store().get("fzero/run").decode()
 
 
 def timeout_of(group: Group) -> float:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from typing import NamedTuple
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, texts
 from fzero.base.node import first_order
 from fzero.capture.handle import storage_of
 from fzero.stores.away import Away, Wait
@@ -117,9 +118,11 @@ class Saved:
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
 
-    def _pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
+    def _pack(self, tensor: torch.Tensor) -> _Stays | Kept:
+        # or an output that its own operation saves would keep itself alive
+        stays = _Stays(tensor.detach(), private.version(tensor))
         if tensor.layout != torch.strided or storage_of(tensor) in self._stays:
-            return tensor
+            return stays
         known = self._known.setdefault(tensor.untyped_storage(), {})
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, private.version(tensor)
         if view in known:
@@ -127,7 +130,7 @@ class Saved:
         else:
             kept = Kept.of(tensor, self._memory, self._what)
             if kept is None:
-                return tensor
+                return stays
             known[view] = kept
             self._kept.append(kept)
         return known[view]
@@ -141,8 +144,23 @@ class Saved:
             kept.leave()
 
 
-def _unpacked(packed: torch.Tensor | Kept) -> torch.Tensor:
-    return packed.value() if isinstance(packed, Kept) else packed
+class _Stays(NamedTuple):
+    """A tensor that is not put away, and what counts the writes to it: torch does not look where there are hooks."""
+
+    tensor: torch.Tensor
+    version: int
+
+
+def _unpacked(packed: _Stays | Kept) -> torch.Tensor:
+    if isinstance(packed, Kept):
+        return packed.value()
+    if private.version(packed.tensor) != packed.version:
+        raise RuntimeError(
+            f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
+            f"{tuple(packed.tensor.shape)}, it is at version {private.version(packed.tensor)}; expected version "
+            f"{packed.version} instead."
+        )
+    return packed.tensor
 
 
 class _StandIn(torch.autograd.Function):

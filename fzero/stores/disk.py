@@ -37,7 +37,7 @@ class Disk:
         2
     """
 
-    path: str
+    path: str | os.PathLike[str]
     direct: bool | None = None
     threads: int = 4
     verify: bool = False
@@ -51,8 +51,9 @@ class Disk:
         need_bool(self.direct, "fz.Disk", "direct", or_none=True)
         need_bool(self.verify, "fz.Disk", "verify")
         object.__setattr__(self, "threads", need_int(self.threads, "fz.Disk", "threads", least=1))
-        object.__setattr__(self, "path", os.path.realpath(given))
-        make_folder(self.path)
+        path = os.path.realpath(given)
+        object.__setattr__(self, "path", path)
+        make_folder(path)
 
     def __repr__(self) -> str:
         said = [repr(self.path)]

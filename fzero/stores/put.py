@@ -1,20 +1,30 @@
-"""Where a buffer is put: a memory's name, or a disk, and the buffer that lies there."""
+"""Where a buffer is put: the memories that there are, and the buffer that lies in one."""
 
 from __future__ import annotations
 
 import torch
 
 from fzero.base import private
+from fzero.base.arguments import named
 from fzero.stores.away import Away, Buffer
+from fzero.stores.disk import Disk
 from fzero.stores.host import HostBuffer
+from fzero.stores.on_disk import DiskBuffer
 
-Memory = str
+Memory = str | Disk  # one of the names, or a disk
 DEVICE, HOST = "device", "host"
 
 
+def need_memory(memory: object, who: str, argument: str) -> Memory:
+    """A memory that state may be offloaded to."""
+    if isinstance(memory, Disk) or (isinstance(memory, str) and memory == HOST):
+        return memory
+    raise ValueError(f"{who}({argument}=...): got {named(memory)}, expected 'host', an fz.Disk(path) or None.")
+
+
 def name_of(memory: Memory) -> str:
-    """A memory in words."""
-    return memory
+    """A memory in a word: which folder a rank has is its own matter."""
+    return "disk" if isinstance(memory, Disk) else memory
 
 
 def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, shared: bool = False) -> Buffer:
@@ -27,6 +37,8 @@ def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, s
     """
     if memory == DEVICE or tensor.is_meta or private.is_fake(tensor):  # which have no values
         return tensor
+    if isinstance(memory, Disk):
+        return DiskBuffer.of(tensor.clone() if shared else tensor, memory, device, what)
     return HostBuffer.of(tensor, device, what)
 
 

@@ -244,6 +244,7 @@ def _worker(pipe: multiprocessing.connection.Connection, path: list[str]) -> Non
     # torch's own, when its forward-mode decompositions are first imported
     warnings.filterwarnings("ignore", message="`torch.jit.script.*` is deprecated", category=DeprecationWarning)
     warnings.filterwarnings("ignore", message="Slow in torch", category=UserWarning)  # true of some machines
+    warnings.filterwarnings("ignore", message="fz.offload to 'host': this step computes", category=UserWarning)
     torch.set_num_threads(1)
     while True:
         try:

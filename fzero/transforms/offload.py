@@ -1,10 +1,9 @@
-"""Offload: state that is not in use lies in the host's memory (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840)."""
+"""Offload: state that is not in use lies on the host or a disk (ZeRO-Offload, Ren et al. 2021, arXiv 2101.06840)."""
 
 from __future__ import annotations
 
-from fzero.base.arguments import named
 from fzero.base.patterns import also
-from fzero.stores.put import HOST, Memory
+from fzero.stores.put import Memory, need_memory
 from fzero.table.spec import S, need_step
 
 
@@ -20,7 +19,7 @@ def offload(
 
     Args:
         step: any step.
-        params: where params lie between uses: "host", or None for the device that computes.
+        params: where params lie between uses: "host", `fz.Disk(path)`, or None for the device that computes.
         grads: the same for the gradients that a pullback returns, and those that `add_grads` keeps.
         moments: the same for the optimizer's state.
         activations: the same for what the pullback of a unit needs.
@@ -36,14 +35,11 @@ def offload(
         'host'
     """
     need_step(step, "offload", pattern)
-    said = {"params": params, "grads": grads, "moments": moments, "activations": activations}
-    words = ", ".join(f"{kind}={memory!r}" for kind, memory in said.items() if memory is not None)
-    if not words:
+    given = {"params": params, "grads": grads, "moments": moments, "activations": activations}
+    said = {kind: need_memory(memory, "offload", kind) for kind, memory in given.items() if memory is not None}
+    if not said:
         raise ValueError("offload: got nothing to offload, expected params=, grads=, moments= or activations=.")
+    words = ", ".join(f"{kind}={memory!r}" for kind, memory in said.items())
     for kind, memory in said.items():
-        if memory is None:
-            continue
-        if memory != HOST:
-            raise ValueError(f"offload({kind}=...): got {named(memory)}, expected 'host' or None.")
         step = step.with_rule(f"{kind} in", memory, f"offload({words}{also(pattern)})", pattern)
     return step

@@ -6,6 +6,7 @@ twice, or by holding the reduced shards until then.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -116,7 +117,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm())
     parts = [[key] for key in held] if step.optimizer.by_group else [list(held)]
-    for keys, following in zip(parts, (*parts[1:], ()), strict=True) if decision.finite else ():
+    for keys, following in itertools.pairwise((*parts, [])) if decision.finite else ():
         update.start(following)
         apply_held(keys)
     return decision

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 
@@ -34,7 +35,7 @@ def apply_update(
             one_by_one = step.optimizer.by_group and (state.params.held_entries or update.moves)
             parts = [(key,) for key in trainable] if one_by_one else [trainable]
             try:
-                for keys, following in zip(parts, (*parts[1:], ()), strict=True):
+                for keys, following in itertools.pairwise((*parts, ())):
                     update.start(following)
                     update.apply(keys, grads.only(keys), decision.extra)
             except BaseException as error:

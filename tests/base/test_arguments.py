@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from memories import DISK
 from torch import nn
 
 import fzero as fz
@@ -47,6 +48,7 @@ KINDS: dict[str, Any] = {
     "a dtype": torch.bfloat16,
     "a function": lambda *args: torch.ones(()),
     "a class": dict,
+    "a disk": DISK,
     "an object": object(),
 }
 NUMBER = {"an int", "a negative", "a float", "a 0-d tensor"}
@@ -170,6 +172,14 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "initial": (lambda v: fz.loss_scale(STEP, initial=v), {"an int"}),
         "interval": (lambda v: fz.loss_scale(STEP, interval=v), {"an int"}),
         "minimum": (lambda v: fz.loss_scale(STEP, minimum=v), {"an int", "a float"}),
+    },
+    "offload": {
+        "step": (lambda v: fz.offload(v, params="host"), {"a step"}),
+        "params": (lambda v: fz.offload(STEP, params=v, grads="host"), {"a disk", "None"}),
+        "grads": (lambda v: fz.offload(STEP, grads=v, params="host"), {"a disk", "None"}),
+        "moments": (lambda v: fz.offload(STEP, moments=v, params="host"), {"a disk", "None"}),
+        "activations": (lambda v: fz.offload(STEP, activations=v, params="host"), {"a disk", "None"}),
+        "pattern": (lambda v: fz.offload(STEP, params="host", pattern=v), {"a string"}),
     },
     "remat": {"step": (fz.remat, {"a step"}), "pattern": (lambda v: fz.remat(STEP, v), {"a string"})},
     **{

@@ -8,17 +8,19 @@ import scenarios
 import torch
 
 import fzero as fz
-from fzero.engine.batch import Batch, sum_of
+from fzero.engine.batch import Batch, Sums, sum_of
+from fzero.stores.away import tensor_of
 from fzero.table.layout import Key
 from fzero.testing import assert_trees_close
 
 
 def test_sums_are_written_into_the_first_term() -> None:
     key = Key("blocks.0", 0)
-    first, second = {key: torch.ones(2)}, {key: torch.full((2,), 3.0)}
+    first: Sums = {key: torch.ones(2)}
+    second: Sums = {key: torch.full((2,), 3.0)}
     assert sum_of(None, first) is first
     total = sum_of(first, second)
-    assert total[key] is first[key] and total[key].tolist() == [4.0, 4.0]
+    assert total[key] is first[key] and tensor_of(total[key]).tolist() == [4.0, 4.0]
 
 
 def test_the_loss_is_the_mean_and_each_part_is_pulled_back_before_the_next_runs() -> None:

@@ -1,0 +1,60 @@
+"""A disk as a store: buffers that lie in files, and are read for each use (ZeRO-Infinity, arXiv 2104.07857)."""
+
+from __future__ import annotations
+
+import torch
+
+from fzero.comm import backend
+from fzero.stores.away import Away, Wait
+from fzero.stores.blocks import aligned
+from fzero.stores.disk import Disk
+from fzero.stores.file import File
+from fzero.stores.folder import folder_of
+
+
+class DiskBuffer(Away):
+    """A flat buffer in a file, which goes when nobody refers to this any more."""
+
+    def __init__(self, file: File, disk: Disk, dtype: torch.dtype, numel: int, device: torch.device, what: str) -> None:
+        super().__init__(dtype, numel, device, what)
+        self.file, self._disk = file, disk
+
+    @staticmethod
+    def of(tensor: torch.Tensor, disk: Disk, device: torch.device, what: str) -> DiskBuffer:
+        """The values of a tensor, to which nobody writes any more, on their way to a file."""
+        source = tensor.detach()
+        if source.device.type != "cpu":
+            source = _empty(source.numel(), source.dtype).copy_(source)
+        file = folder_of(disk, backend.run_id).start_write(source.contiguous(), what, disk)
+        return DiskBuffer(file, disk, tensor.dtype, tensor.numel(), device, what)
+
+    def start_read(self, target: torch.Tensor | None = None) -> Wait:
+        if self.device.type == "cpu":
+            return self._start(_empty(self.numel(), self.dtype) if target is None else target)
+        wait = self.start_open(False)
+
+        def arrived() -> torch.Tensor:
+            own = wait()
+            return own.to(self.device) if target is None else target.copy_(own)
+
+        return arrived
+
+    def start_open(self, takes: bool) -> Wait:
+        return self._start(_empty(self.numel(), self.dtype))
+
+    def _start(self, target: torch.Tensor) -> Wait:
+        wait = self.file.start_read(target)
+
+        def arrived() -> torch.Tensor:
+            wait()
+            return target
+
+        return arrived
+
+    def again(self, tensor: torch.Tensor, opened: bool) -> DiskBuffer:
+        return DiskBuffer.of(tensor, self._disk, self.device, self.what)
+
+
+def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:
+    """The host's memory that files are read into."""
+    return aligned(numel, dtype)
