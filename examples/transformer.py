@@ -73,10 +73,10 @@ class Transformer(nn.Module):
         width: features of the residual stream, a multiple of 2 * heads.
         blocks: number of transformer blocks.
         heads: attention heads of each block.
-        generator: draws the weights.
+        generator: draws the weights; without one they have shapes and no memory (device "meta").
     """
 
-    def __init__(self, width: int, blocks: int, heads: int, generator: torch.Generator) -> None:
+    def __init__(self, width: int, blocks: int, heads: int, generator: torch.Generator | None) -> None:
         super().__init__()
         if width % (2 * heads):
             raise ValueError(f"Transformer: got width={width}, expected a multiple of 2 * heads = {2 * heads}.")
@@ -86,19 +86,20 @@ class Transformer(nn.Module):
             self.blocks = nn.ModuleList(Block(width, heads) for _ in range(blocks))
             self.norm = nn.RMSNorm(width)
             self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.to_empty(device="cpu")
-        self.reset_parameters(generator)
+        if generator is not None:
+            self.to_empty(device="cpu")
+            for name, param in self.named_parameters():
+                self.draw(name, param, generator)
 
-    def reset_parameters(self, generator: torch.Generator) -> None:
-        """Norms are one; matrices are normal, those that write to the residual stream smaller by its depth (GPT-2)."""
-        for name, param in self.named_parameters():
-            if param.ndim == 1:
-                nn.init.ones_(param)
-                continue
-            std = param.shape[1] ** -0.5
-            if name.endswith(("out.weight", "down.weight")):
-                std /= (2 * len(self.blocks)) ** 0.5
-            nn.init.normal_(param, std=std, generator=generator)
+    def draw(self, name: str, param: Tensor, generator: torch.Generator) -> Tensor:
+        """Fills a param. Norms are one; matrices are normal, those that write to the residual stream smaller by its
+        depth (GPT-2)."""
+        if param.ndim == 1:
+            return nn.init.ones_(param)
+        std = param.shape[1] ** -0.5
+        if name.endswith(("out.weight", "down.weight")):
+            std /= (2 * len(self.blocks)) ** 0.5
+        return nn.init.normal_(param, std=std, generator=generator)
 
     def forward(self, tokens: Tensor) -> Tensor:
         angles = rotary_angles(tokens.shape[1], self.rotated, tokens.device)

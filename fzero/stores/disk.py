@@ -22,11 +22,13 @@ class Disk:
         direct: whether bytes go past the page cache (O_DIRECT): None where the filesystem takes that, True always (an
             error where it is refused), False never.
         threads: how many chunks of one tensor are read or written at once.
+        in_flight: bytes that may be on their way to files at once, and so in memory still; a rank that writes more
+            waits.
         verify: whether each chunk has a checksum, made as it is written and compared as it is read.
 
     Raises:
         TypeError: an argument of a wrong kind.
-        ValueError: an empty path, or fewer than one thread.
+        ValueError: an empty path, or less than one thread or byte.
         OSError: what cannot be a folder that this user can write to.
 
     Example:
@@ -40,6 +42,7 @@ class Disk:
     path: str | os.PathLike[str]
     direct: bool | None = None
     threads: int = 4
+    in_flight: int = 64 << 20
     verify: bool = False
 
     def __post_init__(self) -> None:
@@ -51,6 +54,7 @@ class Disk:
         need_bool(self.direct, "fz.Disk", "direct", or_none=True)
         need_bool(self.verify, "fz.Disk", "verify")
         object.__setattr__(self, "threads", need_int(self.threads, "fz.Disk", "threads", least=1))
+        object.__setattr__(self, "in_flight", need_int(self.in_flight, "fz.Disk", "in_flight", least=1))
         path = os.path.realpath(given)
         object.__setattr__(self, "path", path)
         make_folder(path)
@@ -59,6 +63,7 @@ class Disk:
         said = [repr(self.path)]
         said += [f"direct={self.direct}"] if self.direct is not None else []
         said += [f"threads={self.threads}"] if self.threads != 4 else []
+        said += [f"in_flight={self.in_flight}"] if self.in_flight != 64 << 20 else []
         said += ["verify=True"] if self.verify else []
         return f"Disk({', '.join(said)})"
 

@@ -39,7 +39,7 @@ class Folder:
     def start_write(self, source: torch.Tensor, what: str, disk: Disk) -> File:
         """Begins to write a contiguous CPU tensor to a file.
 
-        Waits while more than `pool.IN_FLIGHT` bytes are on their way already.
+        Waits while more than the disk's `in_flight` bytes are on their way already.
 
         Args:
             source: not to be written to until `File.written` returns or `File.on_disk` is True; held until then.

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from fzero.stores.blocks import Bounce
 
 Task = Callable[[Bounce], None]
-IN_FLIGHT = 256 << 20  # bytes of writes that may be on their way at once: memory that their sources still take
 _LAST_CHUNK = 30.0  # seconds that a chunk which is on its way at the end may take
 
 
@@ -63,16 +62,16 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
 
 
 class Room:
-    """A bound on the bytes of writes that are on their way."""
+    """A bound on the bytes of writes that are on their way: memory that their sources still take."""
 
-    def __init__(self, bound: int = IN_FLIGHT) -> None:
-        self.bound, self.taken = bound, 0
+    def __init__(self) -> None:
+        self.taken = 0
         self._changed = threading.Condition()
 
-    def take(self, nbytes: int) -> None:
+    def take(self, nbytes: int, bound: int) -> None:
         """Waits until there is room; more than the bound is let through alone."""
         with self._changed:
-            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= self.bound)
+            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= bound)
             self.taken += nbytes
 
     def give(self, nbytes: int) -> None:

@@ -121,7 +121,8 @@ def assert_no_alias(first: object, second: object) -> None:
     Example:
         >>> fz.testing.assert_no_alias(torch.ones(1), torch.ones(1))
     """
-    seen = {leaf.untyped_storage().data_ptr(): name for name, leaf in _tensors(first)}
+    leaves = list(_tensors(first))  # held: what was read into memory for this must not lend its place to the next
+    seen = {leaf.untyped_storage().data_ptr(): name for name, leaf in leaves}
     for name, leaf in _tensors(second):
         if leaf.untyped_storage().data_ptr() in seen:
             raise AssertionError(f"leaf {name!r} shares its memory with {seen[leaf.untyped_storage().data_ptr()]!r}")
