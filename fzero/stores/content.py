@@ -7,7 +7,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 
-from fzero.stores.blocks import CHUNK, rounded
+from fzero.stores import blocks
 from fzero.stores.disk import Disk
 from fzero.stores.handle import Opener
 from fzero.stores.pool import Pool, Room
@@ -49,7 +49,7 @@ class Content:
 
     def __init__(self, path: str, nbytes: int, what: str, disk: Disk) -> None:
         self.path, self.part, self.nbytes, self.what, self.disk = path, f"{path}.part", nbytes, what, disk
-        self.sums = [0] * math.ceil(nbytes / CHUNK) if disk.verify else []
+        self.sums = [0] * math.ceil(nbytes / blocks.CHUNK) if disk.verify else []
         self.whole = self.dropped = False
         self.repeated = 0
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class Content:
     @property
     def room(self) -> int:
         """Bytes that the file takes."""
-        return rounded(self.nbytes)
+        return blocks.rounded(self.nbytes)
 
     def count_repeated(self) -> None:
         with self._lock:

@@ -10,7 +10,7 @@ from pathlib import Path
 from fzero.base.arguments import need_bool, need_int, wrong
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Disk:
     """A place on a local disk for state: a folder, which is made where it is missing, for this user alone.
 
@@ -42,16 +42,20 @@ class Disk:
     threads: int = 4
     verify: bool = False
 
-    def __post_init__(self) -> None:
-        given: object = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
+    def __init__(
+        self, path: str | os.PathLike[str], direct: bool | None = None, threads: int = 4, verify: bool = False
+    ) -> None:
+        given: object = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(given, str):
-            raise wrong("fz.Disk", "path", self.path, "the path of a folder, a str or an os.PathLike of one")
+            raise wrong("fz.Disk", "path", path, "the path of a folder, a str or an os.PathLike of one")
         if not given or "\0" in given:
             raise ValueError(f"fz.Disk: got path={given!r}, expected the path of a folder.")
-        need_bool(self.direct, "fz.Disk", "direct", or_none=True)
-        need_bool(self.verify, "fz.Disk", "verify")
-        object.__setattr__(self, "threads", need_int(self.threads, "fz.Disk", "threads", least=1))
-        object.__setattr__(self, "path", os.path.realpath(given))
+        need_bool(direct, "fz.Disk", "direct", or_none=True)
+        need_bool(verify, "fz.Disk", "verify")
+        threads = need_int(threads, "fz.Disk", "threads", least=1)
+        values = {"path": os.path.realpath(given), "direct": direct, "threads": threads, "verify": verify}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
         make_folder(self.path)
 
     def __repr__(self) -> str:
