@@ -66,7 +66,8 @@ class Content:
     def drop(self, shared: Shared) -> None:
         """Frees the file, maybe while it is being written or read. Takes no lock, as it may run anywhere.
 
-        A write looks at `dropped` after each name that it gives the file, so one of the two removes it.
+        Names are removed in the order in which a write gives them, so that none is missed: a part that is removed is
+        not renamed any more, and one that is made afterwards its write removes, as it looks at `dropped` then.
         """
         if os.getpid() != shared.pid:  # a forked child's copy
             return

@@ -51,7 +51,7 @@ class Write(Transfer):
         content, memory = self.content, self._memory
         assert memory is not None
         if content.sums:
-            content.sums[begin // blocks.CHUNK] = zlib.crc32(memory.bytes[begin:end])
+            content.sums[begin // self.chunk] = zlib.crc32(memory.bytes[begin:end])
         self._shared.opener.attempt(
             content.part, handle, content.disk.direct, lambda: blocks.write(handle, memory, begin, end, bounce)
         )
@@ -59,8 +59,6 @@ class Write(Transfer):
     def complete(self) -> None:
         os.rename(self.content.part, self.content.path)
         self.content.whole = True
-        if self.content.dropped:  # meanwhile: whoever dropped it may have looked for the other name
-            remove(self.content.path)
 
     def let_go(self) -> None:
         self._memory = None

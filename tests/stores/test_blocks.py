@@ -116,6 +116,15 @@ def test_bytes_go_past_the_page_cache(folder: Folder, disk: Disk, monkeypatch: p
     assert direct == [False] and len(copies) == 2
 
 
+def test_nothing_else_than_the_tensor_is_in_a_file(folder: Folder, disk: Disk) -> None:
+    """Neither what was written before it from the same thread."""
+    one = Disk(disk.path, threads=1)
+    folder.start_write(some(3 * BLOCK, 0, 1), "x", one).written()
+    file = folder.start_write(some(100, 0, 1), "x", one)
+    file.written()
+    assert file.path.read_bytes() == some(100, 0, 1).numpy().tobytes() + bytes(BLOCK - 100)
+
+
 @pytest.mark.parametrize("where", ["open", "first"])
 def test_a_filesystem_that_refuses_direct(
     folder: Folder, disk: Disk, monkeypatch: pytest.MonkeyPatch, where: str
@@ -166,6 +175,8 @@ def test_calls_that_move_less_than_they_were_given(numel: int, step: int, begin:
     with tempfile.TemporaryDirectory() as path, pytest.MonkeyPatch.context() as patch:
         disk = Disk(path, threads=2)
         folder = folder_of(disk, lambda: "tests")
+        folder.start_write(torch.ones(1), "x", disk).written()
+        refused = folder.shared.opener.refused
         # whatever O_DIRECT makes of odd lengths, the system never moves those itself
         patch.setattr(os, "pwritev", lambda file, buffers, offset: _odd(write, file, cut(buffers), offset))
         patch.setattr(os, "preadv", lambda file, buffers, offset: _odd(read, file, cut(buffers), offset))
@@ -175,6 +186,7 @@ def test_calls_that_move_less_than_they_were_given(numel: int, step: int, begin:
         target = torch.empty_like(source)
         file.start_read(target)()
         assert torch.equal(target, source) and not file.repeated
+        assert folder.shared.opener.refused == refused  # nothing was asked of O_DIRECT that it does not do
         del file, folder
 
 

@@ -28,12 +28,16 @@ folder = folder_of(Disk(path), lambda: run)
 source = torch.ones(1 << 22)
 file = folder.start_write(source, "ones", Disk(path))
 file.written()
+ended = threading.Event()
 def write():
-    while True:
+    while not ended.is_set():
         folder.start_write(source, "ones", Disk(path))
-threading.Thread(target=write, daemon=True).start()
+thread = threading.Thread(target=write)
+thread.start()
 print(folder.path, flush=True)
 sys.stdin.readline()
+ended.set()
+thread.join()
 """
 Start = Callable[[str], "subprocess.Popen[str]"]
 

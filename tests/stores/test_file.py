@@ -108,7 +108,7 @@ def test_many_at_once_from_several_threads(folder: Folder, disk: Disk) -> None:
         for done in [threads.submit(work, seed) for seed in range(6)]:
             done.result()
     gc.collect()
-    assert state_files(folder) == []
+    until(lambda: state_files(folder) == [])  # one whose write was just beginning goes as that ends
 
 
 def test_a_name_stands_for_a_whole_file(folder: Folder, disk: Disk, writes: Gate) -> None:
@@ -189,11 +189,10 @@ def test_a_dropped_file_frees_the_disk(folder: Folder, disk: Disk, writes: Gate)
     until(lambda: writes.calls > before)
     del file, source
     assert state_files(folder) == [] and held() is not None
-    calls = writes.calls
     writes.open.set()
     until(lambda: held() is None)
     assert state_files(folder) == []
-    assert writes.calls <= calls + 8  # what was left of it is not written, but for chunks that were about to be
+    assert writes.calls <= before + disk.threads  # what was left of it is not written: there are seven chunks
 
 
 def test_a_file_that_is_dropped_while_it_is_read(folder: Folder, disk: Disk, reads: Gate) -> None:
@@ -281,11 +280,17 @@ def check_failed_write(file: File, wanted: torch.Tensor, number: int, again: Cal
         assert "are free" in str(failed.value) and "make room" in str(failed.value)
         with pytest.raises(OSError, match="moments of 'w'"):
             back(file)
-        assert state_files_of(file) == []
+        assert state_files_of(file) == [] and open_descriptors(file) == 0
     again()
     assert torch.equal(back(file), wanted)
     file.written()
     assert file.on_disk and torch.equal(back(file), wanted)
+
+
+def open_descriptors(file: File) -> int:
+    """Of this file, by any of its names."""
+    links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    return sum(str(file.path) in str(link) for link in links)
 
 
 def state_files_of(file: File) -> list[Path]:
@@ -454,13 +459,21 @@ def test_a_read_that_fails_always(whole: File, reads: Gate) -> None:
 
 
 def test_after_a_failure_the_rest_is_left_out(folder: Folder, reads: Gate, tmp_path: Path) -> None:
-    one = Disk(tmp_path, threads=1)
-    file = folder.start_write(some(0), "x", one)
+    """Also by other threads than the one that failed."""
+    file = folder.start_write(some(0, 50 * SIZE), "x", Disk(tmp_path, threads=2))
     file.written()
-    reads.errors = [errno.EIO] * 99
-    with pytest.raises(RuntimeError):
+    call = reads.call
+
+    def first_is_bad(descriptor: int, buffers: Sequence[memoryview], offset: int) -> int:
+        if offset == 0:
+            raise OSError(errno.EIO, "said by the test")
+        time.sleep(1e-3)
+        return call(descriptor, buffers, offset)
+
+    reads.call = first_is_bad
+    with pytest.raises(RuntimeError, match="at byte 0"):
         back(file)
-    assert reads.calls == 2
+    assert reads.calls < 100  # of 351
 
 
 def test_a_read_that_comes_back_short(whole: File, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -174,9 +174,10 @@ def test_the_interpreter_ends(tmp_path: Path, ending: str) -> None:
 
 
 def test_the_interpreter_ends_while_another_thread_waits(tmp_path: Path) -> None:
-    run_python(
+    said = run_python(
         tmp_path,
         """
+        import weakref
         def work():
             while True:
                 file = folder.start_write(torch.ones(1 << 20), "x", disk)
@@ -185,12 +186,20 @@ def test_the_interpreter_ends_while_another_thread_waits(tmp_path: Path) -> None
                     file.start_read(torch.ones(1 << 20))()
                 except RuntimeError:  # the interpreter ends
                     return
-        for _ in range(3):
-            threading.Thread(target=work, daemon=True).start()
+        def join():
+            for thread in threads:
+                thread.join(30)
+                print(thread.is_alive())
+        threads = [threading.Thread(target=work, daemon=True) for _ in range(3)]
+        del folder
+        end = weakref.finalize(disk, join)  # the last ones are called first: after the folder's own end
+        folder = folder_of(disk, lambda: "run")
+        for thread in threads:
+            thread.start()
         folder.start_write(torch.ones(1 << 22), "x", disk).written()
         """,
     )
-    assert not list(tmp_path.iterdir())
+    assert said == 3 * "False\n" and not list(tmp_path.iterdir())
 
 
 def test_the_interpreter_ends_by_an_error(tmp_path: Path) -> None:
@@ -230,9 +239,10 @@ def test_a_forked_child(tmp_path: Path) -> None:
         assert os.waitpid(child, 0)[1] == 0
         file.start_read(target := torch.empty_like(source))()
         assert torch.equal(target, source) and len(os.listdir(disk.path)) == 1
-        there, here = os.pipe(), os.pipe()
+        until, parent_lives = os.pipe()
         if not os.fork():
-            os.read(there[0], 1)
+            os.close(parent_lives)
+            os.read(until, 1)
             os._exit(0)
         # the parent's lock ends with the parent's own, although a child lives
         lock = os.open(folder.path / "lock", os.O_RDWR)
@@ -247,7 +257,6 @@ def test_a_forked_child(tmp_path: Path) -> None:
             raise AssertionError("a child holds the lock")
         print("free")
         folder._claim._lock = lock
-        os.write(there[1], b"x")
         """,
     )
     assert said == "free\n" and not list(tmp_path.iterdir())
