@@ -30,5 +30,10 @@ def test_overhead() -> None:
     assert "a unit adds" in run("overhead.py", *TINY, "--blocks", "2")
 
 
+def test_disk(tmp_path: Path) -> None:
+    out = run("disk.py", str(tmp_path), *"--mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split())
+    assert "write again" in out and "read, not aligned" in out and not list(tmp_path.iterdir())
+
+
 def test_node() -> None:
     assert "direct" in run("node.py")

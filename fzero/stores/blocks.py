@@ -65,6 +65,7 @@ def write(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) 
         OSError: it could not be written.
     """
     straight, rest = _split(handle, memory, begin, end)
+    assert rest <= len(bounce.bytes)
     if rest:
         copy(bounce.address, memory.address + begin + straight, rest)
         ctypes.memset(bounce.address + rest, 0, rounded(rest) - rest)
@@ -82,6 +83,7 @@ def read(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -
         OSError: it could not be read.
     """
     straight, rest = _split(handle, memory, begin, end)
+    assert rest <= len(bounce.bytes)
     done = _move(os.preadv, handle, _buffers(memory, begin, straight, rest, bounce), begin)
     if rest and done > straight:
         copy(memory.address + begin + straight, bounce.address, min(rest, done - straight))

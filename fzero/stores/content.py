@@ -7,7 +7,7 @@ import os
 import threading
 from dataclasses import dataclass, field
 
-from fzero.stores.blocks import CHUNK, rounded
+from fzero.stores import blocks
 from fzero.stores.disk import Disk
 from fzero.stores.handle import Opener
 from fzero.stores.pool import Pool, Room
@@ -49,7 +49,7 @@ class Content:
 
     def __init__(self, path: str, nbytes: int, what: str, disk: Disk) -> None:
         self.path, self.part, self.nbytes, self.what, self.disk = path, f"{path}.part", nbytes, what, disk
-        self.sums = [0] * math.ceil(nbytes / CHUNK) if disk.verify else []
+        self.sums = [0] * math.ceil(nbytes / blocks.CHUNK) if disk.verify else []
         self.whole = self.dropped = False
         self.repeated = 0
         self._lock = threading.Lock()
@@ -57,7 +57,7 @@ class Content:
     @property
     def room(self) -> int:
         """Bytes that the file takes."""
-        return rounded(self.nbytes)
+        return blocks.rounded(self.nbytes)
 
     def count_repeated(self) -> None:
         with self._lock:
@@ -66,7 +66,8 @@ class Content:
     def drop(self, shared: Shared) -> None:
         """Frees the file, maybe while it is being written or read. Takes no lock, as it may run anywhere.
 
-        A write looks at `dropped` after each name that it gives the file, so one of the two removes it.
+        Names are removed in the order in which a write gives them, so that none is missed: a part that is removed is
+        not renamed any more, and one that is made afterwards its write removes, as it looks at `dropped` then.
         """
         if os.getpid() != shared.pid:  # a forked child's copy
             return

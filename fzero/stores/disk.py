@@ -10,7 +10,7 @@ from pathlib import Path
 from fzero.base.arguments import need_bool, need_int, wrong
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Disk:
     """A place on a local disk for state: a folder, which is made where it is missing, for this user alone.
 
@@ -22,9 +22,9 @@ class Disk:
         direct: whether bytes go past the page cache (O_DIRECT): None where the filesystem takes that, True always (an
             error where it is refused), False never.
         threads: how many chunks of one tensor are read or written at once.
+        verify: whether each chunk has a checksum, made as it is written and compared as it is read.
         in_flight: bytes that may be on their way to files at once, and so in memory still; a rank that writes more
             waits.
-        verify: whether each chunk has a checksum, made as it is written and compared as it is read.
 
     Raises:
         TypeError: an argument of a wrong kind.
@@ -39,25 +39,37 @@ class Disk:
         2
     """
 
-    path: str | os.PathLike[str]
+    path: str
     direct: bool | None = None
     threads: int = 4
-    in_flight: int = 64 << 20
     verify: bool = False
+    in_flight: int = 64 << 20
 
-    def __post_init__(self) -> None:
-        given: object = os.fspath(self.path) if isinstance(self.path, os.PathLike) else self.path
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        direct: bool | None = None,
+        threads: int = 4,
+        verify: bool = False,
+        in_flight: int = 64 << 20,
+    ) -> None:
+        given: object = os.fspath(path) if isinstance(path, os.PathLike) else path
         if not isinstance(given, str):
-            raise wrong("fz.Disk", "path", self.path, "the path of a folder, a str or an os.PathLike of one")
+            raise wrong("fz.Disk", "path", path, "the path of a folder, a str or an os.PathLike of one")
         if not given or "\0" in given:
             raise ValueError(f"fz.Disk: got path={given!r}, expected the path of a folder.")
-        need_bool(self.direct, "fz.Disk", "direct", or_none=True)
-        need_bool(self.verify, "fz.Disk", "verify")
-        object.__setattr__(self, "threads", need_int(self.threads, "fz.Disk", "threads", least=1))
-        object.__setattr__(self, "in_flight", need_int(self.in_flight, "fz.Disk", "in_flight", least=1))
-        path = os.path.realpath(given)
-        object.__setattr__(self, "path", path)
-        make_folder(path)
+        need_bool(direct, "fz.Disk", "direct", or_none=True)
+        need_bool(verify, "fz.Disk", "verify")
+        values = {
+            "path": os.path.realpath(given),
+            "direct": direct,
+            "threads": need_int(threads, "fz.Disk", "threads", least=1),
+            "in_flight": need_int(in_flight, "fz.Disk", "in_flight", least=1),
+            "verify": verify,
+        }
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+        make_folder(self.path)
 
     def __repr__(self) -> str:
         said = [repr(self.path)]

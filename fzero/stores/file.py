@@ -62,12 +62,10 @@ class File:
             if self._told and self._write.failure is not None and source is not None:
                 self._write = self._begin_write(source)
                 self._write.wait()
-            error = self._write.error()
-            self._told = error is not None
+            self._told = self._write.failure is not None
+            self._write.check()
         with self._copying:  # a read that has begun with the source
             pass
-        if error is not None:
-            raise error
 
     def start_read(self, target: torch.Tensor) -> Callable[[], None]:
         """Begins to read into a contiguous CPU tensor of as many bytes; the result waits for the end.

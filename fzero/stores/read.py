@@ -59,7 +59,7 @@ class Read(Transfer):
             got = attempt()
         if got < end - begin:
             raise Unread(f"got {got} of {end - begin} bytes: the file was cut short")
-        if content.sums and zlib.crc32(memory.bytes[begin:end]) != content.sums[begin // blocks.CHUNK]:
+        if content.sums and zlib.crc32(memory.bytes[begin:end]) != content.sums[begin // self.chunk]:
             raise Unread(f"the {end - begin} bytes there are not those that were written (their checksum differs)")
 
     def complete(self) -> None:

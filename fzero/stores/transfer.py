@@ -7,7 +7,8 @@ import threading
 from abc import ABC, abstractmethod
 from typing import NamedTuple
 
-from fzero.stores.blocks import CHUNK, Bounce
+from fzero.stores import blocks
+from fzero.stores.blocks import Bounce
 from fzero.stores.handle import Handle
 from fzero.stores.pool import Pool
 
@@ -30,9 +31,9 @@ class Transfer(ABC):
     """
 
     def __init__(self, nbytes: int, threads: int) -> None:
-        self.nbytes = nbytes
+        self.nbytes, self.chunk = nbytes, blocks.CHUNK
         self.failure: Failure | None = None
-        self._running = self._runners = max(1, min(threads, math.ceil(nbytes / CHUNK)))
+        self._running = self._runners = max(1, min(threads, math.ceil(nbytes / self.chunk)))
         self._next = 0
         self._handle: Handle | None = None
         self._lock, self._ended = threading.Lock(), threading.Event()
@@ -79,7 +80,7 @@ class Transfer(ABC):
             handle = self._opened()
             while (taken := self._take()) is not None:
                 begin = taken
-                self.move(handle, begin, min(begin + CHUNK, self.nbytes), bounce)
+                self.move(handle, begin, min(begin + self.chunk, self.nbytes), bounce)
         except BaseException as error:
             self._fail(begin, error)
         with self._lock:
@@ -107,7 +108,7 @@ class Transfer(ABC):
         with self._lock:
             if self.failure is not None or self._next >= self.nbytes:
                 return None
-            begin, self._next = self._next, self._next + CHUNK
+            begin, self._next = self._next, self._next + self.chunk
             return begin
 
     def _fail(self, offset: int, error: BaseException) -> None:

@@ -51,7 +51,7 @@ class Write(Transfer):
         content, memory = self.content, self._memory
         assert memory is not None
         if content.sums:
-            content.sums[begin // blocks.CHUNK] = zlib.crc32(memory.bytes[begin:end])
+            content.sums[begin // self.chunk] = zlib.crc32(memory.bytes[begin:end])
         self._shared.opener.attempt(
             content.part, handle, content.disk.direct, lambda: blocks.write(handle, memory, begin, end, bounce)
         )
@@ -59,8 +59,6 @@ class Write(Transfer):
     def complete(self) -> None:
         os.rename(self.content.part, self.content.path)
         self.content.whole = True
-        if self.content.dropped:  # meanwhile: whoever dropped it may have looked for the other name
-            remove(self.content.path)
 
     def let_go(self) -> None:
         self._memory = None
@@ -70,13 +68,18 @@ class Write(Transfer):
             self.source = None
         self._shared.room.give(self.nbytes)
 
-    def error(self) -> BaseException | None:
-        """What to raise of how it went, each time anew."""
+    def check(self) -> None:
+        """Says how it went, at its end.
+
+        Raises:
+            OSError: why it could not be written, and with how much space there.
+            RuntimeError: something else was in the way.
+        """
         if self.failure is None:
-            return None
+            return
         offset, cause = self.failure
         if isinstance(cause, Stopped):
-            return RuntimeError(f"{self.content.what} was not written to {self.content.path}: the interpreter ends.")
+            raise RuntimeError(f"{self.content.what} was not written to {self.content.path}: the interpreter ends.")
         said = (
             f"Writing {self.content.what} to {self.content.path} failed at byte {offset} of {self.nbytes}: "
             f"{_reason(cause)}. {self.content.room} bytes are needed there, {_free(self.content.path)} are free. The "
@@ -84,7 +87,7 @@ class Write(Transfer):
             "fz.Disk(path)."
         )
         number = cause.errno if isinstance(cause, OSError) else None
-        return RuntimeError(said) if number is None else OSError(number, said)
+        raise RuntimeError(said) if number is None else OSError(number, said)
 
 
 def _reserve(descriptor: int, nbytes: int, spares: Spares) -> None:
