@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 from transformer import Transformer
 
 import fzero as fz
+from fzero.base import pytree
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LR, DECAY = 1e-3, 0.01
@@ -70,6 +71,21 @@ def _mean(loss: torch.Tensor) -> torch.Tensor:
     return total / dist.get_world_size()
 
 
+class Training:
+    """A step and its newest state."""
+
+    def __init__(self, step: fz.Step, state: fz.TrainState) -> None:
+        self.step, self.state = step, state
+
+    def __call__(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        self.state, metrics = self.step(self.state, x, y)
+        return metrics["loss"]
+
+    def settle(self) -> None:
+        """Whoever reads what is under way waits for it."""
+        pytree.leaves(self.state)
+
+
 def fzero_step(transform: Callable[[fz.Step], fz.Step], policy: fz.Policy | None = None) -> Callable[[Setup], Run]:
     """A donated fzero step; a policy says itself what is computed in."""
 
@@ -81,15 +97,7 @@ def fzero_step(transform: Callable[[fz.Step], fz.Step], policy: fz.Policy | None
             step = fz.autocast(step, setup.dtype)
         if setup.remat:
             step = fz.remat(step)
-        state = step.init(params)
-        del params
-
-        def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-            nonlocal state
-            state, metrics = step(state, x, y)
-            return metrics["loss"]
-
-        return run
+        return Training(step, step.init(params))
 
     return make
 

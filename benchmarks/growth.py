@@ -40,7 +40,9 @@ def both(rank: int, args: argparse.Namespace, names: list[str]) -> dict[str, Any
 
 
 def measured(**sizes: int) -> dict[str, Any]:
-    args = argparse.Namespace(**{**BASE, **sizes}, dtype="float32", device="cpu", remat=False, warmup=2, steps=9)
+    args = argparse.Namespace(
+        **{**BASE, **sizes}, dtype="float32", device="cpu", remat=False, warmup=1, rounds=7, steps=5
+    )
     return spawned(both, args, NAMES)
 
 

@@ -22,7 +22,8 @@ from step import memory, ratio, spawned, timed
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128, "warmup": 2, "steps": 13}
+    sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128}
+    sizes |= {"warmup": 1, "rounds": 9, "steps": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     args = parser.parse_args()

@@ -9,14 +9,15 @@
     python benchmarks/step.py --device cuda --ranks 1 --dtype bfloat16 --width 2048 --blocks 20 --heads 16 --batch 8 \\
         --context 1024                                           # a GPU: 1.0 billion params
 
-A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes one step in turn, in an order
-drawn anew for each round, so that a machine whose speed drifts slows all of them alike. Memory: each contender runs
-alone in fresh processes.
+A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes `--steps` steps one after
+the other, until all that it has started has arrived, and then the next one takes as many, in an order drawn anew for
+each round, so that a machine whose speed drifts slows all of them alike. (Single steps in turn would let a contender
+leave work under way for the next one to wait for.) Memory: each contender runs alone in fresh processes.
 
 One line per contender:
 
-    median     milliseconds of a step on rank 0, median
-    of alone   that over the step without any communication, the median of the ratios of neighbouring steps
+    median     milliseconds of a step on rank 0, the median of the rounds
+    of alone   that over the step without any communication, the median of the ratios within each round
     of FSDP2   the same over FSDP2's
     at rest    MB of live tensor bytes between steps, of one rank (2^20 bytes; of the allocator on CUDA)
     at peak    MB of live tensor bytes at most within a step
@@ -49,13 +50,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contenders import ALONE, CONTENDERS, SCHEMES, Setup, is_here, start
+from contenders import ALONE, CONTENDERS, SCHEMES, Setup, Training, is_here, start
 
 import fzero as fz
 
 MB = 2**20
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}  # glibc's malloc: nothing goes back
-Series = dict[str, list[float]]  # by contender, one of each step
+Series = dict[str, list[float]]  # by contender, one of each round or step
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
@@ -83,25 +84,28 @@ def synchronize(device: str) -> None:
 
 
 def timed(rank: int, args: argparse.Namespace, names: Sequence[str]) -> tuple[Series, Series]:
-    """Seconds of the steps of every contender, interleaved, and the losses of all."""
+    """Seconds of a step of every contender in each round, and the losses of all steps."""
     with quiet():
         runs = {name: (CONTENDERS | SCHEMES)[name](setup_of(args)) for name in names}
     times: Series = {name: [] for name in names}
     losses: Series = {name: [] for name in names}
     data = batches(args, rank)
     order, shuffle = list(runs), random.Random(0)  # whom a contender follows decides in what state it finds the memory
-    for count in range(args.warmup + args.steps):
-        x, y = next(data)
+    for count in range(args.warmup + args.rounds):
+        steps = [next(data) for _ in range(args.steps)]
         shuffle.shuffle(order)
         for name in order:
             synchronize(args.device)
             dist.barrier()
             begin = time.perf_counter()
-            loss = runs[name](x, y)
+            run = runs[name]
+            found = [run(x, y) for x, y in steps]
+            if isinstance(run, Training):
+                run.settle()
             synchronize(args.device)
             if count >= args.warmup:
-                times[name].append(time.perf_counter() - begin)
-            losses[name].append(loss.item())
+                times[name].append((time.perf_counter() - begin) / args.steps)
+            losses[name] += [loss.item() for loss in found]
     return times, losses
 
 
@@ -183,7 +187,8 @@ def ratio(times: Series, name: str, other: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128, "warmup": 2, "steps": 13}
+    sizes = {"ranks": 2, "width": 512, "blocks": 6, "heads": 8, "batch": 4, "context": 128}
+    sizes |= {"warmup": 1, "rounds": 9, "steps": 5}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
