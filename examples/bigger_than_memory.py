@@ -11,6 +11,7 @@ and the operating system refuses whatever goes beyond it. At the end there is a 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import functools
 import resource
 import sys
@@ -32,6 +33,7 @@ from transformer import Transformer
 import fzero as fz
 
 MIB = 1 << 20
+M_MMAP_THRESHOLD = -3  # of <malloc.h>
 Sample = tuple[float, float, float]  # seconds, MiB resident, MiB allocated
 
 
@@ -46,6 +48,8 @@ def main(args: argparse.Namespace) -> int:
     state_mib = state_of((step, params)) / MIB
     print(f"\nstate {state_mib:,.0f} MiB in {disk.path}; this process has {allocated():,.0f} MiB before it begins")
     print(f"limit {args.limit:,} MiB, {state_mib / args.limit:.1f} times less than the state", flush=True)
+    # glibc keeps what is freed for itself, in more and more pieces, unless it is told from what size on to give it back
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
     resource.setrlimit(resource.RLIMIT_DATA, (args.limit * MIB, args.limit * MIB))
 
     with Sampler() as sampler:
@@ -83,7 +87,7 @@ def step_of(args: argparse.Namespace, blocks: int, disk: fz.Disk) -> tuple[fz.St
         return module.draw(name, torch.empty(shape), generator)
 
     step = fz.train_step(loss_fn, fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(args.lr)))
-    step = fz.offload(step, params=disk, grads=disk, moments=disk)
+    step = fz.offload(step, params=disk, grads=disk, moments=disk, activations=disk)
     step = fz.donate(fz.remat(fz.fuse_update(step, norm="held")))
     return step, {name: functools.partial(made, name, param.shape) for name, param in params.items()}
 
@@ -156,8 +160,8 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser,
         ("limit", 640, "MiB that the process may allocate, what torch takes for itself among them"),
         ("times", 8.0, "how many times as large the state is; the model has as many blocks as that takes"),
-        ("width", 768, "features of the residual stream"),
-        ("heads", 12, "attention heads of a block"),
+        ("width", 512, "features of the residual stream"),
+        ("heads", 8, "attention heads of a block"),
         ("context", 128, "bytes of one example"),
         ("batch", 4, "examples a step"),
         ("steps", 10, "updates"),
