@@ -3,6 +3,8 @@
 from fzero import optim as optim
 from fzero import testing as testing
 from fzero import transforms as transforms
+from fzero.bandwidth import Bandwidth as Bandwidth
+from fzero.bandwidth import measure_bandwidth as measure_bandwidth
 from fzero.capture.handle import HandleError as HandleError
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
