@@ -11,6 +11,8 @@ from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
 from fzero.derivatives import tape as tape
 from fzero.engine.batch import Pullback as Pullback
+from fzero.fits import Proposal as Proposal
+from fzero.fits import fits as fits
 from fzero.functional import functional as functional
 from fzero.optim import GradientTransformation as GradientTransformation
 from fzero.optim import adam as adam

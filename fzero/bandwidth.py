@@ -89,9 +89,10 @@ def measure_bandwidth(
     size = max(1, need_int(nbytes, "measure_bandwidth", "nbytes", "a number of bytes", least=1) // _PIECES)
     try:
         there = torch.ones(size, dtype=torch.uint8, device=device)
-    except RuntimeError as error:
-        said = str(error).partition("\n")[0]
-        raise ValueError(f"measure_bandwidth: got device={str(device)!r}, which cannot be used: {said}") from None
+    except (RuntimeError, AssertionError) as error:  # so torch says that it was built without CUDA
+        raise _unusable(device, size, str(error).partition("\n")[0]) from None
+    if there.is_meta:
+        raise _unusable(device, size, "nothing lies there")
     here = torch.ones(size, dtype=torch.uint8, pin_memory=there.device.type == "cuda")
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -103,6 +104,13 @@ def measure_bandwidth(
     copies(there, here)  # warms up
     read, write = _rate(size, lambda: copies(there, here)), _rate(size, lambda: copies(here, there))
     return Bandwidth(read, write, *(_of_files(disk, size) if disk else ()))
+
+
+def _unusable(device: str | torch.device, size: int, why: str) -> ValueError:
+    return ValueError(
+        f"measure_bandwidth: got device={str(device)!r}, expected one with room for {size} bytes, such as 'cuda' "
+        f"({why})."
+    )
 
 
 def _of_files(disk: Disk, size: int) -> tuple[float, float]:

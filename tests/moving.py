@@ -6,7 +6,7 @@ import contextlib
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
@@ -62,7 +62,7 @@ def counted() -> Iterator[Counts]:
     host_again, disk_open = HostBuffer.again, DiskBuffer.start_open
 
     def begun(kind: type[HostBuffer | DiskBuffer]) -> Any:
-        begin = kind.__init__
+        begin: Callable[..., None] = kind.__init__
 
         def init(self: HostBuffer | DiskBuffer, *args: Any) -> None:
             begin(self, *args)

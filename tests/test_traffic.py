@@ -69,7 +69,8 @@ def test_what_each_kind_moves(way: str, stage: int) -> None:
         step = transform(step)
     for kind in ("params", "grads", "moments"):
         for memory in MEMORIES:
-            holds(fz.offload(step, **{kind: memory}), world=2 if stage else 1)
+            away: dict[str, Any] = {kind: memory}
+            holds(fz.offload(step, **away), world=2 if stage else 1)
 
 
 SCHEMES = {
