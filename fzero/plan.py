@@ -66,10 +66,11 @@ class Plan:
     peak: Mapping[str, int] = field(hash=False)
 
     def seconds(self, bandwidth: Bandwidth, compute: float | None = None) -> float:
-        """Estimates the seconds of a step, whose transfers run at the same time as it computes: the longest of them.
+        """Estimates the seconds of a step at best, whose transfers run while it computes: the longest of them.
 
-        That is max(compute, bytes / bandwidth of each direction of each memory). A step that must wait, as the first
-        unit does for its params, takes longer: this is what is to be had at best.
+        That is max(compute, to the device, from the device, disk), each bytes / bandwidth. To and from the host bytes
+        go at once; a disk's reads and writes share it, and are added. What a step must wait for comes on top: the
+        first unit for its params, an update for its norm.
 
         Args:
             bandwidth: measured by `fz.measure_bandwidth`, or made of known numbers.
@@ -87,7 +88,8 @@ class Plan:
         need_bandwidth(bandwidth, "Plan.seconds")
         if compute is not None and need_number(compute, "Plan.seconds", "compute", "a number of seconds or None") < 0:
             raise ValueError(f"Plan.seconds: got compute={compute}, expected at least 0 seconds.")
-        return max(float(compute or 0.0), *transfers(self, bandwidth))
+        to_device, from_device, read, written = transfers(self, bandwidth)
+        return max(float(compute or 0.0), to_device, from_device, read + written)
 
     def __str__(self) -> str:
         head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
@@ -145,7 +147,7 @@ def _kept(kept: Kept | None) -> str:
     )
 
 
-def transfers(plan: Plan, bandwidth: Bandwidth) -> tuple[float, ...]:
+def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
     """The seconds that a step's bytes take: to and from the host, from and to the disk."""
     out = []
     for memory in (HOST, DISK):
@@ -157,7 +159,7 @@ def transfers(plan: Plan, bandwidth: Bandwidth) -> tuple[float, ...]:
                     "Give it: fz.Bandwidth(..., disk_read=..., disk_write=...), or fz.measure_bandwidth(fz.Disk(path))."
                 )
             out.append(count / speed if count and speed else 0.0)
-    return tuple(out)
+    return out
 
 
 def _by_name(sizes: Mapping[str, int]) -> str:
