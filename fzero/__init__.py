@@ -3,12 +3,16 @@
 from fzero import optim as optim
 from fzero import testing as testing
 from fzero import transforms as transforms
+from fzero.bandwidth import Bandwidth as Bandwidth
+from fzero.bandwidth import measure_bandwidth as measure_bandwidth
 from fzero.capture.handle import HandleError as HandleError
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
 from fzero.derivatives import tape as tape
 from fzero.engine.batch import Pullback as Pullback
+from fzero.fits import Proposal as Proposal
+from fzero.fits import fits as fits
 from fzero.functional import functional as functional
 from fzero.optim import GradientTransformation as GradientTransformation
 from fzero.optim import adam as adam

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from fzero.base import pytree
-from fzero.base.arguments import need_int, wrong
+from fzero import traffic
+from fzero.bandwidth import Bandwidth, need_bandwidth
+from fzero.base.arguments import need_int, need_number, wrong
 from fzero.base.patterns import ROOT
 from fzero.comm import backend
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Blocks, Companded, Plain, nbytes
+from fzero.formats.formats import Blocks, Plain, nbytes
 from fzero.state.init import leaf_specs
-from fzero.state.moments import filled, init_extras, init_moments
+from fzero.state.moments import filled
 from fzero.state.sharded import Sharded
-from fzero.stores.put import DEVICE, name_of
+from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves
 from fzero.table.rows import Kept, Row
 from fzero.table.spec import Spec, need_step
+from fzero.traffic import DISK
 
 
 @dataclass(frozen=True)
@@ -32,8 +34,18 @@ class Plan:
     Attributes:
         rows: one per leaf.
         params, grads, moments, extra: state between updates (grads: as many as live at once, reduced).
-        gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (ZeRO-3).
+        gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (where they are made
+            for each use: in ZeRO-3, and of offloaded params).
         sent: per step without accumulation, by the params' gathers and the gradients' reduction.
+        device, host, disk: the same state by the memory that it lies in.
+        moved: per step without accumulation, by memory: `moved["host"]` is (to the device, from the device),
+            `moved["disk"]` (read, written). Counted are params, grads and moments of a step after the first, as if each
+            unit ran once, in the order of their names, and were pulled back; not activations, nor what an `fz.Extra`
+            or an optimizer's norm of its own reads.
+        peak: what a step takes at most, by memory ("device", "host", "disk"), but for activations: the state (twice, of
+            params and moments that are not overwritten: on a disk, and without `fz.donate`), the root's and two units'
+            full params, one unit's full gradients, and what the update of two units has brought. Up to
+            `fz.Disk(in_flight=...)` bytes more are on their way to files.
     """
 
     rows: tuple[Row, ...]
@@ -47,6 +59,37 @@ class Plan:
     gathered: int
     root: int
     sent: int
+    device: int
+    host: int
+    disk: int
+    moved: Mapping[str, tuple[int, int]] = field(hash=False)
+    peak: Mapping[str, int] = field(hash=False)
+
+    def seconds(self, bandwidth: Bandwidth, compute: float | None = None) -> float:
+        """Estimates the seconds of a step at best, whose transfers run while it computes: the longest of them.
+
+        That is max(compute, to the device, from the device, disk), each bytes / bandwidth. To and from the host bytes
+        go at once; a disk's reads and writes share it, and are added. What a step must wait for comes on top: the
+        first unit for its params, an update for its norm.
+
+        Args:
+            bandwidth: measured by `fz.measure_bandwidth`, or made of known numbers.
+            compute: seconds that the step takes with everything on the device, measured; None counts transfers only.
+
+        Raises:
+            ValueError: state lies on a disk, and the bandwidth says nothing of one.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3))
+            >>> plan = fz.plan(fz.offload(step, params="host"), {"w": torch.empty(1000, 1000, device="meta")})
+            >>> plan.seconds(fz.Bandwidth(host_read=4e9, host_write=4e9))
+            0.001
+        """
+        need_bandwidth(bandwidth, "Plan.seconds")
+        if compute is not None and need_number(compute, "Plan.seconds", "compute", "a number of seconds or None") < 0:
+            raise ValueError(f"Plan.seconds: got compute={compute}, expected at least 0 seconds.")
+        to_device, from_device, read, written = transfers(self, bandwidth)
+        return max(float(compute or 0.0), to_device, from_device, read + written)
 
     def __str__(self) -> str:
         head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
@@ -65,6 +108,14 @@ class Plan:
             f"{extra}; gathered at once: root {_bytes(self.root)} + largest unit {_bytes(self.gathered)}; "
             f"sent per step {_bytes(self.sent)}",
         ]
+        if any(memory != DEVICE for row in self.rows for memory in row.memories):
+            places = {"device": self.device, HOST: self.host, DISK: self.disk}
+            lines += [
+                f"between steps: {_by_name(places)}; at most in a step: {_by_name(self.peak)}, and activations",
+                f"moved per step: host to device {_bytes(self.moved[HOST][0])}, device to host "
+                f"{_bytes(self.moved[HOST][1])}; disk read {_bytes(self.moved[DISK][0])}, written "
+                f"{_bytes(self.moved[DISK][1])}",
+            ]
         return "\n".join(lines)
 
 
@@ -94,6 +145,25 @@ def _kept(kept: Kept | None) -> str:
     return ", ".join(
         [stored, *(cut.axis for cut in kept.cuts), *([name_of(kept.memory)] if kept.memory != DEVICE else [])]
     )
+
+
+def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
+    """The seconds that a step's bytes take: to and from the host, from and to the disk."""
+    out = []
+    for memory in (HOST, DISK):
+        for count, way in zip(plan.moved[memory], ("read", "write"), strict=True):
+            speed: float | None = getattr(bandwidth, f"{memory}_{way}")
+            if count and speed is None:
+                raise ValueError(
+                    f"Plan.seconds: got a bandwidth without {memory}_{way}, and {count} bytes go that way in a step. "
+                    "Give it: fz.Bandwidth(..., disk_read=..., disk_write=...), or fz.measure_bandwidth(fz.Disk(path))."
+                )
+            out.append(count / speed if count and speed else 0.0)
+    return out
+
+
+def _by_name(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"{name} {_bytes(size)}" for name, size in sizes.items())
 
 
 def _bytes(count: int) -> str:
@@ -129,15 +199,12 @@ def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
     rows = step.rows(specs, frozen)
     size = world_size if step.sharding else 1
     layout = Layout.build(rows, size)
-    stored, sent, gathered = 0, 0, collections.Counter[str]()
-    for key, group in layout.groups.items():
+    sent, gathered = 0, collections.Counter[str]()
+    for group in layout.groups.values():
         row, policy = group.row, group.row.policy
         assert policy.compute and policy.reduce
         share, full = group.numel * (size - 1) // size, group.numel * policy.compute.itemsize
-        stored += full if row.held else 0
-        if not (row.held and policy.computes_as_stored):
-            stored += nbytes(policy.param_format, layout.shard_numel(key))
-        if row.params.cuts:
+        if row.params.cuts or row.fetched:
             gathered[group.unit] += full
         if not row.frozen:  # what is whole on every rank goes round twice
             sent += share * policy.wire.itemsize if row.cuts else 2 * share * policy.reduce.itemsize
@@ -145,6 +212,10 @@ def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
         sent += gathers * (nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize)
     empty = Sharded(layout, Axis(), structure, {}, kind="params")
     like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
+    pieces = traffic.pieces_of(step, layout, like)
+    by_kind = {kind: traffic.total(p for p in pieces if p.kind == kind) for kind in ("grads", "moments", "extra")}
+    by_memory = {memory: traffic.total(p for p in pieces if p.memory == memory) for memory in traffic.MEMORIES}
+    alone = [*(p for p in pieces if p.kind != "grads"), *traffic.grads_of(step, layout, several=False)]
     paths = [rows[index].path for index in sorted(frozen)]
     some = ", ".join(paths[:4]) + (", ..." if len(paths) > 4 else "")
     return Plan(
@@ -152,30 +223,15 @@ def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
         header=(*step.header(), *([f"frozen, as their module has requires_grad=False: {some}"] if paths else [])),
         world_size=world_size,
         layout=layout,
-        params=stored,
-        grads=_living_grads(step, layout),
-        moments=_bytes_of(init_moments(step, like)),
-        extra=_bytes_of(init_extras(step, like)),
+        params=traffic.total(p for p in pieces if p.kind in ("params", "held")),
+        **by_kind,
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
         root=gathered[ROOT],
         sent=sent,
+        **by_memory,
+        moved=traffic.moved(alone),
+        peak=traffic.peak(step, pieces, layout, gathered),
     )
-
-
-def _living_grads(step: Spec, layout: Layout) -> int:
-    """The bytes of all grads; of a fused update the largest unit's, where they are not held until the norm is known."""
-    mode, units = step.fused_norm if step.fusion else "held", collections.Counter[str]()
-    for key in layout.trainable:
-        policy = layout.groups[key].row.policy
-        grad = policy.reduce if step.microbatches.count > 1 else policy.grad  # microbatches are kept as their sum is
-        assert grad
-        held = Companded(signed=True) if mode == "8-bit" else Plain(grad)
-        units[key.unit] += nbytes(held, layout.shard_numel(key))
-    return sum(units.values()) if mode in ("held", "8-bit") else max(units.values(), default=0)
-
-
-def _bytes_of(state: object) -> int:
-    return sum(leaf.nbytes for leaf in pytree.leaves(state) if isinstance(leaf, torch.Tensor))
 
 
 def plot_plan(plans: Mapping[str, Plan], axes: Any = None) -> object:

@@ -19,7 +19,7 @@ WINGS = (
     *("base", "comm", "formats", "kernels", "stores", "table", "state", "transforms", "optim"),
     *("capture", "engine", "modules", "update"),
 )
-TOP = ("step", "unit", "functional", "derivatives", "convert", "plan")
+TOP = ("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plan", "fits")
 FILES = sorted(ROOT.rglob("*.py"))
 # testing is beside the house: it looks at comm, and its strategies at everything
 MODULES = {

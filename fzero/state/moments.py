@@ -67,7 +67,10 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
 
 def apart(tree: object, *others: object) -> Any:
     """The tree, its tensors copied where they lie in the memory of others, which are about to be overwritten."""
-    taken = {x.untyped_storage()._cdata for x in pytree.flatten(others)[0] if isinstance(x, torch.Tensor)}
+    nodes = pytree.flatten(others, is_leaf=is_sharded)[0]
+    buffers = [(*x.entries.values(), *x.held_entries.values()) if is_sharded(x) else (x,) for x in nodes]
+    # what is away shares memory with nothing, and is not brought to be asked
+    taken = {x.untyped_storage()._cdata for own in buffers for x in own if isinstance(x, torch.Tensor)}
     shares = lambda x: isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken
     return pytree.map(lambda x: x.clone() if shares(x) else x, tree)
 

@@ -24,6 +24,8 @@ X = torch.ones(4, 3)
 STEP = fz.train_step(loss, fz.sgd(0.1, momentum=0.9))
 STATE = STEP.init(PARAMS)
 GRADS = STEP.vjp(STATE, X)[1](torch.ones(()))[0]
+SPEED = fz.Bandwidth(1e9, 1e9)
+PROPOSAL = fz.fits(STEP, PARAMS, 1 << 20)
 KINDS: dict[str, Any] = {
     "None": None,
     "a list": [1, 2],
@@ -49,6 +51,7 @@ KINDS: dict[str, Any] = {
     "a function": lambda *args: torch.ones(()),
     "a class": dict,
     "a disk": DISK,
+    "a bandwidth": SPEED,
     "an object": object(),
 }
 NUMBER = {"an int", "a negative", "a float", "a 0-d tensor"}
@@ -81,6 +84,34 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "step": (lambda v: fz.plan(v, PARAMS), {"a step"}),
         "params": (lambda v: fz.plan(STEP, v), {"full params", "a tensor", "a 0-d tensor", "a function"}),
         "world_size": (lambda v: fz.plan(STEP, PARAMS, v), {"an int", "None"}),
+    },
+    "Plan.seconds": {
+        "bandwidth": (fz.plan(STEP, PARAMS).seconds, {"a bandwidth"}),
+        "compute": (lambda v: fz.plan(STEP, PARAMS).seconds(SPEED, v), {"an int", "a float", "None"}),
+    },
+    "Bandwidth": {
+        "host_read": (lambda v: fz.Bandwidth(v, 1e9), {"an int", "a float"}),
+        "host_write": (lambda v: fz.Bandwidth(1e9, v), {"an int", "a float"}),
+        "disk_read": (lambda v: fz.Bandwidth(1e9, 1e9, v), {"an int", "a float", "None"}),
+        "disk_write": (lambda v: fz.Bandwidth(1e9, 1e9, 1e9, v), {"an int", "a float", "None"}),
+    },
+    "measure_bandwidth": {
+        "disk": (lambda v: fz.measure_bandwidth(v, nbytes=8), {"a disk", "None"}),
+        "device": (lambda v: fz.measure_bandwidth(device=v, nbytes=8), set()),
+        "nbytes": (lambda v: fz.measure_bandwidth(nbytes=v), {"an int"}),
+    },
+    "fits": {
+        "step": (lambda v: fz.fits(v, PARAMS, 1 << 20), {"a step"}),
+        "params": (lambda v: fz.fits(STEP, v, 1 << 20), {"full params", "a tensor", "a 0-d tensor", "a function"}),
+        "device": (lambda v: fz.fits(STEP, PARAMS, v, host=1 << 20), set()),
+        "host": (lambda v: fz.fits(STEP, PARAMS, 1 << 20, v), {"an int"}),
+        "disk": (lambda v: fz.fits(STEP, PARAMS, 1 << 20, 0, v), {"an int", "None"}),
+        "world_size": (lambda v: fz.fits(STEP, PARAMS, 1 << 20, world_size=v), {"an int", "None"}),
+        "bandwidth": (lambda v: fz.fits(STEP, PARAMS, 1 << 20, bandwidth=v), {"a bandwidth", "None"}),
+    },
+    "Proposal.apply": {
+        "step": (PROPOSAL.apply, {"a step"}),
+        "disk": (lambda v: PROPOSAL.apply(STEP, v), {"a disk", "None"}),
     },
     "plot_plan": {
         "plans": (fz.plot_plan, set()),

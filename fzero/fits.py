@@ -1,0 +1,164 @@
+"""fz.fits: the cheapest memories for a step's state, such that it fits into those of a machine."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from fzero.bandwidth import Bandwidth, need_bandwidth
+from fzero.base.arguments import need_int, wrong
+from fzero.plan import Plan, plan, transfers
+from fzero.stores.disk import Disk
+from fzero.stores.put import DEVICE, HOST, Memory
+from fzero.table.rows import KINDS
+from fzero.table.spec import S, Spec, need_step
+from fzero.traffic import DISK, MEMORIES
+from fzero.transforms import offload
+
+# an accelerator behind 16 lanes of PCIe 4, and an NVMe disk
+TYPICAL = Bandwidth(host_read=20e9, host_write=20e9, disk_read=3e9, disk_write=2e9)
+Placement = Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """A placement that fits; what `fz.fits` returns.
+
+    Attributes:
+        placement: "params", "grads" and "moments", each with "device", "host" or "disk".
+        plan: of the step that is offloaded so; `plan.peak` is what fits.
+        seconds: that its transfers take in a step, `plan.seconds(bandwidth)`.
+    """
+
+    placement: Placement = field(hash=False)
+    plan: Plan
+    seconds: float
+
+    def apply(self, step: S, disk: Disk | None = None) -> S:
+        """The step, offloaded as is proposed.
+
+        Args:
+            step: that was asked about.
+            disk: where what is put on the disk lies.
+
+        Raises:
+            ValueError: something is to lie on the disk, and none is given.
+        """
+        need_step(step, "Proposal.apply")
+        if disk is not None and not isinstance(disk, Disk):
+            raise wrong("Proposal.apply", "disk", disk, "an fz.Disk(path) or None")
+        on_disk = [kind for kind, memory in self.placement.items() if memory == DISK]
+        if on_disk and disk is None:
+            raise ValueError(
+                f"Proposal.apply: got no disk, and {' and '.join(on_disk)} are to lie there. Say which folder: "
+                "apply(step, fz.Disk(path))."
+            )
+        return _placed(step, self.placement, disk)
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{kind} on the {memory}" for kind, memory in self.placement.items())
+        return f"{where}; transfers take {self.seconds:.3g} s a step\n{self.plan}"
+
+
+def fits(
+    step: Spec,
+    params: object,
+    device: int,
+    host: int = 0,
+    disk: int | None = None,
+    world_size: int | None = None,
+    bandwidth: Bandwidth | None = None,
+) -> Proposal:
+    """Proposes where params, grads and moments should lie so that a step fits into memory and moves the least.
+
+    All 27 placements of the three kinds, whole, are planned; of those whose `Plan.peak` fits, the one is taken whose
+    transfers take the least time, and among those that take the same the one that moves and offloads the least bytes.
+    Activations are not counted, as nothing is run: leave room for them. Nor are the bytes on their way to files, up to
+    `fz.Disk(in_flight=...)`, which are in the host's memory meanwhile.
+
+    Args:
+        step: any step, of which nothing but activations is offloaded.
+        params: the pytree given to `init`, as for `fz.plan`.
+        device: bytes of memory for each rank's state on the device that computes. Where that is the CPU, the host's
+            memory is its own: leave `host` at 0.
+        host: bytes of the host's memory for each rank.
+        disk: bytes on a disk for each rank; None where there is none.
+        world_size: as for `fz.plan`.
+        bandwidth: by which costs are estimated: that of `fz.measure_bandwidth`. By default 20 GB/s to and from the
+            host, 3 from and 2 to the disk are assumed, as of PCIe 4 and an NVMe disk.
+
+    Raises:
+        ValueError: no placement fits, with the bytes that are missing; the step says already where its state lies.
+
+    Example:
+        >>> step = fz.donate(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3)))
+        >>> params = {"w": torch.empty(1000, 1000, device="meta")}
+        >>> fz.fits(step, params, device=18_000_000, host=8_000_000).placement
+        {'params': 'device', 'grads': 'device', 'moments': 'host'}
+    """
+    need_step(step, "fits")
+    room = {
+        DEVICE: need_int(device, "fits", "device", "a number of bytes", least=0),
+        HOST: need_int(host, "fits", "host", "a number of bytes", least=0),
+        DISK: None if disk is None else need_int(disk, "fits", "disk", "a number of bytes or None", least=0),
+    }
+    if bandwidth is not None:
+        need_bandwidth(bandwidth, "fits")
+        if disk is not None and None in (bandwidth.disk_read, bandwidth.disk_write):
+            raise ValueError(
+                f"fits: got disk={disk} and a bandwidth without disk_read or disk_write; expected both. Measure it: "
+                "fz.measure_bandwidth(fz.Disk(path)), or leave the disk out."
+            )
+    said = next((rule.source for rule in step.rules if rule.column in [f"{kind} in" for kind in KINDS]), None)
+    if said is not None:
+        raise ValueError(f"fits: got a step with {said}, which says where its state lies. Give the step without that.")
+    speeds, stand_in = bandwidth or TYPICAL, Disk(tempfile.gettempdir())  # to which nothing is written
+    proposals = []
+    for memories in itertools.product(*[[name for name in MEMORIES if room[name] is not None]] * len(KINDS)):
+        placement: Placement = dict(zip(KINDS, memories, strict=True))
+        planned = plan(_placed(step, placement, stand_in), params, world_size)
+        proposals.append(Proposal(placement, planned, planned.seconds(speeds)))
+    fitting = [each for each in proposals if not any(_missing(each.plan, room).values())]
+    if not fitting:
+        raise _does_not_fit(proposals, room, step.donates)
+    return min(fitting, key=lambda each: (each.seconds, sum(transfers(each.plan, speeds)), _away(each.plan)))
+
+
+def _away(plan: Plan) -> int:
+    return plan.host + plan.disk
+
+
+def _placed(step: S, placement: Placement, disk: Disk | None) -> S:
+    away: dict[str, Memory | None] = {
+        kind: disk if name == DISK else name for kind, name in placement.items() if name != DEVICE
+    }
+    return offload(step, away.get("params"), away.get("grads"), away.get("moments")) if away else step
+
+
+def _missing(plan: Plan, room: Mapping[str, int | None]) -> dict[str, int]:
+    """Memory -> the bytes that a plan takes there beyond its room."""
+    return {memory: max(0, nbytes - (room[memory] or 0)) for memory, nbytes in plan.peak.items()}
+
+
+def _does_not_fit(proposals: list[Proposal], room: Mapping[str, int | None], donates: bool) -> ValueError:
+    """The error, with the placement that lacks the least."""
+    nearest = min(proposals, key=lambda each: (sum(_missing(each.plan, room).values()), each.seconds))
+    least = min(proposals, key=lambda each: each.plan.peak[DEVICE])
+    lacks = _missing(nearest.plan, room)
+    missing = " and ".join(f"{count} bytes on the {name}" for name, count in lacks.items() if count)
+    needs = ", ".join(f"{count} bytes on the {name}" for name, count in nearest.plan.peak.items() if count)
+    where = ", ".join(f"{kind} on the {name}" for kind, name in nearest.placement.items())
+    given = ", ".join(f"{name}={count}" for name, count in room.items())
+    said = (
+        f"fits: got {given}, where no placement fits: {missing} are missing; expected {needs} for the one that lacks "
+        f"the least ({where}). The least that any takes on the device are {least.plan.peak[DEVICE]} bytes. "
+    )
+    return ValueError(said + ("" if donates else "fz.donate(step) overwrites the last state. ") + _MORE)
+
+
+_MORE = (
+    "Smaller units, a policy such as fz.Policy.compact16(), more ranks with fz.shard_zero3, or fz.fuse_update "
+    "take less; so does a disk, where none is given."
+)

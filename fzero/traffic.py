@@ -1,0 +1,200 @@
+"""Where a step's state lies between updates, piece by piece, and how often one step moves each piece."""
+
+from __future__ import annotations
+
+import collections
+import heapq
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.patterns import ROOT
+from fzero.formats.formats import Companded, Format, Plain
+from fzero.state.moments import init_extras, init_moments
+from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
+from fzero.stores.blocks import rounded
+from fzero.stores.put import DEVICE, HOST, name_of
+from fzero.table.layout import Key, Layout
+from fzero.table.spec import Spec
+
+DISK = "disk"
+MEMORIES = (DEVICE, HOST, DISK)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One kind of state of a group, on one rank.
+
+    Attributes:
+        kind: "params" (this rank's slice), "held" (all of them, in ZeRO-1 and 2), "grads", "moments" or "extra".
+        memory: "device", "host" or "disk".
+        parts: the bytes of each of its buffers.
+        reads: how often a step brings it to the device (or, to update it, from the disk to the host).
+        writes: how often a step puts it away.
+        copies: whether an update makes the next one before it lets go of the last one.
+    """
+
+    kind: str
+    unit: str
+    memory: str
+    parts: tuple[int, ...]
+    reads: int = 0
+    writes: int = 0
+    copies: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.parts)
+
+
+def pieces_of(step: Spec, layout: Layout, like: Sharded) -> list[Piece]:
+    """All pieces of a step's state.
+
+    A unit's params are brought for the forward and again for every pullback, but those of the unit that ran last, which
+    are still there; those of the root once. The update reads grads, those that wait for it once more for their norm,
+    and reads and writes what lies on a disk. What lies on the host is updated there.
+
+    Args:
+        like: the state's params, on the meta device.
+    """
+    out = [piece for key in layout.groups for piece in _params(step, layout, key)]
+    return [*out, *grads_of(step, layout, step.microbatches.count > 1), *_moments(step, like), *_extras(step, like)]
+
+
+def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
+    group = layout.groups[key]
+    row, memory = group.row, name_of(group.row.params.memory)
+    assert row.policy.compute
+    uses = _uses(step, layout, key.unit) if row.fetched else 0
+    on_disk, changes = int(memory == DISK), not row.frozen
+    out = []
+    if row.held:
+        parts = (group.numel * row.policy.compute.itemsize,)
+        copies = changes and (row.fetched or not step.donates)
+        out.append(Piece("held", key.unit, memory, parts, uses, int(changes and row.fetched), copies))
+    if row.beside:
+        parts = _sizes(row.policy.param_format, layout.shard_numel(key))
+        opens, fetches = int(changes) * on_disk, 0 if row.held else uses
+        copies = changes and bool(on_disk or not step.donates)
+        out.append(Piece("params", key.unit, memory, parts, fetches + opens, opens, copies))
+    return out
+
+
+def _uses(step: Spec, layout: Layout, unit: str) -> int:
+    """How often the params of a unit that runs once are brought to the device for it."""
+    if unit == ROOT:
+        return 1
+    last = max((name for name in step.table(layout).acting if name != ROOT), key=_in_order)
+    return 1 + _pullbacks(step) - (unit == last)
+
+
+def _pullbacks(step: Spec) -> int:
+    return 2 if step.fusion and step.fused_norm == "twice" else 1
+
+
+def _in_order(unit: str) -> list[tuple[int, str]]:
+    """Sorts units as numbers are counted: blocks.10 behind blocks.9."""
+    return [(int(word), "") if word.isdigit() else (-1, word) for word in re.split(r"(\d+)", unit)]
+
+
+def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:
+    """All grads; of a fused update the largest unit's, where they are not held until the norm is known.
+
+    Args:
+        several: whether microbatches are added up, in the dtype of their sum.
+    """
+    mode, units = step.fused_norm if step.fusion else "held", collections.defaultdict[str, list[Piece]](list)
+    waits = mode in ("held", "8-bit")
+    for key in layout.trainable:
+        row = layout.groups[key].row
+        grad = row.policy.reduce if several else row.policy.grad
+        assert grad and row.grads
+        held = Companded(signed=True) if mode == "8-bit" and row.policy.grad != torch.float64 else Plain(grad)
+        memory = name_of(row.grads.memory) if waits else DEVICE
+        reads, writes = (1 if step.fusion else 2, 1) if memory != DEVICE else (0, 0)
+        parts = _sizes(held, layout.shard_numel(key))
+        units[key.unit].append(Piece("grads", key.unit, memory, parts, reads, writes))
+    if waits:
+        return [piece for own in units.values() for piece in own]
+    return max(units.values(), key=total, default=[])
+
+
+def _moments(step: Spec, like: Sharded) -> list[Piece]:
+    in_place, moments = _in_place(step, like), init_moments(step, like)
+    tensors = [x for x in pytree.flatten(moments, is_leaf=is_sharded)[0] if isinstance(x, torch.Tensor)]
+    out = [Piece("moments", ROOT, DEVICE, (x.nbytes,), copies=True) for x in tensors]
+    for tree in trees_of(moments):
+        for name, buffer in tree.entries.items():
+            key = group_of(name)
+            row = tree.layout.groups[key].row
+            assert row.moments
+            memory = name_of(row.moments.memory)
+            moves = int(memory == DISK or (memory == HOST and not in_place))
+            copies = memory == DISK or not (in_place and step.donates)
+            out.append(Piece("moments", key.unit, memory, (buffer.nbytes,), moves, moves, copies))
+    return out
+
+
+def _in_place(step: Spec, like: Sharded) -> bool:
+    """Tells whether the optimizer writes to the buffers of its moments; otherwise it returns others."""
+    formats = [like.layout.groups[key].row.policy.param_format for key in like.layout.trainable]
+    plain = all(form.plain and not form.rounds for form in formats)
+    return step.optimizer.fused is not None and (step.optimizer.by_leaf or plain)
+
+
+def _extras(step: Spec, like: Sharded) -> list[Piece]:
+    tensors = [x for x in pytree.leaves(init_extras(step, like)) if isinstance(x, torch.Tensor)]
+    return [Piece("extra", ROOT, DEVICE, (x.nbytes,), copies=True) for x in tensors]
+
+
+def _sizes(form: Format, numel: int) -> tuple[int, ...]:
+    return tuple(numel // part.every * part.dtype.itemsize for part in form.parts)
+
+
+# ---- sums
+
+
+def total(pieces: Iterable[Piece]) -> int:
+    return sum(piece.nbytes for piece in pieces)
+
+
+def moved(pieces: Sequence[Piece]) -> dict[str, tuple[int, int]]:
+    """Memory -> bytes that a step brings from it, and puts there."""
+    away = {memory: [piece for piece in pieces if piece.memory == memory] for memory in (HOST, DISK)}
+    return {
+        memory: (sum(p.nbytes * p.reads for p in own), sum(p.nbytes * p.writes for p in own))
+        for memory, own in away.items()
+    }
+
+
+def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, gathered: Mapping[str, int]) -> dict[str, int]:
+    """Memory -> bytes that a step takes there at most, but for activations.
+
+    On the device are, beside its state: the full params of the root and of the two largest units (one that runs, one
+    that is brought meanwhile), the largest full cotangent of a unit, and what the update of a unit and of the next one
+    has brought there (of all of them, where the optimizer wants all at once). Where an accelerator computes, what is
+    read from a disk for an update takes the host's memory instead. In every memory the next state is made before the
+    last one goes, unless it is overwritten, as `fz.donate` says; on a disk it never is.
+
+    Args:
+        gathered: unit -> bytes of its full params, where they are made for each use.
+    """
+    out = {memory: total(p for p in pieces if p.memory == memory) for memory in (DEVICE, HOST)}
+    out[DISK] = sum(rounded(part) for p in pieces if p.memory == DISK for part in p.parts)  # files have whole blocks
+    for memory in MEMORIES:
+        copied = [part for p in pieces if p.memory == memory and p.copies for part in p.parts]
+        out[memory] += sum(map(rounded, copied) if memory == DISK else copied)
+    brought, cotangents = collections.Counter[str](), collections.Counter[str]()
+    for piece in pieces:
+        if piece.memory == DISK or (piece.memory == HOST and piece.kind in ("grads", "held")):
+            brought[piece.unit] += piece.nbytes
+    for key in layout.trainable:
+        group = layout.groups[key]
+        cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
+    units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
+    out[DEVICE] += gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
+    out[DEVICE] += sum(heapq.nlargest(2 if step.optimizer.by_group else len(brought), brought.values()))
+    return out

@@ -1,0 +1,104 @@
+"""Counts what goes to and from other memories while steps run, and how much lies there at most."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fzero.stores.away import Away, Wait
+from fzero.stores.host import HostBuffer
+from fzero.stores.on_disk import DiskBuffer
+
+
+class Counts:
+    """Bytes of all ranks: by (memory, direction), those that lie in each memory, and the most that did."""
+
+    def __init__(self) -> None:
+        self.moved: Counter[tuple[str, int]] = Counter()
+        self.there: Counter[str] = Counter()
+        self.most: Counter[str] = Counter()
+        self._holders: Counter[int] = Counter()
+        self._lock = threading.RLock()  # a buffer may be collected anywhere
+
+    def clear(self) -> None:
+        """Begins anew with what lies there now."""
+        with self._lock:
+            self.moved.clear()
+            self.most = Counter(self.there)
+
+    def of(self, memory: str, ranks: int = 1) -> tuple[int, int]:
+        """What a rank moved on average: to the device, and from it."""
+        both = self.moved[memory, 0], self.moved[memory, 1]
+        assert not any(each % ranks for each in both)
+        return both[0] // ranks, both[1] // ranks
+
+    def add(self, memory: str, direction: int, nbytes: int) -> None:
+        with self._lock:
+            self.moved[memory, direction] += nbytes
+
+    def lies(self, memory: str, place: int, nbytes: int, more: int) -> None:
+        """Notes that a buffer with a place in a memory was made, or is gone: several may have one."""
+        with self._lock:
+            if more > 0:
+                self.there[memory] += 0 if self._holders[place] else nbytes
+            self._holders[place] += more
+            if more < 0:
+                self.there[memory] -= 0 if self._holders[place] else nbytes
+            self.most[memory] = max(self.most[memory], self.there[memory])
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Counts]:
+    """Every buffer that is read, opened or made inside is counted: those of the disk whenever they are opened."""
+    counts = Counts()
+    plain = {kind: (kind.start_read, kind.of) for kind in (HostBuffer, DiskBuffer)}
+    host_again, disk_open = HostBuffer.again, DiskBuffer.start_open
+
+    def begun(kind: type[HostBuffer | DiskBuffer]) -> Any:
+        begin: Callable[..., None] = kind.__init__
+
+        def init(self: HostBuffer | DiskBuffer, *args: Any) -> None:
+            begin(self, *args)
+            place = self.tensor.data_ptr() if isinstance(self, HostBuffer) else id(self.file)
+            counts.lies(_memory_of(self), place, self.nbytes, 1)
+            weakref.finalize(self, counts.lies, _memory_of(self), place, self.nbytes, -1)
+
+        return init
+
+    def read(self: Any, target: torch.Tensor | None = None) -> Wait:
+        counts.add(_memory_of(self), 0, self.nbytes)
+        return plain[type(self)][0](self, target)
+
+    def opened(self: DiskBuffer, takes: bool) -> Wait:
+        counts.add("disk", 0, self.nbytes)
+        return disk_open(self, takes)
+
+    def made(kind: type[HostBuffer | DiskBuffer]) -> Any:
+        def of(tensor: torch.Tensor, *rest: Any) -> Away:
+            counts.add("host" if kind is HostBuffer else "disk", 1, tensor.numel() * tensor.element_size())
+            return plain[kind][1](tensor, *rest)
+
+        return staticmethod(of)
+
+    def again(self: HostBuffer, tensor: torch.Tensor, opened: bool) -> HostBuffer:
+        counts.add("host", 1, 0 if opened else self.nbytes)
+        return host_again(self, tensor, opened)
+
+    with contextlib.ExitStack() as stack:
+        patches: list[tuple[Any, str, Any]] = [(HostBuffer, "again", again), (DiskBuffer, "start_open", opened)]
+        for kind in plain:
+            patches += [(kind, "start_read", read), (kind, "of", made(kind)), (kind, "__init__", begun(kind))]
+        for of, name, value in patches:
+            stack.enter_context(mock.patch.object(of, name, value))
+        yield counts
+
+
+def _memory_of(buffer: Away) -> str:
+    return "host" if isinstance(buffer, HostBuffer) else "disk"
