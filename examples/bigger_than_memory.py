@@ -1,7 +1,7 @@
 """Trains a transformer whose state is eight times as large as the memory that the process may have.
 
     python examples/bigger_than_memory.py
-    python examples/bigger_than_memory.py --limit 1024 --folder /mnt/nvme/scratch
+    python examples/bigger_than_memory.py --limit 2048 --folder /mnt/nvme/scratch
 
 Params, gradients and the moments of Adam, 12 bytes a parameter and more, lie in files; one or two blocks of them are in
 memory at a time. The script sets the limit for itself (RLIMIT_DATA: what is allocated, whether it is touched or not),
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import functools
+import math
 import resource
 import sys
 import tempfile
@@ -40,9 +41,8 @@ Sample = tuple[float, float, float]  # seconds, MiB resident, MiB allocated
 def main(args: argparse.Namespace) -> int:
     text, _ = standard_library()
     disk = fz.Disk(args.folder, in_flight=16 * MIB)
-    blocks = 1
-    while state_of(step_of(args, blocks, disk)) < args.times * args.limit * MIB:
-        blocks += 1
+    one, two = (state_of(step_of(args, blocks, disk)) for blocks in (1, 2))
+    blocks = 1 + math.ceil(max(0.0, args.times * args.limit * MIB - one) / (two - one))
     step, params = step_of(args, blocks, disk)
     print(fz.plan(step, params))
     state_mib = state_of((step, params)) / MIB
@@ -158,14 +158,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser = parser_of(__doc__)
     add_numbers(
         parser,
-        ("limit", 640, "MiB that the process may allocate, what torch takes for itself among them"),
+        ("limit", 768, "MiB that the process may allocate, what torch takes for itself among them"),
         ("times", 8.0, "how many times as large the state is; the model has as many blocks as that takes"),
         ("width", 512, "features of the residual stream"),
         ("heads", 8, "attention heads of a block"),
         ("context", 128, "bytes of one example"),
-        ("batch", 4, "examples a step"),
+        ("batch", 2, "examples a step"),
         ("steps", 10, "updates"),
-        ("lr", 5e-4, "learning rate"),
+        ("lr", 1e-4, "learning rate"),
     )
     parser.add_argument(
         "--folder", default=tempfile.gettempdir() + "/fzero-state", help="on a local disk, for the state"
