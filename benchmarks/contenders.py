@@ -30,6 +30,7 @@ from fzero.base import pytree
 
 Run = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 LR, DECAY = 1e-3, 0.01
+ADAMW = fz.adamw(LR, weight_decay=DECAY)
 _BF16, _FP32 = torch.bfloat16, torch.float32
 # float32 masters and moments, computing and keeping gradients in bfloat16: what the low-precision schemes are held to
 MASTERS = fz.Policy(param=_FP32, grad=_BF16, moment=_FP32, compute=_BF16)
@@ -45,6 +46,7 @@ class Setup:
     dtype: torch.dtype = torch.float32
     remat: bool = False
     device: str = "cpu"
+    folder: str = ""  # on a local disk, for state; "" where state goes to the host
 
     def module(self) -> Transformer:
         return Transformer(self.width, self.blocks, self.heads, torch.Generator().manual_seed(0)).to(self.device)
@@ -86,17 +88,23 @@ class Training:
         pytree.leaves(self.state)
 
 
-def fzero_step(transform: Callable[[fz.Step], fz.Step], policy: fz.Policy | None = None) -> Callable[[Setup], Run]:
-    """A donated fzero step; a policy says itself what is computed in."""
+def built(
+    setup: Setup,
+    transform: Callable[[fz.Step], fz.Step],
+    policy: fz.Policy | None,
+    optimizer: fz.GradientTransformation,
+) -> tuple[fz.Step, object]:
+    """A donated fzero step and its params; a policy says itself what is computed in."""
+    apply, params = fz.functional(setup.module())
+    step = fz.donate(transform(fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), optimizer, policy)))
+    if setup.mixed and policy is None:
+        step = fz.autocast(step, setup.dtype)
+    return fz.remat(step) if setup.remat else step, params
 
+
+def fzero_step(transform: Callable[[fz.Step], fz.Step], policy: fz.Policy | None = None) -> Callable[[Setup], Run]:
     def make(setup: Setup) -> Run:
-        apply, params = fz.functional(setup.module())
-        step = fz.train_step(lambda p, x, y: loss_of(apply(p, x), y), fz.adamw(LR, weight_decay=DECAY), policy)
-        step = fz.donate(transform(step))
-        if setup.mixed and policy is None:
-            step = fz.autocast(step, setup.dtype)
-        if setup.remat:
-            step = fz.remat(step)
+        step, params = built(setup, transform, policy, ADAMW)
         return Training(step, step.init(params))
 
     return make
@@ -230,10 +238,106 @@ SCHEMES: dict[str, Callable[[Setup], Run]] = {
 }
 
 
+# the exact norm of all gradients, which others that offload give up
+CLIPPED = fz.chain(fz.clip_by_global_norm(1.0), ADAMW)
+
+
+_STATE = ("params", "grads", "moments")
+# scheme, and what of it is away -> the policy, and which kinds of state those are
+AWAY: dict[str, tuple[fz.Policy, tuple[str, ...]]] = {
+    f"{scheme}, {what}": (policy, kinds)
+    for what, kinds in {"resident": (), "moments away": ("moments",), "all away": _STATE}.items()
+    for scheme, policy in (
+        ("fp32 masters", MASTERS),
+        ("compact24", fz.Policy.compact24()),
+        ("compact16", fz.Policy.compact16()),
+    )
+}
+
+
+def away(setup: Setup, name: str) -> tuple[fz.Step, object]:
+    """The step and params of one of `AWAY`: updated once the norm is known, some kinds of state away."""
+    policy, kinds = AWAY[name]
+    memory = fz.Disk(setup.folder) if setup.folder else "host"
+
+    def transform(step: fz.Step) -> fz.Step:
+        step = fz.fuse_update(step, norm="held")
+        return fz.offload(step, **dict.fromkeys(kinds, memory)) if kinds else step
+
+    return built(setup, transform, policy, CLIPPED)
+
+
+def _away(setup: Setup, name: str) -> Run:
+    step, params = away(setup, name)
+    return Training(step, step.init(params))
+
+
+def _zero_offload(setup: Setup) -> Run:
+    """DeepSpeed's ZeRO-Offload: stage 2, its own Adam on the host, clipped."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import deepspeed  # type: ignore[import-not-found]
+
+    os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
+    os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
+    adamw = {"type": "AdamW", "params": {"lr": LR, "weight_decay": DECAY}}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "optimizer": adamw,
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "pin_memory": True}},
+        "bf16": {"enabled": True},
+    }
+    module = _checkpointed(setup.module())
+    engine, *_ = deepspeed.initialize(
+        model=module, model_parameters=list(module.parameters()), config=config, dist_init_required=False
+    )
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(engine(x), y)
+        engine.backward(loss)
+        engine.step()
+        return loss.detach()
+
+    return run
+
+
+def _torchao(setup: Setup) -> Run:
+    """torchao's CPUOffloadOptimizer, which refuses to clip."""
+    from torchao.optim import CPUOffloadOptimizer  # type: ignore[import-not-found]
+
+    module = _checkpointed(setup.module())
+    optimizer = CPUOffloadOptimizer(
+        module.parameters(), torch.optim.AdamW, offload_gradients=True, fused=True, lr=LR, weight_decay=DECAY
+    )
+
+    def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(setup.device, dtype=setup.dtype):
+            loss = loss_of(module(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return run
+
+
+# state that lies elsewhere, beside the same step with all of it on the device
+OFFLOADED: dict[str, Callable[[Setup], Run]] = {
+    **{name: functools.partial(_away, name=name) for name in AWAY},
+    "DeepSpeed ZeRO-Offload": _zero_offload,
+    "torchao CPUOffloadOptimizer": _torchao,
+}
+ALL = CONTENDERS | SCHEMES | OFFLOADED
+
+
 def is_here(name: str, ranks: int) -> bool:
     """Whether a contender's package is installed, and it has ranks enough."""
     if "two axes" in name:
         return ranks >= 4 and ranks % 2 == 0
+    if "torchao" in name or "ZeRO-Offload" in name:  # which are for an accelerator
+        package = name.partition(" ")[0].lower()
+        return torch.cuda.is_available() and importlib.util.find_spec(package) is not None
     return "DeepSpeed" not in name or importlib.util.find_spec("deepspeed") is not None
 
 

@@ -50,7 +50,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contenders import ALONE, CONTENDERS, SCHEMES, Setup, Training, is_here, start
+from contenders import ALL, ALONE, CONTENDERS, Setup, Training, is_here, start
 
 import fzero as fz
 
@@ -60,7 +60,15 @@ Series = dict[str, list[float]]  # by contender, one of each round or step
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
-    return Setup(args.width, args.blocks, args.heads, getattr(torch, args.dtype), args.remat, args.device)
+    return Setup(
+        args.width,
+        args.blocks,
+        args.heads,
+        getattr(torch, args.dtype),
+        args.remat,
+        args.device,
+        getattr(args, "folder", ""),
+    )
 
 
 @contextlib.contextmanager
@@ -86,7 +94,7 @@ def synchronize(device: str) -> None:
 def timed(rank: int, args: argparse.Namespace, names: Sequence[str]) -> tuple[Series, Series]:
     """Seconds of a step of every contender in each round, and the losses of all steps."""
     with quiet():
-        runs = {name: (CONTENDERS | SCHEMES)[name](setup_of(args)) for name in names}
+        runs = {name: ALL[name](setup_of(args)) for name in names}
     times: Series = {name: [] for name in names}
     losses: Series = {name: [] for name in names}
     data = batches(args, rank)
@@ -122,7 +130,7 @@ def memory(rank: int, args: argparse.Namespace, name: str) -> tuple[int, int, in
     live = fz.testing.LiveBytes()
     with contextlib.nullcontext() if cuda else live:
         with quiet():
-            run = (CONTENDERS | SCHEMES)[name](setup_of(args))
+            run = ALL[name](setup_of(args))
         data = batches(args, rank)
         for _ in range(2):  # the second shows what the first still had to allocate
             run(*next(data))
