@@ -44,16 +44,17 @@ def checked_collectives(enabled: bool = True) -> Iterator[None]:
         ...     pass
     """
     watch = Watch() if enabled else None
-    end = "has finished"
+    failed: BaseException | None = None
     try:
         with during(_watch, watch):
             yield
     except BaseException as error:
-        end = f"has failed with {type(error).__name__}: {error}"
+        failed = error
         raise
     finally:
         if watch is not None:
-            watch.leave(end)
+            watch.leave(failed)
+        del failed
 
 
 @contextlib.contextmanager
@@ -94,8 +95,7 @@ class Watch:
     def agree(self, words: str, group: backend.Group) -> list[str]:
         """The words of every rank of the group at this point, in group order."""
         store, me, members = backend.store(), backend.global_rank(), backend.members(group)
-        if self._prefix is None:  # of one generation of watches: all ranks have entered equally often
-            self._prefix = f"fzero/{store.add(f'fzero/watches/{me}', 1)}"
+        self._begin()
         name = backend.name_of(group)
         count = self._counts[name] = self._counts.get(name, 0) + 1
         store.set(self._key(name, count, me), words)
@@ -119,6 +119,11 @@ class Watch:
         if count > 2:  # whoever is here has read what was said two rounds ago
             store.delete_key(self._key(name, count - 2, me))
         return [store.get(key).decode() for key in keys]
+
+    def _begin(self) -> None:
+        if self._prefix is None:  # of one generation of watches: all ranks have entered equally often
+            count = backend.store().add(f"fzero/watches/{backend.global_rank()}", 1)
+            self._prefix = f"fzero/{count}"
 
     def _key(self, name: str, count: int, rank: int) -> str:
         return f"{self._prefix}/{name}/{count}/{rank}"
@@ -151,11 +156,15 @@ class Watch:
         keys = {rank: f"{self._prefix}/at/{rank}" for rank in range(backend.size_of(backend.world()))}
         return {rank: json.loads(store.get(key)) for rank, key in keys.items() if store.check([key])}
 
-    def leave(self, end: str) -> None:
-        """Tells those who still wait for this rank that it will not come."""
-        if self._prefix is not None and not self._stuck and backend.initialized():
-            key = f"{self._prefix}/at/{backend.global_rank()}"
-            backend.store().set(key, json.dumps(["", -1, [], end]))
+    def leave(self, failed: BaseException | None) -> None:
+        """Tells those who still wait for this rank, or will, that it will not come."""
+        if self._stuck or not backend.initialized():
+            return
+        if failed is not None:  # maybe before its first collective
+            self._begin()
+        if self._prefix is not None:
+            end = "has finished" if failed is None else f"has failed with {type(failed).__name__}: {failed}"
+            backend.store().set(f"{self._prefix}/at/{backend.global_rank()}", json.dumps(["", -1, [], end]))
 
 
 def explained(call: Callable[P, T], words: Callable[[], str], group: backend.Group) -> Callable[P, T]:

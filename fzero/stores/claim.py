@@ -69,7 +69,11 @@ def enter(folder: str, run: str) -> Claim:
                 _look_at(Path(folder, name), run)
         said = re.sub(r"\W", "_", run, flags=re.ASCII)[:40] or "run"
         path = Path(folder, f"fzero-{said}-{os.getpid()}-{secrets.token_hex(4)}")
-        os.mkdir(path, 0o700)
+        try:
+            os.mkdir(path, 0o700)
+        except OSError as error:  # some say only then that they take no folders
+            said = f"fz.Disk: cannot make a folder in {folder} ({error.strerror}). Give one that takes files."
+            raise OSError(error.errno, said) from None
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if not _try_lock(lock, path):

@@ -56,10 +56,14 @@ class File:
             OSError: they could not be written.
         """
         self._shared.need_own_process()
+        self._finish_write(False)
+
+    def _finish_write(self, again: bool) -> None:
+        """Waits for the write; one that has failed is begun anew where that was told already, or `again`."""
         with self._lock:
             self._write.wait()
             source = self._write.source
-            if self._told and self._write.failure is not None and source is not None:
+            if (again or self._told) and self._write.failure is not None and source is not None:
                 self._write = self._begin_write(source)
                 self._write.wait()
             self._told = self._write.failure is not None
@@ -73,12 +77,13 @@ class File:
         It may be called from any thread, once, several times or never, and raises RuntimeError if values are lost.
 
         Raises:
-            OSError: they could not be written, as of `written`.
+            OSError: they could not be written, and still cannot.
         """
         assert target.numel() * target.element_size() == self.nbytes, "a file is read as it was written"
         self._shared.need_own_process()
         if self._write.ended and self._write.failure is not None:
-            self.written()
+            # a step has many files: who makes room after one has failed shall not be told of each other one
+            self._finish_write(again=True)
         return hazards.arriving(target, self._begin_read)
 
     def _begin_write(self, source: torch.Tensor) -> Write:

@@ -72,17 +72,25 @@ class Read(Transfer):
         """Waits for the values; from any thread, any number of times.
 
         Raises:
-            RuntimeError: they could not be read.
+            RuntimeError: they could not be read, this time or for ever.
         """
         self.wait()
         if self.failure is None:
             return
         offset, cause = self.failure
+        lost = isinstance(cause, (Unread, FileNotFoundError))
         if isinstance(cause, FileNotFoundError):
             said = f"got 0 of {self.nbytes} bytes: the file is gone"
         else:
             said = str(cause) if isinstance(cause, Unread) else f"{type(cause).__name__}: {cause}"
         raise RuntimeError(
             f"Reading {self.content.what} from {self.content.path} failed at byte {offset} of {self.nbytes}: {said}. "
-            "It is lost: begin again from a checkpoint, and let nobody touch the files in the folder of fz.Disk."
+            f"{_LOST if lost else _UNREACHED}"
         ) from cause
+
+
+_LOST = "It is lost: begin again from a checkpoint, and let nobody touch the files in the folder of fz.Disk."
+_UNREACHED = (
+    "The file is still there, and is read anew when it is asked for again: free what is short, or where the disk "
+    "itself fails, begin again from a checkpoint on another one."
+)

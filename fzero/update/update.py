@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -192,8 +193,10 @@ class Update:
     def __enter__(self) -> Update:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        finish_all([self._finish, self.params.forget, *[tree.forget for tree in self._moments]])
+    def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        # what came first says more than what still was on its way then
+        with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
+            finish_all([self._finish, self.params.forget, *[tree.forget for tree in self._moments]])
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""

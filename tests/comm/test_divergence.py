@@ -258,3 +258,27 @@ def test_an_out_of_memory_error_stays_one(ranks: str) -> None:
     said, kind = run_ranks(too_little_memory, 2, backend=ranks)[0]
     assert "can't allocate memory" in said and kind == "RuntimeError"
     assert "another rank" not in said and "Communication failed" not in said
+
+
+def one_fails_before_it_says_anything(rank: int) -> list[str]:
+    """And once more: what is said of the second time is not taken for that of the first."""
+    said = []
+    for number in range(2):
+        try:
+            with checked_collectives():
+                if rank == 0:
+                    raise KeyError(f"the user's own, {number}")
+                component()
+        except (KeyError, RuntimeError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    with checked_collectives():
+        step, state = component()
+        step(state, *BATCH)
+    return said
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_a_rank_that_fails_before_its_first_collective(backend: str) -> None:
+    _, other = run_ranks(one_fails_before_it_says_anything, 2, backend=backend, timeout=30)
+    for number, said in enumerate(other):
+        assert said.startswith("PeerStopped") and f"rank 0 has failed with KeyError: \"the user's own, {number}" in said
