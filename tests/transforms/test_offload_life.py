@@ -1,0 +1,177 @@
+"""State on a disk over a process's life: nothing grows, copies, forks, killed runs, and offloads of nothing."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from failing import FUSED, X, at_rest, begun, bits, model, steps, wanted
+
+import fzero as fz
+from fzero.base import pytree
+from fzero.stores.disk import Disk
+from fzero.testing import LiveBytes, assert_trees_equal
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Disk:
+    return fz.Disk(tmp_path, threads=1)
+
+
+def test_nothing_grows(disk: Disk) -> None:
+    for fused in FUSED:
+        counts = []
+        step = steps(disk, fused)[0]
+        with LiveBytes() as live:
+            state = step.init(model()[1])
+            for number in range(12):
+                state, _ = step(state, X)
+                if number in (3, 11):
+                    at_rest(state)
+                    gc.collect()
+                    (folder,) = Path(disk.path).iterdir()
+                    open_ = len(os.listdir("/proc/self/fd"))
+                    counts.append((len(list(folder.iterdir())), open_, threading.active_count(), live.now()))
+            assert counts[0] == counts[1] and counts[0][0] == 1 + 3 * 4
+            assert live.now() < 4096, "all of it is in the files"
+        del state
+        gc.collect()
+        assert not list(Path(disk.path).iterdir())
+
+
+TRAINS = """
+import sys, fzero as fz
+from failing import X, model, steps
+step = steps(fz.Disk(sys.argv[1]), "plain")[0]
+state = step.init(model()[1])
+print("begun", flush=True)
+while True:
+    state, _ = step(state, X)
+"""
+
+
+def test_a_run_that_is_killed_and_the_next_one(disk: Disk) -> None:
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])
+    command = [sys.executable, "-c", TRAINS, disk.path]
+    step = steps(disk, "plain")[0]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env={**os.environ, "PYTHONPATH": path}) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "begun\n"
+            with pytest.raises(RuntimeError, match=rf"in use by another run: process {other.pid} .*folder of its own"):
+                step.init(model()[1])
+        finally:
+            other.send_signal(signal.SIGKILL)
+    (left,) = Path(disk.path).iterdir()
+    assert any(path.suffix in (".state", ".part") for path in left.iterdir())
+    assert not [path for path in left.rglob("*") if path.stat().st_mode & 0o077]
+    state = begun(step)
+    assert not left.exists() and len(list(Path(disk.path).iterdir())) == 1
+    assert_trees_equal(bits(state), wanted("plain")[1])
+
+
+def test_a_forked_child_is_told(disk: Disk) -> None:
+    step, plain = steps(disk, "plain")
+    state = begun(step)
+    uses: list[Callable[[], object]] = [
+        lambda: step(state, X),
+        lambda: fz.gather(state.params),
+        lambda: fz.convert(state, plain),
+        lambda: pytree.leaves(state),
+        lambda: pickle.dumps(state.params.entries),
+    ]
+    mine, theirs = os.pipe()
+    child = os.fork()
+    if not child:
+        said = 0
+        for use in uses:
+            try:
+                use()
+            except RuntimeError as error:
+                said += "was forked from it. Use the state where it was made" in str(error)
+        os.write(theirs, str(said).encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    assert os.read(mine, 9) == str(len(uses)).encode()
+    os.close(mine)
+    os.close(theirs)
+    assert_trees_equal(bits(state), wanted("plain")[1])
+    assert_trees_equal(bits(step(state, X)[0]), wanted("plain")[2])
+
+
+def test_copies_of_a_state_take_no_files_and_what_is_dropped_frees_them(disk: Disk) -> None:
+    step = steps(disk, "plain")[0]
+    first = begun(step)
+
+    def files() -> int:
+        gc.collect()
+        return len(list(Path(disk.path).glob("*/*.state")))
+
+    assert files() == 12
+    same = copy.deepcopy(first)
+    assert files() == 12
+    second = at_rest(step(first, X)[0])
+    assert files() == 24
+    del first
+    assert files() == 24, "the copy has them still"
+    assert_trees_equal(bits(same), wanted("plain")[1])
+    del same
+    assert files() == 12
+    again = pickle.loads(pickle.dumps((second.params.entries, second.moments[1].mu.entries)))
+    assert all(isinstance(buffer, torch.Tensor) for entries in again for buffer in entries.values())
+    assert_trees_equal(again[0], second.params.buffers)
+
+
+def test_kinds_that_a_step_lacks_are_empty(disk: Disk) -> None:
+    loss, params = model()
+    sgd = fz.train_step(loss, fz.sgd(0.1))
+    frozen = fz.freeze(fz.train_step(loss, fz.adamw(0.1)), "blocks.*")
+    cases = [
+        (sgd, {"moments": disk}),
+        (frozen, {"params": disk, "grads": disk, "moments": disk}),
+        (frozen, {"grads": disk, "moments": disk, "pattern": "blocks.*"}),
+        (fz.fuse_update(sgd), {"grads": disk}),
+        (fz.train_step(lambda p, x: (x @ p["head"]).sum(), fz.sgd(0.1)), {"activations": disk}),
+    ]
+    for plain, said in cases:
+        step = fz.offload(plain, **said)  # type: ignore[arg-type]
+        got, want = (each(each.init(params), X)[0] for each in (step, plain))
+        assert_trees_equal(fz.gather((got.params, got.moments)), fz.gather((want.params, want.moments)))
+    assert "moments 0 B" in str(fz.plan(fz.offload(sgd, moments=disk), params))
+
+
+def test_what_makes_no_sense_says_so(disk: Disk, tmp_path: Path) -> None:
+    loss, params = model()
+    plain = fz.train_step(loss, fz.adamw(0.1))
+    for ask in (fz.plan, lambda step, params: step.init(params)):
+        with pytest.raises(
+            ValueError, match=r"offload\(params=Disk\(.*the pattern 'block' matches no leaf. The leaves"
+        ):
+            ask(fz.offload(plain, params=disk, pattern="block"), params)
+        twice = fz.offload(fz.offload(plain, moments=disk), moments="host", pattern="blocks.1.*")
+        with pytest.raises(ValueError, match=r"'moments in' of leaf 'blocks.1.w' is set twice: by offload.*Keep one"):
+            ask(twice, params)
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(NotADirectoryError, match=r"fz.Disk: .*/file"):
+        fz.Disk(tmp_path / "file")
+    with pytest.raises(NotADirectoryError, match=r"fz.Disk: cannot make the folder .*/file/x .*may write to"):
+        fz.Disk(tmp_path / "file" / "x")
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+@pytest.mark.skipif(not os.access("/proc/self/fd", os.W_OK), reason="only root is told that it may write there")
+def test_a_folder_that_takes_no_files() -> None:
+    step = fz.offload(fz.train_step(model()[0], fz.adamw(0.1)), params=fz.Disk("/proc/self/fd"))
+    with pytest.raises(
+        OSError, match=r"fz.Disk: cannot make a folder in /proc/\S*fd \(.*\). Give one that takes files"
+    ):
+        step.init(model()[1])
