@@ -246,5 +246,8 @@ def finish_all(waits: Sequence[Callable[[], object]]) -> None:
             wait()
         except BaseException as error:
             errors.append(error)
-    if errors:
-        raise errors[0]
+    try:
+        if errors:
+            raise errors[0]
+    finally:
+        errors.clear()  # or the error and this frame would hold each other, and with them all that it went through
