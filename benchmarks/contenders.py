@@ -262,7 +262,9 @@ def away(setup: Setup, name: str) -> tuple[fz.Step, object]:
 
     def transform(step: fz.Step) -> fz.Step:
         step = fz.fuse_update(step, norm="held")
-        return fz.offload(step, **dict.fromkeys(kinds, memory)) if kinds else step
+        for kind in kinds:
+            step = fz.offload(step, **{kind: memory})  # type: ignore[arg-type]
+        return step
 
     return built(setup, transform, policy, CLIPPED)
 
@@ -289,9 +291,7 @@ def _zero_offload(setup: Setup) -> Run:
         "bf16": {"enabled": True},
     }
     module = _checkpointed(setup.module())
-    engine, *_ = deepspeed.initialize(
-        model=module, model_parameters=list(module.parameters()), config=config, dist_init_required=False
-    )
+    engine, *_ = deepspeed.initialize(model=module, config=config, dist_init_required=False)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = loss_of(engine(x), y)

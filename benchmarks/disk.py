@@ -6,16 +6,14 @@ Both move the same number of bytes in the same folder, past the page cache (`dir
 filesystem takes it), turn by turn in one run; a line gives the medians in MB/s, and the median of the ratios:
 
 - write: new files beside a new file of dd;
-- write again: each tensor's file is dropped when its next one is written, inside `reusing`, beside dd that overwrites
-  its file (conv=notrunc);
-- the same without `reusing`, where blocks are freed and allocated anew;
+- write over: each tensor's next file is written over its last one, beside dd that overwrites its file (conv=notrunc);
+- write again: the last file is dropped instead, its blocks freed and others allocated;
 - read, into memory that begins at a block and, by a copy more, into memory that does not.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import statistics
 import subprocess
 import tempfile
@@ -65,12 +63,13 @@ def main() -> None:
         askew = [torch.empty(nbytes + 1, dtype=torch.uint8)[1:] for _ in range(flight)]
         files: dict[int, File] = {}
 
-        def write() -> None:
+        def write(over: bool = False) -> None:
             pending: deque[File] = deque()
             for number in range(args.tensors):
                 if len(pending) == flight:
                     pending.popleft().written()
-                files[number] = folder.start_write(sources[number % flight], f"tensor {number}", disk)
+                last = files.get(number) if over else None
+                files[number] = folder.start_write(sources[number % flight], f"tensor {number}", disk, last)
                 pending.append(files[number])
             for file in pending:
                 file.written()
@@ -94,14 +93,13 @@ def main() -> None:
             back = (f"if={theirs}", "of=/dev/null", "iflag=direct", count)
             pairs: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
                 "write": (lambda: dd(*new), write),
+                "write over": (lambda: dd(*new, "conv=notrunc"), lambda: write(over=True)),
                 "write again": (lambda: dd(*new, "conv=notrunc"), write),
-                "write again, not reusing": (lambda: dd(*new, "conv=notrunc"), write),
                 "read": (lambda: dd(*back), lambda: read(targets)),
                 "read, not aligned": (lambda: dd(*back), lambda: read(askew)),
             }
             for name, (one, other) in pairs.items():
-                with folder.reusing() if name == "write again" else contextlib.nullcontext():
-                    pair = [seconds(one), seconds(other)] if turn % 2 else [seconds(other), seconds(one)][::-1]
+                pair = [seconds(one), seconds(other)] if turn % 2 else [seconds(other), seconds(one)][::-1]
                 if turn:  # the first one warms up
                     times[name].append((pair[0], pair[1]))
             last = (args.tensors - 1) % flight

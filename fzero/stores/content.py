@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import threading
@@ -11,7 +12,6 @@ from fzero.stores import blocks
 from fzero.stores.disk import Disk
 from fzero.stores.handle import Opener
 from fzero.stores.pool import Pool, Room
-from fzero.stores.spares import Spares, remove
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,9 @@ class Shared:
     pool: Pool = field(default_factory=Pool)
     room: Room = field(default_factory=Room)
     opener: Opener = field(default_factory=Opener)
-    spares: Spares = field(default_factory=Spares)
+    failing: threading.Event = field(
+        default_factory=threading.Event
+    )  # since a failed write was told of, none went well
 
     def need_own_process(self) -> None:
         """Raises RuntimeError in a child that was forked: the threads are not there, nor are the files its own."""
@@ -41,14 +43,16 @@ class Content:
     Attributes:
         what: it is, in words, for errors.
         path: of the whole file; one that is being written has another name, `part`.
+        over: the file of as many bytes that it is written over, as that is quicker than to free and allocate blocks.
         sums: the checksum of each chunk, where the disk verifies.
         whole: whether it is written.
         dropped: whether nobody wants it any more.
         repeated: how many chunks were read a second time.
     """
 
-    def __init__(self, path: str, nbytes: int, what: str, disk: Disk) -> None:
+    def __init__(self, path: str, nbytes: int, what: str, disk: Disk, over: str | None = None) -> None:
         self.path, self.part, self.nbytes, self.what, self.disk = path, f"{path}.part", nbytes, what, disk
+        self.over = over
         self.sums = [0] * math.ceil(nbytes / blocks.CHUNK) if disk.verify else []
         self.whole = self.dropped = False
         self.repeated = 0
@@ -66,14 +70,18 @@ class Content:
     def drop(self, shared: Shared) -> None:
         """Frees the file, maybe while it is being written or read. Takes no lock, as it may run anywhere.
 
-        Names are removed in the order in which a write gives them, so that none is missed: a part that is removed is
-        not renamed any more, and one that is made afterwards its write removes, as it looks at `dropped` then.
+        Names are removed in the order in which a write gives them, so that none is missed: what is removed is not
+        renamed any more, and a part that is made afterwards its write removes, as it looks at `dropped` then.
         """
         if os.getpid() != shared.pid:  # a forked child's copy
             return
         self.dropped = True
-        if self.whole:
-            shared.spares.give(self.path, self.room)
-        else:
-            remove(self.part)
-            remove(self.path)
+        for path in (self.over, self.part, self.path):
+            if path is not None:
+                remove(path)
+
+
+def remove(path: str) -> None:
+    """Removes a file, if it is there."""
+    with contextlib.suppress(OSError):
+        os.unlink(path)

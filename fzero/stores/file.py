@@ -28,13 +28,22 @@ class File:
         path: where they lie when they are written.
     """
 
-    def __init__(self, path: str, source: torch.Tensor, what: str, disk: Disk, shared: Shared, folder: object) -> None:
+    def __init__(
+        self,
+        path: str,
+        source: torch.Tensor,
+        what: str,
+        disk: Disk,
+        shared: Shared,
+        folder: object,
+        over: str | None = None,
+    ) -> None:
         self.nbytes, self.path = source.numel() * source.element_size(), Path(path)
         self._shared, self._folder = shared, folder  # which lasts as long as its files
-        self._content = Content(path, self.nbytes, what, disk)
+        self._content = Content(path, self.nbytes, what, disk, over)
         self._lock, self._copying, self._told = threading.Lock(), threading.Lock(), False
-        freed = weakref.finalize(self, self._content.drop, shared)
-        freed.atexit = False  # the folder goes as a whole
+        self._freed = weakref.finalize(self, self._content.drop, shared)
+        self._freed.atexit = False  # the folder goes as a whole
         self._write = self._begin_write(source)
 
     @property
@@ -46,6 +55,14 @@ class File:
     def repeated(self) -> int:
         """How many chunks were read a second time, as the first had failed."""
         return self._content.repeated
+
+    def give_away(self) -> str | None:
+        """Leaves its path on the disk to another File, and is not read again; None where it is not whole, and freed."""
+        if not self._content.whole or self._freed.detach() is None:
+            self._freed()
+            return None
+        self._content.dropped = True
+        return self._content.path
 
     def written(self) -> None:
         """Waits until the bytes are on the way out of memory; the source may then be written to.
@@ -77,13 +94,19 @@ class File:
         It may be called from any thread, once, several times or never, and raises RuntimeError if values are lost.
 
         Raises:
-            OSError: they could not be written, and still cannot.
+            OSError: they could not be written, and still cannot. That is raised once, for all files of the folder,
+                until one can be written again; after that they are read from memory.
         """
         assert target.numel() * target.element_size() == self.nbytes, "a file is read as it was written"
         self._shared.need_own_process()
         if self._write.ended and self._write.failure is not None:
-            # a step has many files: who makes room after one has failed shall not be told of each other one
-            self._finish_write(again=True)
+            told = self._shared.failing.is_set()
+            try:
+                self._finish_write(again=True)
+            except OSError:
+                self._shared.failing.set()
+                if not told:  # whoever was told of one of a step's many files can get at all that is in memory
+                    raise
         return hazards.arriving(target, self._begin_read)
 
     def _begin_write(self, source: torch.Tensor) -> Write:

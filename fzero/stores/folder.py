@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import os
 import threading
@@ -36,7 +35,7 @@ class Folder:
         self._numbers = itertools.count()
         weakref.finalize(self, _close, self._claim, self.shared)
 
-    def start_write(self, source: torch.Tensor, what: str, disk: Disk) -> File:
+    def start_write(self, source: torch.Tensor, what: str, disk: Disk, over: File | None = None) -> File:
         """Begins to write a contiguous CPU tensor to a file.
 
         Waits while more than the disk's `in_flight` bytes are on their way already.
@@ -45,16 +44,13 @@ class Folder:
             source: not to be written to until `File.written` returns or `File.on_disk` is True; held until then.
             what: it is, in words, for errors: "moments of unit 'blocks.0'".
             disk: says how.
+            over: a file of as many bytes that nobody reads any more, to be overwritten: that is quicker than to free
+                and allocate blocks, and takes no more of the disk.
         """
         self.shared.need_own_process()
-        return File(str(self.path / f"{next(self._numbers)}.state"), source, what, disk, self.shared, self)
-
-    def reusing(self) -> contextlib.AbstractContextManager[None]:
-        """Inside, on any thread, freed files are overwritten by later ones of their size; may be nested.
-
-        What is kept is still taken from the disk, until it is used or the outermost of these ends.
-        """
-        return self.shared.spares.reusing()
+        assert over is None or over.nbytes == source.numel() * source.element_size()
+        path, freed = str(self.path / f"{next(self._numbers)}.state"), over.give_away() if over is not None else None
+        return File(path, source, what, disk, self.shared, self, freed)
 
     def forget(self) -> None:
         """In a forked child: the lock stays the parent's alone, so that it ends with it."""

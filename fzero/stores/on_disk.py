@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from fzero.base import private
 from fzero.comm import backend
 from fzero.stores.away import Away, Wait
 from fzero.stores.blocks import aligned
@@ -13,19 +14,19 @@ from fzero.stores.folder import folder_of
 
 
 class DiskBuffer(Away):
-    """A flat buffer in a file, which goes when nobody refers to this any more."""
+    """A flat buffer in a file, which goes when nobody refers to this any more; or is written over by the next value."""
 
     def __init__(self, file: File, disk: Disk, dtype: torch.dtype, numel: int, device: torch.device, what: str) -> None:
         super().__init__(dtype, numel, device, what)
-        self.file, self._disk = file, disk
+        self.file, self._disk, self._taken = file, disk, False
 
     @staticmethod
-    def of(tensor: torch.Tensor, disk: Disk, device: torch.device, what: str) -> DiskBuffer:
+    def of(tensor: torch.Tensor, disk: Disk, device: torch.device, what: str, over: File | None = None) -> DiskBuffer:
         """The values of a tensor, to which nobody writes any more, on their way to a file."""
         source = tensor.detach()
         if source.device.type != "cpu":
             source = _empty(source.numel(), source.dtype).copy_(source)
-        file = folder_of(disk, backend.run_id).start_write(source.contiguous(), what, disk)
+        file = folder_of(disk, backend.run_id).start_write(source.contiguous(), what, disk, over)
         return DiskBuffer(file, disk, tensor.dtype, tensor.numel(), device, what)
 
     def start_read(self, target: torch.Tensor | None = None) -> Wait:
@@ -40,6 +41,7 @@ class DiskBuffer(Away):
         return arrived
 
     def start_open(self, takes: bool) -> Wait:
+        self._taken = takes
         return self._start(_empty(self.numel(), self.dtype))
 
     def _start(self, target: torch.Tensor) -> Wait:
@@ -52,7 +54,9 @@ class DiskBuffer(Away):
         return arrived
 
     def again(self, tensor: torch.Tensor, opened: bool) -> DiskBuffer:
-        return DiskBuffer.of(tensor, self._disk, self.device, self.what)
+        # a transfer that is on its way holds the file
+        over = self.file if opened and self._taken and private.entry_holders(vars(self), "file") == 0 else None
+        return DiskBuffer.of(tensor, self._disk, self.device, self.what, over)
 
 
 def _empty(numel: int, dtype: torch.dtype) -> torch.Tensor:

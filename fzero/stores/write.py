@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import zlib
@@ -10,9 +11,8 @@ import torch
 
 from fzero.stores import blocks
 from fzero.stores.blocks import Bounce, Memory
-from fzero.stores.content import Content, Shared
+from fzero.stores.content import Content, Shared, remove
 from fzero.stores.handle import Handle
-from fzero.stores.spares import Spares, remove
 from fzero.stores.transfer import Stopped, Transfer
 
 _NOT_HERE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # a filesystem that cannot reserve space
@@ -37,11 +37,14 @@ class Write(Transfer):
     def open(self) -> Handle:
         content, shared = self.content, self._shared
         direct = content.disk.direct
-        if shared.spares.take(content.part, content.room):
-            return shared.opener.open(content.part, os.O_WRONLY, direct)
+        over, content.over = content.over, None
+        if over is not None:
+            with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
+                os.rename(over, content.part)
+                return shared.opener.open(content.part, os.O_WRONLY, direct)
         handle = shared.opener.open(content.part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
         try:
-            _reserve(handle.descriptor, content.room, shared.spares)
+            _reserve(handle.descriptor, content.room)
         except BaseException:
             handle.close()
             raise
@@ -59,6 +62,7 @@ class Write(Transfer):
     def complete(self) -> None:
         os.rename(self.content.part, self.content.path)
         self.content.whole = True
+        self._shared.failing.clear()
 
     def let_go(self) -> None:
         self._memory = None
@@ -83,14 +87,14 @@ class Write(Transfer):
         said = (
             f"Writing {self.content.what} to {self.content.path} failed at byte {offset} of {self.nbytes}: "
             f"{_reason(cause)}. {self.content.room} bytes are needed there, {_free(self.content.path)} are free. The "
-            "values are kept in memory, and written when they are asked for again: make room, or give another folder, "
-            "fz.Disk(path)."
+            "values are kept in memory, where later calls read them, and written as soon as they can be: make room, or "
+            "give another folder, fz.Disk(path)."
         )
         number = cause.errno if isinstance(cause, OSError) else None
         raise RuntimeError(said) if number is None else OSError(number, said)
 
 
-def _reserve(descriptor: int, nbytes: int, spares: Spares) -> None:
+def _reserve(descriptor: int, nbytes: int) -> None:
     """Takes the space of a file at once, so that a disk that is full shows before anything is written.
 
     Raises:
@@ -101,8 +105,6 @@ def _reserve(descriptor: int, nbytes: int, spares: Spares) -> None:
             os.posix_fallocate(descriptor, 0, nbytes)
             return
     except OSError as error:
-        if error.errno == errno.ENOSPC and spares.clear():
-            return _reserve(descriptor, nbytes, spares)
         if error.errno not in _NOT_HERE:
             raise
     os.ftruncate(descriptor, nbytes)

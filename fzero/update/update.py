@@ -33,7 +33,7 @@ def apply_update(
         with Update(step, state) as update:
             trainable = state.layout.trainable
             # the others' gathers then run meanwhile, and transfers
-            one_by_one = step.optimizer.by_group and (state.params.held_entries or update.moves)
+            one_by_one = step.optimizer.by_group and (state.params.held_entries or update.moves or grads.away)
             parts = [(key,) for key in trainable] if one_by_one else [trainable]
             try:
                 for keys, following in itertools.pairwise((*parts, ())):

@@ -10,11 +10,14 @@ import sys
 import textwrap
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from fzero.comm import hazards
 from fzero.stores.disk import Disk
+from fzero.stores.file import File
 from fzero.stores.folder import Folder, folder_of
 
 START = """
@@ -262,55 +265,81 @@ def test_a_forked_child(tmp_path: Path) -> None:
     assert said == "free\n" and not list(tmp_path.iterdir())
 
 
-def test_freed_files_are_used_again(folder: Folder, disk: Disk) -> None:
-    def write(nbytes: int) -> int:
-        """The file is dropped as it is written."""
-        file = folder.start_write(torch.full((nbytes,), nbytes % 251, dtype=torch.uint8), "x", disk)
-        file.written()
-        file.start_read(target := torch.empty(nbytes, dtype=torch.uint8))()
-        assert (target == nbytes % 251).all()
-        return file.path.stat().st_ino
-
-    def files() -> int:
-        return len(os.listdir(folder.path)) - 1
-
-    with folder.reusing():
-        with folder.reusing():
-            first = write(50_000)
-            assert files() == 1
-        assert write(50_001) == first and files() == 1  # of as many blocks
-        assert write(90_000) != first and files() == 2
-        file = folder.start_write(torch.ones(50_000, dtype=torch.uint8), "x", disk)
-        file.written()
-        assert file.path.stat().st_ino == first
-        assert write(50_000) != first and files() == 3
-    assert files() == 1 and file.path.exists()
-    write(50_000)
-    assert files() == 1
+def write(folder: Folder, disk: Disk, value: int, over: File | None = None) -> File:
+    return folder.start_write(torch.full((50_000,), value, dtype=torch.uint8), "x", disk, over)
 
 
-def test_kept_files_make_room_on_a_full_disk(folder: Folder, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
-    reserve = os.posix_fallocate
-
-    def full(descriptor: int, offset: int, nbytes: int) -> None:
-        if len(os.listdir(folder.path)) > 2:
-            raise OSError(28, "No space left on device")
-        reserve(descriptor, offset, nbytes)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with folder.reusing():
-        folder.start_write(torch.ones(5000), "x", disk).written()
-        folder.start_write(torch.ones(9000), "x", disk).written()
+def back(file: File) -> torch.Tensor:
+    file.start_read(target := torch.empty(50_000, dtype=torch.uint8))()
+    return target
 
 
-def test_a_kept_file_that_somebody_deletes(folder: Folder, disk: Disk) -> None:
-    with folder.reusing():
-        file = folder.start_write(torch.ones(5000), "x", disk)
-        file.written()
-        path = file.path
-        del file
-        path.unlink()
-        file = folder.start_write(torch.ones(5000), "x", disk)
-        file.written()
-        file.start_read(target := torch.zeros(5000))()
-        assert target.sum() == 5000
+def test_a_file_is_written_over(folder: Folder, disk: Disk) -> None:
+    first = write(folder, disk, 1)
+    first.written()
+    place = first.path.stat().st_ino
+    second = write(folder, disk, 2, over=first)
+    second.written()
+    assert second.path.stat().st_ino == place and (back(second) == 2).all()
+    with pytest.raises(RuntimeError):
+        back(first)
+    del first
+    gc.collect()
+    assert len(os.listdir(folder.path)) == 2 and (back(second) == 2).all()
+    del second
+    gc.collect()
+    assert os.listdir(folder.path) == ["lock"]
+
+
+def test_a_file_that_is_not_whole_is_not_written_over(
+    folder: Folder, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, write_bytes = threading.Event(), os.pwritev
+
+    def wait(*args: Any) -> int:
+        assert begun.wait(60)
+        return write_bytes(*args)
+
+    monkeypatch.setattr(os, "pwritev", wait)
+    first = write(folder, disk, 1)
+    second = write(folder, disk, 2, over=first)
+    begun.set()
+    second.written()
+    assert (back(second) == 2).all()
+
+
+def test_a_file_that_somebody_deletes_is_not_written_over(folder: Folder, disk: Disk) -> None:
+    first = write(folder, disk, 1)
+    first.written()
+    first.path.unlink()
+    assert (back(write(folder, disk, 2, over=first)) == 2).all()
+
+
+def test_a_dropped_file_takes_what_it_was_to_be_written_over_along(
+    folder: Folder, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write(folder, disk, 1)
+    first.written()
+    monkeypatch.setattr(hazards, "departing", lambda start: None)  # it never begins
+    second = write(folder, disk, 2, over=first)
+    del first, second
+    gc.collect()
+    assert os.listdir(folder.path) == ["lock"]
+
+
+def test_an_overwriting_that_fails_leaves_no_old_bytes(
+    folder: Folder, disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = write(folder, disk, 1)
+    first.written()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwritev", _full)
+        second = write(folder, disk, 2, over=first)
+        with pytest.raises(OSError, match="No space left"):
+            second.written()
+        assert os.listdir(folder.path) == ["lock"]
+    assert (back(second) == 2).all()
+
+
+def _full(*_: object) -> int:
+    raise OSError(28, "No space left on device")
