@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,10 +70,11 @@ def test_a_run_that_is_killed_and_the_next_one(disk: Disk) -> None:
             assert other.stdout is not None and other.stdout.readline() == "begun\n"
             with pytest.raises(RuntimeError, match=rf"in use by another run: process {other.pid} .*folder of its own"):
                 step.init(model()[1])
+            (left,) = Path(disk.path).iterdir()
+            while not any(path.suffix in (".state", ".part") for path in left.iterdir()):
+                time.sleep(1e-3)
         finally:
             other.send_signal(signal.SIGKILL)
-    (left,) = Path(disk.path).iterdir()
-    assert any(path.suffix in (".state", ".part") for path in left.iterdir())
     assert not [path for path in left.rglob("*") if path.stat().st_mode & 0o077]
     state = begun(step)
     assert not left.exists() and len(list(Path(disk.path).iterdir())) == 1
