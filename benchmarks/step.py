@@ -181,9 +181,8 @@ def environment(said: dict[str, str]) -> Iterator[None]:
 def check_losses(losses: Series, tolerance: float) -> None:
     alone = [name for name in (ALONE, "fzero") if name in losses]
     for names in (alone, [name for name in losses if name not in alone]):
-        reference = losses[names[0]]
         for name in names[1:]:
-            gap = max(abs(a - b) / abs(b) for a, b in zip(losses[name], reference, strict=True))
+            gap = max(abs(a - b) / abs(b) for a, b in zip(losses[name], losses[names[0]], strict=True))
             if gap > tolerance:
                 raise SystemExit(f"{name} computes something else than {names[0]}: losses differ by {gap:.1e}")
     print(f"losses agree within {tolerance:.0e} (relative, {len(next(iter(losses.values())))} steps)")
