@@ -70,15 +70,14 @@ def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
     assert row.policy.compute
     uses = _uses(step, layout, key.unit) if row.fetched else 0
     on_disk, changes = int(memory == DISK), not row.frozen
+    copies = changes and not step.donates
     out = []
     if row.held:
         parts = (group.numel * row.policy.compute.itemsize,)
-        copies = changes and (row.fetched or not step.donates)
         out.append(Piece("held", key.unit, memory, parts, uses, int(changes and row.fetched), copies))
     if row.beside:
         parts = _sizes(row.policy.param_format, layout.shard_numel(key))
         opens, fetches = int(changes) * on_disk, 0 if row.held else uses
-        copies = changes and bool(on_disk or not step.donates)
         out.append(Piece("params", key.unit, memory, parts, fetches + opens, opens, copies))
     return out
 
@@ -133,7 +132,7 @@ def _moments(step: Spec, like: Sharded) -> list[Piece]:
             assert row.moments
             memory = name_of(row.moments.memory)
             moves = int(memory == DISK or (memory == HOST and not in_place))
-            copies = memory == DISK or not (in_place and step.donates)
+            copies = not (in_place and step.donates)
             out.append(Piece("moments", key.unit, memory, (buffer.nbytes,), moves, moves, copies))
     return out
 
@@ -177,7 +176,7 @@ def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, gathered: Mapping[
     that is brought meanwhile), the largest full cotangent of a unit, and what the update of a unit and of the next one
     has brought there (of all of them, where the optimizer wants all at once). Where an accelerator computes, what is
     read from a disk for an update takes the host's memory instead. In every memory the next state is made before the
-    last one goes, unless it is overwritten, as `fz.donate` says; on a disk it never is.
+    last one goes, unless it is overwritten, as `fz.donate` says.
 
     Args:
         gathered: unit -> bytes of its full params, where they are made for each use.

@@ -13,6 +13,7 @@ from unittest import mock
 import torch
 
 from fzero.stores.away import Away, Wait
+from fzero.stores.file import File
 from fzero.stores.host import HostBuffer
 from fzero.stores.on_disk import DiskBuffer
 
@@ -25,6 +26,7 @@ class Counts:
         self.there: Counter[str] = Counter()
         self.most: Counter[str] = Counter()
         self._holders: Counter[int] = Counter()
+        self._given: set[int] = set()
         self._lock = threading.RLock()  # a buffer may be collected anywhere
 
     def clear(self) -> None:
@@ -43,6 +45,18 @@ class Counts:
         with self._lock:
             self.moved[memory, direction] += nbytes
 
+    def given(self, place: int, nbytes: int) -> None:
+        """Notes that a file is another's now."""
+        self.lies("disk", place, nbytes, -1)
+        self._given.add(place)
+
+    def gone(self, memory: str, place: int, nbytes: int) -> None:
+        """Notes that a buffer is gone."""
+        if memory == "disk" and place in self._given:
+            self._given.discard(place)
+        else:
+            self.lies(memory, place, nbytes, -1)
+
     def lies(self, memory: str, place: int, nbytes: int, more: int) -> None:
         """Notes that a buffer with a place in a memory was made, or is gone: several may have one."""
         with self._lock:
@@ -59,7 +73,7 @@ def counted() -> Iterator[Counts]:
     """Every buffer that is read, opened or made inside is counted: those of the disk whenever they are opened."""
     counts = Counts()
     plain = {kind: (kind.start_read, kind.of) for kind in (HostBuffer, DiskBuffer)}
-    host_again, disk_open = HostBuffer.again, DiskBuffer.start_open
+    host_again, disk_open, give = HostBuffer.again, DiskBuffer.start_open, File.give_away
 
     def begun(kind: type[HostBuffer | DiskBuffer]) -> Any:
         begin: Callable[..., None] = kind.__init__
@@ -68,7 +82,7 @@ def counted() -> Iterator[Counts]:
             begin(self, *args)
             place = self.tensor.data_ptr() if isinstance(self, HostBuffer) else id(self.file)
             counts.lies(_memory_of(self), place, self.nbytes, 1)
-            weakref.finalize(self, counts.lies, _memory_of(self), place, self.nbytes, -1)
+            weakref.finalize(self, counts.gone, _memory_of(self), place, self.nbytes)
 
         return init
 
@@ -87,12 +101,19 @@ def counted() -> Iterator[Counts]:
 
         return staticmethod(of)
 
-    def again(self: HostBuffer, tensor: torch.Tensor, opened: bool) -> HostBuffer:
+    def again(self: HostBuffer, tensor: torch.Tensor, opened: bool, takes: bool) -> HostBuffer:
         counts.add("host", 1, 0 if opened else self.nbytes)
-        return host_again(self, tensor, opened)
+        return host_again(self, tensor, opened, takes)
+
+    def give_away(self: File) -> str | None:
+        path = give(self)
+        if path is not None:
+            counts.given(id(self), self.nbytes)
+        return path
 
     with contextlib.ExitStack() as stack:
         patches: list[tuple[Any, str, Any]] = [(HostBuffer, "again", again), (DiskBuffer, "start_open", opened)]
+        patches.append((File, "give_away", give_away))
         for kind in plain:
             patches += [(kind, "start_read", read), (kind, "of", made(kind)), (kind, "__init__", begun(kind))]
         for of, name, value in patches:

@@ -44,12 +44,13 @@ class Away:
         """
         raise NotImplementedError
 
-    def again(self, tensor: torch.Tensor, opened: bool) -> Away:
+    def again(self, tensor: torch.Tensor, opened: bool, takes: bool) -> Away:
         """Another value, in the same store.
 
         Args:
             tensor: the value, which is not the caller's any more.
             opened: whether it is what `start_open` brought, updated.
+            takes: whether nobody else has this one, so that it may be overwritten, and is not read any more.
         """
         raise NotImplementedError
 

@@ -47,8 +47,9 @@ class HostBuffer(Away):
         own = self.tensor if takes else _copied(self.tensor)
         return lambda: own
 
-    def again(self, tensor: torch.Tensor, opened: bool) -> HostBuffer:
-        return HostBuffer(tensor if opened else _copied(tensor), self.device, self.what)
+    def again(self, tensor: torch.Tensor, opened: bool, takes: bool) -> HostBuffer:
+        own = tensor if opened else self.tensor.copy_(tensor.detach()) if takes else _copied(tensor)
+        return HostBuffer(own, self.device, self.what)
 
 
 def _copy(target: torch.Tensor, source: torch.Tensor) -> Done:

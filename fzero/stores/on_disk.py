@@ -18,7 +18,7 @@ class DiskBuffer(Away):
 
     def __init__(self, file: File, disk: Disk, dtype: torch.dtype, numel: int, device: torch.device, what: str) -> None:
         super().__init__(dtype, numel, device, what)
-        self.file, self._disk, self._taken = file, disk, False
+        self.file, self._disk = file, disk
 
     @staticmethod
     def of(tensor: torch.Tensor, disk: Disk, device: torch.device, what: str, over: File | None = None) -> DiskBuffer:
@@ -41,7 +41,6 @@ class DiskBuffer(Away):
         return arrived
 
     def start_open(self, takes: bool) -> Wait:
-        self._taken = takes
         return self._start(_empty(self.numel(), self.dtype))
 
     def _start(self, target: torch.Tensor) -> Wait:
@@ -53,9 +52,9 @@ class DiskBuffer(Away):
 
         return arrived
 
-    def again(self, tensor: torch.Tensor, opened: bool) -> DiskBuffer:
+    def again(self, tensor: torch.Tensor, opened: bool, takes: bool) -> DiskBuffer:
         # a transfer that is on its way holds the file
-        over = self.file if opened and self._taken and private.entry_holders(vars(self), "file") == 0 else None
+        over = self.file if takes and private.entry_holders(vars(self), "file") == 0 else None
         return DiskBuffer.of(tensor, self._disk, self.device, self.what, over)
 
 

@@ -44,4 +44,4 @@ def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, s
 
 def put_again(buffer: Buffer, tensor: torch.Tensor) -> Buffer:
     """Another value where a buffer lies."""
-    return buffer.again(tensor, opened=False) if isinstance(buffer, Away) else tensor
+    return buffer.again(tensor, opened=False, takes=False) if isinstance(buffer, Away) else tensor

@@ -87,7 +87,7 @@ class Writing:
         for name in self._names(keys):
             buffer = self.entries[name]
             if isinstance(buffer, Away):
-                self.entries[name] = buffer.again(self._opened.pop(name), opened=True)
+                self.entries[name] = buffer.again(self._opened.pop(name), opened=True, takes=name in self._taken)
             elif self._memory(name) != DEVICE:
                 self.entries[name] = settle(self.tree, group_of(name), self.kind, buffer)
 
@@ -95,7 +95,9 @@ class Writing:
         """The full buffer of a group, gathered anew."""
         buffer = self.held[key]
         self.held[key] = (
-            buffer.again(full, opened=False) if isinstance(buffer, Away) else settle(self.tree, key, self.kind, full)
+            buffer.again(full, opened=False, takes=key in self._taken)
+            if isinstance(buffer, Away)
+            else settle(self.tree, key, self.kind, full)
         )
 
     def _memory(self, name: Name) -> object:
