@@ -32,7 +32,8 @@ class Piece:
         kind: "params" (this rank's slice), "held" (all of them, in ZeRO-1 and 2), "grads", "moments" or "extra".
         memory: "device", "host" or "disk".
         parts: the bytes of each of its buffers.
-        reads: how often a step brings it to the device (or, to update it, from the disk to the host).
+        reads: how often a step brings all of it to the device (or, to update it, from the disk to the host).
+        fetches: how often it brings what it computes with, `fetched` bytes.
         writes: how often a step puts it away.
         copies: whether an update makes the next one before it lets go of the last one.
     """
@@ -44,6 +45,8 @@ class Piece:
     reads: int = 0
     writes: int = 0
     copies: bool = False
+    fetches: int = 0
+    fetched: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -78,7 +81,12 @@ def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
     if row.beside:
         parts = _sizes(row.policy.param_format, layout.shard_numel(key))
         opens, fetches = int(changes) * on_disk, 0 if row.held else uses
-        out.append(Piece("params", key.unit, memory, parts, fetches + opens, opens, copies))
+        form = row.policy.param_format
+        alone = (
+            form.upper == row.policy.compute and row.policy.gather is None
+        )  # its first part is what is computed with
+        fetched = parts[0] if alone else sum(parts)
+        out.append(Piece("params", key.unit, memory, parts, opens, opens, copies, fetches, fetched))
     return out
 
 
@@ -164,7 +172,7 @@ def moved(pieces: Sequence[Piece]) -> dict[str, tuple[int, int]]:
     """Memory -> bytes that a step brings from it, and puts there."""
     away = {memory: [piece for piece in pieces if piece.memory == memory] for memory in (HOST, DISK)}
     return {
-        memory: (sum(p.nbytes * p.reads for p in own), sum(p.nbytes * p.writes for p in own))
+        memory: (sum(p.nbytes * p.reads + p.fetched * p.fetches for p in own), sum(p.nbytes * p.writes for p in own))
         for memory, own in away.items()
     }
 

@@ -81,10 +81,11 @@ class Use(Wire):
 
     def start_fetch(self, full: torch.Tensor | None = None) -> Callable[[], Stored]:
         """Begins to bring the stored shard to the device, into its place in `full` where it is used as it is stored."""
-        straight = self.shard.format.plain and self.shard.dtype == self.compute and not self.gather8
+        shard = self.shard if self.gather8 else self.shard.of(self.compute)
+        straight = shard.format.plain and shard.dtype == self.compute and not self.gather8
         if full is None or not straight:
-            return self.shard.start()
-        return self.shard.start([full.chunk(self.axis.size)[self.axis.rank] if self.gathers else full])
+            return shard.start()
+        return shard.start([full.chunk(self.axis.size)[self.axis.rank] if self.gathers else full])
 
     def start_into(self, full: torch.Tensor, fetched: Callable[[], Stored] | None = None) -> Callable[[], None]:
         """Begins to gather the stored shard into `full`, once it has been fetched."""

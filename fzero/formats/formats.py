@@ -46,6 +46,7 @@ class Format:
         plain: whether the values themselves are stored, in `dtype`.
         rounds: whether encoding draws random bits.
         dtype: of the decoded values.
+        upper: the dtype in which the values are the first part as it is, where there is one.
     """
 
     parts: tuple[Part, ...]
@@ -53,6 +54,7 @@ class Format:
     plain = False
     rounds = True
     dtype: torch.dtype = torch.float32
+    upper: torch.dtype | None = None
 
     def keeps(self, other: Format) -> bool:
         """Tells whether every value of another format is one of this one."""
@@ -144,6 +146,7 @@ class Corrected(Format):
     """The leading 24 bits of a float32: a bfloat16, and what it leaves, in int8 (FlashOptim's idea, 2602.23349)."""
 
     parts = (Part("", torch.bfloat16), Part("remainder", torch.int8))
+    upper = torch.bfloat16
 
     def __str__(self) -> str:
         return "bf16 + int8"
@@ -152,7 +155,7 @@ class Corrected(Format):
         return super().keeps(other) or (other.plain and other.dtype == torch.bfloat16)
 
     def cast(self, parts: Sequence[T], dtype: torch.dtype) -> T | None:
-        return parts[0] if dtype == torch.bfloat16 else None
+        return parts[0] if dtype == self.upper else None
 
     def decode(self, o: Ops, stored: Sequence[T], times: T | None = None) -> T:
         return _times(o.floats(o.bits(stored[0]) + (stored[1] << 8)), times)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fzero.formats.formats import Format, Stored
+from fzero.formats.formats import Format, Plain, Stored
 
 Wait = Callable[[], torch.Tensor]
 
@@ -102,6 +102,10 @@ class Placed:
 
     def numel(self) -> int:
         return self.parts[0].numel() * self.format.parts[0].every
+
+    def of(self, dtype: torch.dtype) -> Placed:
+        """What of it is needed for its values in a dtype: all of it, or its first part."""
+        return Placed(Plain(dtype), self.parts[:1]) if dtype == self.format.upper else self
 
     def start(self, targets: Sequence[torch.Tensor] = ()) -> Callable[[], Stored]:
         """Begins to bring what is away to the device, into `targets` where there are any; the result waits for it."""
