@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import os
 import pickle
@@ -13,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -48,6 +50,37 @@ def test_nothing_grows(disk: Disk) -> None:
         del state
         gc.collect()
         assert not list(Path(disk.path).iterdir())
+
+
+LAYER = fz.unit(lambda p, x: x + torch.tanh(x @ p["w"]))
+
+
+def deep(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for layer in params["layers"]:
+        x = LAYER(layer, x)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("fused", FUSED)
+def test_a_state_eight_times_as_large_as_what_is_in_memory(tmp_path: Path, fused: str) -> None:
+    width, units = 256, 24
+    disk = fz.Disk(tmp_path, in_flight=4 * width * width)
+    made = [functools.partial(torch.full, (width, width), 1e-3 * number) for number in range(units)]
+    away: dict[str, Any] = dict.fromkeys(("params", "grads", "moments", "activations"), disk)
+    step = fz.train_step(deep, fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(1e-3)))
+    step = fz.donate(fz.remat(fz.offload(FUSED[fused](step), **away)))
+    params = {"layers": [{"w": make} for make in made]}
+    plan = fz.plan(step, params)
+    with LiveBytes() as live:
+        state = step.init(params)
+        assert 8 * live.peak <= plan.disk
+        for _ in range(3):
+            live.reset_peak()
+            state, _ = step(state, torch.ones(4, width))
+            assert live.peak <= plan.peak["device"] + disk.in_flight + units * 4 * 4 * width  # and what units are given
+            assert 8 * live.peak <= plan.disk
+            at_rest(state)
+            assert live.now() < 4096
 
 
 TRAINS = """
