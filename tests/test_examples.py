@@ -121,6 +121,19 @@ def test_the_two_components_of_the_readme_train_as_one() -> None:
         assert_trees_close(got, fz.gather(state.params), rtol=1e-9)
 
 
+# ---- bigger_than_memory.py
+
+
+def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) -> None:
+    tiny = "--width 64 --heads 2 --context 16 --batch 1 --steps 2 --times 0.01 --limit".split()
+    folders = "--folder", str(tmp_path / "state"), "--out", str(tmp_path)
+    stdout, stderr = start_example("bigger_than_memory.py", *tiny, "4096", *folders).communicate(timeout=240)
+    assert "loss" in stdout and "times less than the state" in stdout, stderr
+    assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG") and not list((tmp_path / "state").iterdir())
+    stdout, stderr = start_example("bigger_than_memory.py", *tiny, "64", *folders).communicate(timeout=240)
+    assert "llocate memory" in stderr or "MemoryError" in stderr or "can't start new thread" in stderr, stderr
+
+
 # ---- train_lm.py
 
 
