@@ -26,8 +26,7 @@ KINDS = ("params", "grads", "moments", "activations")
 
 
 def test_what_every_transform_owes() -> None:
-    for memory in MEMORIES:
-        exactness.owes(functools.partial(fz.offload, **dict.fromkeys(KINDS, memory)))
+    exactness.owes(functools.partial(fz.offload, **dict.fromkeys(KINDS, DISK)))
     exactness.refuses_what_is_no_step(functools.partial(fz.offload, params=HOST))
 
 
@@ -114,7 +113,7 @@ SCHEMES = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [1, 3])  # a drawn composition has any of them
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_every_scheme(scheme: str, stage: int) -> None:
     optimizers = [fz.adamw(1e-2), fz.lion(1e-3), fz.sgd(0.1, momentum=0.9)]
