@@ -47,6 +47,7 @@ class Setup:
     remat: bool = False
     device: str = "cpu"
     folder: str = ""  # on a local disk, for state; "" where state goes to the host
+    clipped: bool = True  # what is offloaded, by the exact norm
 
     def module(self) -> Transformer:
         return Transformer(self.width, self.blocks, self.heads, torch.Generator().manual_seed(0)).to(self.device)
@@ -256,17 +257,17 @@ AWAY: dict[str, tuple[fz.Policy, tuple[str, ...]]] = {
 
 
 def away(setup: Setup, name: str) -> tuple[fz.Step, object]:
-    """The step and params of one of `AWAY`: updated once the norm is known, some kinds of state away."""
+    """The step and params of one of `AWAY`: updated in the pullback, once the norm is known where that clips."""
     policy, kinds = AWAY[name]
     memory = fz.Disk(setup.folder) if setup.folder else "host"
 
     def transform(step: fz.Step) -> fz.Step:
-        step = fz.fuse_update(step, norm="held")
+        step = fz.fuse_update(step, norm="held" if setup.clipped else "auto")
         for kind in kinds:
             step = fz.offload(step, **{kind: memory})  # type: ignore[arg-type]
         return step
 
-    return built(setup, transform, policy, CLIPPED)
+    return built(setup, transform, policy, CLIPPED if setup.clipped else ADAMW)
 
 
 def _away(setup: Setup, name: str) -> Run:

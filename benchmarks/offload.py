@@ -1,7 +1,7 @@
 """What it costs to keep state on the host or a disk: time, memory and bytes moved, beside the same step resident.
 
     OMP_NUM_THREADS=2 python benchmarks/offload.py --folder /mnt/nvme       # a disk; the system's temporary folder else
-    OMP_NUM_THREADS=2 python benchmarks/offload.py --context 1024           # more to compute for the same bytes
+    OMP_NUM_THREADS=2 python benchmarks/offload.py --unclipped              # nothing waits for the norm
     python benchmarks/offload.py --device cuda --width 2048 --blocks 20 --heads 16 --batch 8 --context 1024
 
 One process, a GPT over bytes, AdamW clipped by the exact norm, every block recomputed, computing in bfloat16 (or in
@@ -43,11 +43,12 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="bfloat16")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--unclipped", action="store_true", help="updates do not wait for the norm of all gradients")
     parser.add_argument("--folder", help="on a local disk")
     parser.add_argument("--only", nargs="*", default=[], help="words that are in the contenders' names")
     parser.add_argument("--no-memory", action="store_true", help="time only")
     args = parser.parse_args()
-    args.ranks, args.remat = 1, True
+    args.ranks, args.remat, args.clipped = 1, True, not args.unclipped
     args.folder = args.folder or ("" if args.device == "cuda" else tempfile.gettempdir() + "/fzero-benchmark")
     chosen = [name for name in OFFLOADED if not args.only or any(word in name for word in (*args.only, "resident"))]
     names = [name for name in chosen if is_here(name, 1)]

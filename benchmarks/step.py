@@ -68,6 +68,7 @@ def setup_of(args: argparse.Namespace) -> Setup:
         args.remat,
         args.device,
         getattr(args, "folder", ""),
+        getattr(args, "clipped", True),
     )
 
 

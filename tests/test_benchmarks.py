@@ -35,5 +35,10 @@ def test_disk(tmp_path: Path) -> None:
     assert "write again" in out and "read, not aligned" in out and not list(tmp_path.iterdir())
 
 
+def test_offload(tmp_path: Path) -> None:
+    out = run("offload.py", *TINY, *"--blocks 1 --rounds 1 --only compact16 --no-memory --folder".split(), str(tmp_path))
+    assert "losses agree" in out and "compact16, all away" in out and not list(tmp_path.iterdir())
+
+
 def test_node() -> None:
     assert "direct" in run("node.py")
