@@ -28,6 +28,9 @@ PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises[1-False-False]", FAULTS)
 RECOMPUTED = (f"{FAULTS}::test_a_pullback_that_raises[3-False-True]", FAULTS)
 IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FAULTS)
 ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
+OFFLOAD = "tests/transforms/test_offload.py"
+AWAY = (f"{OFFLOAD}::test_what_every_transform_owes", f"{OFFLOAD}::test_the_bits_are_those_of_the_step_without_it")
+LEFT = (f"{OFFLOAD}::test_an_update_that_fails_leaves_nothing_on_its_way",)
 
 
 class Wait(NamedTuple):
@@ -64,6 +67,9 @@ WAITS = [
     Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)"),
     Wait("comm/axis.py", "            wait()\n            for group in", "            for group in"),
     Wait("comm/axis.py", "        wait()\n        return out", "        return out", tests=ON_GLOO),
+    Wait("stores/host.py", "            wait()\n            return own", "            return own", tests=AWAY[1:]),
+    Wait("stores/on_disk.py", "            wait()\n            return target", "            return target", tests=AWAY),
+    Wait("update/writing.py", "        finish_all(list(brought.values()))\n", "", tests=LEFT),
     Wait("comm/backend.py", "        arrived()\n        for total", "        for total", tests=ON_PROCESSES),
     Wait("comm/backend.py", "work.wait()\n        works", "pass\n        works", tests=ON_PROCESSES),
 ]

@@ -36,7 +36,9 @@ def test_disk(tmp_path: Path) -> None:
 
 
 def test_offload(tmp_path: Path) -> None:
-    out = run("offload.py", *TINY, *"--blocks 1 --rounds 1 --only compact16 --no-memory --folder".split(), str(tmp_path))
+    out = run(
+        "offload.py", *TINY, *"--blocks 1 --rounds 1 --only compact16 --no-memory --folder".split(), str(tmp_path)
+    )
     assert "losses agree" in out and "compact16, all away" in out and not list(tmp_path.iterdir())
 
 

@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 from memories import DISK, HOST, MEMORIES, OF_PROCESSES
 
 import fzero as fz
+from fzero.optim.base import call_fused
 from fzero.stores.away import Away
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
+from fzero.update import update
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
@@ -242,3 +244,23 @@ def test_it_says_once_that_the_host_saves_nothing_here(monkeypatch: pytest.Monke
         state = step.init({"w": torch.ones(2)})
         step(state, torch.ones(2))
     assert len(said) == 1 and "nothing is saved" in str(said[0].message)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_that_fails_leaves_nothing_on_its_way(fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loss, params = scenarios.stack()
+    step = fz.offload(fz.train_step(loss, fz.adamw(1e-2)), params=DISK, moments=DISK)
+    step = fz.fuse_update(step, norm="held") if fused else step
+    plainly, calls = call_fused, []
+
+    def fails_later(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("the second group")
+        return plainly(*args)
+
+    monkeypatch.setattr(update, "call_fused", fails_later)
+    with fz.testing.hazards(1):  # which asks at its end
+        state = step.init(params)
+        with pytest.raises(RuntimeError, match="the second group"):
+            step(state, *scenarios.vector_batches(1)[0])
