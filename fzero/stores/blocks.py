@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import mmap
 import os
@@ -47,10 +48,14 @@ class Memory:
 class Bounce:
     """A worker's own chunk of memory that begins at a block: between a file and memory that does not."""
 
-    def __init__(self) -> None:
-        self._map = mmap.mmap(-1, CHUNK)  # pages that are not touched take no memory
-        self.bytes = memoryview(self._map)
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
+    @functools.cached_property
+    def bytes(self) -> memoryview:
+        """Made for its first use, so that a lack of memory fails one transfer, and not the worker."""
+        return memoryview(mmap.mmap(-1, CHUNK))  # pages that are not touched take no memory
+
+    @functools.cached_property
+    def address(self) -> int:
+        return ctypes.addressof(ctypes.c_char.from_buffer(self.bytes))
 
 
 def copy(target: int, source: int, nbytes: int) -> None:
@@ -65,7 +70,7 @@ def write(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) 
         OSError: it could not be written.
     """
     straight, rest = _split(handle, memory, begin, end)
-    assert rest <= len(bounce.bytes)
+    assert rest <= CHUNK
     if rest:
         copy(bounce.address, memory.address + begin + straight, rest)
         ctypes.memset(bounce.address + rest, 0, rounded(rest) - rest)
@@ -83,7 +88,7 @@ def read(handle: Handle, memory: Memory, begin: int, end: int, bounce: Bounce) -
         OSError: it could not be read.
     """
     straight, rest = _split(handle, memory, begin, end)
-    assert rest <= len(bounce.bytes)
+    assert rest <= CHUNK
     done = _move(os.preadv, handle, _buffers(memory, begin, straight, rest, bounce), begin)
     if rest and done > straight:
         copy(memory.address + begin + straight, bounce.address, min(rest, done - straight))
@@ -100,8 +105,8 @@ def _split(handle: Handle, memory: Memory, begin: int, end: int) -> tuple[int, i
 
 
 def _buffers(memory: Memory, begin: int, straight: int, rest: int, bounce: Bounce) -> list[memoryview]:
-    buffers = [memory.bytes[begin : begin + straight], bounce.bytes[: rounded(rest)]]
-    return [buffer for buffer in buffers if len(buffer)]
+    buffers = [memory.bytes[begin : begin + straight]] if straight else []
+    return [*buffers, bounce.bytes[: rounded(rest)]] if rest else buffers
 
 
 def _move(call: _Call, handle: Handle, buffers: list[memoryview], offset: int) -> int:

@@ -72,8 +72,7 @@ def enter(folder: str, run: str) -> Claim:
         try:
             os.mkdir(path, 0o700)
         except OSError as error:  # some say only then that they take no folders
-            said = f"fz.Disk: cannot make a folder in {folder} ({error.strerror}). Give one that takes files."
-            raise OSError(error.errno, said) from None
+            raise _unusable(folder, error) from None
         lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             if not _try_lock(lock, path):
@@ -81,11 +80,18 @@ def enter(folder: str, run: str) -> Claim:
             started = datetime.now().astimezone().isoformat(" ", "seconds")
             own = Holder(run, os.getpid(), socket.gethostname(), started)
             os.write(lock, json.dumps(own._asdict()).encode())
-        except BaseException:
+        except BaseException as error:
             os.close(lock)
             _remove(path)
+            if isinstance(error, OSError):
+                raise _unusable(folder, error) from None
             raise
         return Claim(path, lock)
+
+
+def _unusable(folder: str, error: OSError) -> OSError:
+    said = f"fz.Disk: cannot make a folder with files in {folder} ({error.strerror}). Give one that takes them."
+    return OSError(error.errno, said)
 
 
 @contextlib.contextmanager

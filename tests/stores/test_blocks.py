@@ -209,3 +209,19 @@ def test_a_chunk_as_large_as_in_use(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for target in (torch.empty_like(source), aligned(source.numel(), torch.uint8)):
         file.start_read(target)()
         assert torch.equal(target, source)
+
+
+def test_a_worker_outlives_a_lack_of_memory(folder: Folder, disk: Disk, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = torch.arange(BLOCK + 5, dtype=torch.uint8)[1:]  # which goes through a worker's own memory
+
+    def refuse(*_: object) -> object:
+        raise OSError(12, "Cannot allocate memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blocks.mmap, "mmap", refuse)
+        file = folder.start_write(source, "x", Disk(disk.path, in_flight=1))
+        with pytest.raises(OSError, match="Cannot allocate memory"):
+            file.written()
+    file.written()
+    file.start_read(target := torch.empty_like(source))()
+    assert torch.equal(target, source)

@@ -207,6 +207,6 @@ def test_what_makes_no_sense_says_so(disk: Disk, tmp_path: Path) -> None:
 def test_a_folder_that_takes_no_files() -> None:
     step = fz.offload(fz.train_step(model()[0], fz.adamw(0.1)), params=fz.Disk("/proc/self/fd"))
     with pytest.raises(
-        OSError, match=r"fz.Disk: cannot make a folder in /proc/\S*fd \(.*\). Give one that takes files"
+        OSError, match=r"fz.Disk: cannot make a folder with files in /proc/\S*fd \(.*\). Give one that takes"
     ):
         step.init(model()[1])
