@@ -72,8 +72,8 @@ class Counts:
 def counted() -> Iterator[Counts]:
     """Every buffer that is read, opened or made inside is counted: those of the disk whenever they are opened."""
     counts = Counts()
-    plain = {kind: (kind.start_read, kind.of) for kind in (HostBuffer, DiskBuffer)}
-    host_again, disk_open, give = HostBuffer.again, DiskBuffer.start_open, File.give_away
+    plain = {kind: (kind._start_read, kind.of) for kind in (HostBuffer, DiskBuffer)}
+    host_again, disk_open, give = HostBuffer.again, DiskBuffer._start_open, File.give_away
 
     def begun(kind: type[HostBuffer | DiskBuffer]) -> Any:
         begin: Callable[..., None] = kind.__init__
@@ -86,7 +86,7 @@ def counted() -> Iterator[Counts]:
 
         return init
 
-    def read(self: Any, target: torch.Tensor | None = None) -> Wait:
+    def read(self: Any, target: torch.Tensor | None) -> Wait:
         counts.add(_memory_of(self), 0, self.nbytes)
         return plain[type(self)][0](self, target)
 
@@ -112,10 +112,10 @@ def counted() -> Iterator[Counts]:
         return path
 
     with contextlib.ExitStack() as stack:
-        patches: list[tuple[Any, str, Any]] = [(HostBuffer, "again", again), (DiskBuffer, "start_open", opened)]
+        patches: list[tuple[Any, str, Any]] = [(HostBuffer, "again", again), (DiskBuffer, "_start_open", opened)]
         patches.append((File, "give_away", give_away))
         for kind in plain:
-            patches += [(kind, "start_read", read), (kind, "of", made(kind)), (kind, "__init__", begun(kind))]
+            patches += [(kind, "_start_read", read), (kind, "of", made(kind)), (kind, "__init__", begun(kind))]
         for of, name, value in patches:
             stack.enter_context(mock.patch.object(of, name, value))
         yield counts

@@ -167,6 +167,22 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
+def write_counter(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor without memory, whose version is the one of another's memory, also once that is gone."""
+    if tensor.is_inference():
+        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    with below_transforms():
+        return counted(torch.empty(0, dtype=tensor.dtype, device=tensor.device), tensor)
+
+
+def counted(tensor: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
+    """The same memory, whose writes count on a `write_counter`."""
+    with below_transforms():
+        out = counter.detach()
+        out.data = tensor
+    return out
+
+
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below every functorch level."""
     while _functorch.is_functorch_wrapped_tensor(tensor):

@@ -82,6 +82,14 @@ def twice(unit: str, error: BaseException) -> str:
     )
 
 
+def hooked(unit: str, error: BaseException) -> str:
+    return (
+        f"Unit {unit!r} does what torch refuses where tensors that its graph saves are put away, as "
+        f"fz.offload(activations=...) does ({first_words(error)}): torch.func.grad and the like inside it. Add "
+        "fz.remat(step) for it, with which its inputs are put away instead, or leave it out of offload's pattern."
+    )
+
+
 # each is called with the unit's name
 another_run = (
     "Unit {!r} did something else when it ran again (fz.remat, a derivative of a derivative) than when it was called: "

@@ -116,7 +116,9 @@ class Reach:
         return any(id(value) in found.ids for found in self._founds)
 
     def is_alone(self, tensor: torch.Tensor) -> bool:
-        """Tells whether a tensor lies in no object, but in tuples at most."""
+        """Tells whether a tensor lies in no object, but in tuples at most, and has nothing set on it."""
+        if vars(tensor):
+            return False
         mapping = {id(tensor): tensor.new_empty(0)}
         values = [value for found in self._founds for own in found.exchanging for value in own.found.values()]
         return all(replaced(value, mapping) is value for value in values)

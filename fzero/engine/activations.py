@@ -7,7 +7,7 @@ tensor came from, so that derivatives of derivatives find their way through what
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -22,10 +22,14 @@ LEAST = 1024  # bytes from which a tensor is worth its way
 
 
 class Kept:
-    """One tensor in another memory, of the same shape and strides as it had."""
+    """One tensor in another memory, of the same shape and strides as it had.
+
+    Writes to it count as they would if it had stayed: to the tensor itself later, and to what was brought back.
+    """
 
     def __init__(self, away: Away, tensor: torch.Tensor) -> None:
         self._away, self._shape, self._stride = away, tensor.shape, tensor.stride()
+        self._counter, self._version = private.write_counter(tensor), private.version(tensor)
         self._coming: Wait | None = None
         self._brought: torch.Tensor | None = None
         self.uses, self._left = 1, 0  # of one pullback, and those that are still to come
@@ -47,11 +51,13 @@ class Kept:
 
     def value(self) -> torch.Tensor:
         """The tensor, for one of its uses; it is here from the first one to the last."""
+        _refuse_writes(self._counter, self._version, self._shape)
         if self._brought is None:
             self.start()
             coming, self._coming = self._coming, None
             assert coming is not None
-            self._brought, self._left = coming().as_strided(self._shape, self._stride), self.uses
+            self._brought = private.counted(coming().as_strided(self._shape, self._stride), self._counter)
+            self._left = self.uses
         brought, self._left = self._brought, self._left - 1
         if not self._left:
             self._brought = None
@@ -73,7 +79,28 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return span == tensor.numel() > 0 and not expanded and type(tensor) is torch.Tensor
 
 
-class Inputs:
+_Views = weakref.WeakValueDictionary[object, Kept]
+
+
+class Activations:
+    """What one unit's pullback needs and lies elsewhere."""
+
+    def kept(self) -> Iterable[Kept]:
+        """What there is to be brought back."""
+        raise NotImplementedError
+
+    def start(self) -> None:
+        """Begins to bring it back."""
+        for kept in self.kept():
+            kept.start()
+
+    def leave(self) -> None:
+        """Drops what was brought back and not used."""
+        for kept in self.kept():
+            kept.leave()
+
+
+class Inputs(Activations):
     """The inputs of a unit that is recomputed.
 
     Attributes:
@@ -81,39 +108,35 @@ class Inputs:
     """
 
     def __init__(self, operands: Sequence[torch.Tensor], places: Collection[int], memory: Memory, what: str) -> None:
+        self._kept: list[Kept] = []
         self.stand_ins: dict[int, torch.Tensor] = {}
-        self._kept: dict[int, Kept] = {}
         for place in places:
             kept = Kept.of(private.unwrapped(operands[place]), memory, what)
             if kept is not None:
-                self._kept[place], self.stand_ins[place] = kept, _stand_in(operands[place])
+                self._kept.append(kept)
+                self.stand_ins[place] = _stand_in(operands[place])
 
-    def start(self) -> None:
-        for kept in self._kept.values():
-            kept.start()
-
-    def leave(self) -> None:
-        for kept in self._kept.values():
-            kept.leave()
+    def kept(self) -> Iterable[Kept]:
+        return self._kept
 
     def restored(self, saved: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What the graph saved, with the tensors in the places of their stand-ins."""
         out = list(saved)
-        for place, kept in self._kept.items():
+        for place, kept in zip(self.stand_ins, self._kept, strict=True):
             value = kept.value()
             out[place] = value if first_order() else _refill(saved[place], value)
         return tuple(out)
 
 
-class Saved:
+class Saved(Activations):
     """What the graph of a unit that is not recomputed saved, but for its params and inputs."""
 
     def __init__(self, memory: Memory, what: str, stays: Collection[torch.Tensor]) -> None:
         self._memory, self._what = memory, what
         self._stays = {storage_of(x) for x in stays}
-        self._kept: list[Kept] = []
+        self._kept: list[weakref.ref[Kept]] = []  # which live as long as what saved them
         # what several operations save is put away once, for as long as it lives: its memory may be another's then
-        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[object, Kept]] = weakref.WeakKeyDictionary()
+        self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, _Views] = weakref.WeakKeyDictionary()
 
     def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
         return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
@@ -123,25 +146,21 @@ class Saved:
         stays = _Stays(tensor.detach(), private.version(tensor))
         if tensor.layout != torch.strided or storage_of(tensor) in self._stays:
             return stays
-        known = self._known.setdefault(tensor.untyped_storage(), {})
+        known = self._known.setdefault(tensor.untyped_storage(), weakref.WeakValueDictionary())
         view = tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype, private.version(tensor)
-        if view in known:
-            known[view].uses += 1
-        else:
-            kept = Kept.of(tensor, self._memory, self._what)
-            if kept is None:
-                return stays
-            known[view] = kept
-            self._kept.append(kept)
-        return known[view]
+        kept = known.get(view)
+        if kept is not None:
+            kept.uses += 1
+            return kept
+        kept = Kept.of(tensor, self._memory, self._what)
+        if kept is None:
+            return stays
+        known[view] = kept
+        self._kept.append(weakref.ref(kept))
+        return kept
 
-    def start(self) -> None:
-        for kept in self._kept:
-            kept.start()
-
-    def leave(self) -> None:
-        for kept in self._kept:
-            kept.leave()
+    def kept(self) -> Iterable[Kept]:
+        return [kept for reference in self._kept if (kept := reference()) is not None]
 
 
 class _Stays(NamedTuple):
@@ -154,13 +173,16 @@ class _Stays(NamedTuple):
 def _unpacked(packed: _Stays | Kept) -> torch.Tensor:
     if isinstance(packed, Kept):
         return packed.value()
-    if private.version(packed.tensor) != packed.version:
+    _refuse_writes(packed.tensor, packed.version, packed.tensor.shape)
+    return packed.tensor
+
+
+def _refuse_writes(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
+    if private.version(tensor) != expected:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
-            f"{tuple(packed.tensor.shape)}, it is at version {private.version(packed.tensor)}; expected version "
-            f"{packed.version} instead."
+            f"{tuple(shape)}, it is at version {private.version(tensor)}; expected version {expected} instead."
         )
-    return packed.tensor
 
 
 class _StandIn(torch.autograd.Function):

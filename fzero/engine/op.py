@@ -146,6 +146,8 @@ class UnitOp(Op):
             pull.surroundings(),
         ):
             found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+        if self._activations is not None:  # of what does not lead to these outputs
+            self._activations.leave()
         # what the unit does not depend on has none: zeros would meet infinite derivatives before it
         out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
         del found[len(flat) :], flat
@@ -213,6 +215,7 @@ class UnitOp(Op):
         if self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
             self._activations = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
             hooks = self._activations.hooks()
+            self.call.hooked = True
         with self.surroundings(), private.saved_tensor_hooks(), hooks, guard, grad_mode:
             watch = None
             if thorough and not self.call.compiles:

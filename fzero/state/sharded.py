@@ -13,7 +13,7 @@ from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.bits import _GOLDEN, Counters, _signed
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
-from fzero.stores.away import Away, Buffer, Placed, tensor_of
+from fzero.stores.away import Away, Buffer, Placed, shown
 from fzero.table.layout import Key, Layout, Slot
 
 
@@ -60,6 +60,19 @@ class Sharded:
         """Drops the buffers; any later use raises `why`."""
         self._dead, self._buffers, self._held = why, {}, {}
 
+    def close(self, why: str | None) -> None:
+        """Refuses any use with `why`, until it is None."""
+        self._dead = why
+
+    def alias(self) -> Sharded:
+        """The same tree, so that a buffer has no more holders than before."""
+        out = object.__new__(Sharded)
+        out.__dict__.update(self.__dict__)
+        return out
+
+    def __copy__(self) -> Sharded:
+        return self.replaced()
+
     @property
     def entries(self) -> dict[Any, Buffer]:
         return self._alive()._buffers
@@ -70,11 +83,11 @@ class Sharded:
 
     @property
     def buffers(self) -> dict[Any, torch.Tensor]:
-        return {name: tensor_of(x) for name, x in self.entries.items()}
+        return {name: shown(x) for name, x in self.entries.items()}
 
     @property
     def held(self) -> dict[Any, torch.Tensor]:
-        return {name: tensor_of(x) for name, x in self.held_entries.items()}
+        return {name: shown(x) for name, x in self.held_entries.items()}
 
     @property
     def device(self) -> torch.device:
@@ -121,7 +134,7 @@ class Sharded:
             parts = tuple([buffers[name] for name in names])
         else:
             size, full = self.layout.shard_numel(key), self.held_entries[key]
-            parts = (tensor_of(full).narrow(0, self.rank_of(key) * size, size),)
+            parts = (shown(full).narrow(0, self.rank_of(key) * size, size),)
         if form.plain and parts[0].dtype != form.dtype:  # as who mapped a function over the buffers made them
             form = Plain(parts[0].dtype)
         return Placed(form, parts)
@@ -138,7 +151,7 @@ class Sharded:
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""
         if self.kind == "values" and (buffer := self.entries.get(key)) is not None:
-            return tensor_of(buffer)
+            return shown(buffer)
         stored = self.stored(key)
         return stored.to(stored.dtype)
 

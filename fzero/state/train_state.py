@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from fzero.base import pytree
@@ -85,6 +86,39 @@ class TrainState:
         if changes.get("step", 0) < 0:
             raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
         return TrainState(**{name: getattr(self, name) for name in _FIELDS} | changes)
+
+    @contextlib.contextmanager
+    def donated(self) -> Iterator[TrainState]:
+        """Around an update that may overwrite it: the same state for that update alone.
+
+        Anybody else is told so meanwhile, and for ever: except where the update failed before it wrote anything.
+        """
+        number = self.step + 1
+        own = object.__new__(TrainState)
+        parts = (self._params, self._grads, self._moments, self._extra)
+        own._params, own._grads, own._moments, own._extra = map_trees(lambda tree: tree.alias(), parts)
+        own.step, own.seed, own.signature, own._dead = self.step, self.seed, self.signature, None
+        self._close(
+            f"This state is donated to the step that is applying update {number}, which may overwrite it meanwhile. "
+            "Wait for the state that step returns, or leave fz.donate out to use both."
+        )
+        why = (
+            f"This state was donated to the step that applied update {number}; its buffers now belong to the state "
+            "that step returned. Use that one, or leave fz.donate out to keep old states."
+        )
+        try:
+            yield own
+        except BaseException:
+            why = own._dead
+            raise
+        finally:
+            self.kill(why) if why else self._close(None)
+
+    def _close(self, why: str | None) -> None:
+        """Refuses any use with `why`, until it is None."""
+        for tree in trees_of((self._params, self._grads, self._moments, self._extra)):
+            tree.close(why)
+        self._dead = why
 
     def kill(self, why: str) -> None:
         """Marks the state and its trees as taken; any later use raises `why`."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from fzero.base import private
 from fzero.formats.formats import Format, Plain, Stored
 
 Wait = Callable[[], torch.Tensor]
@@ -24,6 +25,8 @@ class Away:
     def __init__(self, dtype: torch.dtype, numel: int, device: torch.device, what: str) -> None:
         self.dtype, self.device, self.what = dtype, device, what
         self._numel = numel
+        with torch.inference_mode(False):
+            self._writes = torch.empty(0, dtype=dtype, device=device)  # counts those to copies
 
     def numel(self) -> int:
         return self._numel
@@ -34,7 +37,8 @@ class Away:
 
     def start_read(self, target: torch.Tensor | None = None) -> Wait:
         """Begins to copy it to the device, into `target` where there is one; the result waits, and returns the copy."""
-        raise NotImplementedError
+        self._refuse_writes()
+        return self._start_read(target)
 
     def start_open(self, takes: bool) -> Wait:
         """Begins to bring it into the host's memory, to be updated there; the result waits, and returns it.
@@ -42,6 +46,13 @@ class Away:
         Args:
             takes: whether nobody else has it, so that it may be overwritten where it lies.
         """
+        self._refuse_writes()
+        return self._start_open(takes)
+
+    def _start_read(self, target: torch.Tensor | None) -> Wait:
+        raise NotImplementedError
+
+    def _start_open(self, takes: bool) -> Wait:
         raise NotImplementedError
 
     def again(self, tensor: torch.Tensor, opened: bool, takes: bool) -> Away:
@@ -57,6 +68,18 @@ class Away:
     def read(self) -> torch.Tensor:
         """A copy on the device."""
         return self.start_read()()
+
+    def shown(self, copy: torch.Tensor) -> torch.Tensor:
+        """A copy for somebody who may write to it: nobody would see that, so the next one to read this is told."""
+        return private.counted(copy, self._writes)
+
+    def _refuse_writes(self) -> None:
+        if private.version(self._writes):
+            raise RuntimeError(
+                f"{self.what}: got a write in place to a tensor that was read from here, which is offloaded, so that "
+                "nothing but a copy has changed; expected reads only. Make new values instead: tree.map(fn), and "
+                "state.replace(params=tree)."
+            )
 
     def __reduce__(self) -> tuple[object, ...]:
         return _same, (self.read(),)  # a pickled buffer is a tensor
@@ -78,6 +101,11 @@ Buffer = torch.Tensor | Away
 def tensor_of(buffer: Buffer) -> torch.Tensor:
     """A buffer as a tensor on the device that computes: itself, or a copy of what is away."""
     return buffer.read() if isinstance(buffer, Away) else buffer
+
+
+def shown(buffer: Buffer) -> torch.Tensor:
+    """The same for somebody who may write to it."""
+    return buffer.shown(buffer.read()) if isinstance(buffer, Away) else buffer
 
 
 @dataclass(frozen=True)
@@ -116,8 +144,9 @@ class Placed:
         return lambda: Stored(self.format, tuple([wait() for wait in waits]))
 
     def stored(self) -> Stored:
-        """Its parts on the device."""
-        return self.start()()
+        """Its parts on the device, for somebody who may write to them."""
+        parts = zip(self.parts, self.start()().parts, strict=True)
+        return Stored(self.format, tuple([x.shown(copy) if isinstance(x, Away) else copy for x, copy in parts]))
 
 
 def _here(part: torch.Tensor) -> Wait:

@@ -33,7 +33,7 @@ class HostBuffer(Away):
         _warn_where_it_saves_nothing(device)
         return HostBuffer(_copied(tensor), device, what)
 
-    def start_read(self, target: torch.Tensor | None = None) -> Wait:
+    def _start_read(self, target: torch.Tensor | None) -> Wait:
         own = torch.empty_like(self.tensor, device=self.device) if target is None else target
         wait = in_flight(own, self.tensor, _copy, late=True)
 
@@ -43,7 +43,7 @@ class HostBuffer(Away):
 
         return arrived
 
-    def start_open(self, takes: bool) -> Wait:
+    def _start_open(self, takes: bool) -> Wait:
         own = self.tensor if takes else _copied(self.tensor)
         return lambda: own
 

@@ -29,10 +29,10 @@ class DiskBuffer(Away):
         file = folder_of(disk, backend.run_id).start_write(source.contiguous(), what, disk, over)
         return DiskBuffer(file, disk, tensor.dtype, tensor.numel(), device, what)
 
-    def start_read(self, target: torch.Tensor | None = None) -> Wait:
+    def _start_read(self, target: torch.Tensor | None) -> Wait:
         if self.device.type == "cpu":
             return self._start(_empty(self.numel(), self.dtype) if target is None else target)
-        wait = self.start_open(False)
+        wait = self._start_open(False)
 
         def arrived() -> torch.Tensor:
             own = wait()
@@ -40,7 +40,7 @@ class DiskBuffer(Away):
 
         return arrived
 
-    def start_open(self, takes: bool) -> Wait:
+    def _start_open(self, takes: bool) -> Wait:
         return self._start(_empty(self.numel(), self.dtype))
 
     def _start(self, target: torch.Tensor) -> Wait:

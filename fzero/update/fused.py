@@ -6,6 +6,7 @@ twice, or by holding the reduced shards until then.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 
@@ -59,6 +60,13 @@ def fused_call(
     step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int
 ) -> tuple[TrainState, dict[str, object]]:
     """`step(state, *inputs)` of a step whose update is fused into its pullback."""
+    with state.donated() if step.donates else contextlib.nullcontext(state) as own:
+        return _fused(step, own, inputs, cotangent, rng)
+
+
+def _fused(
+    step: Spec, state: TrainState, inputs: Sequence[object], cotangent: object, rng: int
+) -> tuple[TrainState, dict[str, object]]:
     with Update(step, state) as update:  # made before a run holds the buffers that it may overwrite
         batch, earlier = Batch(step, state, inputs, cotangent, rng, fused=True), None
         forwards = iter(batch)

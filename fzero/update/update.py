@@ -26,6 +26,11 @@ def apply_update(
     step: Spec, state: TrainState, grads: Sharded, grad_norm: object
 ) -> tuple[TrainState, dict[str, object]]:
     """The next state and the metrics; the old state is dead afterwards where the step donates."""
+    with state.donated() if step.donates else contextlib.nullcontext(state) as own:
+        return _applied(step, own, grads, grad_norm)
+
+
+def _applied(step: Spec, state: TrainState, grads: Sharded, grad_norm: object) -> tuple[TrainState, dict[str, object]]:
     if state.grads is not None:
         grads = values(grads).map(torch.add, values(state.grads))
     decision = Decision(step, state, global_norm(grads), grad_norm)
@@ -75,13 +80,7 @@ class Decision:
                 update.lost(error, " in the update of state.extra")
             raise
         count = state.step + (update is not None)
-        new = state.replace(params=params, moments=moments, grads=None, extra=own, step=count)
-        if step.donates:
-            state.kill(
-                f"This state was donated to the step that applied update {state.step + 1}; its buffers now belong to "
-                "the state that step returned. Use that one, or leave fz.donate out to keep old states."
-            )
-        return new, self.metrics
+        return state.replace(params=params, moments=moments, grads=None, extra=own, step=count), self.metrics
 
 
 def is_finite(norm: torch.Tensor) -> bool:
@@ -114,7 +113,7 @@ class Update:
                 f"{copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors "
                 "and pullbacks of the state before the update.",
                 UserWarning,
-                stacklevel=5,
+                stacklevel=6,
             )
         self._waits: list[Callable[[], None]] = []
         self.applied: list[Key] = []  # the groups that have been written

@@ -122,6 +122,9 @@ def _transforms(source: Source, program: Program) -> tuple[str, ...]:
         allowed.append(("accumulate", 60))
     allowed += [("sharding of some", 15)]
     chosen = [name for name, percent in allowed if chance(source, percent)]
+    for kind, percent in (("activations", 25), ("params", 20), ("moments", 15), ("grads", 15)):
+        if chance(source, percent):
+            chosen.append(f"{kind}= {pick(source, ('host', 'disk'))}{pick(source, ('', ' of some'))}")
     if "remat" in chosen and chance(source, 30):
         chosen[chosen.index("remat")] = "remat of some"
     out: list[str] = []

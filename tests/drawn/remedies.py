@@ -80,5 +80,5 @@ def _remedied(program: Program, message: str) -> Iterator[Program]:
             if units != program.units:
                 yield told.replace(units=units)
     for name in program.transforms:
-        if name in message:
+        if name.split()[0] in message:
             yield told.replace(transforms=tuple(t for t in program.transforms if t != name))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from types import CodeType
 from typing import Any
 
 import optree
 import torch
+from memories import DISK, HOST
 from torch import nn
 
 import fzero as fz
@@ -15,6 +17,7 @@ from drawn import actions, optimizers
 from drawn.language import Program
 from drawn.plain import _sum_over, frozen_pattern, is_real
 from drawn.prelude import namespace
+from fzero.engine import activations
 
 SHARDS: dict[int, Callable[..., fz.Step]] = {
     0: lambda step: step,
@@ -32,6 +35,16 @@ TRANSFORMS: dict[str, Callable[[fz.Step], fz.Step]] = {
     "loss_scale": lambda step: fz.loss_scale(step, 8.0),
     "accumulate": lambda step: fz.accumulate(step, 2),
 }
+
+
+OFFLOADS = {
+    f"{kind}= {name}{some}": functools.partial(fz.offload, **{kind: memory}, **({"pattern": SOME} if some else {}))
+    for kind in ("params", "grads", "moments", "activations")
+    for name, memory in (("host", HOST), ("disk", DISK))
+    for some in ("", " of some")
+}
+TRANSFORMS |= OFFLOADS
+activations.LEAST = 1  # or what programs save would all be too small to be put away
 
 
 class Sharded:

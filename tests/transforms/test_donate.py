@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import warnings
 from typing import Any
 
 import exactness
@@ -9,6 +11,7 @@ import optree
 import pytest
 import scenarios
 import torch
+from memories import MEMORIES
 
 import fzero as fz
 
@@ -34,3 +37,58 @@ def test_the_old_state_is_dead_and_its_memory_the_new_ones() -> None:
     for use in (lambda: old.params, lambda: step(old, *batch), lambda: fz.gather(old.moments), lambda: old.extra):
         with pytest.raises(RuntimeError, match="donated to the step that applied update 1"):
             use()
+
+
+@pytest.mark.parametrize("memory", [None, *MEMORIES], ids=["device", "host", "disk"])
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_nobody_else_uses_a_state_while_it_is_overwritten(fused: bool, memory: Any) -> None:
+    """A run that has begun before keeps its values; one that begins meanwhile is refused."""
+    met: list[str] = []
+    seen: list[Any] = []
+    pulled: list[Any] = []
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if met and fused:
+            for use in (lambda: state.params, lambda: step.forward(state, x), lambda: earlier[1](torch.ones(()))):
+                with pytest.raises(RuntimeError) as error:
+                    use()
+                seen.append(error.value)
+        return (p["w"] * x).square().sum()
+
+    step = fz.donate(fz.train_step(loss, fz.adamw(0.1)))
+    step = fz.fuse_update(step, norm="held") if fused else step
+    if memory is not None:
+        step = fz.offload(step, params=memory, moments=memory)
+    x = torch.ones(64)
+    state = step.init({"w": torch.ones(64)})
+    sibling = state.replace(step=5)
+    copied = copy.copy(state.params)
+    earlier = step.vjp(state, x)
+    met.append("the step")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # copies where it is held
+        new, _ = step(state, x)
+    met.clear()
+    for error in seen:
+        assert "is donated to the step that is applying update 1" in str(error)
+    with pytest.raises(RuntimeError, match="was donated to the step that applied update 1"):
+        step.forward(state, x)
+    pulled.append(fz.gather(step.vjp(sibling, x)[1](torch.ones(()))[0]))
+    assert torch.equal(pulled[0]["w"], 2 * x), "a sibling keeps its values"
+    assert torch.equal(copied["w"], x), "and a copy of a tree"
+    assert not torch.equal(fz.gather(new.params)["w"], x)
+
+
+def test_a_donated_state_lives_where_the_step_fails_before_it_writes() -> None:
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ZeroDivisionError
+        return (p["w"] * x).square().sum()
+
+    for fuse in (lambda step: step, fz.fuse_update):
+        step = fuse(fz.donate(fz.train_step(loss, fz.adamw(0.1))))
+        state = step.init({"w": torch.ones(4)})
+        with pytest.raises(ZeroDivisionError):
+            step(state, torch.full((4,), torch.nan))
+        assert torch.equal(fz.gather(state.params)["w"], torch.ones(4))
+        step(state, torch.ones(4))
