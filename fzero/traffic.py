@@ -82,9 +82,8 @@ def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
         parts = _sizes(row.policy.param_format, layout.shard_numel(key))
         opens, fetches = int(changes) * on_disk, 0 if row.held else uses
         form = row.policy.param_format
-        alone = (
-            form.upper == row.policy.compute and row.policy.gather is None
-        )  # its first part is what is computed with
+        # the first part may be all that is computed with
+        alone = form.upper == row.policy.compute and row.policy.gather is None
         fetched = parts[0] if alone else sum(parts)
         out.append(Piece("params", key.unit, memory, parts, opens, opens, copies, fetches, fetched))
     return out

@@ -167,18 +167,12 @@ def version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def write_counter(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor without memory, whose version is the one of another's memory, also once that is gone."""
-    if tensor.is_inference():
-        return torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
+    """A tensor's memory, whose writes count as those to another one's do, and the other way round."""
+    if by.is_inference():
+        return tensor
     with below_transforms():
-        return counted(torch.empty(0, dtype=tensor.dtype, device=tensor.device), tensor)
-
-
-def counted(tensor: torch.Tensor, counter: torch.Tensor) -> torch.Tensor:
-    """The same memory, whose writes count on a `write_counter`."""
-    with below_transforms():
-        out = counter.detach()
+        out = by.detach()
         out.data = tensor
     return out
 

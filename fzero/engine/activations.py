@@ -29,7 +29,7 @@ class Kept:
 
     def __init__(self, away: Away, tensor: torch.Tensor) -> None:
         self._away, self._shape, self._stride = away, tensor.shape, tensor.stride()
-        self._counter, self._version = private.write_counter(tensor), private.version(tensor)
+        self._counter, self._version = private.counted(tensor.new_empty(0), tensor), private.version(tensor)
         self._coming: Wait | None = None
         self._brought: torch.Tensor | None = None
         self.uses, self._left = 1, 0  # of one pullback, and those that are still to come
