@@ -172,8 +172,8 @@ def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     if by.is_inference():
         return tensor
     with below_transforms():
-        out = by.detach()
-        out.data = tensor
+        out = unwrapped(by).detach()
+        out.data = unwrapped(tensor)  # a wrapper's would be copied as if it were a tensor, and crash
     return out
 
 
