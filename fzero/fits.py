@@ -93,10 +93,10 @@ def fits(
         ValueError: no placement fits, with the bytes that are missing; the step says already where its state lies.
 
     Example:
-        >>> step = fz.donate(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3)))
-        >>> params = {"w": torch.empty(1000, 1000, device="meta")}
-        >>> fz.fits(step, params, device=18_000_000, host=8_000_000).placement
-        {'params': 'device', 'grads': 'device', 'moments': 'host'}
+        >>> step = fz.donate(fz.train_step(lambda p, x: sum((x @ w).sum() for w in p), fz.adamw(1e-3), units="*"))
+        >>> params = [torch.empty(1000, 1000, device="meta")] * 4
+        >>> fz.fits(step, params, device=60_000_000, host=60_000_000).placement
+        {'params': 'host', 'grads': 'device', 'moments': 'host'}
     """
     need_step(step, "fits")
     room = {

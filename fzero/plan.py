@@ -83,7 +83,7 @@ class Plan:
             >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3))
             >>> plan = fz.plan(fz.offload(step, params="host"), {"w": torch.empty(1000, 1000, device="meta")})
             >>> plan.seconds(fz.Bandwidth(host_read=4e9, host_write=4e9))
-            0.001
+            0.002
         """
         need_bandwidth(bandwidth, "Plan.seconds")
         if compute is not None and need_number(compute, "Plan.seconds", "compute", "a number of seconds or None") < 0:

@@ -18,10 +18,13 @@ from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
+from fzero.table.rows import Row
 from fzero.table.spec import Spec
+from fzero.update.update import in_place, on_host
 
 DISK = "disk"
 MEMORIES = (DEVICE, HOST, DISK)
+WAIT = ("held", "8-bit")  # ways of a fused update's norm in which all grads are there at once
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Piece:
         fetches: how often it brings what it computes with, `fetched` bytes.
         writes: how often a step puts it away.
         copies: whether an update makes the next one before it lets go of the last one.
+        down: bytes of grads that a step puts beside it, to update it there.
     """
 
     kind: str
@@ -47,6 +51,7 @@ class Piece:
     copies: bool = False
     fetches: int = 0
     fetched: int = 0
+    down: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -72,7 +77,8 @@ def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
     row, memory = group.row, name_of(group.row.params.memory)
     assert row.policy.compute
     uses = _uses(step, layout, key.unit) if row.fetched else 0
-    on_disk, changes = int(memory == DISK), not row.frozen
+    changes = not row.frozen
+    passes = int(memory == DISK or (memory == HOST and key not in on_host(step, layout)))
     copies = changes and not step.donates
     out = []
     if row.held:
@@ -80,13 +86,28 @@ def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
         out.append(Piece("held", key.unit, memory, parts, uses, int(changes and row.fetched), copies))
     if row.beside:
         parts = _sizes(row.policy.param_format, layout.shard_numel(key))
-        opens, fetches = int(changes) * on_disk, 0 if row.held else uses
+        opens, fetches = int(changes) * passes, 0 if row.held else uses
         form = row.policy.param_format
         # the first part may be all that is computed with
         alone = form.upper == row.policy.compute and row.policy.gather is None
         fetched = parts[0] if alone else sum(parts)
-        out.append(Piece("params", key.unit, memory, parts, opens, opens, copies, fetches, fetched))
+        down = 0
+        if changes and memory == HOST and not passes and not _grads_are_there(step, row):
+            assert row.policy.grad
+            down = layout.shard_numel(key) * row.policy.grad.itemsize
+        out.append(Piece("params", key.unit, memory, parts, opens, opens, copies, fetches, fetched, down))
     return out
+
+
+def _grads_are_there(step: Spec, row: Row) -> bool:
+    """Tells whether an update finds grads as they are in another memory; those in 8 bits are decoded on the device."""
+    in_8_bits = _holds(step) == "8-bit" and row.policy.grad != torch.float64
+    return row.grads is not None and row.grads.memory != DEVICE and _holds(step) in WAIT and not in_8_bits
+
+
+def _holds(step: Spec) -> str:
+    """How grads wait for their norm."""
+    return step.fused_norm if step.fusion else "held"
 
 
 def _uses(step: Spec, layout: Layout, unit: str) -> int:
@@ -112,15 +133,16 @@ def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:
     Args:
         several: whether microbatches are added up, in the dtype of their sum.
     """
-    mode, units = step.fused_norm if step.fusion else "held", collections.defaultdict[str, list[Piece]](list)
-    waits = mode in ("held", "8-bit")
+    mode, units = _holds(step), collections.defaultdict[str, list[Piece]](list)
+    waits = mode in WAIT
     for key in layout.trainable:
         row = layout.groups[key].row
         grad = row.policy.reduce if several else row.policy.grad
         assert grad and row.grads
         held = Companded(signed=True) if mode == "8-bit" and row.policy.grad != torch.float64 else Plain(grad)
         memory = name_of(row.grads.memory) if waits else DEVICE
-        reads, writes = (1 if step.fusion else 2, 1) if memory != DEVICE else (0, 0)
+        read = int(memory == DISK or not _grads_are_there(step, row) or key not in on_host(step, layout))
+        reads, writes = (read + (not step.fusion), 1) if memory != DEVICE else (0, 0)
         parts = _sizes(held, layout.shard_numel(key))
         units[key.unit].append(Piece("grads", key.unit, memory, parts, reads, writes))
     if waits:
@@ -129,7 +151,7 @@ def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:
 
 
 def _moments(step: Spec, like: Sharded) -> list[Piece]:
-    in_place, moments = _in_place(step, like), init_moments(step, like)
+    moments, written, there = init_moments(step, like), in_place(step, like.layout), on_host(step, like.layout)
     tensors = [x for x in pytree.flatten(moments, is_leaf=is_sharded)[0] if isinstance(x, torch.Tensor)]
     out = [Piece("moments", ROOT, DEVICE, (x.nbytes,), copies=True) for x in tensors]
     for tree in trees_of(moments):
@@ -138,17 +160,10 @@ def _moments(step: Spec, like: Sharded) -> list[Piece]:
             row = tree.layout.groups[key].row
             assert row.moments
             memory = name_of(row.moments.memory)
-            moves = int(memory == DISK or (memory == HOST and not in_place))
-            copies = not (in_place and step.donates)
+            moves = int(memory == DISK or (memory == HOST and key not in there))
+            copies = not (written and step.donates)
             out.append(Piece("moments", key.unit, memory, (buffer.nbytes,), moves, moves, copies))
     return out
-
-
-def _in_place(step: Spec, like: Sharded) -> bool:
-    """Tells whether the optimizer writes to the buffers of its moments; otherwise it returns others."""
-    formats = [like.layout.groups[key].row.policy.param_format for key in like.layout.trainable]
-    plain = all(form.plain and not form.rounds for form in formats)
-    return step.optimizer.fused is not None and (step.optimizer.by_leaf or plain)
 
 
 def _extras(step: Spec, like: Sharded) -> list[Piece]:
@@ -171,9 +186,19 @@ def moved(pieces: Sequence[Piece]) -> dict[str, tuple[int, int]]:
     """Memory -> bytes that a step brings from it, and puts there."""
     away = {memory: [piece for piece in pieces if piece.memory == memory] for memory in (HOST, DISK)}
     return {
-        memory: (sum(p.nbytes * p.reads + p.fetched * p.fetches for p in own), sum(p.nbytes * p.writes for p in own))
+        memory: (
+            sum(p.nbytes * p.reads + p.fetched * p.fetches for p in own),
+            sum(p.nbytes * p.writes + p.down for p in own),
+        )
         for memory, own in away.items()
     }
+
+
+def _by_unit(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
+    out = collections.defaultdict[str, list[Piece]](list)
+    for piece in pieces:
+        out[piece.unit].append(piece)
+    return out
 
 
 def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, gathered: Mapping[str, int]) -> dict[str, int]:
@@ -195,11 +220,14 @@ def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, gathered: Mapping[
         out[memory] += sum(map(rounded, copied) if memory == DISK else copied)
     brought, cotangents = collections.Counter[str](), collections.Counter[str]()
     for piece in pieces:
-        if piece.memory == DISK or (piece.memory == HOST and piece.kind in ("grads", "held")):
+        passes = piece.reads if piece.kind in ("params", "moments") else 1
+        if piece.memory == DISK or (piece.memory == HOST and passes):
             brought[piece.unit] += piece.nbytes
     for key in layout.trainable:
         group = layout.groups[key]
         cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
+    down = [sum(p.down for p in own) for own in _by_unit(pieces).values()]
+    out[HOST] += max(down, default=0) if step.optimizer.by_group else sum(down)
     units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
     out[DEVICE] += gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
     out[DEVICE] += sum(heapq.nlargest(2 if step.optimizer.by_group else len(brought), brought.values()))

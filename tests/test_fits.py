@@ -38,11 +38,11 @@ def placed(device: int, host: int = 0, disk: int | None = None, step: fz.Step = 
 def test_it_takes_what_costs_the_least() -> None:
     resident = fz.plan(STEP, PARAMS).peak["device"]
     assert placed(resident, MUCH, MUCH) == "..."
-    assert placed(resident - 1, MUCH, MUCH) == "..h"
+    assert placed(resident - 1, MUCH, MUCH) == "h.h"  # grads down and weights up are less than moments both ways
     assert placed(resident - 1, disk=MUCH) == ".d."  # fewer bytes each way than moments, and half as many as params
     assert placed(resident // 2, disk=MUCH) != "..."
-    assert placed(resident - 1, 12 * UNIT, MUCH) == "..h"
-    assert placed(resident - 1, 12 * UNIT - 1, MUCH)[2] != "h"
+    assert placed(resident - 1, 19 * UNIT, MUCH) == "h.h"  # with the grads of one unit
+    assert placed(resident - 1, 19 * UNIT - 1, MUCH) == ".h."
 
 
 def test_the_slower_disk_is_left_out_where_the_host_has_room() -> None:

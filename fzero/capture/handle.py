@@ -135,9 +135,10 @@ class Handle(Valueless):
     def _refuse(self, what: str) -> HandleError:
         return HandleError(
             f"{what}: leaf {self.path!r} belongs to unit {self.unit!r} and is gathered, or brought from where it is "
-            "offloaded, only inside that unit's call. Pass it to a function wrapped in fz.unit (or let fz.functional call the module), or say other units= in "
-            "train_step. A sum over leaves is fz.sum_over(params, fn), which takes them unit by unit; derivatives over "
-            "the params are fz.hvp and fz.per_example_grads, not torch.func over handles."
+            "offloaded, only inside that unit's call. Pass it to a function wrapped in fz.unit (or let fz.functional "
+            "call the module), or say other units= in train_step. A sum over leaves is fz.sum_over(params, fn), which "
+            "takes them unit by unit; derivatives over the params are fz.hvp and fz.per_example_grads, not torch.func "
+            "over handles."
         )
 
     def __repr__(self) -> str:  # type: ignore[override]

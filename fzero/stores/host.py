@@ -11,6 +11,7 @@ from fzero.comm.backend import Wait as Done
 from fzero.comm.backend import done
 from fzero.comm.hazards import in_flight
 from fzero.stores.away import Away, Wait
+from fzero.stores.copies import host_memory, start_down, start_up
 
 _said: set[str] = set()
 _once = threading.Lock()
@@ -23,19 +24,23 @@ class HostBuffer(Away):
         tensor: to which nobody writes but an update that takes it.
     """
 
-    def __init__(self, tensor: torch.Tensor, device: torch.device, what: str) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, device: torch.device, what: str, arrival: torch.Event | None = None
+    ) -> None:
         super().__init__(tensor.dtype, tensor.numel(), device, what)
-        self.tensor = tensor
+        self.tensor, self._arrival = tensor, arrival
+        self._read = done  # waits for the latest copy from it
 
     @staticmethod
     def of(tensor: torch.Tensor, device: torch.device, what: str) -> HostBuffer:
         """The values of a tensor, copied to the host."""
         _warn_where_it_saves_nothing(device)
-        return HostBuffer(_copied(tensor), device, what)
+        own = host_memory(tensor, device)
+        return HostBuffer(own, device, what, start_down(own, tensor.detach()))
 
     def _start_read(self, target: torch.Tensor | None) -> Wait:
         own = torch.empty_like(self.tensor, device=self.device) if target is None else target
-        wait = in_flight(own, self.tensor, _copy, late=True)
+        wait = in_flight(own, self.tensor, self._copy, late=True)
 
         def arrived() -> torch.Tensor:
             wait()
@@ -43,24 +48,25 @@ class HostBuffer(Away):
 
         return arrived
 
+    def _copy(self, target: torch.Tensor, source: torch.Tensor) -> Done:
+        arrived, self._read = start_up(target, source, self._arrival)
+        return arrived
+
     def _start_open(self, takes: bool) -> Wait:
-        own = self.tensor if takes else _copied(self.tensor)
-        return lambda: own
+        return lambda: self._settled() if takes else host_memory(self.tensor, self.device).copy_(self._settled())
+
+    def _settled(self) -> torch.Tensor:
+        """Its memory, which no copy writes to or reads from any more."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        self._read()
+        return self.tensor
 
     def again(self, tensor: torch.Tensor, opened: bool, takes: bool) -> HostBuffer:
-        own = tensor if opened else self.tensor.copy_(tensor.detach()) if takes else _copied(tensor)
-        return HostBuffer(own, self.device, self.what)
-
-
-def _copy(target: torch.Tensor, source: torch.Tensor) -> Done:
-    target.copy_(source, non_blocking=True)  # in the order of the device's work, which needs no wait
-    return done
-
-
-def _copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the host's memory."""
-    out = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=torch.cuda.is_available())
-    return out.copy_(tensor.detach())
+        if opened:
+            return HostBuffer(tensor, self.device, self.what)
+        own = self._settled() if takes else host_memory(tensor, self.device)
+        return HostBuffer(own, self.device, self.what, start_down(own, tensor.detach()))
 
 
 def _warn_where_it_saves_nothing(device: torch.device) -> None:

@@ -8,6 +8,7 @@ from fzero.base import private
 from fzero.comm import backend
 from fzero.stores.away import Away, Wait
 from fzero.stores.blocks import aligned
+from fzero.stores.copies import start_up
 from fzero.stores.disk import Disk
 from fzero.stores.file import File
 from fzero.stores.folder import folder_of
@@ -36,7 +37,10 @@ class DiskBuffer(Away):
 
         def arrived() -> torch.Tensor:
             own = wait()
-            return own.to(self.device) if target is None else target.copy_(own)
+            if target is None:
+                return own.to(self.device)
+            start_up(target, own)[0]()
+            return target
 
         return arrived
 

@@ -127,6 +127,11 @@ class Row:
         return self.params.memory != DEVICE
 
     @property
+    def updates_on_host(self) -> bool:
+        """True where all that an update writes lies elsewhere: then it comes to the host's memory, otherwise here."""
+        return self.fetched and self.moments is not None and self.moments.memory != DEVICE
+
+    @property
     def numel(self) -> int:
         return int(torch.Size(self.shape).numel())
 

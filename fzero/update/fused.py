@@ -119,7 +119,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
 
     def apply_held(keys: Sequence[Key]) -> None:
         parts = [held.pop(key)() for key in keys]
-        buffers = {key: x for part in parts for key, x in part.locals().items()}
+        buffers = {key: x for part in parts for key, x in part.entries.items()}
         update.apply(keys, parts[0].with_buffers(buffers), decision.extra)
 
     run.pull(ct, receive=hold)

@@ -6,18 +6,24 @@ import contextlib
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from fzero.base import private
 from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
+from fzero.formats.formats import Stored
 from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.gather import global_norm
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
+from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Key
+from fzero.stores.away import Away, Buffer
+from fzero.stores.host import HostBuffer
+from fzero.stores.put import HOST
+from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 from fzero.update.writing import Writing
 
@@ -88,6 +94,25 @@ def is_finite(norm: torch.Tensor) -> bool:
     return private.is_fake(norm) or bool(torch.isfinite(norm))
 
 
+def in_place(step: Spec, layout: Layout) -> bool:
+    """Tells whether the optimizer writes to the buffers of its moments; otherwise it returns others."""
+    formats = [layout.groups[key].row.policy.param_format for key in layout.trainable]
+    # one that knows nothing of formats writes to buffers that hold values
+    plain = all(form.plain and not form.rounds for form in formats)
+    return step.optimizer.fused is not None and (step.optimizer.by_leaf or plain)
+
+
+def on_host(step: Spec, layout: Layout) -> frozenset[Key]:
+    """The groups whose update runs in the host's memory, as all that it writes lies elsewhere than on the device."""
+    keys = frozenset(key for key in layout.trainable if layout.groups[key].row.updates_on_host)
+    alike = step.optimizer.by_group or len(keys) == len(layout.trainable)
+    return keys if alike and in_place(step, layout) else frozenset()
+
+
+def _to_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
 class Update:
     """One update on its way: the next state's trees, which are written group by group.
 
@@ -97,15 +122,12 @@ class Update:
     def __init__(self, step: Spec, state: TrainState) -> None:
         self.step, self._state, self.old, self.layout = step, state, state.params, state.layout
         copied: list[str] = []
-        self.params = Writing(self.old, "params", step.donates, copied.append)
+        self._fused = in_place(step, self.layout)
+        self._on_host = on_host(step, self.layout)
+        self.params = Writing(self.old, "params", step.donates, copied.append, self._on_host)
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
-        formats = [self.old.format(key) for key in self.layout.trainable]
-        # one that knows nothing of formats writes to buffers that hold values
-        plain = all(form.plain and not form.rounds for form in formats)
-        self._fused = step.optimizer.fused is not None and (step.optimizer.by_leaf or plain)
-        self._moments: list[Writing] = []
-        if self._fused:
-            self._moments = [Writing(tree, "moments", step.donates, copied.append) for tree in trees_of(state.moments)]
+        trees = trees_of(state.moments) if self._fused else []
+        self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
         self._after: object = state.moments
         if copied:
             warnings.warn(
@@ -143,6 +165,8 @@ class Update:
     def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
         self.applied += keys
+        if self._on_host.issuperset(keys):
+            grads, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
         own = self.params.open(keys).replaced(draw=self._draw)
         if not self._fused:
             self._after = self._plainly(own, grads, extra)
@@ -159,6 +183,18 @@ class Update:
         del own
         self.params.close(keys)
 
+    def _down(self, grads: Sharded) -> Sharded:
+        """Grads of an update on the host, in its memory."""
+        buffers: dict[Key, Buffer] = {}
+        for key, buffer in grads.entries.items():
+            if not isinstance(buffer, Away):
+                memory = memory_of(self.layout.groups[key].row, "params")
+                away = HostBuffer.of(buffer, buffer.device, f"the grads of {key}") if memory == HOST else None
+                buffers[key] = away.start_open(True)() if away is not None else _to_cpu(buffer)
+            else:
+                buffers[key] = buffer.start_open(False)()
+        return grads.over(buffers)
+
     def _start_gather(self, key: Key, own: Sharded) -> None:
         """Starts to gather what every rank holds of a group."""
         held, group = self.params.held[key], self.layout.groups[key]
@@ -166,8 +202,9 @@ class Update:
         if not isinstance(full, torch.Tensor):
             self._finish()  # one at a time, as it lies on the device until it has arrived
             full = torch.empty(full.numel(), dtype=full.dtype, device=full.device)
-        axis, tag = self.old.axis_of(key), f"update of {key}"
-        wait = start_gather(axis, full, own.stored(key), group.row.policy.gather is not None, tag)
+        axis, tag, shard = self.old.axis_of(key), f"update of {key}", own.stored(key)
+        shard = Stored(shard.format, tuple([part.to(full.device) for part in shard.parts]))
+        wait = start_gather(axis, full, shard, group.row.policy.gather is not None, tag)
 
         def finish() -> None:
             wait()

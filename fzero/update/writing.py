@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
@@ -25,11 +25,14 @@ class Writing:
 
     Args:
         kind: "params" or "moments".
+        on_host: the groups whose update runs in the host's memory, where those of other groups pass through the device.
         copied: takes the leaf of each buffer that was donated and is held elsewhere.
     """
 
-    def __init__(self, tree: Sharded, kind: str, donates: bool, copied: Callable[[str], None]) -> None:
-        self.tree, self.kind, self._donates, self._copied = tree, kind, donates, copied
+    def __init__(
+        self, tree: Sharded, kind: str, donates: bool, copied: Callable[[str], None], on_host: Collection[Key]
+    ) -> None:
+        self.tree, self.kind, self._donates, self._copied, self._on_host = tree, kind, donates, copied, on_host
         self._trainable = frozenset(tree.layout.trainable)
         self._taken: set[Name] = set()  # what is away, and may be overwritten where it lies
         self._brought: dict[Name, Wait] = {}
@@ -61,7 +64,8 @@ class Writing:
         for name in self._names(keys):
             buffer = self.entries[name]
             if isinstance(buffer, Away) and name not in self._brought and name not in self._opened:
-                self._brought[name] = buffer.start_open(name in self._taken)
+                host = group_of(name) in self._on_host
+                self._brought[name] = buffer.start_open(name in self._taken) if host else buffer.start_read()
 
     def open(self, keys: Sequence[Key]) -> Sharded:
         """The buffers of some groups, to be written to."""
@@ -87,7 +91,8 @@ class Writing:
         for name in self._names(keys):
             buffer = self.entries[name]
             if isinstance(buffer, Away):
-                self.entries[name] = buffer.again(self._opened.pop(name), opened=True, takes=name in self._taken)
+                host, takes = group_of(name) in self._on_host, name in self._taken
+                self.entries[name] = buffer.again(self._opened.pop(name), opened=host, takes=takes)
             elif self._memory(name) != DEVICE:
                 self.entries[name] = settle(self.tree, group_of(name), self.kind, buffer)
 
