@@ -86,13 +86,14 @@ def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
         out.append(Piece("held", key.unit, memory, parts, uses, int(changes and row.fetched), copies))
     if row.beside:
         parts = _sizes(row.policy.param_format, layout.shard_numel(key))
-        opens, fetches = int(changes) * passes, 0 if row.held else uses
+        there = changes and memory == HOST and not passes  # where it is updated, and what is held is gathered from
+        opens, fetches = int(changes) * passes, int(there) if row.held else uses
         form = row.policy.param_format
         # the first part may be all that is computed with
         alone = form.upper == row.policy.compute and row.policy.gather is None
         fetched = parts[0] if alone else sum(parts)
         down = 0
-        if changes and memory == HOST and not passes and not _grads_are_there(step, row):
+        if there and not _grads_are_there(step, row):
             assert row.policy.grad
             down = layout.shard_numel(key) * row.policy.grad.itemsize
         out.append(Piece("params", key.unit, memory, parts, opens, opens, copies, fetches, fetched, down))

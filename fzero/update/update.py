@@ -177,11 +177,10 @@ class Update:
             del moments
             for tree in self._moments:
                 tree.close(keys)
+        self.params.close(keys)
         for key in keys:
             if key in self.params.held:
                 self._start_gather(key, own)
-        del own
-        self.params.close(keys)
 
     def _down(self, grads: Sharded) -> Sharded:
         """Grads of an update on the host, in its memory."""
@@ -202,8 +201,13 @@ class Update:
         if not isinstance(full, torch.Tensor):
             self._finish()  # one at a time, as it lies on the device until it has arrived
             full = torch.empty(full.numel(), dtype=full.dtype, device=full.device)
-        axis, tag, shard = self.old.axis_of(key), f"update of {key}", own.stored(key)
-        shard = Stored(shard.format, tuple([part.to(full.device) for part in shard.parts]))
+        axis, tag = self.old.axis_of(key), f"update of {key}"
+        if key in self._on_host and group.row.params.memory == HOST:  # what is computed with is brought from there
+            in_8_bits, new = group.row.policy.gather is not None, self.params.finished().placed(key)
+            shard = (new if in_8_bits else new.of(full.dtype)).stored()
+        else:
+            shard = own.stored(key)
+            shard = Stored(shard.format, tuple([part.to(full.device) for part in shard.parts]))
         wait = start_gather(axis, full, shard, group.row.policy.gather is not None, tag)
 
         def finish() -> None:
