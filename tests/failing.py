@@ -94,9 +94,9 @@ def wanted(fused: str) -> list[Any]:
     return out
 
 
-def at_rest(state: fz.TrainState) -> fz.TrainState:
-    """The state, all of which is written."""
-    for tree in trees_of((state.params, state.moments)):
+def at_rest(state: fz.TrainState, grads: fz.Sharded | None = None) -> fz.TrainState:
+    """The state, all of which is written, and so are the grads."""
+    for tree in trees_of((state.params, state.moments, grads)):
         for buffer in tree.entries.values():
             if isinstance(buffer, DiskBuffer):
                 buffer.file.written()

@@ -38,7 +38,7 @@ def wide(width: int = 64, blocks: int = 4) -> Any:
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_at_rest_exactly_the_table(stage: int, policy: str, remat: bool, donated: bool) -> None:
     world = 3 if stage else 1
-    steps = 12 if donated and not remat else 4
+    steps = 8 if donated and not remat else 4
     loss, params = wide(blocks=2)
 
     def build() -> fz.Step:

@@ -23,7 +23,7 @@ LOSS, PARAMS = scenarios.tiny_lm(dtype=torch.float32)
 BATCHES = scenarios.token_batches(2)
 
 
-def steady(step: fz.Step, params: Any, batches: Any, world: int, steps: int = 3) -> Counts:
+def steady(step: fz.Step, params: Any, batches: Any, world: int, steps: int = 2) -> Counts:
     """The counts of the last one of some steps, over all ranks."""
     together = threading.Barrier(world)
 
@@ -61,7 +61,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 2, 3])  # a drawn composition has any of them
 @pytest.mark.parametrize("way", WAYS)
 def test_what_each_kind_moves(way: str, stage: int) -> None:
     step = exactness.SHARDS[stage](fz.train_step(LOSS, CLIPPED))

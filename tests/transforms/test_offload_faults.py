@@ -135,7 +135,7 @@ def test_a_full_disk_at_every_verb(disk: Disk, faults: Faults) -> None:
     assert_trees_equal(bits(state), wanted("plain")[0])
     out, pullback = step.vjp(state, X)
     grads, _ = pullback(torch.ones_like(out))
-    at_rest(state)
+    at_rest(state, grads)
     faults.start("pwritev", 0, errno.ENOSPC)
     kept = step.add_grads(state, grads)
     moved = fz.convert(fz.convert(state, plain), step)
