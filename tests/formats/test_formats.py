@@ -266,7 +266,7 @@ def test_every_scheme_trains(scheme: str, optimizer: str) -> None:
 
 @pytest.mark.parametrize("scheme", [*SCHEMES, "fp32"])
 def test_second_moments_decay(scheme: str) -> None:
-    """2,000 updates with zero gradients at b2 = 0.999, against 0.999**2000; bfloat16 to nearest never moves."""
+    """1,000 updates with zero gradients at b2 = 0.999, against 0.999**1000; bfloat16 to nearest never moves."""
     policy = SCHEMES.get(scheme, fz.Policy())
     step = fz.donate(fz.train_step(lambda p: p, fz.adamw(0.0, b2=0.999), policy))
     numel = 64 * 64
@@ -279,13 +279,13 @@ def test_second_moments_decay(scheme: str) -> None:
     state, _ = step.update(state, grads(g))
     before = fz.gather(state.moments.nu)["w"].float()
     zero = torch.zeros(numel)
-    for _ in range(2000):
+    for _ in range(1000):
         state, _ = step.update(state, grads(zero))
     ratio = (fz.gather(state.moments.nu)["w"].double() / before.double()).mean().item()
     if scheme == "bf16":
         assert ratio == 1.0
     else:
-        assert ratio == pytest.approx(0.999**2000, rel=0.1 if scheme not in ("fp32", "exact, fp32 moments") else 1e-3)
+        assert ratio == pytest.approx(0.999**1000, rel=0.1 if scheme not in ("fp32", "exact, fp32 moments") else 1e-3)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])
