@@ -17,8 +17,8 @@ def offload(
 ) -> S:
     """Keeps state in another memory than the device's, from which it is brought unit by unit; the numbers stay.
 
-    An update runs in the host's memory where a leaf's params and moments both lie elsewhere; otherwise they pass through
-    the device.
+    An update runs in the host's memory where a leaf's params and moments both lie elsewhere; otherwise they pass
+    through the device.
 
     Args:
         step: any step.
