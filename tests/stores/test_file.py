@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import errno
 import gc
 import os
@@ -17,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -48,20 +50,24 @@ class Gate:
         return self.call(descriptor, buffers, offset)
 
 
-@pytest.fixture
-def writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(os.pwritev)
-    monkeypatch.setattr(os, "pwritev", gate)
-    yield gate
-    gate.open.set()
+@contextlib.contextmanager
+def gated(name: str) -> Iterator[Gate]:
+    gate = Gate(getattr(os, name))
+    with mock.patch.object(os, name, gate):
+        yield gate
+        gate.open.set()
 
 
 @pytest.fixture
-def reads(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
-    gate = Gate(os.preadv)
-    monkeypatch.setattr(os, "preadv", gate)
-    yield gate
-    gate.open.set()
+def writes() -> Iterator[Gate]:
+    with gated("pwritev") as gate:
+        yield gate
+
+
+@pytest.fixture
+def reads() -> Iterator[Gate]:
+    with gated("preadv") as gate:
+        yield gate
 
 
 def some(seed: int, nbytes: int = SIZE) -> torch.Tensor:
