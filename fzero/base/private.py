@@ -300,26 +300,6 @@ def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[
     return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
 
 
-@contextlib.contextmanager
-def saved_tensor_hooks() -> Iterator[None]:
-    """Inside, saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off."""
-    autograd = torch._C._autograd  # type: ignore[attr-defined]
-    if autograd._saved_tensors_hooks_is_enabled():
-        yield
-        return
-    autograd._saved_tensors_hooks_enable()
-    try:
-        yield
-    finally:
-        autograd._saved_tensors_hooks_disable("torch.func transforms don't support saved tensor hooks outside a unit.")
-
-
-def in_checkpoint() -> bool:
-    """Tells whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)  # type: ignore[attr-defined]
-    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
-
-
 def storage_holders(tensor: torch.Tensor) -> int:
     """Counts how many tensors share this tensor's storage, this one counted."""
     storage = tensor.untyped_storage()

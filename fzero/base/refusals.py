@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -22,6 +23,16 @@ def noted(error: Error) -> Error:
     if said is not None:
         said.append(error)
     return error
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[None]:
+    """Notes an error that is raised inside."""
+    try:
+        yield
+    except Exception as error:
+        noted(error)
+        raise
 
 
 class heard:
@@ -79,14 +90,6 @@ def twice(unit: str, error: BaseException) -> str:
         "write one in its place that torch.func takes: of torch.utils.checkpoint fz.remat(step), which recomputes "
         "units under any derivative; of an autograd.Function one with setup_context; of tensors whose memory is read "
         "(indices, lengths) lists of numbers; of compressed sparse tensors COO or dense ones."
-    )
-
-
-def hooked(unit: str, error: BaseException) -> str:
-    return (
-        f"Unit {unit!r} does what torch refuses where tensors that its graph saves are put away, as "
-        f"fz.offload(activations=...) does ({first_words(error)}): torch.func.grad and the like inside it. Add "
-        "fz.remat(step) for it, with which its inputs are put away instead, or leave it out of offload's pattern."
     )
 
 

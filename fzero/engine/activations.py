@@ -6,13 +6,14 @@ tensor came from, so that derivatives of derivatives find their way through what
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import torch
 
-from fzero.base import private, texts
+from fzero.base import hooks, private, texts
 from fzero.base.node import first_order
 from fzero.capture.handle import storage_of
 from fzero.stores.away import Away, Wait
@@ -138,8 +139,8 @@ class Saved(Activations):
         # what several operations save is put away once, for as long as it lives: its memory may be another's then
         self._known: weakref.WeakKeyDictionary[torch.UntypedStorage, _Views] = weakref.WeakKeyDictionary()
 
-    def hooks(self) -> torch.autograd.graph.saved_tensors_hooks:
-        return torch.autograd.graph.saved_tensors_hooks(self._pack, _unpacked)
+    def hooks(self) -> contextlib.AbstractContextManager[None]:
+        return hooks.putting_away(self._pack, _unpacked)
 
     def _pack(self, tensor: torch.Tensor) -> _Stays | Kept:
         # or an output that its own operation saves would keep itself alive

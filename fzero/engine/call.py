@@ -34,7 +34,6 @@ class Call:
     Attributes:
         facts: what earlier runs showed of this call.
         first: whether nothing is known of it.
-        hooked: whether what its graph saves is put away.
         more: handles of leaves that it reads although it is not given them.
     """
 
@@ -53,7 +52,7 @@ class Call:
         # the stored buffers of its leaves, as far as is known
         self.primals: dict[Key, torch.Tensor] = {handle.key: handle.primal for handle in self.reach.handles}
         self._second = SecondRun(self.reach)
-        self.unit, self.recomputes, self.compiles, self.hooked = "", False, False, False
+        self.unit, self.recomputes, self.compiles = "", False, False
         self._fulls: Sequence[torch.Tensor] = ()
         self._moving: set[int] = set()  # places of the tensors that are differentiated
         self._leaves: set[int] = set()  # ids of what the graph of the run begins with
@@ -258,7 +257,7 @@ class Call:
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
             if texts.says(error, *_refused()):
-                raise TypeError((refusals.hooked if self.hooked else refusals.twice)(self.unit, error)) from error
+                raise TypeError(refusals.twice(self.unit, error)) from error
             raise
         if before is not None:
             self.reach.restore(before)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, texts
+from fzero.base import hooks, private, texts
 from fzero.base.patterns import ROOT
 from fzero.base.random import seeded
 from fzero.base.refusals import first_words, is_ours, noted, place_of
@@ -66,7 +66,7 @@ def call_unit(
     )
     if seed is None and (traversal is None or not traversal.acts):
         return plainly()
-    if traversal is not None and traversal.acts and private.in_checkpoint():
+    if traversal is not None and traversal.acts and hooks.in_checkpoint():
         raise noted(TypeError(CHECKPOINTED))
     with elsewhere():
         call = Call(fn, args, kwargs, around_it, around)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fzero.base import private
+from fzero.base import hooks, private
 from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
 from fzero.base.pytree import is_real
 from fzero.capture.again import Again
@@ -211,12 +211,11 @@ class UnitOp(Op):
         thorough = (self._suspicious and derived) or self.call.facts.watched
         # what is no input shows itself, as an error, or to the watch
         guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
-        hooks: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
+        putting_away: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         if self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
             self._activations = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
-            hooks = self._activations.hooks()
-            self.call.hooked = True
-        with self.surroundings(), private.saved_tensor_hooks(), hooks, guard, grad_mode:
+            putting_away = self._activations.hooks()
+        with self.surroundings(), hooks.allowed(), putting_away, guard, grad_mode:
             watch = None
             if thorough and not self.call.compiles:
                 groups = [traversal.layout.groups[key] for key in self.keys]

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
+from fzero.base.refusals import noting
 from fzero.formats.formats import Format, Plain, Stored
 
 Wait = Callable[[], torch.Tensor]
@@ -37,8 +38,15 @@ class Away:
 
     def start_read(self, target: torch.Tensor | None = None) -> Wait:
         """Begins to copy it to the device, into `target` where there is one; the result waits, and returns the copy."""
-        self._refuse_writes()
-        return self._start_read(target)
+        with noting():
+            self._refuse_writes()
+            wait = self._start_read(target)
+
+        def arrived() -> torch.Tensor:
+            with noting():  # or an `except` of the function that runs could take it, and go on without the values
+                return wait()
+
+        return arrived
 
     def start_open(self, takes: bool) -> Wait:
         """Begins to bring it into the host's memory, to be updated there; the result waits, and returns it.

@@ -6,6 +6,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import named
+from fzero.base.refusals import noting
 from fzero.stores.away import Away, Buffer
 from fzero.stores.disk import Disk
 from fzero.stores.host import HostBuffer
@@ -37,9 +38,10 @@ def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, s
     """
     if memory == DEVICE or tensor.is_meta or private.is_fake(tensor):  # which have no values
         return tensor
-    if isinstance(memory, Disk):
-        return DiskBuffer.of(tensor.clone() if shared else tensor, memory, device, what)
-    return HostBuffer.of(tensor, device, what)
+    with noting():
+        if isinstance(memory, Disk):
+            return DiskBuffer.of(tensor.clone() if shared else tensor, memory, device, what)
+        return HostBuffer.of(tensor, device, what)
 
 
 def put_again(buffer: Buffer, tensor: torch.Tensor) -> Buffer:

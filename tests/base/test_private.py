@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.base import private, texts
+from fzero.base import hooks, private, texts
 
 
 def seen(fn: Any) -> tuple[Any, torch.Tensor]:
@@ -123,7 +123,7 @@ def test_writes_that_are_no_changes() -> None:
 
 def test_saved_tensor_hooks_where_functorch_switched_them_off() -> None:
     def hooked(x: torch.Tensor) -> bool:
-        with private.saved_tensor_hooks():
+        with hooks.allowed():
             return torch._C._autograd._saved_tensors_hooks_is_enabled()  # type: ignore[attr-defined]
 
     assert seen(hooked)[0]

@@ -245,3 +245,67 @@ def test_another_ranks_disk_fails(tmp_path: Path, stage: int, fused: str, call: 
     for own, theirs in zip(failed, other, strict=True):
         assert NAMED.search(own)
         assert theirs.startswith("PeerStopped") and "rank 0 has failed with RuntimeError: Reading the" in theirs
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_function_that_catches_everything_does_not_go_on(where: str, stage: int, disk: Disk, faults: Faults) -> None:
+    """A disk's error is no business of the function's own `except`, which would go on without the values."""
+
+    away: dict[str, Any] = {"activations" if where == "inside" else "params": disk}
+
+    def layer(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ p["w"])
+
+    def tried(p: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return layer(p, x)
+        except Exception:
+            return x
+
+    def state_of(step: fz.Step) -> fz.TrainState:
+        return step.init({"blocks": model()[1]["blocks"][:1]})  # nothing else is on its way
+
+    block = fz.unit(tried if where == "inside" else layer)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        for q in p["blocks"]:
+            try:
+                x = block(q, x)
+            except Exception:
+                x = x * 2
+        return x.square().mean()
+
+    def rank_main(rank: int) -> None:
+        plain = fz.train_step(loss, fz.sgd(0.1))
+        plain = fz.shard_zero3(plain) if stage else plain
+        step = fz.offload(plain, **away)
+        state = at_rest(state_of(step))
+        want = plain(state_of(plain), X)[1]["grad_norm"]
+        calls = [("pwritev", errno.ENOSPC), ("open", errno.EMFILE)] if where == "inside" else [("preadv", errno.EIO)]
+        for name, number in calls:
+            faults.start(name, 0, number)
+            with pytest.raises((OSError, RuntimeError), match=r"(Reading|Writing) the (params|activations) of unit"):
+                for _ in range(200):  # until a write is known to have failed
+                    assert step(state, X)[1]["grad_norm"] == want
+            faults.stop()
+        assert step(state, X)[1]["grad_norm"] == want
+
+    run_ranks(rank_main, 1)
+
+
+def test_a_folder_that_is_gone_is_said_past_an_except(tmp_path: Path) -> None:
+    def tried(p: Any, x: torch.Tensor) -> torch.Tensor:
+        try:
+            return torch.tanh(x @ p["w"])
+        except Exception:
+            return x
+
+    block, disk = fz.unit(tried), fz.Disk(tmp_path / "disk")
+    (tmp_path / "disk").rmdir()
+    (tmp_path / "disk").touch()
+    step = fz.offload(fz.train_step(lambda p, x: block(p["blocks"][0], x).sum(), fz.sgd(0.1)), activations=disk)
+    state = step.init({"blocks": model()[1]["blocks"][:1]})
+    with pytest.raises(NotADirectoryError, match=r"fz\.Disk: .*/disk is not a folder\. Give the path of a folder"):
+        for _ in range(2):  # the first run keeps what it saves
+            step(state, X)

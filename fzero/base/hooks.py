@@ -1,0 +1,69 @@
+"""Saved-tensor hooks and functorch, which refuses them: the private parts of torch for it, in one place."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Generator, Iterator
+from typing import Any
+
+import torch
+from torch.autograd import graph
+
+_C: Any = torch._C._autograd  # type: ignore[attr-defined]
+_own: set[Callable[..., object]] = set()  # packing functions of `putting_away` whose contexts are open
+_lock = threading.Lock()
+_refusing = graph.disable_saved_tensors_hooks
+
+
+@contextlib.contextmanager
+def allowed() -> Iterator[None]:
+    """Inside, saved-tensor hooks (torch.utils.checkpoint) work although an outer functorch level switched them off."""
+    if _C._saved_tensors_hooks_is_enabled():
+        yield
+        return
+    _C._saved_tensors_hooks_enable()
+    try:
+        yield
+    finally:
+        _C._saved_tensors_hooks_disable("torch.func transforms don't support saved tensor hooks outside a unit.")
+
+
+def in_checkpoint() -> bool:
+    """Tells whether a torch.utils.checkpoint that runs again later surrounds what runs now."""
+    hooks = _C._top_saved_tensors_default_hooks(True)
+    return hooks is not None and hooks[0].__module__ == "torch.utils.checkpoint"
+
+
+@contextlib.contextmanager
+def putting_away(pack: Callable[[torch.Tensor], object], unpack: Callable[[Any], torch.Tensor]) -> Iterator[None]:
+    """Inside, these hooks are at work; but not within torch.func's transforms, which refuse to begin where any are.
+
+    Somebody's own hooks are refused as ever, also in here.
+    """
+    with _lock:
+        _own.add(pack)
+        graph.disable_saved_tensors_hooks = _without_own
+    try:
+        with graph.saved_tensors_hooks(pack, unpack):
+            yield
+    finally:
+        with _lock:
+            _own.discard(pack)
+            if not _own:
+                graph.disable_saved_tensors_hooks = _refusing
+
+
+@contextlib.contextmanager
+def _without_own(error_message: str) -> Generator[None, None, None]:
+    """torch's context of this name, which does not refuse where `putting_away` is innermost."""
+    hooks = _C._top_saved_tensors_default_hooks(True)
+    if hooks is None or hooks[0] not in _own:
+        with _refusing(error_message):
+            yield
+        return
+    _C._saved_tensors_hooks_disable(error_message, False)
+    try:
+        yield
+    finally:
+        _C._saved_tensors_hooks_enable()
