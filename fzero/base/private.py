@@ -169,7 +169,7 @@ def version(tensor: torch.Tensor) -> int:
 
 def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     """A tensor's memory, whose writes count as those to another one's do, and the other way round."""
-    if by.is_inference():
+    if by.is_inference() or tensor.is_inference():  # which count nothing
         return tensor
     with below_transforms():
         out = unwrapped(by).detach()

@@ -76,6 +76,7 @@ def traversal_of(
             held=held,
             whole=whole is not None,
         )
+    state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
     return Traversal(params.layout, table, uses, seed, params.device.type), primals, fixed
 
 

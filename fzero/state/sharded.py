@@ -13,7 +13,7 @@ from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.bits import _GOLDEN, Counters, _signed
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
-from fzero.stores.away import Away, Buffer, Placed, shown
+from fzero.stores.away import Away, Buffer, Placed, owned, shown
 from fzero.table.layout import Key, Layout, Slot
 
 
@@ -47,7 +47,8 @@ class Sharded:
     ) -> None:
         self.layout, self.axis, self.structure, self.scale = layout, axis, structure, scale
         self.kind, self.draw = kind, draw
-        self._buffers, self._held = dict(buffers), dict(held or {})
+        self._buffers = {name: owned(x) for name, x in buffers.items()}
+        self._held = {name: owned(x) for name, x in (held or {}).items()}
         self.away = any(isinstance(x, Away) for own in (self._buffers, self._held) for x in own.values())
         self._dead: str | None = None
 

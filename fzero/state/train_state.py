@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -11,6 +12,8 @@ from fzero.base.arguments import wrong
 from fzero.state.sharded import Sharded, is_sharded, map_trees, trees_of
 from fzero.table.layout import Layout
 from fzero.table.spec import Signature
+
+_taking = threading.Lock()
 
 
 class TrainState:
@@ -27,7 +30,7 @@ class TrainState:
         seed: of everything random in this run.
     """
 
-    __slots__ = ("_dead", "_extra", "_grads", "_moments", "_params", "seed", "signature", "step")
+    __slots__ = ("_dead", "_extra", "_grads", "_moments", "_params", "_written", "seed", "signature", "step")
 
     def __init__(
         self,
@@ -43,6 +46,7 @@ class TrainState:
         self._params, self._grads, self._moments, self._extra = map_trees(lambda tree: tree.replaced(), trees)
         self.step, self.seed, self.signature = step, seed, signature
         self._dead: str | None = None
+        self._written: str | None = None
 
     def _read(self, value: Any) -> Any:
         if self._dead:
@@ -95,24 +99,33 @@ class TrainState:
         """
         number = self.step + 1
         own = object.__new__(TrainState)
-        parts = (self._params, self._grads, self._moments, self._extra)
-        own._params, own._grads, own._moments, own._extra = map_trees(lambda tree: tree.alias(), parts)
-        own.step, own.seed, own.signature, own._dead = self.step, self.seed, self.signature, None
-        self._close(
-            f"This state is donated to the step that is applying update {number}, which may overwrite it meanwhile. "
-            "Wait for the state that step returns, or leave fz.donate out to use both."
-        )
-        why = (
+        with _taking:  # one of two threads
+            parts = self._read((self._params, self._grads, self._moments, self._extra))
+            own._params, own._grads, own._moments, own._extra = map_trees(lambda tree: tree.alias(), parts)
+            own.step, own.seed, own.signature = self.step, self.seed, self.signature
+            own._dead = own._written = None
+            self._close(
+                f"This state is donated to the step that is applying update {number}, which may overwrite it "
+                "meanwhile. Wait for the state that step returns, or leave fz.donate out to use both."
+            )
+        why: str | None = (
             f"This state was donated to the step that applied update {number}; its buffers now belong to the state "
             "that step returned. Use that one, or leave fz.donate out to keep old states."
         )
         try:
             yield own
         except BaseException:
-            why = own._dead
+            why = own._dead or own._written
             raise
         finally:
             self.kill(why) if why else self._close(None)
+
+    def written(self, where: str) -> None:
+        """Notes that the update that it was donated to begins to overwrite it."""
+        self._written = (
+            f"This state was donated to update {self.step + 1}, which had begun to overwrite it with {where}, and then "
+            "failed. Go on from another state."
+        )
 
     def _close(self, why: str | None) -> None:
         """Refuses any use with `why`, until it is None."""
@@ -158,7 +171,7 @@ def _unflatten(unseen: pytree.Unseen, children: tuple[Any, ...]) -> TrainState:
     state._params, state._moments, trees, *kept = children
     state._grads = kept[0] if kept else None
     state.step, state.seed, state.signature, extra = unseen.value
-    state._extra, state._dead = extra.join(trees), None
+    state._extra, state._dead, state._written = extra.join(trees), None, None
     return state
 
 

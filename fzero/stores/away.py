@@ -12,6 +12,7 @@ from fzero.base.refusals import noting
 from fzero.formats.formats import Format, Plain, Stored
 
 Wait = Callable[[], torch.Tensor]
+_SHOWN = "_fzero_shown"  # set on copies whose writes count as those to a buffer that is away
 
 
 class Away:
@@ -79,7 +80,9 @@ class Away:
 
     def shown(self, copy: torch.Tensor) -> torch.Tensor:
         """A copy for somebody who may write to it: nobody would see that, so the next one to read this is told."""
-        return private.counted(copy, self._writes)
+        out = private.counted(copy, self._writes)
+        vars(out)[_SHOWN] = True
+        return out
 
     def _refuse_writes(self) -> None:
         if private.version(self._writes):
@@ -109,6 +112,13 @@ Buffer = torch.Tensor | Away
 def tensor_of(buffer: Buffer) -> torch.Tensor:
     """A buffer as a tensor on the device that computes: itself, or a copy of what is away."""
     return buffer.read() if isinstance(buffer, Away) else buffer
+
+
+def owned(buffer: Buffer) -> Buffer:
+    """What becomes a buffer of another tree: a copy that was shown is no copy of anything any more."""
+    if isinstance(buffer, torch.Tensor) and _SHOWN in vars(buffer):
+        return private.counted(buffer, torch.empty(0, dtype=buffer.dtype, device=buffer.device))
+    return buffer
 
 
 def shown(buffer: Buffer) -> torch.Tensor:

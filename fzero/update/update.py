@@ -164,6 +164,8 @@ class Update:
     @torch.no_grad()
     def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
+        if not self.applied and self.step.donates:
+            self._state.written(f"the group of leaf {self.layout.groups[keys[0]].slots[0].path!r}")
         self.applied += keys
         if self._on_host.issuperset(keys):
             grads, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}

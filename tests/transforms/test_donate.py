@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import copy
+import re
+import sys
+import threading
 import warnings
 from typing import Any
 
@@ -14,6 +18,7 @@ import torch
 from memories import MEMORIES
 
 import fzero as fz
+from fzero.update.update import Decision
 
 F64 = torch.float64
 
@@ -92,3 +97,54 @@ def test_a_donated_state_lives_where_the_step_fails_before_it_writes() -> None:
             step(state, torch.full((4,), torch.nan))
         assert torch.equal(fz.gather(state.params)["w"], torch.ones(4))
         step(state, torch.ones(4))
+
+
+def test_a_state_that_was_overwritten_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever fails behind the last group: here what the step returned beside its loss, and an interrupt."""
+
+    def fn(p: Any, x: torch.Tensor) -> Any:
+        return (p["w"] * x).square().sum(), x[:, : 1 + int(x[0, 0] > 0)]  # another shape in each microbatch
+
+    def interrupted(*_: object) -> Any:
+        raise KeyboardInterrupt
+
+    x = torch.tensor([[1.0, 1.0], [-1.0, 1.0]])
+    plain = fz.donate(fz.accumulate(fz.train_step(fn, fz.adamw(0.1), has_aux=True), 2))
+    for step in (plain, fz.fuse_update(plain), fz.fuse_update(plain, norm="held")):
+        state = step.init({"w": torch.ones(2)})
+        with pytest.raises(ValueError, match="aux of the microbatches"):
+            step(state, x)
+        with pytest.raises(RuntimeError, match="This state was donated to"):
+            fz.gather(state.params)
+        with monkeypatch.context() as patch:
+            patch.setattr(Decision, "next_state", interrupted)
+            state = step.init({"w": torch.ones(2)})
+            with pytest.raises(KeyboardInterrupt):
+                step(state, x.abs())
+            with pytest.raises(RuntimeError, match=r"had begun to overwrite it with the group of leaf 'w'"):
+                fz.gather(state.params)
+
+
+@pytest.mark.parametrize("memory", [None, *MEMORIES], ids=["device", "host", "disk"])
+def test_one_of_two_threads_is_given_the_next_state(memory: Any) -> None:
+    step = fz.donate(fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.adamw(0.1)))
+    step = fz.offload(step, params=memory, moments=memory) if memory is not None else step
+    x, before = torch.ones(64), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(30):
+            state, barrier = step.init({"w": torch.ones(64)}), threading.Barrier(2)
+            grads, _ = step.vjp(state, x)[1](torch.ones(()))
+
+            def run(_: int, state: Any = state, grads: Any = grads, barrier: Any = barrier) -> Any:
+                barrier.wait()
+                try:
+                    return step.update(state, grads)[0]
+                except RuntimeError as error:
+                    assert re.search(r"This state (is|was) donated to the step", str(error))
+
+            with concurrent.futures.ThreadPoolExecutor(2) as threads:
+                found = [new for new in threads.map(run, range(2)) if new is not None]
+            assert len(found) == 1 and torch.allclose(fz.gather(found[0].params)["w"], torch.full((64,), 0.899))
+    finally:
+        sys.setswitchinterval(before)
