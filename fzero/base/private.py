@@ -297,7 +297,7 @@ def keeps_graph() -> bool:
 
 def preserve_version(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
     """Writes to these tensors do not count as in-place changes of what autograd saved."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(tensors))
+    return torch.autograd._unsafe_preserve_version_counter(tuple([x for x in tensors if not x.is_inference()]))
 
 
 def storage_holders(tensor: torch.Tensor) -> int:

@@ -61,20 +61,47 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
         del task  # or what it holds would live until the next one comes
 
 
+class Latch:
+    """A door that opens once. threading's Event stands on code that an interrupt may leave with its lock taken."""
+
+    def __init__(self) -> None:
+        self._door, self.is_open = threading.Lock(), False
+        self._door.acquire()
+
+    def open(self) -> None:
+        """Lets all through who wait, and who come later."""
+        if not self.is_open:
+            self.is_open = True
+            self._door.release()
+
+    def wait(self) -> None:
+        while not self.is_open:
+            with self._door:  # nothing comes between the taking of such a lock and its giving back
+                pass
+
+
 class Room:
     """A bound on the bytes of writes that are on their way: memory that their sources still take."""
 
     def __init__(self) -> None:
         self.taken = 0
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: list[Latch] = []
 
     def take(self, nbytes: int, bound: int) -> None:
         """Waits until there is room; more than the bound is let through alone."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self.taken or self.taken + nbytes <= bound)
-            self.taken += nbytes
+        while True:
+            with self._lock:
+                if not self.taken or self.taken + nbytes <= bound:
+                    self.taken += nbytes
+                    return
+                latch = Latch()
+                self._waiting.append(latch)
+            latch.wait()
 
     def give(self, nbytes: int) -> None:
-        with self._changed:
+        with self._lock:
             self.taken -= nbytes
-            self._changed.notify_all()
+            waiting, self._waiting = self._waiting, []
+        for latch in waiting:
+            latch.open()

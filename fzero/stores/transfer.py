@@ -10,7 +10,7 @@ from typing import NamedTuple
 from fzero.stores import blocks
 from fzero.stores.blocks import Bounce
 from fzero.stores.handle import Handle
-from fzero.stores.pool import Pool
+from fzero.stores.pool import Latch, Pool
 
 
 class Stopped(Exception):
@@ -36,7 +36,7 @@ class Transfer(ABC):
         self._running = self._runners = max(1, min(threads, math.ceil(nbytes / self.chunk)))
         self._next = 0
         self._handle: Handle | None = None
-        self._lock, self._ended = threading.Lock(), threading.Event()
+        self._lock, self._ended = threading.Lock(), Latch()
 
     @abstractmethod
     def open(self) -> Handle:
@@ -71,7 +71,7 @@ class Transfer(ABC):
 
     @property
     def ended(self) -> bool:
-        return self._ended.is_set()
+        return self._ended.is_open
 
     def _run(self, bounce: Bounce) -> None:
         """What each thread does."""
@@ -127,4 +127,4 @@ class Transfer(ABC):
             self._fail(0, error)
         finally:
             self.let_go()
-            self._ended.set()
+            self._ended.open()

@@ -18,6 +18,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -29,7 +30,7 @@ from fzero.stores.blocks import BLOCK
 from fzero.stores.disk import Disk
 from fzero.stores.file import File
 from fzero.stores.folder import Folder, folder_of
-from fzero.stores.pool import Room
+from fzero.stores.pool import Latch, Room
 
 Call = Callable[[int, Sequence[memoryview], int], int]
 SIZE = 20 * BLOCK + 100  # several chunks, and a tail
@@ -248,7 +249,7 @@ def test_an_interrupted_wait_for_room_takes_none() -> None:
     room = Room()
     room.take(10, 10)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Condition, "wait", _interrupt)
+        patch.setattr(Latch, "wait", _interrupt)
         room.take(1, 10)
     room.give(10)
     room.take(10, 10)
@@ -266,7 +267,7 @@ def test_an_interrupted_wait_leaves_all_as_it_was(folder: Folder, disk: Disk, re
     reads.open.clear()
     wait = file.start_read(target := torch.empty_like(source))
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(threading.Event, "wait", _interrupt)
+        patch.setattr(Latch, "wait", _interrupt)
         wait()
     reads.open.set()
     wait()
@@ -602,3 +603,32 @@ def test_a_read_that_copies_the_source_is_waited_for(folder: Folder, disk: Disk)
 
 def test_folders_are_shared_whatever_the_options(folder: Folder, disk: Disk) -> None:
     assert folder_of(Disk(disk.path, direct=False, threads=1, verify=True), lambda: "other") is folder
+
+
+def test_an_interrupt_leaves_no_lock_taken() -> None:
+    """A signal may come as a call that takes a lock returns: in code of Python's, its lock would stay taken."""
+    room, armed = Room(), [True]
+
+    def interrupt(frame: Any, event: str, _: object) -> None:
+        if armed and event == "c_return" and frame.f_code.co_name in ("__enter__", "take", "wait"):
+            armed.clear()
+            raise KeyboardInterrupt
+
+    def taken() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            sys.setprofile(interrupt)
+            try:
+                room.take(10, 10)
+                latch.wait()
+                raise KeyboardInterrupt  # nothing that it stands on is code of Python's
+            finally:
+                sys.setprofile(None)
+
+    latch = Latch()
+    latch.open()
+    taken()
+    thread = threading.Thread(target=room.give, args=(room.taken,), daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive() and room.taken == 0
+    latch.wait()

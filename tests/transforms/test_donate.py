@@ -125,6 +125,7 @@ def test_a_state_that_was_overwritten_does_not_come_back(monkeypatch: pytest.Mon
                 fz.gather(state.params)
 
 
+@pytest.mark.filterwarnings("ignore:fz.donate")  # what the other one holds is copied
 @pytest.mark.parametrize("memory", [None, *MEMORIES], ids=["device", "host", "disk"])
 def test_one_of_two_threads_is_given_the_next_state(memory: Any) -> None:
     step = fz.donate(fz.train_step(lambda p, x: (p["w"] * x).square().sum(), fz.adamw(0.1)))
