@@ -68,17 +68,18 @@ def pieces_of(step: Spec, layout: Layout, like: Sharded) -> list[Piece]:
     Args:
         like: the state's params, on the meta device.
     """
-    out = [piece for key in layout.groups for piece in _params(step, layout, key)]
+    there = on_host(step, layout)
+    out = [piece for key in layout.groups for piece in _params(step, layout, key, key in there)]
     return [*out, *grads_of(step, layout, step.microbatches.count > 1), *_moments(step, like), *_extras(step, like)]
 
 
-def _params(step: Spec, layout: Layout, key: Key) -> list[Piece]:
+def _params(step: Spec, layout: Layout, key: Key, on_host: bool) -> list[Piece]:
     group = layout.groups[key]
     row, memory = group.row, name_of(group.row.params.memory)
     assert row.policy.compute
     uses = _uses(step, layout, key.unit) if row.fetched else 0
     changes = not row.frozen
-    passes = int(memory == DISK or (memory == HOST and key not in on_host(step, layout)))
+    passes = int(memory == DISK or (memory == HOST and not on_host))
     copies = changes and not step.donates
     out = []
     if row.held:
@@ -135,14 +136,14 @@ def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:
         several: whether microbatches are added up, in the dtype of their sum.
     """
     mode, units = _holds(step), collections.defaultdict[str, list[Piece]](list)
-    waits = mode in WAIT
+    waits, there = mode in WAIT, on_host(step, layout)
     for key in layout.trainable:
         row = layout.groups[key].row
         grad = row.policy.reduce if several else row.policy.grad
         assert grad and row.grads
         held = Companded(signed=True) if mode == "8-bit" and row.policy.grad != torch.float64 else Plain(grad)
         memory = name_of(row.grads.memory) if waits else DEVICE
-        read = int(memory == DISK or not _grads_are_there(step, row) or key not in on_host(step, layout))
+        read = int(memory == DISK or not _grads_are_there(step, row) or key not in there)
         reads, writes = (read + (not step.fusion), 1) if memory != DEVICE else (0, 0)
         parts = _sizes(held, layout.shard_numel(key))
         units[key.unit].append(Piece("grads", key.unit, memory, parts, reads, writes))
