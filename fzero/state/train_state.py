@@ -30,7 +30,7 @@ class TrainState:
         seed: of everything random in this run.
     """
 
-    __slots__ = ("_dead", "_extra", "_grads", "_moments", "_params", "_written", "seed", "signature", "step")
+    __slots__ = ("_dead", "_extra", "_grads", "_moments", "_overwritten", "_params", "seed", "signature", "step")
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class TrainState:
         self._params, self._grads, self._moments, self._extra = map_trees(lambda tree: tree.replaced(), trees)
         self.step, self.seed, self.signature = step, seed, signature
         self._dead: str | None = None
-        self._written: str | None = None
+        self._overwritten: str | None = None
 
     def _read(self, value: Any) -> Any:
         if self._dead:
@@ -103,7 +103,7 @@ class TrainState:
             parts = self._read((self._params, self._grads, self._moments, self._extra))
             own._params, own._grads, own._moments, own._extra = map_trees(lambda tree: tree.alias(), parts)
             own.step, own.seed, own.signature = self.step, self.seed, self.signature
-            own._dead = own._written = None
+            own._dead = own._overwritten = None
             self._close(
                 f"This state is donated to the step that is applying update {number}, which may overwrite it "
                 "meanwhile. Wait for the state that step returns, or leave fz.donate out to use both."
@@ -115,17 +115,14 @@ class TrainState:
         try:
             yield own
         except BaseException:
-            why = own._dead or own._written
+            why = own._overwritten
             raise
         finally:
             self.kill(why) if why else self._close(None)
 
-    def written(self, where: str) -> None:
-        """Notes that the update that it was donated to begins to overwrite it."""
-        self._written = (
-            f"This state was donated to update {self.step + 1}, which had begun to overwrite it with {where}, and then "
-            "failed. Go on from another state."
-        )
+    def overwritten(self, why: str) -> None:
+        """Notes that the update that it was donated to overwrites it: if that fails, it stays dead, and says `why`."""
+        self._overwritten = why
 
     def _close(self, why: str | None) -> None:
         """Refuses any use with `why`, until it is None."""
@@ -171,7 +168,7 @@ def _unflatten(unseen: pytree.Unseen, children: tuple[Any, ...]) -> TrainState:
     state._params, state._moments, trees, *kept = children
     state._grads = kept[0] if kept else None
     state.step, state.seed, state.signature, extra = unseen.value
-    state._extra, state._dead, state._written = extra.join(trees), None, None
+    state._extra, state._dead, state._overwritten = extra.join(trees), None, None
     return state
 
 

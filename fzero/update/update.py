@@ -148,13 +148,16 @@ class Update:
     def lost(self, error: BaseException, where: str = "") -> None:
         """After an error: a donated state may be half written."""
         if self.step.donates and self.applied:
-            said = (
-                f"This state was donated to update {self._state.step + 1}, which had begun with "
-                f"{len(self.applied)} of its {len(self.layout.trainable)} groups, among them that of leaf "
-                f"{self.layout.groups[self.applied[0]].slots[0].path!r}, and then failed{where}"
-            )
+            said = f"{self._begun()}{where}"
             error.add_note(f"{said}. Go on from another state, or leave fz.donate out.")
-            self._state.kill(f"{said} ({type(error).__name__}: {error}). Go on from another state.")
+            self._state.overwritten(f"{said} ({type(error).__name__}: {error}). Go on from another state.")
+
+    def _begun(self) -> str:
+        return (
+            f"This state was donated to update {self._state.step + 1}, which had begun with "
+            f"{len(self.applied)} of its {len(self.layout.trainable)} groups, among them that of leaf "
+            f"{self.layout.groups[self.applied[0]].slots[0].path!r}, and then failed"
+        )
 
     def start(self, keys: Sequence[Key]) -> None:
         """Begins to bring what is away of groups that will be updated soon."""
@@ -164,9 +167,9 @@ class Update:
     @torch.no_grad()
     def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
-        if not self.applied and self.step.donates:
-            self._state.written(f"the group of leaf {self.layout.groups[keys[0]].slots[0].path!r}")
         self.applied += keys
+        if self.step.donates and self.applied:  # an interrupt may come at any moment
+            self._state.overwritten(f"{self._begun()}. Go on from another state.")
         if self._on_host.issuperset(keys):
             grads, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
         own = self.params.open(keys).replaced(draw=self._draw)

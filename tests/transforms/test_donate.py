@@ -121,7 +121,7 @@ def test_a_state_that_was_overwritten_does_not_come_back(monkeypatch: pytest.Mon
             state = step.init({"w": torch.ones(2)})
             with pytest.raises(KeyboardInterrupt):
                 step(state, x.abs())
-            with pytest.raises(RuntimeError, match=r"had begun to overwrite it with the group of leaf 'w'"):
+            with pytest.raises(RuntimeError, match=r"had begun with 1 of its 1 groups, among them that of leaf 'w'"):
                 fz.gather(state.params)
 
 
@@ -149,3 +149,16 @@ def test_one_of_two_threads_is_given_the_next_state(memory: Any) -> None:
             assert len(found) == 1 and torch.allclose(fz.gather(found[0].params)["w"], torch.full((64,), 0.899))
     finally:
         sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["plain", "fused"])
+def test_a_state_without_anything_to_train_is_donated(fused: bool) -> None:
+    loss, params = scenarios.stack()
+    step: Any = fz.donate(fz.freeze(fz.train_step(loss, fz.adamw(1e-2)), "*"))
+    step, batch = fz.fuse_update(step) if fused else step, scenarios.vector_batches(1)[0]
+    old = step.init(params)
+    new, metrics = step(old, *batch)
+    assert new.step == 1
+    assert float(metrics["grad_norm"]) == 0
+    with pytest.raises(RuntimeError, match="donated to the step that applied update 1"):
+        old.params  # noqa: B018
