@@ -99,7 +99,7 @@ class Delivery:
 
     def finish(self) -> None:
         """Delivers what is left: the last reduction in flight, and groups that were not used."""
-        self.schedule.finish_reduction()
+        self.schedule.finish_reductions()
         assert not self._under_way
         for key in self.layout.trainable:
             if key not in self._delivered:

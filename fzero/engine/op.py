@@ -127,7 +127,7 @@ class UnitOp(Op):
                 self._forward(tuple(t.detach() for t in tensors()), wanted, True, gather_previous)
             keep = False
             if schedule.frees:
-                schedule.finish_reduction()
+                schedule.finish_reductions()
         elif self._pull is None:
             return None
         else:

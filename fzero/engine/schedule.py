@@ -73,7 +73,7 @@ class Schedule:
     Attributes:
         keeps: whether the unit that is gathered last stays for the pullback. Not where many runs wait for theirs.
         ran_before: whether the function has run to its end before.
-        frees: whether a unit that runs again waits for the reduction in flight first, whose buffer is free then.
+        frees: whether a unit that runs again waits for the reductions in flight first, whose buffers are free then.
     """
 
     def __init__(self, uses: Mapping[Key, Use]) -> None:
@@ -89,7 +89,7 @@ class Schedule:
         self._fetching: dict[Key, Callable[[], Stored]] = {}  # whose gather has not begun
         self._ahead: dict[Key, tuple[torch.Tensor, Callable[[], None]]] = {}
         self._kept: dict[Key, torch.Tensor] = {}
-        self._reducing: Callable[[], None] | None = None
+        self._reducing: dict[Key, Callable[[], None]] = {}  # groups of one unit
 
     # ---- forward
 
@@ -219,8 +219,9 @@ class Schedule:
             before.fetch_ahead()
 
     def buffer(self, key: Key, numel: int) -> torch.Tensor:
-        """A new buffer for the full cotangent of a group."""
-        self.finish_reduction()
+        """A new buffer for the full cotangent of a group; then nothing but its unit's other groups is in flight."""
+        if key in self._reducing or any(other.unit != key.unit for other in self._reducing):
+            self.finish_reductions()
         use = self.uses[key]
         return torch.empty(numel, dtype=use.wire, device=use.device)
 
@@ -229,9 +230,8 @@ class Schedule:
 
         Args:
             full: of `buffer`; it is not the caller's any more.
-            then: called by the next `finish_reduction` at the latest: nobody else knows the share before.
+            then: called by the next `finish_reductions` at the latest: nobody else knows the share before.
         """
-        self.finish_reduction()
         use = self.uses[key]
         if use.axis.ranks == 1:
             then(full)
@@ -243,13 +243,13 @@ class Schedule:
             hazards.poison(full)
             then(mean)
 
-        self._reducing = finish
+        self._reducing[key] = finish
 
-    def finish_reduction(self) -> None:
-        """Waits for the reduction in flight, of which there is one at a time, and whose buffer is then free."""
-        if self._reducing is not None:
-            reducing, self._reducing = self._reducing, None
-            reducing()
+    def finish_reductions(self) -> None:
+        """Waits for the reductions in flight, which are those of one unit, and whose buffers are then free."""
+        if self._reducing:
+            reducing, self._reducing = self._reducing, {}
+            finish_all(list(reducing.values()))
 
     @contextlib.contextmanager
     def pullback(self, before: Callable[[Sequence[Key]], object] | None = None) -> Iterator[None]:
@@ -274,5 +274,5 @@ class Schedule:
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""
         calls = [op for reference in self._calls if (op := reference()) is not None]
-        finish_all([self.finish_reduction, *[op.forget_ahead for op in calls], self._end_of_gathers])
+        finish_all([self.finish_reductions, *[op.forget_ahead for op in calls], self._end_of_gathers])
         self._kept.clear()

@@ -110,7 +110,7 @@ class Traversal:
             return None
         arrived: list[torch.Tensor] = []
         self.schedule.reduce(key, full, arrived.append)
-        self.schedule.finish_reduction()
+        self.schedule.finish_reductions()
         return arrived[0].to(self.uses[key].reduce)
 
     @contextlib.contextmanager

@@ -98,8 +98,8 @@ class Sharded:
     @property
     def keys(self) -> tuple[Key, ...]:
         """The groups that this tree has, in the layout's order."""
-        buffers, held = self.entries, self.held_entries
-        return tuple([key for key in self.layout.groups if key in buffers or key in held])
+        own = {group_of(name) for name in self.entries} | self.held_entries.keys()
+        return tuple(own) if len(own) < 2 else tuple([key for key in self.layout.groups if key in own])
 
     def axis_of(self, key: Key) -> Axis:
         """The axis that a group is cut over; over which it is whole where its rows are not cut."""

@@ -72,18 +72,20 @@ class Writing:
         self.start(keys)
         if self._donates:
             self._spare_readers(keys)
-        buffers = dict(self.entries)
+        buffers: dict[Name, Buffer] = {}  # of these alone: groups are many
         for name in self._names(keys):
             if name in self._brought:
                 self._opened[name] = self._brought.pop(name)()
-            buffers[name] = self._opened.get(name, buffers[name])
-        return self.tree.replaced(buffers=buffers, held=self.held).only(keys)
+            buffers[name] = self._opened.get(name, self.entries[name])
+        held = {key: self.held[key] for key in keys if key in self.held}
+        return self.tree.replaced(buffers=buffers, held=held).only(keys)
 
     def _spare_readers(self, keys: Sequence[Key]) -> None:
         """Leaves a donated buffer to whoever came to hold it since: a graph that is not pulled back yet, an output."""
-        for buffers in (self.entries, self.held):
-            for name, buffer in buffers.items():
-                if group_of(name) in keys and isinstance(buffer, torch.Tensor) and private.storage_holders(buffer) > 1:
+        for buffers, names in ((self.entries, self._names(keys)), (self.held, keys)):
+            for name in names:
+                buffer = buffers.get(name)
+                if isinstance(buffer, torch.Tensor) and private.storage_holders(buffer) > 1:
                     buffers[name] = buffer.clone()
 
     def close(self, keys: Sequence[Key]) -> None:
