@@ -25,7 +25,7 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self._stream = device, torch.Stream(device)
-        self._passing: collections.deque[tuple[torch.Tensor, torch.Event]] = collections.deque()
+        self._passing: collections.deque[tuple[torch.Tensor, torch.Event, torch.Stream]] = collections.deque()
         self._nbytes = 0
         self._lock = threading.Lock()
 
@@ -35,16 +35,17 @@ class _Lane:
         current = torch.accelerator.current_stream(self._device)
         with self._lock:
             while self._passing and (self._nbytes > MOST or self._passing[0][1].query()):
-                tensor, event = self._passing.popleft()
+                tensor, event, owner = self._passing.popleft()
                 self._nbytes -= tensor.nbytes
-                current.wait_event(event)  # or its memory might be given to work that does not
+                for stream in (owner, current):  # or its memory might be given to work that does not
+                    stream.wait_event(event)
             self._stream.wait_stream(current)
             if after is not None:
                 self._stream.wait_event(after)
             with self._stream:
                 target.copy_(source, non_blocking=True)
                 event = self._stream.record_event()
-            self._passing.append((here, event))
+            self._passing.append((here, event, current))
             self._nbytes += here.nbytes
         return event
 

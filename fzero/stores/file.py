@@ -111,7 +111,7 @@ class File:
 
     def _begin_write(self, source: torch.Tensor) -> Write:
         write, room = Write(self._content, source, self._shared), self._shared.room
-        room.take(self.nbytes, self._content.disk.in_flight)
+        room.take(write, self.nbytes, self._content.disk.in_flight)
         hazards.departing(lambda: write.start(self._shared.pool))
         return write
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import weakref
 from collections.abc import Callable
 
 from fzero.stores.blocks import Bounce
@@ -81,27 +82,35 @@ class Latch:
 
 
 class Room:
-    """A bound on the bytes of writes that are on their way: memory that their sources still take."""
+    """A bound on the bytes of writes that are on their way: memory that their sources still take.
+
+    What a write takes is its own: one that an interrupt keeps from ever starting gives it back as it is collected.
+    """
 
     def __init__(self) -> None:
-        self.taken = 0
+        self._taken: weakref.WeakKeyDictionary[object, int] = weakref.WeakKeyDictionary()
         self._lock = threading.Lock()
         self._waiting: list[Latch] = []
 
-    def take(self, nbytes: int, bound: int) -> None:
+    @property
+    def taken(self) -> int:
+        return sum(self._taken.values())
+
+    def take(self, owner: object, nbytes: int, bound: int) -> None:
         """Waits until there is room; more than the bound is let through alone."""
         while True:
             with self._lock:
-                if not self.taken or self.taken + nbytes <= bound:
-                    self.taken += nbytes
+                taken = self.taken
+                if not taken or taken + nbytes <= bound:
+                    self._taken[owner] = nbytes
                     return
                 latch = Latch()
                 self._waiting.append(latch)
             latch.wait()
 
-    def give(self, nbytes: int) -> None:
+    def give(self, owner: object) -> None:
         with self._lock:
-            self.taken -= nbytes
+            self._taken.pop(owner, None)
             waiting, self._waiting = self._waiting, []
         for latch in waiting:
             latch.open()

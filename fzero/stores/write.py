@@ -70,7 +70,7 @@ class Write(Transfer):
             remove(self.content.part)
         if self.failure is None or self.content.dropped:
             self.source = None
-        self._shared.room.give(self.nbytes)
+        self._shared.room.give(self)
 
     def check(self) -> None:
         """Says how it went, at its end.

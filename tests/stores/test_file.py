@@ -31,6 +31,7 @@ from fzero.stores.disk import Disk
 from fzero.stores.file import File
 from fzero.stores.folder import Folder, folder_of
 from fzero.stores.pool import Latch, Room
+from fzero.stores.write import Write
 
 Call = Callable[[int, Sequence[memoryview], int], int]
 SIZE = 20 * BLOCK + 100  # several chunks, and a tail
@@ -246,14 +247,21 @@ def test_room_is_given_back_whatever_happens(folder: Folder, disk: Disk, writes:
 
 
 def test_an_interrupted_wait_for_room_takes_none() -> None:
-    room = Room()
-    room.take(10, 10)
+    room, owner = Room(), Latch()
+    room.take(owner, 10, 10)
     with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
         patch.setattr(Latch, "wait", _interrupt)
-        room.take(1, 10)
-    room.give(10)
-    room.take(10, 10)
+        room.take(Latch(), 1, 10)
+    room.give(owner)
+    room.take(owner, 10, 10)
     assert room.taken == 10
+
+
+def test_a_write_that_an_interrupt_keeps_from_starting_takes_no_room(folder: Folder, disk: Disk) -> None:
+    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Write, "start", _interrupt)
+        folder.start_write(some(0), "x", disk)
+    assert folder.shared.room.taken == 0
 
 
 def _interrupt(*_: object) -> None:
@@ -618,7 +626,7 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
         with pytest.raises(KeyboardInterrupt):
             sys.setprofile(interrupt)
             try:
-                room.take(10, 10)
+                room.take(latch, 10, 10)
                 latch.wait()
                 raise KeyboardInterrupt  # nothing that it stands on is code of Python's
             finally:
@@ -627,7 +635,7 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
     latch = Latch()
     latch.open()
     taken()
-    thread = threading.Thread(target=room.give, args=(room.taken,), daemon=True)
+    thread = threading.Thread(target=room.give, args=(latch,), daemon=True)
     thread.start()
     thread.join(10)
     assert not thread.is_alive() and room.taken == 0
