@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint soak mutants bench bench-gpu clean
+.PHONY: demo test lint soak lasting mutants bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it and keeps what was trained)"
@@ -24,6 +24,11 @@ MINUTES ?= 10
 SEED ?= 0
 soak: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
+
+# many steps with everything on a disk; nothing may grow
+STEPS ?= 1000
+lasting: .venv/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/lasting.py --steps $(STEPS)
 
 # leaves out each wait in turn; some test must turn red each time
 mutants: .venv/.installed

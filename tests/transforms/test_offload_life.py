@@ -10,7 +10,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from failing import FUSED, X, at_rest, begun, bits, model, steps, wanted
+from lasting import lasting
 
 import fzero as fz
 from fzero.base import pytree
@@ -33,21 +33,10 @@ def disk(tmp_path: Path) -> Disk:
 
 def test_nothing_grows(disk: Disk) -> None:
     for fused in FUSED:
-        counts = []
-        step = steps(disk, fused)[0]
-        with LiveBytes() as live:
-            state = step.init(model()[1])
-            for number in range(12):
-                state, _ = step(state, X)
-                if number in (3, 11):
-                    at_rest(state)
-                    gc.collect()
-                    (folder,) = Path(disk.path).iterdir()
-                    open_ = len(os.listdir("/proc/self/fd"))
-                    counts.append((len(list(folder.iterdir())), open_, threading.active_count(), live.now()))
-            assert counts[0] == counts[1] and counts[0][0] == 1 + 3 * 4
-            assert live.now() < 4096, "all of it is in the files"
-        del state
+        first, last = lasting(disk, fused, 12, [4, 12])
+        assert {**first, "resident MB": 0} == {**last, "resident MB": 0}
+        assert first["files"] == 1 + 3 * 4
+        assert last["live MB"] < 4096 / 2**20, "all of it is in the files"
         gc.collect()
         assert not list(Path(disk.path).iterdir())
 
