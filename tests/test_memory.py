@@ -33,19 +33,17 @@ def wide(width: int = 64, blocks: int = 4) -> Any:
     return loss, params
 
 
-@pytest.mark.parametrize(("donated", "remat"), [(False, False), (True, True), (True, False)])
+TABLES = [
+    *[(0, "fp32"), (1, "fp32"), (2, "fp32"), (3, "fp32")],
+    *[(1, "autocast"), (3, "autocast"), (0, "bf16"), (2, "bf16"), (3, "bf16")],
+]
+
+
 @pytest.mark.parametrize(
-    ("stage", "policy"),
+    ("stage", "policy", "remat", "donated"),
     [
-        (0, "fp32"),
-        (1, "fp32"),
-        (2, "fp32"),
-        (3, "fp32"),
-        (1, "autocast"),
-        (3, "autocast"),
-        (0, "bf16"),
-        (2, "bf16"),
-        (3, "bf16"),
+        *[(stage, policy, False, True) for stage, policy in TABLES],
+        *[(stage, policy, stage == 3, stage == 3) for stage, policy in TABLES[::2]],
     ],
 )
 def test_at_rest_exactly_the_table(stage: int, policy: str, remat: bool, donated: bool) -> None:

@@ -71,7 +71,8 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...], times: in
 def test_is_what_plain_torch_makes_of_it(name: str) -> None:
     run_ranks(functools.partial(follows, name=name, world=1, stages=(0, 3)), 1)
     if name not in SHARED:
-        run_ranks(functools.partial(follows, name=name, world=2, stages=(1, 2, 3)), 2)
+        stages = (1, 3) if len(name) % 3 else (2, 3)  # 1 and 2 differ in how microbatches are summed
+        run_ranks(functools.partial(follows, name=name, world=2, stages=stages, times=2), 2)
 
 
 def all_of(rank: int, names: list[str]) -> None:
