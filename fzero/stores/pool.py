@@ -10,6 +10,7 @@ from collections.abc import Callable
 from fzero.stores.blocks import Bounce
 
 Task = Callable[[Bounce], None]
+_ENDED = "the folder's threads have ended, as the interpreter does"
 _LAST_CHUNK = 30.0  # seconds that a chunk which is on its way at the end may take
 
 
@@ -26,10 +27,10 @@ class Pool:
         self._lock = threading.Lock()
 
     def submit(self, task: Task, threads: int) -> None:
-        """Lets as many threads run a task at once; more threads are started where there are too few."""
-        if self.closed:
-            raise RuntimeError("the folder's threads have ended, as the interpreter does")
+        """Lets a thread run a task; more threads are started where there are fewer than it will want."""
         with self._lock:
+            if self.closed:
+                raise RuntimeError(_ENDED)
             while len(self._threads) < threads:
                 thread = threading.Thread(target=_work, args=(self._tasks,), name="fzero-disk", daemon=True)
                 try:
@@ -39,14 +40,25 @@ class Pool:
                         raise
                     break
                 self._threads.append(thread)
-        for _ in range(threads):
+        self.put(task)
+
+    def put(self, task: Task) -> None:
+        """Lets one more thread run a task, once one is free.
+
+        Raises:
+            RuntimeError: they have ended.
+        """
+        with self._lock:
+            if self.closed:
+                raise RuntimeError(_ENDED)
             self._tasks.put(task)
 
     def close(self) -> None:
         """Ends the threads, from outside of them; tasks that have not run yet see `closed`, and end early."""
-        self.closed = True
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._lock:
+            self.closed = True
+            for _ in self._threads:
+                self._tasks.put(None)
         for thread in self._threads:
             thread.join(_LAST_CHUNK)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -34,6 +35,7 @@ class Transfer(ABC):
         self.nbytes, self.chunk = nbytes, blocks.CHUNK
         self.failure: Failure | None = None
         self._running = self._runners = max(1, min(threads, math.ceil(nbytes / self.chunk)))
+        self._unbegun = [None]  # whoever takes this decides whether it begins
         self._next = 0
         self._handle: Handle | None = None
         self._lock, self._ended = threading.Lock(), Latch()
@@ -59,11 +61,31 @@ class Transfer(ABC):
         """The very end, after a failure too: lets go of what is held."""
 
     def start(self, pool: Pool) -> None:
+        """Begins, or ends at once where there are no threads. An interrupt is raised; it has begun then, or ended."""
         try:
-            pool.submit(self._run, self._runners)
-        except BaseException as error:  # there are no threads
-            self._fail(0, error)
-            self._end()
+            pool.submit(lambda bounce: self._begin(pool, bounce), self._runners)
+        except BaseException as error:
+            if self._unbegun:
+                with contextlib.suppress(IndexError):  # a thread has come for it meanwhile
+                    self._unbegun.pop()
+                    self._fail(0, error)
+                    self._end()
+            if not isinstance(error, Exception):
+                raise
+
+    def _begin(self, pool: Pool, bounce: Bounce) -> None:
+        """What the first thread does: no signal comes between what it asks of the others."""
+        try:
+            self._unbegun.pop()
+        except IndexError:
+            return
+        for _ in range(self._runners - 1):
+            try:
+                pool.put(self._run)
+            except RuntimeError:  # the threads are ending: this one does it all
+                with self._lock:
+                    self._running -= 1
+        self._run(bounce)
 
     def wait(self) -> None:
         """Waits for the end; `failure` then says how it was."""

@@ -640,3 +640,37 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
     thread.join(10)
     assert not thread.is_alive() and room.taken == 0
     latch.wait()
+
+
+def test_an_interrupt_as_a_transfer_begins_is_raised_and_moves_nothing_else(disk: Disk, folder: Folder) -> None:
+    """A thread that runs has the file open; closed under it, its number would be given to somebody else's."""
+    pool, came = folder.shared.pool, threading.Event()
+    put, write = pool.put, Write.move
+
+    def move(self: Write, *given: Any) -> None:
+        came.set()
+        time.sleep(0.2)
+        write(self, *given)
+
+    for after in (False, True):  # the thread has come for it
+
+        def interrupted(task: Any, after: bool = after) -> None:
+            if threading.current_thread() is not threading.main_thread():
+                return put(task)
+            if after:
+                put(task)
+                assert came.wait(10)
+            raise KeyboardInterrupt
+
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(pool, "put", interrupted)
+            patch.setattr(Write, "move", move)
+            folder.start_write(some(0), "x", disk)
+        mine = [os.open(os.devnull, os.O_RDONLY) for _ in range(4)]
+        until(lambda: not folder.shared.room.taken and not state_files(folder))
+        for number in mine:
+            assert os.readlink(f"/proc/self/fd/{number}") == os.devnull
+            os.close(number)
+    file, target = folder.start_write(some(1), "x", disk), torch.empty_like(some(1))
+    file.start_read(target)()
+    assert torch.equal(target, some(1))
