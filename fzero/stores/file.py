@@ -111,8 +111,12 @@ class File:
 
     def _begin_write(self, source: torch.Tensor) -> Write:
         write, room = Write(self._content, source, self._shared), self._shared.room
-        room.take(write, self.nbytes, self._content.disk.in_flight)
-        hazards.departing(lambda: write.start(self._shared.pool))
+        try:
+            room.take(write, self.nbytes, self._content.disk.in_flight)
+            hazards.departing(lambda: write.start(self._shared.pool))
+        except BaseException:  # an interrupt: nobody else wakes who waits for this room
+            room.give(write)
+            raise
         return write
 
     def _begin_read(self, target: torch.Tensor) -> Callable[[], None]:

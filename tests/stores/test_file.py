@@ -258,9 +258,26 @@ def test_an_interrupted_wait_for_room_takes_none() -> None:
 
 
 def test_a_write_that_an_interrupt_keeps_from_starting_takes_no_room(folder: Folder, disk: Disk) -> None:
-    with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Write, "start", _interrupt)
-        folder.start_write(some(0), "x", disk)
+    """Also where another thread waits for that room."""
+    disk, waits, start = Disk(disk.path, in_flight=SIZE), threading.Event(), Write.start
+
+    def interrupted(self: Write, pool: Any) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return start(self, pool)
+        waits.set()
+        until(lambda: bool(folder.shared.room._waiting))
+        raise KeyboardInterrupt
+
+    def other() -> None:
+        waits.wait()
+        folder.start_write(some(1), "x", disk).written()
+
+    with concurrent.futures.ThreadPoolExecutor(1) as threads, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Write, "start", interrupted)
+        written = threads.submit(other)
+        with pytest.raises(KeyboardInterrupt):
+            folder.start_write(some(0), "x", disk)
+        written.result(10)
     assert folder.shared.room.taken == 0
 
 
