@@ -82,7 +82,7 @@ class Transfer(ABC):
         for _ in range(self._runners - 1):
             try:
                 pool.put(self._run)
-            except RuntimeError:  # the threads are ending: this one does it all
+            except Exception:  # the threads are ending, or memory is short: this one does it all
                 with self._lock:
                     self._running -= 1
         self._run(bounce)
