@@ -96,7 +96,7 @@ class Latch:
 class Room:
     """A bound on the bytes of writes that are on their way: memory that their sources still take.
 
-    What a write takes is its own: one that an interrupt keeps from ever starting gives it back as it is collected.
+    What a write takes is its own, and goes with it at the latest, where interrupts keep anybody from giving it back.
     """
 
     def __init__(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import threading
 from abc import ABC, abstractmethod
@@ -65,19 +64,23 @@ class Transfer(ABC):
         try:
             pool.submit(lambda bounce: self._begin(pool, bounce), self._runners)
         except BaseException as error:
-            if self._unbegun:
-                with contextlib.suppress(IndexError):  # a thread has come for it meanwhile
-                    self._unbegun.pop()
-                    self._fail(0, error)
-                    self._end()
+            if self._claimed():
+                self._fail(0, error)
+                self._end()
             if not isinstance(error, Exception):
                 raise
 
-    def _begin(self, pool: Pool, bounce: Bounce) -> None:
-        """What the first thread does: no signal comes between what it asks of the others."""
+    def _claimed(self) -> bool:
+        """Whether the caller decides what becomes of it: the first thread that comes for it, or who ends it before."""
         try:
             self._unbegun.pop()
         except IndexError:
+            return False
+        return True
+
+    def _begin(self, pool: Pool, bounce: Bounce) -> None:
+        """What the first thread does: no signal comes between what it asks of the others."""
+        if not self._claimed():
             return
         for _ in range(self._runners - 1):
             try:
