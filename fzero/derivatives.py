@@ -11,6 +11,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import named, need_str
 from fzero.base.context import during
+from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
 from fzero.engine.batch import seed_of
@@ -64,7 +65,7 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
         >>> fz.gather(grads)["w"]
         tensor([1., 1.])
     """
-    with torch.enable_grad():
+    with as_found(), torch.enable_grad():
         yield Tape(step, state)
 
 
@@ -97,7 +98,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
         return scalar_loss(split_result(step, out)[0], "hvp")
 
-    with torch.no_grad():
+    with as_found(), torch.no_grad():
         pulled: object = torch.func.vjp(torch.func.grad(loss), primals)
         (product,) = pulled[1](v.locals(), retain_graph=False, create_graph=False)
     return v.with_buffers(product)
@@ -163,7 +164,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         return scalar_loss(split_result(step, out)[0], "per_example_grads")
 
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *dims), randomness="different")
-    with torch.no_grad(), seeded(traversal.next_seed()):
+    with as_found(), torch.no_grad(), seeded(traversal.next_seed()):
         grads = mapped({i: leaves[i] for i in chosen}, *flat)
     found = [grads[i].to(row.policy.grad) if i in grads else None for i, row in enumerate(rows)]
     return pytree.unflatten(state.params.structure, found)

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from fzero.base.arguments import wrong
-from fzero.base.context import during
+from fzero.base.context import during, variable
+from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
 from fzero.capture.handle import Function, Handle, reading
 from fzero.capture.surroundings import Surroundings
@@ -28,9 +29,9 @@ from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
 # module path -> {name below that module: leaf}, for the apply that is running
-_units: contextvars.ContextVar[Mapping[str, Mapping[str, object]]] = contextvars.ContextVar("fzero_module_units")
+_units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
 # index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
-_outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = contextvars.ContextVar("fzero_module_leaves")
+_outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = variable("module_leaves", {})
 
 
 def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
@@ -79,7 +80,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     def apply(params: Params, *args: object, **kwargs: object) -> Any:
         _check_names(params, known)
         own: _Copy | None = getattr(threads, "copy", None)
-        if own is None or (own.untouched.broken and not own.untouched.depth):
+        if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
             own = threads.copy = _Copy(pristine)
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)
@@ -96,7 +97,7 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             if path not in own.paths and path != ROOT:
                 own.patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
-        with own.untouched.around_call(), during(_units, units):
+        with as_found(), own.untouched.around_call(), during(_units, units):
             if ROOT in units:  # the whole module is one unit
                 _, places, surroundings, call, fast = own.root
                 return call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
@@ -132,6 +133,7 @@ class _Copy:
     def __init__(self, pristine: nn.Module) -> None:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self.module, self.elsewhere = module, places_of(module, holdings)
+        self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
         self.untouched = Untouched(module, holdings, sources)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
@@ -153,7 +155,7 @@ class _Copy:
 
         @functools.wraps(run_forward)
         def forward(*args: object, **kwargs: object) -> object:
-            running_units = _units.get(None)
+            running_units = _units.get()
             if running_units is None:
                 raise TypeError(CHECKPOINTED)
             leaves = running_units.get(path)

@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
+from fzero.base.interrupts import as_found
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
 from fzero.engine.function import call_function, sums_whole, traversal_of
 from fzero.engine.run import split_result
@@ -54,7 +55,7 @@ class Step(Spec):
         seed = need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
         (params,) = constants("step.init", params=params)
-        with private.below_transforms():
+        with as_found(), private.below_transforms():
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
             return state
@@ -73,9 +74,10 @@ class Step(Spec):
         """
         check_state(self, state)
         rng = need_int(rng, "step.vjp", "rng")
-        pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
-        outputs, aux = pullback.taken()
-        return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
+        with as_found():
+            pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
+            outputs, aux = pullback.taken()
+            return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
 
     def forward(self, state: TrainState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the step has aux.
@@ -91,7 +93,7 @@ class Step(Spec):
         refuse_captured("step.forward", self.fn)
         micro = self.microbatches
         pairs = []
-        with torch.inference_mode(False), torch.no_grad():
+        with as_found(), private.outside_inference(), torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
                 traversal, primals, fixed = traversal_of(self, state, seed_of(state, rng, i), derived=False)
                 out = call_function(self, state, traversal, {**primals, **fixed}, part)
@@ -115,22 +117,23 @@ class Step(Spec):
         rng = need_int(rng, "step", "rng")
         state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
         refuse_captured("step", self.fn)
-        if self.fusion is not None and private.level() == 0:
-            return fused_call(self, state, inputs, cotangent, rng)
-        batch, total = Batch(self, state, inputs, cotangent, rng), None
-        for run, ct in batch:
-            grads, _ = run.pull(ct)
-            del run
-            total = sum_of(total, grads)
-            del grads
-        assert total is not None
-        for key in [key for key in total if self.microbatches.count > 1 and sums_whole(state.params, key)]:
-            mean = state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
-            total[key] = put_again(total[key], mean)
-        sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
-        del total
-        new, metrics = apply_update(self, state, sharded, None)
-        return new, {**metrics, **batch.loss(), **batch.aux()}
+        with as_found():
+            if self.fusion is not None and private.level() == 0:
+                return fused_call(self, state, inputs, cotangent, rng)
+            batch, total = Batch(self, state, inputs, cotangent, rng), None
+            for run, ct in batch:
+                grads, _ = run.pull(ct)
+                del run
+                total = sum_of(total, grads)
+                del grads
+            assert total is not None
+            for key in [key for key in total if self.microbatches.count > 1 and sums_whole(state.params, key)]:
+                mean = state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
+                total[key] = put_again(total[key], mean)
+            sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
+            del total
+            new, metrics = apply_update(self, state, sharded, None)
+            return new, {**metrics, **batch.loss(), **batch.aux()}
 
     def update(self, state: TrainState, grads: Sharded, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
         """The optimizer's update with these grads, and with those that the state keeps, which are cleared.
@@ -144,7 +147,7 @@ class Step(Spec):
         check_optimizer(self, state)
         need_norm(grad_norm, "step.update")
         state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
-        with private.below_transforms():
+        with as_found(), private.below_transforms():
             return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
@@ -152,7 +155,7 @@ class Step(Spec):
         check_grads(self, state, grads)
         state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
-        with private.below_transforms():
+        with as_found(), private.below_transforms():
             own: dict[Key, Buffer] = {}
             for key in grads.keys:
                 new = grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True)

@@ -1,11 +1,18 @@
-"""A context variable with another value inside a block."""
+"""Context variables: how they are made, and one with another value inside a block."""
 
 from __future__ import annotations
 
 import contextvars
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
+variables: list[contextvars.ContextVar[Any]] = []  # all of this library's
+
+
+def variable(name: str, default: T) -> contextvars.ContextVar[T]:
+    """A variable with a value for each thread, which an interrupt leaves as a call has found it."""
+    variables.append(contextvars.ContextVar(f"fzero_{name}", default=default))
+    return variables[-1]
 
 
 class during(Generic[T]):

@@ -41,10 +41,10 @@ def putting_away(pack: Callable[[torch.Tensor], object], unpack: Callable[[Any],
 
     Somebody's own hooks are refused as ever, also in here.
     """
-    with _lock:
-        _own.add(pack)
-        graph.disable_saved_tensors_hooks = _without_own
     try:
+        with _lock:
+            _own.add(pack)
+            graph.disable_saved_tensors_hooks = _without_own
         with graph.saved_tensors_hooks(pack, unpack):
             yield
     finally:
@@ -67,3 +67,16 @@ def _without_own(error_message: str) -> Generator[None, None, None]:
         yield
     finally:
         _C._saved_tensors_hooks_enable()
+
+
+def note_state() -> Callable[[], None]:
+    """Notes this thread's hooks, and whether they work; what it returns puts that back."""
+    enabled, innermost = _C._saved_tensors_hooks_is_enabled(), _C._top_saved_tensors_default_hooks(True)
+
+    def restore() -> None:
+        if enabled:
+            _C._saved_tensors_hooks_enable()
+        while (top := _C._top_saved_tensors_default_hooks(True)) is not None and top != innermost:
+            _C._pop_saved_tensors_default_hooks()
+
+    return restore

@@ -74,15 +74,17 @@ def acts_for_main() -> bool:
     return _C._is_key_in_tls(_MAIN)
 
 
+def current_stream() -> Stream | None:
+    """What this thread draws from; None for the default generators."""
+    return _C._get_obj_in_tls(_STREAM) if _C._is_key_in_tls(_STREAM) else None
+
+
 def swap_stream(stream: Stream | None) -> Stream | None:
     """Makes this thread draw from `stream`, None for the default generators; returns what it drew from before."""
     if not _libraries:
         _install()
-    before = None
-    if _C._is_key_in_tls(_STREAM):
-        before = _C._get_obj_in_tls(_STREAM)
-    else:
-        _stashed.add(threading.get_native_id())
+    before = current_stream()
+    _stashed.add(threading.get_native_id())
     _C._stash_obj_in_tls(_STREAM, stream)
     _C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
     return before

@@ -35,6 +35,11 @@ def without_autocast() -> AbstractContextManager[object]:
     return stack
 
 
+def outside_inference() -> AbstractContextManager[object]:
+    """`torch.inference_mode(False)`, which no interrupt leaves half way: that one is code of Python's."""
+    return torch._C._InferenceMode(False)  # type: ignore[attr-defined]
+
+
 def dispatch_modes() -> bool:
     """Tells whether a mode looks at every operator, as one that traces them does, for which values do not exist."""
     return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
@@ -333,14 +338,15 @@ def under_function_modes(modes: Sequence[object]) -> Iterator[None]:
     if len(before) == len(modes) and all(map(operator.is_, before, modes)):
         yield
         return
-    _exchange_function_modes(len(before), modes)
+    exchange_function_modes(len(before), modes)
     try:
         yield
     finally:
-        _exchange_function_modes(len(modes), before)
+        exchange_function_modes(len(modes), before)
 
 
-def _exchange_function_modes(count: int, modes: Sequence[object]) -> None:
+def exchange_function_modes(count: int, modes: Sequence[object]) -> None:
+    """Takes the innermost torch function modes off, and puts others on."""
     for _ in range(count):
         torch.overrides._pop_mode()  # type: ignore[attr-defined]
     for mode in modes:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from fzero.base import intercept
+from fzero.base.interrupts import noted_by
 
 _MASK = (1 << 64) - 1
 _START = 0x9E3779B97F4A7C15
@@ -19,6 +20,21 @@ _START = 0x9E3779B97F4A7C15
 # two threads would wait for each other. Waiting for this one holds nothing.
 _one_at_a_time = threading.Lock()
 _in_use: list[seeded] = []  # regions that have seeded the default generators
+
+
+@noted_by
+def _note_regions() -> Callable[[], None]:
+    """Notes how many regions this thread is in; what it returns leaves those that it has entered since."""
+    stream, count = intercept.current_stream(), len(_in_use)
+
+    def restore() -> None:
+        if intercept.acts_for_main():
+            for region in reversed(_in_use[count:]):
+                region.__exit__()
+        elif intercept.current_stream() is not stream:
+            intercept.swap_stream(stream)
+
+    return restore
 
 
 def _mixed(state: int, number: int) -> int:
@@ -68,17 +84,18 @@ class seeded:
             default += (torch.cuda.default_generators[torch.cuda.current_device()],)
         with _one_at_a_time:
             self.states = [generator.get_state() for generator in default]
+            self.default = default
+            _in_use.append(self)
             for generator in default:
                 self._begin(generator)
-            _in_use.append(self)
-        self.default = default
 
     def __exit__(self, *_: object) -> None:
         if self.default:
             with _one_at_a_time:
-                _in_use.remove(self)
-                for generator, state in zip(self.default, self.states, strict=True):
-                    generator.set_state(state)
+                if self in _in_use:
+                    for generator, state in zip(self.default, self.states, strict=True):
+                        generator.set_state(state)
+                    del _in_use[_in_use.index(self) :]  # with any inside that an interrupt has kept from ending
         elif self.generators is not None:
             intercept.swap_stream(self.outer)
 

@@ -12,9 +12,10 @@ from typing import TypeVar
 import torch
 
 from fzero.base import texts
+from fzero.base.context import variable
 
 Error = TypeVar("Error", bound=BaseException)
-_said: contextvars.ContextVar[list[BaseException] | None] = contextvars.ContextVar("fzero_refusals", default=None)
+_said: contextvars.ContextVar[list[BaseException] | None] = variable("refusals", None)
 
 
 def noted(error: Error) -> Error:

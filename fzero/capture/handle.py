@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.context import variable
 from fzero.base.refusals import noted
 from fzero.table.rows import Row
 
@@ -24,9 +25,7 @@ class HandleError(AttributeError, TypeError):
 
 
 # how a module reads the leaves of its units, while the function that fz.functional made of it runs; None elsewhere
-reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = contextvars.ContextVar(
-    "fzero_reading", default=None
-)
+reading: contextvars.ContextVar[Callable[[Handle], torch.Tensor] | None] = variable("reading", None)
 
 
 class Seen:
@@ -52,7 +51,7 @@ class Seen:
 
 
 # that of the run that goes on, while one does
-seen: contextvars.ContextVar[Seen | None] = contextvars.ContextVar("fzero_seen", default=None)
+seen: contextvars.ContextVar[Seen | None] = variable("seen", None)
 
 
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.context import during
+from fzero.base.context import during, variable
 from fzero.base.node import Op, closed_over, edges_to, refuse_foreign_leaves
 from fzero.base.refusals import noted
 from fzero.capture.handle import Function, Handle, Named, Operands, Seen, copy_of, name_of, seen, storage_of, writes
@@ -21,8 +21,8 @@ from fzero.table.layout import Group
 
 LeafOf = Callable[[torch.Tensor], str]
 _AS_IT_IS: contextlib.nullcontext[None] = contextlib.nullcontext()
-_strict: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_strict_capture", default=False)
-_elsewhere: contextvars.ContextVar[bool] = contextvars.ContextVar("fzero_elsewhere", default=False)
+_strict: contextvars.ContextVar[bool] = variable("strict_capture", False)
+_elsewhere: contextvars.ContextVar[bool] = variable("elsewhere", False)
 
 
 def leaf_of(group: Group, start: int = 0) -> LeafOf:

@@ -16,14 +16,14 @@ from collections.abc import Callable, Hashable, Iterator
 from typing import ParamSpec, TypeVar
 
 from fzero.base import private
-from fzero.base.context import during
+from fzero.base.context import during, variable
 from fzero.comm import backend
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Records = list[tuple[str, Hashable, int]]  # operation, tag, bytes
-_watch: contextvars.ContextVar[Watch | None] = contextvars.ContextVar("fzero_watch", default=None)
-_listeners: contextvars.ContextVar[tuple[Records, ...]] = contextvars.ContextVar("fzero_listeners", default=())
+_watch: contextvars.ContextVar[Watch | None] = variable("watch", None)
+_listeners: contextvars.ContextVar[tuple[Records, ...]] = variable("listeners", ())
 
 ADVICE = (
     "Every rank must call the same units of the same components in the same order; look for a branch that depends on "

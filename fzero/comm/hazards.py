@@ -18,10 +18,10 @@ from typing import TypeVar
 import torch
 
 from fzero.base import private
-from fzero.base.context import during
+from fzero.base.context import during, variable
 
 T = TypeVar("T")
-_current: contextvars.ContextVar[Hazards | None] = contextvars.ContextVar("fzero_hazards", default=None)
+_current: contextvars.ContextVar[Hazards | None] = variable("hazards", None)
 DELAY = 2e-3  # seconds at most
 
 

@@ -9,6 +9,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
+from fzero.base.interrupts import as_found
 from fzero.engine.run import Run, scalar_loss
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -157,21 +158,22 @@ class Pullback:
         """
         need_bool(retain_graph, "pullback", "retain_graph")
         need_bool(create_graph, "pullback", "create_graph")
-        if self._micro.count > 1:
-            self._runs[0].check_structure(cotangent)
-        pieces, times = self._micro.split_cotangent(cotangent, self._parts)
-        total: Sums | None = None
-        pulled = []
-        for run, piece in zip(self._runs, pieces, strict=True):
-            grads, cotangents = run.pull(piece, retain_graph, create_graph)
-            total = sum_of(total, grads)
-            pulled.append(cotangents)
-        flat = self._micro.merge_inputs(self._inputs, pulled)
-        assert total is not None
-        if times != 1.0:
-            total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
-            flat = [None if x is None else x / times for x in flat]
-        trees = pytree.unflatten(self._spec, flat)
-        return self._like.with_buffers(as_grads(self._like.layout, total)), tuple(
-            tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees
-        )
+        with as_found():
+            if self._micro.count > 1:
+                self._runs[0].check_structure(cotangent)
+            pieces, times = self._micro.split_cotangent(cotangent, self._parts)
+            total: Sums | None = None
+            pulled = []
+            for run, piece in zip(self._runs, pieces, strict=True):
+                grads, cotangents = run.pull(piece, retain_graph, create_graph)
+                total = sum_of(total, grads)
+                pulled.append(cotangents)
+            flat = self._micro.merge_inputs(self._inputs, pulled)
+            assert total is not None
+            if times != 1.0:
+                total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
+                flat = [None if x is None else x / times for x in flat]
+            trees = pytree.unflatten(self._spec, flat)
+            return self._like.with_buffers(as_grads(self._like.layout, total)), tuple(
+                tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees
+            )

@@ -22,7 +22,7 @@ from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen
 from fzero.capture.handle import Handle, storage_of
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, take_out
-from fzero.engine.traversal import Traversal, inside
+from fzero.engine.traversal import Present, Traversal, inside
 from fzero.table.layout import Key
 
 _UNSEEN = (texts.NO_MEMORY, texts.NO_STORAGE)  # of a tensor that came unseen
@@ -324,9 +324,9 @@ class Call:
         mapping.update((id(outer), Unread(outer, place)) for place, outer in self.reach.unread)
         return mapping
 
-    def _here(self, leaves: Mapping[int, torch.Tensor]) -> dict[tuple[int, int], torch.Tensor]:
+    def _here(self, leaves: Mapping[int, torch.Tensor]) -> Present:
         handles = (*self.reach.handles, *self.more)
-        return {(id(handle.owner), handle.index): leaves[handle.index] for handle in handles}
+        return {(handle.owner, handle.index): leaves[handle.index] for handle in handles}
 
     def _changes(self, exports: Exports) -> list[tuple[Container, Content, Content]]:
         """The containers that the function changed (of a second run: the first one), with content and templates."""

@@ -167,7 +167,7 @@ class Schedule:
     def _gather(self, key: Key) -> tuple[torch.Tensor, Callable[[], None]]:
         """Starts to gather a group into a new buffer."""
         use = self.uses[key]
-        with torch.inference_mode(False):  # a unit that is called outside of it may use what was gathered ahead inside
+        with private.outside_inference():  # a unit that is called outside of it may use what was gathered ahead inside
             full = use.empty()
             return full, self._fill(key, full)
 

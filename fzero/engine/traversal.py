@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from fzero.base import private
-from fzero.base.context import during
+from fzero.base.context import during, variable
 from fzero.base.node import Tensors, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
@@ -24,18 +24,17 @@ from fzero.table.layout import Key, Layout
 from fzero.table.rows import Table
 
 # the leaves of the step whose function runs, also inside its units
-running: contextvars.ContextVar[Layout | None] = contextvars.ContextVar("fzero_running", default=None)
-current: contextvars.ContextVar[Traversal | None] = contextvars.ContextVar("fzero_traversal", default=None)
-# (run, index) of the leaves that the unit that is running has; None outside of units
-here: contextvars.ContextVar[Mapping[tuple[int, int], torch.Tensor] | None] = contextvars.ContextVar(
-    "fzero_here", default=None
-)
+running: contextvars.ContextVar[Layout | None] = variable("running", None)
+current: contextvars.ContextVar[Traversal | None] = variable("traversal", None)
+Present = Mapping["tuple[Traversal, int]", torch.Tensor]  # by run and index
+# the leaves that the unit that is running has; None outside of units
+here: contextvars.ContextVar[Present | None] = variable("here", None)
 
 
 class inside:
     """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
 
-    def __init__(self, leaves: Mapping[tuple[int, int], torch.Tensor] | None) -> None:
+    def __init__(self, leaves: Present | None) -> None:
         self.leaves = leaves
 
     def __enter__(self) -> None:

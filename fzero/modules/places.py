@@ -160,7 +160,7 @@ def full(handle: Handle) -> torch.Tensor:
     """A module's leaf of another unit in full, differentiable. Inside a unit it becomes one of that unit's leaves."""
     leaves = here.get()
     if leaves is not None:
-        own = leaves.get((id(handle.owner), handle.index))
+        own = leaves.get((handle.owner, handle.index))
         if own is None:
             raise noted(Again(Facts(more=(handle.index,))))
         return own

@@ -40,7 +40,7 @@ def private_copy(
     Raises:
         ValueError: the copy would still lead to the original, and on which way.
     """
-    with private.below_transforms(), torch.inference_mode(False), torch.no_grad():
+    with private.below_transforms(), private.outside_inference(), torch.no_grad():
         holdings = Holdings(module)
         copier = _Copier(holdings, module, shared)
         new = copier(module)

@@ -27,7 +27,7 @@ class Away:
     def __init__(self, dtype: torch.dtype, numel: int, device: torch.device, what: str) -> None:
         self.dtype, self.device, self.what = dtype, device, what
         self._numel = numel
-        with torch.inference_mode(False):
+        with private.outside_inference():
             self._writes = torch.empty(0, dtype=dtype, device=device)  # counts those to copies
 
     def numel(self) -> int:

@@ -9,7 +9,7 @@ from units import X, params_of
 
 import fzero as fz
 from fzero.capture.handle import Handle
-from fzero.engine.traversal import current, here, inside, origins_of
+from fzero.engine.traversal import Present, current, here, inside, origins_of
 from fzero.testing import run_ranks
 
 
@@ -50,7 +50,7 @@ def test_a_unit_within_a_unit_is_a_plain_call() -> None:
 
 
 def test_inside_says_which_leaves_the_unit_has() -> None:
-    leaves = {(1, 0): torch.ones(1)}
+    leaves: Present = {}
     with inside(leaves):
         assert here.get() is leaves and current.get() is None
     assert here.get() is None

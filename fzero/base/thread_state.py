@@ -1,0 +1,40 @@
+"""Torch's own state of a thread, noted and put back: levels, modes, autocast; the private parts of torch for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from fzero.base import private
+
+_functorch = torch._C._functorch  # type: ignore[attr-defined]
+
+
+def note_state() -> Callable[[], None]:
+    """Notes torch's own state of this thread; what it returns puts that back."""
+    modes, grad = private.function_modes(), torch.is_grad_enabled()
+    depth = int(_functorch.get_dynamic_layer_stack_depth())
+    single = _functorch.get_single_level_autograd_function_allowed()
+    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
+    cached, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
+
+    def restore() -> None:
+        if _functorch.get_dynamic_layer_stack_depth() > depth:
+            _functorch.pop_dynamic_layer_stack_and_undo_to_depth(depth)
+        _functorch.set_single_level_autograd_function_allowed(single)
+        torch.set_grad_enabled(grad)
+        private.exchange_function_modes(len(private.function_modes()), modes)
+        for kind, enabled, dtype in casts:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(cached)
+        for _ in range(_autocast_nesting() - nesting):
+            torch.autocast_decrement_nesting()
+
+    return restore
+
+
+def _autocast_nesting() -> int:
+    torch.autocast_increment_nesting()
+    return int(torch.autocast_decrement_nesting())

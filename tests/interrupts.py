@@ -1,0 +1,73 @@
+"""KeyboardInterrupt at a chosen one of the points of a call where Python looks for signals; what a thread then has."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any
+
+import torch
+
+from fzero.base.context import variables
+
+_C: Any = torch._C
+
+
+class Points:
+    """A profile function that counts the points: functions that begin, and calls of C's that end.
+
+    Not those in finalizers, whose errors Python drops, and in generators, which may be ended in one.
+
+    Attributes:
+        count: of the points so far.
+        tender: those of them where a context is entered or left.
+        place: of the one where it was raised; "" before.
+    """
+
+    def __init__(self, at: int = 0) -> None:
+        self.at, self.count, self.place = at, 0, ""
+        self.tender: list[int] = []
+
+    def __call__(self, frame: FrameType, event: str, arg: object) -> None:
+        if event not in ("call", "c_return") or arg is sys.setprofile or _finalizes(frame):
+            return
+        self.count += 1
+        if frame.f_code.co_name in ("__enter__", "__exit__") or (event == "c_return" and arg is next):
+            self.tender.append(self.count)
+        if self.count == self.at:
+            sys.setprofile(None)
+            self.place = f"{event} in {frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
+            raise KeyboardInterrupt
+
+    def during(self, call: Callable[[], object]) -> object:
+        sys.setprofile(self)
+        try:
+            return call()
+        finally:
+            sys.setprofile(None)
+
+
+def _finalizes(frame: FrameType | None) -> bool:
+    while frame is not None:
+        code = frame.f_code
+        if code.co_name in ("__del__", "<genexpr>") or "weakref" in code.co_filename:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def thread_state() -> dict[str, object]:
+    """What a call must leave as it was, by name."""
+    found: dict[str, object] = {variable.name: variable.get() for variable in variables}
+    found["grad mode"] = torch.is_grad_enabled()
+    found["inference mode"] = torch.is_inference_mode_enabled()
+    found["autocast"] = torch.is_autocast_enabled("cpu"), torch.is_autocast_cache_enabled()
+    found["function modes"] = _C._len_torch_function_stack()
+    found["dispatch modes"] = _C._len_torch_dispatch_stack()
+    found["levels"] = _C._functorch.get_dynamic_layer_stack_depth()
+    found["single level"] = _C._functorch.get_single_level_autograd_function_allowed()
+    found["hooks"] = _C._autograd._saved_tensors_hooks_is_enabled()
+    found["forward mode"] = torch.autograd.forward_ad._current_level
+    found["generator"] = torch.get_rng_state().sum().item() if not found["levels"] else None
+    return found
