@@ -6,13 +6,14 @@ import contextvars
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-variables: list[contextvars.ContextVar[Any]] = []  # all of this library's
+variables: dict[contextvars.ContextVar[Any], None] = {}  # all of this library's, in order
 
 
 def variable(name: str, default: T) -> contextvars.ContextVar[T]:
     """A variable with a value for each thread, which an interrupt leaves as a call has found it."""
-    variables.append(contextvars.ContextVar(f"fzero_{name}", default=default))
-    return variables[-1]
+    own = contextvars.ContextVar(f"fzero_{name}", default=default)
+    variables[own] = None
+    return own
 
 
 class during(Generic[T]):

@@ -84,7 +84,8 @@ def swap_stream(stream: Stream | None) -> Stream | None:
     if not _libraries:
         _install()
     before = current_stream()
-    _stashed.add(threading.get_native_id())
+    if not _C._is_key_in_tls(_STREAM):
+        _stashed.add(threading.get_native_id())
     _C._stash_obj_in_tls(_STREAM, stream)
     _C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
     return before

@@ -86,6 +86,15 @@ def pull_back_early(ctx: Context) -> None:
     ctx._set_sequence_nr(1 << 62)
 
 
+def forget_failed_backward() -> None:
+    """Lets go of what a backward that has failed left in this thread's queue: torch keeps it until the next one."""
+    if torch._C._current_graph_task_id() != -1 or dispatch_modes():  # type: ignore[attr-defined]
+        return
+    with below_transforms(), outside_inference(), torch.enable_grad():
+        one = torch.ones((), requires_grad=True)
+        torch.autograd.grad(one.clone(), one)
+
+
 def is_fake(tensor: object) -> bool:
     """Tells whether a tensor of FakeTensorMode: a shape and no values."""
     module = sys.modules.get("torch._subclasses.fake_tensor")  # not loaded where nobody made one

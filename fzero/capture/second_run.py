@@ -13,10 +13,12 @@ import contextvars
 import functools
 import math
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from fzero.base import intercept, private
+from fzero.base.context import variables
 from fzero.base.random import NUMPY, PYTHON, Replayed
 from fzero.capture.containers import mark
 from fzero.capture.contents import MANY
@@ -29,7 +31,7 @@ class SecondRun:
 
     def __init__(self, reach: Reach) -> None:
         self._reach = reach
-        self._variables = contextvars.copy_context()
+        self._variables = _variables(ours=False)  # this library's would lead back here
         self._modes = private.function_modes()
         self._drawn: frozenset[str] = frozenset()  # modules whose own generators the first run drew from
 
@@ -57,11 +59,9 @@ class SecondRun:
 
     def run(self, run: Callable[[], object]) -> object:
         """A run at another time. What it sets is gone afterwards: the first run has set it already."""
-        now, own = contextvars.copy_context(), contextvars.Context()
-        for found, are_ours in ((self._variables, False), (now, True)):
-            for variable, value in found.items():
-                if variable.name.startswith("fzero_") == are_ours:
-                    own.run(variable.set, value)
+        own = contextvars.Context()
+        for variable, value in (*self._variables, *_variables(ours=True)):
+            own.run(variable.set, value)
         modes = [mode for mode in self._modes if not is_watch(mode)]
         with private.under_function_modes(modes), self._replayed:
             return own.run(run)
@@ -122,6 +122,11 @@ class SecondRun:
 
     def _versions(self) -> list[int]:
         return [private.version(x) for x in self._reach.constants]
+
+
+def _variables(ours: bool) -> list[tuple[contextvars.ContextVar[Any], object]]:
+    """The context variables that have values here, this library's or all others, and what those are."""
+    return [(x, value) for x, value in contextvars.copy_context().items() if (x in variables) == ours]
 
 
 def _weights(out: Sequence[torch.Tensor], thorough: bool) -> list[list[float]] | None:

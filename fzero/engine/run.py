@@ -136,6 +136,9 @@ class Run:
                 )
                 if delivery is not None:
                     delivery.finish()
+        except BaseException:
+            private.forget_failed_backward()
+            raise
         finally:
             traversal.delivery = None
         if delivery is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from fzero.base.refusals import noting
 from fzero.formats.formats import Format, Plain, Stored
 
 Wait = Callable[[], torch.Tensor]
+donated_to: weakref.WeakSet[object] = weakref.WeakSet()  # updates that are overwriting a state
 _SHOWN = "_fzero_shown"  # set on copies whose writes count as those to a buffer that is away
 
 
@@ -36,6 +38,9 @@ class Away:
     @property
     def nbytes(self) -> int:
         return self._numel * self.dtype.itemsize
+
+    def tell(self) -> None:
+        """Raises what keeps it from getting to its store, of which its values do not depend."""
 
     def start_read(self, target: torch.Tensor | None = None) -> Wait:
         """Begins to copy it to the device, into `target` where there is one; the result waits, and returns the copy."""

@@ -82,6 +82,11 @@ class Content:
 
 
 def remove(path: str) -> None:
-    """Removes a file, if it is there."""
-    with contextlib.suppress(OSError):
+    """Removes a file, or an empty folder that somebody has put in its place, if it is there."""
+    try:
         os.unlink(path)
+    except IsADirectoryError:
+        with contextlib.suppress(OSError):
+            os.rmdir(path)
+    except OSError:
+        pass

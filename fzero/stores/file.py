@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 from fzero.comm import hazards
+from fzero.stores.away import donated_to
 from fzero.stores.blocks import copy
 from fzero.stores.content import Content, Shared
 from fzero.stores.disk import Disk
@@ -88,25 +89,35 @@ class File:
         with self._copying:  # a read that has begun with the source
             pass
 
-    def start_read(self, target: torch.Tensor) -> Callable[[], None]:
-        """Begins to read into a contiguous CPU tensor of as many bytes; the result waits for the end.
-
-        It may be called from any thread, once, several times or never, and raises RuntimeError if values are lost.
+    def tell(self) -> None:
+        """Says why the values could not be written, if they still cannot.
 
         Raises:
-            OSError: they could not be written, and still cannot. That is raised once, for all files of the folder,
-                until one can be written again; after that they are read from memory.
+            OSError: that is raised once, for all files of the folder, until one can be written again: whoever was told
+                of one of a step's many files can then get at all that is in memory.
         """
-        assert target.numel() * target.element_size() == self.nbytes, "a file is read as it was written"
-        self._shared.need_own_process()
         if self._write.ended and self._write.failure is not None:
             told = self._shared.failing.is_set()
             try:
                 self._finish_write(again=True)
             except OSError:
                 self._shared.failing.set()
-                if not told:  # whoever was told of one of a step's many files can get at all that is in memory
+                if not told:
                     raise
+
+    def start_read(self, target: torch.Tensor) -> Callable[[], None]:
+        """Begins to read into a contiguous CPU tensor of as many bytes; the result waits for the end.
+
+        It may be called from any thread, once, several times or never, and raises RuntimeError if values are lost.
+
+        Raises:
+            OSError: as `tell`. Not while somebody overwrites a state that was donated: it would be lost, and the values
+                are in memory.
+        """
+        assert target.numel() * target.element_size() == self.nbytes, "a file is read as it was written"
+        self._shared.need_own_process()
+        if not donated_to:
+            self.tell()
         return hazards.arriving(target, self._begin_read)
 
     def _begin_write(self, source: torch.Tensor) -> Write:

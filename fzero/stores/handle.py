@@ -5,11 +5,16 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 from collections.abc import Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 _DIRECT: int = getattr(os, "O_DIRECT", 0)  # not everywhere
+
+
+class Replaced(OSError):
+    """A folder, a link or the like lies where a file was."""
 
 
 class Handle:
@@ -45,23 +50,24 @@ class Opener:
             direct: as of `Disk`.
 
         Raises:
+            Replaced: something else lies there.
             OSError: it cannot be opened, or O_DIRECT is refused where it is required.
         """
-        flags |= os.O_CLOEXEC | os.O_NOFOLLOW
         if direct is False or (direct is None and self.refused):
-            return Handle(os.open(path, flags, 0o600), False)
+            return Handle(_open(path, flags), False)
         if not _DIRECT:
             raise _required(path)
         try:
-            return Handle(os.open(path, flags | _DIRECT, 0o600), True)
+            return Handle(_open(path, flags | _DIRECT), True)
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
         if direct:
             raise _required(path)
-        self.refused = True
         # the refused call may have made the file
-        return Handle(os.open(path, flags & ~os.O_EXCL, 0o600), False)
+        handle = Handle(_open(path, flags & ~os.O_EXCL), False)
+        self.refused = True
+        return handle
 
     def attempt(self, path: str, handle: Handle, direct: bool | None, call: Callable[[], T]) -> T:
         """Calls what reads or writes, and once more where EINVAL says that O_DIRECT is refused after all.
@@ -80,6 +86,24 @@ class Opener:
         self.refused = True
         handle.go_buffered()
         return call()
+
+
+def _open(path: str, flags: int) -> int:
+    """The descriptor of a regular file; anything else, for which opening might wait, is refused."""
+    try:
+        descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
+    except OSError as error:
+        if os.path.lexists(path) and not _is_file(os.lstat(path)):
+            raise Replaced(error.errno, "something else lies there than a file") from None
+        raise
+    if _is_file(os.fstat(descriptor)):
+        return descriptor
+    os.close(descriptor)
+    raise Replaced(errno.ENOENT, "something else lies there than a file")
+
+
+def _is_file(about: os.stat_result) -> bool:
+    return stat.S_ISREG(about.st_mode)
 
 
 def _required(path: str) -> OSError:

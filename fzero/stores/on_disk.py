@@ -30,6 +30,9 @@ class DiskBuffer(Away):
         file = folder_of(disk, backend.run_id).start_write(source.contiguous(), what, disk, over)
         return DiskBuffer(file, disk, tensor.dtype, tensor.numel(), device, what)
 
+    def tell(self) -> None:
+        self.file.tell()
+
     def _start_read(self, target: torch.Tensor | None) -> Wait:
         if self.device.type == "cpu":
             return self._start(_empty(self.numel(), self.dtype) if target is None else target)

@@ -10,7 +10,7 @@ import torch
 from fzero.stores import blocks
 from fzero.stores.blocks import Bounce, Memory
 from fzero.stores.content import Content, Shared
-from fzero.stores.handle import Handle
+from fzero.stores.handle import Handle, Replaced
 from fzero.stores.transfer import Transfer
 
 
@@ -78,11 +78,13 @@ class Read(Transfer):
         if self.failure is None:
             return
         offset, cause = self.failure
-        lost = isinstance(cause, (Unread, FileNotFoundError))
         if isinstance(cause, FileNotFoundError):
-            said = f"got 0 of {self.nbytes} bytes: the file is gone"
+            said, lost = f"got 0 of {self.nbytes} bytes: the file is gone", True
+        elif isinstance(cause, Replaced):
+            said, lost = f"{cause.strerror}", True
         else:
-            said = str(cause) if isinstance(cause, Unread) else f"{type(cause).__name__}: {cause}"
+            lost = isinstance(cause, Unread)
+            said = str(cause) if lost else f"{type(cause).__name__}: {cause}"
         raise RuntimeError(
             f"Reading {self.content.what} from {self.content.path} failed at byte {offset} of {self.nbytes}: {said}. "
             f"{_LOST if lost else _UNREACHED}"

@@ -12,7 +12,7 @@ import torch
 from fzero.stores import blocks
 from fzero.stores.blocks import Bounce, Memory
 from fzero.stores.content import Content, Shared, remove
-from fzero.stores.handle import Handle
+from fzero.stores.handle import Handle, Replaced
 from fzero.stores.transfer import Stopped, Transfer
 
 _NOT_HERE = (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS)  # a filesystem that cannot reserve space
@@ -39,9 +39,10 @@ class Write(Transfer):
         direct = content.disk.direct
         over, content.over = content.over, None
         if over is not None:
-            with contextlib.suppress(FileNotFoundError):  # somebody has deleted it
+            with contextlib.suppress(FileNotFoundError, Replaced):  # somebody has deleted it
                 os.rename(over, content.part)
                 return shared.opener.open(content.part, os.O_WRONLY, direct)
+            remove(content.part)
         handle = shared.opener.open(content.part, os.O_WRONLY | os.O_CREAT | os.O_EXCL, direct)
         try:
             _reserve(handle.descriptor, content.room)

@@ -20,7 +20,7 @@ from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dty
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
 from fzero.state.train_state import TrainState
-from fzero.stores.away import Away, Buffer
+from fzero.stores.away import Away, Buffer, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
 from fzero.table.layout import Key, Layout
@@ -167,6 +167,8 @@ class Update:
     @torch.no_grad()
     def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
         """Updates some groups, and starts to gather what every rank holds of them."""
+        if self.step.donates and not self.applied:
+            self._tell(grads)
         self.applied += keys
         if self.step.donates and self.applied:  # an interrupt may come at any moment
             self._state.overwritten(f"{self._begun()}. Go on from another state.")
@@ -186,6 +188,14 @@ class Update:
         for key in keys:
             if key in self.params.held:
                 self._start_gather(key, own)
+
+    def _tell(self, grads: Sharded) -> None:
+        """Says what keeps the old state from its store while nothing of it is lost, and lets nobody say it later."""
+        for tree in (self.old, *trees_of(self._state.moments), grads):
+            for buffer in (*tree.entries.values(), *tree.held_entries.values()):
+                if isinstance(buffer, Away):
+                    buffer.tell()
+        donated_to.add(self)
 
     def _down(self, grads: Sharded) -> Sharded:
         """Grads of an update on the host, in its memory."""
@@ -239,6 +249,7 @@ class Update:
         return self
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
+        donated_to.discard(self)
         # what came first says more than what still was on its way then
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
             finish_all([self._finish, self.params.forget, *[tree.forget for tree in self._moments]])

@@ -550,6 +550,34 @@ def test_a_file_that_was_deleted(whole: File) -> None:
     assert whole.repeated == 1
 
 
+def _put(what: str, path: Path) -> None:
+    if what == "folder":
+        path.mkdir()
+    elif what == "pipe":
+        os.mkfifo(path)
+    else:
+        path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
+def test_what_lies_in_a_files_place_is_not_read(whole: File, what: str) -> None:
+    """Nor waited for: to open a pipe waits for a writer."""
+    whole.path.unlink()
+    _put(what, whole.path)
+    with pytest.raises(RuntimeError, match=r"something else lies there than a file\. It is lost: begin"):
+        back(whole)
+
+
+@pytest.mark.parametrize("what", ["folder", "pipe", "link"])
+def test_what_lies_in_a_files_place_is_not_written_to(folder: Folder, disk: Disk, whole: File, what: str) -> None:
+    whole.path.unlink()
+    _put(what, whole.path)
+    other = folder.start_write(some(1), "x", disk, over=whole)
+    other.written()
+    assert torch.equal(back(other), some(1)) and other.path.is_file() and not other.path.is_symlink()
+    assert state_files(folder) == [other.path.name]
+
+
 @pytest.mark.parametrize("place", [0, 3 * BLOCK, SIZE - 1])
 def test_a_flipped_bit(folder: Folder, disk: Disk, place: int) -> None:
     verified = folder.start_write(some(0), "moments of 'w'", Disk(disk.path, verify=True))
