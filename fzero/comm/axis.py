@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import uuid
 import weakref
 import zlib
@@ -67,9 +66,9 @@ class Axis:
         return self._with(component=label, identity=identity)
 
     def _with(self, **changes: object) -> Axis:
-        out = copy.copy(self)
+        out = object.__new__(Axis)
+        vars(out).update(vars(self) | changes)
         vars(out).pop("uncut", None)
-        vars(out).update(changes)
         return out
 
     def of_component_of(self, other: Axis) -> Axis:
@@ -117,6 +116,17 @@ class Axis:
 
     def __hash__(self) -> int:
         return hash((self.name, self.members, self.others))
+
+    def __deepcopy__(self, memo: object) -> Axis:
+        return self  # the same ranks, and the same component
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self._groups or self.members:
+            raise TypeError(
+                f"A state over {self.place} cannot be pickled: its process groups are those of this run. Pickle "
+                "fz.gather(state.params), which are tensors, and make a state of them by step.init."
+            )
+        return _alone, (self.name, self.component, self.identity)
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size}, {self.ranks // self.size} copies)"
@@ -236,6 +246,11 @@ class Axis:
 def _first_difference(text: str, other: str) -> str:
     lines, others = text.splitlines(), set(other.splitlines())
     return repr(next((line for line in lines if line not in others), "nothing more"))
+
+
+def _alone(name: str, component: str, identity: str) -> Axis:
+    """The axis of one rank."""
+    return Axis(name=name)._with(component=component, identity=identity)
 
 
 def finish_all(waits: Sequence[Callable[[], object]]) -> None:

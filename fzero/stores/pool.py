@@ -57,8 +57,7 @@ class Pool:
         """Ends the threads, from outside of them; tasks that have not run yet see `closed`, and end early."""
         with self._lock:
             self.closed = True
-            for _ in self._threads:
-                self._tasks.put(None)
+            self._tasks.put(None)
         for thread in self._threads:
             thread.join(_LAST_CHUNK)
 
@@ -72,6 +71,7 @@ def _work(tasks: queue.SimpleQueue[Task | None]) -> None:
     while (task := tasks.get()) is not None:
         task(bounce)
         del task  # or what it holds would live until the next one comes
+    tasks.put(None)  # for the next thread: also for one that an interrupt has kept from being noted
 
 
 class Latch:

@@ -4,7 +4,10 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import optree
@@ -201,3 +204,30 @@ def test_with_fn_and_aux() -> None:
     evaluate = fz.with_fn(step, lambda p, x: x @ p["head"]["w"], has_aux=False)
     assert_trees_close(evaluate.forward(state, x), x @ params["head"]["w"], rtol=1e-12)
     assert pullback(torch.ones_like(out))[1][0].shape == x.shape
+
+
+def _loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (p["w"] * x).sum()
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, fz.fuse_update, fz.donate, fz.loss_scale])
+def test_a_state_of_one_process_is_pickled_and_copied(transform: Callable[[fz.Step], fz.Step]) -> None:
+    x, step = torch.ones(4), transform(fz.train_step(_loss, fz.adamw(0.1)))
+    state, _ = step(step.init({"w": torch.ones(4)}), x)
+    others = [pickle.loads(pickle.dumps(state)), copy.deepcopy(state)]
+    wanted = fz.gather(step(state, x)[0].params)
+    for other in others:
+        assert_trees_equal(fz.gather(step(other, x)[0].params), wanted)
+
+
+def test_a_state_of_several_ranks_is_copied_and_not_pickled() -> None:
+    def rank_main(rank: int) -> None:
+        x, step = torch.ones(4), fz.shard_zero3(fz.train_step(_loss, fz.adamw(0.1)))
+        state = step.init({"w": torch.ones(4)})
+        assert_trees_equal(fz.gather(step(copy.deepcopy(state), x)[0].params), fz.gather(step(state, x)[0].params))
+        with pytest.raises(
+            TypeError, match=r"A state over ranks \[0, 1\] of axis 'dp' cannot be pickled: .* fz.gather"
+        ):
+            pickle.dumps(state)
+
+    run_ranks(rank_main, 2)

@@ -30,7 +30,7 @@ from fzero.stores.blocks import BLOCK
 from fzero.stores.disk import Disk
 from fzero.stores.file import File
 from fzero.stores.folder import Folder, folder_of
-from fzero.stores.pool import Latch, Room
+from fzero.stores.pool import Latch, Pool, Room
 from fzero.stores.write import Write
 
 Call = Callable[[int, Sequence[memoryview], int], int]
@@ -685,6 +685,18 @@ def test_an_interrupt_leaves_no_lock_taken() -> None:
     thread.join(10)
     assert not thread.is_alive() and room.taken == 0
     latch.wait()
+
+
+def test_an_interrupt_as_a_thread_begins_leaves_none_behind() -> None:
+    """It runs by then, and nobody has noted it: it takes tasks as the others do, and ends with them."""
+    pool, ran, before = Pool(), [threading.Event(), threading.Event()], threading.active_count()
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(threading.Event, "wait", _interrupt)  # as Thread.start waits for the thread
+        pool.submit(lambda bounce: ran[0].set(), 2)
+    pool.submit(lambda bounce: ran[1].set(), 2)
+    assert ran[1].wait(10) and threading.active_count() == before + 3
+    pool.close()
+    until(lambda: threading.active_count() == before)
 
 
 def test_an_interrupt_as_a_transfer_begins_is_raised_and_moves_nothing_else(disk: Disk, folder: Folder) -> None:
