@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable
 from types import FrameType
@@ -17,7 +18,8 @@ _C: Any = torch._C
 class Points:
     """A profile function that counts the points: functions that begin, and calls of C's that end.
 
-    Not those in finalizers, whose errors Python drops, and in generators, which may be ended in one.
+    It raises at one of them or after it: not in finalizers, whose errors Python drops, nor in generators, which may be
+    ended in one.
 
     Attributes:
         count: of the points so far.
@@ -30,12 +32,12 @@ class Points:
         self.tender: list[int] = []
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
-        if event not in ("call", "c_return") or arg is sys.setprofile or _finalizes(frame):
+        if event not in ("call", "c_return") or arg is sys.setprofile:
             return
         self.count += 1
         if frame.f_code.co_name in ("__enter__", "__exit__") or (event == "c_return" and arg is next):
             self.tender.append(self.count)
-        if self.count == self.at:
+        if 0 < self.at <= self.count and not _finalizes(frame):
             sys.setprofile(None)
             self.place = f"{event} in {frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
             raise KeyboardInterrupt
@@ -49,9 +51,10 @@ class Points:
 
 
 def _finalizes(frame: FrameType | None) -> bool:
+    collecting = [getattr(callback, "__code__", None) for callback in gc.callbacks]
     while frame is not None:
         code = frame.f_code
-        if code.co_name in ("__del__", "<genexpr>") or "weakref" in code.co_filename:
+        if code.co_name in ("__del__", "<genexpr>") or "weakref" in code.co_filename or code in collecting:
             return True
         frame = frame.f_back
     return False

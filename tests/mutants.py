@@ -23,6 +23,7 @@ NOT_PULLED = (f"{SCHEDULE}::test_units_that_are_not_pulled_back", SCHEDULE)
 TWICE = (f"{SCHEDULE}::test_a_unit_that_is_used_twice", SCHEDULE)
 ON_PROCESSES = (f"{SCHEDULE}::test_orders_that_change_on_processes", EXACT)
 FUSED = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group[3-True-1]", FAULTS)
+BESIDE = ("tests/update/test_beside.py",)
 HELD = (f"{FAULTS}::test_a_schedule_that_raises_at_a_later_group", FAULTS)
 PULLBACKS = (f"{FAULTS}::test_a_pullback_that_raises[1-False-False]", FAULTS)
 RECOMPUTED = (f"{FAULTS}::test_a_pullback_that_raises[3-False-True]", FAULTS)
@@ -61,8 +62,9 @@ WAITS = [
     Wait("engine/op.py", "or schedule.refill(key, full))()", "or schedule.refill(key, full))"),
     Wait("engine/delivery.py", "        self.schedule.finish_reductions()\n        assert", "        assert"),
     Wait("engine/traversal.py", "        self.schedule.finish_reductions()\n", "", tests=TWICE),
-    Wait("update/update.py", "        finish_all([self._finish, ", "        finish_all([", tests=HELD),
+    Wait("update/update.py", "        finish_all([*ends, self._finish, ", "        finish_all([*ends, ", tests=HELD),
     Wait("update/update.py", "        self._finish()\n        params", "        params", tests=HELD),
+    Wait("update/update.py", "        self._catch_up()\n        self._finish", "        self._finish", tests=BESIDE),
     Wait("engine/use.py", "        wait()\n        cut =", "        cut =", tests=IN_8_BITS),
     Wait("comm/axis.py", "self.start_gather(full, shard, tag)()", "self.start_gather(full, shard, tag)"),
     Wait("comm/axis.py", "            wait()\n            for group in", "            for group in"),

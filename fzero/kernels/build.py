@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 
+from fzero.base.context import variable
 from fzero.formats.bits import Counters
 from fzero.formats.formats import Format
 from fzero.kernels import cache
@@ -34,6 +35,7 @@ from fzero.kernels.source import TYPES, N, source_of
 
 _log = logging.getLogger(__name__)
 _building = threading.Lock()
+threads = variable("kernel_threads", 0)  # that a kernel may take, 0 for as many as torch does
 _told: set[str] = set()
 _SLOWER = "Large buffers are updated in several passes of torch's meanwhile: slower, to the same bits."
 
@@ -169,7 +171,7 @@ def kernel(
             places = [*map(ctypes.c_void_p, [*places, runs.data_ptr()]), ctypes.c_int64(start // N)]
             function(ctypes.c_int64(stop - start), *places, ctypes.c_void_p(hyper.data_ptr()))
 
-        ranges = _split(grads.numel(), torch.get_num_threads())
+        ranges = _split(grads.numel(), threads.get() or torch.get_num_threads())
         if len(ranges) == 1:
             part_of(*ranges[0])
         elif ranges:

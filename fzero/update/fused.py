@@ -117,17 +117,16 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
     def hold(key: Key, shard: torch.Tensor) -> None:
         held[key] = _holding(grads.measured(key, shard), key, mode == "8-bit")
 
-    def apply_held(keys: Sequence[Key]) -> None:
+    def apply_held(keys: Sequence[Key], following: Sequence[Key]) -> None:
         parts = [held.pop(key)() for key in keys]
         buffers = {key: x for part in parts for key, x in part.entries.items()}
-        update.apply(keys, parts[0].with_buffers(buffers), decision.extra)
+        update.apply(keys, parts[0].with_buffers(buffers), decision.extra, following)
 
     run.pull(ct, receive=hold)
     decision = Decision(step, state, grads.norm())
     parts = [[key] for key in held] if step.optimizer.by_group else [list(held)]
     for keys, following in itertools.pairwise((*parts, [])) if decision.finite else ():
-        update.start(following)
-        apply_held(keys)
+        apply_held(keys, following)
     return decision
 
 

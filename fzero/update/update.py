@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +21,12 @@ from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dty
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
 from fzero.state.train_state import TrainState
-from fzero.stores.away import Away, Buffer, donated_to
+from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
+from fzero.update.beside import Beside, spare_cores
 from fzero.update.writing import Writing
 
 
@@ -48,8 +50,7 @@ def _applied(step: Spec, state: TrainState, grads: Sharded, grad_norm: object) -
             parts = [(key,) for key in trainable] if one_by_one else [trainable]
             try:
                 for keys, following in itertools.pairwise((*parts, ())):
-                    update.start(following)
-                    update.apply(keys, grads.only(keys), decision.extra)
+                    update.apply(keys, grads.only(keys), decision.extra, following)
             except BaseException as error:
                 update.lost(error)
                 raise
@@ -78,7 +79,12 @@ class Decision:
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, object]]:
         """The state after this update, or after one that was skipped (None)."""
         step, state = self.step, self.state
-        params, moments = update.finish() if update is not None else (state.params, state.moments)
+        try:
+            params, moments = update.finish() if update is not None else (state.params, state.moments)
+        except BaseException as error:
+            assert update is not None
+            update.lost(error)
+            raise
         try:
             own = {extra.name: next_extra(extra, state.extra[extra.name], params, self.finite) for extra in step.extras}
         except BaseException as error:
@@ -137,6 +143,8 @@ class Update:
                 UserWarning,
                 stacklevel=6,
             )
+        cores = spare_cores(self.old.device) if self._on_host else 0
+        self._beside = Beside[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
         self._waits: list[Callable[[], None]] = []
         self.applied: list[Key] = []  # the groups that have been written
 
@@ -165,15 +173,49 @@ class Update:
             tree.start([key for key in keys if not self.layout.groups[key].row.frozen])
 
     @torch.no_grad()
-    def apply(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> None:
-        """Updates some groups, and starts to gather what every rank holds of them."""
+    def apply(
+        self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object], following: Sequence[Key] = ()
+    ) -> None:
+        """Updates some groups, and starts to gather what every rank holds of them.
+
+        In the host's memory one update runs beside what computes, where there are cores for it, until the next one.
+
+        Args:
+            following: what will be updated next, if that is known: it is brought meanwhile.
+        """
+        self._catch_up()
+        self.start(following)
         if self.step.donates and not self.applied:
             self._tell(grads)
         self.applied += keys
         if self.step.donates and self.applied:  # an interrupt may come at any moment
             self._state.overwritten(f"{self._begun()}. Go on from another state.")
-        if self._on_host.issuperset(keys):
-            grads, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
+        if not self._on_host.issuperset(keys):
+            self._written(keys, self._write(keys, grads, extra))
+            return
+        down, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
+        if self._beside is None:
+            self._written(keys, self._write(keys, down(), extra))
+        else:
+            job = functools.partial(self._write_down, keys, down, extra)
+            del grads
+            self._beside.start(job)
+
+    def _write_down(
+        self, keys: Sequence[Key], down: Callable[[], Sharded], extra: Mapping[str, object]
+    ) -> tuple[Sequence[Key], Sharded | None]:
+        """Updates some groups; returns what is to be gathered of them."""
+        own = self._write(keys, down(), extra)
+        return keys, own if self.params.held else None
+
+    def _catch_up(self) -> None:
+        """Waits for the update that runs beside."""
+        written = self._beside.wait() if self._beside is not None else None
+        if written is not None:
+            self._written(*written)
+
+    def _write(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> Sharded:
+        """Updates some groups; returns their params."""
         own = self.params.open(keys).replaced(draw=self._draw)
         if not self._fused:
             self._after = self._plainly(own, grads, extra)
@@ -185,8 +227,12 @@ class Update:
             for tree in self._moments:
                 tree.close(keys)
         self.params.close(keys)
+        return own
+
+    def _written(self, keys: Sequence[Key], own: Sharded | None) -> None:
+        """What every rank holds of groups that are updated is gathered."""
         for key in keys:
-            if key in self.params.held:
+            if own is not None and key in self.params.held:
                 self._start_gather(key, own)
 
     def _tell(self, grads: Sharded) -> None:
@@ -197,17 +243,18 @@ class Update:
                     buffer.tell()
         donated_to.add(self)
 
-    def _down(self, grads: Sharded) -> Sharded:
-        """Grads of an update on the host, in its memory."""
-        buffers: dict[Key, Buffer] = {}
+    def _down(self, grads: Sharded) -> Callable[[], Sharded]:
+        """Begins to bring grads of an update on the host into its memory; the result waits for them."""
+        waits: dict[Key, Callable[[], torch.Tensor]] = {}
         for key, buffer in grads.entries.items():
-            if not isinstance(buffer, Away):
-                memory = memory_of(self.layout.groups[key].row, "params")
-                away = HostBuffer.of(buffer, buffer.device, f"the grads of {key}") if memory == HOST else None
-                buffers[key] = away.start_open(True)() if away is not None else _to_cpu(buffer)
+            if isinstance(buffer, Away):
+                waits[key] = buffer.start_open(False)
+            elif memory_of(self.layout.groups[key].row, "params") == HOST:
+                waits[key] = HostBuffer.of(buffer, buffer.device, f"the grads of {key}").start_open(True)
             else:
-                buffers[key] = buffer.start_open(False)()
-        return grads.over(buffers)
+                waits[key] = functools.partial(_to_cpu, buffer)
+        bare = grads.over({})  # or what lies on the device would stay there
+        return lambda: bare.over({key: wait() for key, wait in waits.items()})
 
     def _start_gather(self, key: Key, own: Sharded) -> None:
         """Starts to gather what every rank holds of a group."""
@@ -252,10 +299,12 @@ class Update:
         donated_to.discard(self)
         # what came first says more than what still was on its way then
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
-            finish_all([self._finish, self.params.forget, *[tree.forget for tree in self._moments]])
+            ends = [self._beside.end] if self._beside is not None else []
+            finish_all([*ends, self._finish, self.params.forget, *[tree.forget for tree in self._moments]])
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""
+        self._catch_up()
         self._finish()
         params = self.params.finished()
         if not self._fused:
