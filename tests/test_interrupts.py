@@ -123,7 +123,7 @@ def test_an_interrupt_anywhere_leaves_everything_as_it_was(case: str, tmp_path: 
     before, threads = thread_state(), threading.active_count()
     runs = sum(isinstance(x, Traversal) for x in gc.get_objects())
 
-    @settings(max_examples=2 * settings().max_examples)
+    @settings(max_examples=settings().max_examples)
     @given(st.integers(1, whole.count) | st.sampled_from(whole.tender))
     def interrupted(at: int) -> None:
         state = step.init(params) if step.donates else kept

@@ -180,8 +180,8 @@ def test_a_filesystem_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_many_come_in_at_once(tmp_path: Path, start: Start) -> None:
-    processes = [start("same") for _ in range(4)]
-    assert len({said_by(process) for process in processes}) == 4 == len(list(tmp_path.iterdir()))
+    processes = [start("same") for _ in range(3)]
+    assert len({said_by(process) for process in processes}) == 3 == len(list(tmp_path.iterdir()))
     for process in processes:
         process.communicate("\n", timeout=60)
     assert not list(tmp_path.iterdir())
