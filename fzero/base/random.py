@@ -29,8 +29,8 @@ def _note_regions() -> Callable[[], None]:
 
     def restore() -> None:
         if intercept.acts_for_main():
-            for region in reversed(_in_use[count:]):
-                region.__exit__()
+            for outermost in _in_use[count : count + 1]:  # with which those inside end
+                outermost.__exit__()
         elif intercept.current_stream() is not stream:
             intercept.swap_stream(stream)
 

@@ -7,6 +7,7 @@ import contextvars
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TypeVar
 
 import torch
@@ -15,6 +16,7 @@ from fzero.base import texts
 from fzero.base.context import variable
 
 Error = TypeVar("Error", bound=BaseException)
+_LIBRARIES = [Path(torch.__file__).parent, Path(__file__).parent.parent, Path(contextlib.__file__).parent]
 _said: contextvars.ContextVar[list[BaseException] | None] = variable("refusals", None)
 
 
@@ -51,17 +53,24 @@ class heard:
 
 def is_ours(error: BaseException) -> bool:
     """True if fzero itself raised it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and trace.tb_frame.f_globals.get("__name__", "").startswith("fzero.")
+    frames = frames_of(error)
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").startswith("fzero.")
+
+
+def frames_of(error: BaseException) -> list[FrameType]:
+    """The frames that an error has left, the innermost last."""
+    return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+
+
+def is_of_library(path: str) -> bool:
+    """Tells whether a file is this library's, torch's or Python's, and so no code of the caller's."""
+    return any(own in Path(path).parents for own in _LIBRARIES)
 
 
 def place_of(error: BaseException | None = None) -> str:
     """The innermost function of the user's, or of all, that raised an error, or that runs where there is none."""
     frames = traceback.extract_tb(error.__traceback__) if error is not None else traceback.extract_stack()
-    libraries = [Path(torch.__file__).parent, Path(__file__).parent.parent, Path(contextlib.__file__).parent]
-    users = [frame for frame in frames if not any(own in Path(frame.filename).parents for own in libraries)]
+    users = [frame for frame in frames if not is_of_library(frame.filename)]
     frame = (users or frames)[-1]
     return f" (in {frame.name!r}, {Path(frame.filename).name}, line {frame.lineno})"
 

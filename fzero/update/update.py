@@ -79,12 +79,7 @@ class Decision:
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, object]]:
         """The state after this update, or after one that was skipped (None)."""
         step, state = self.step, self.state
-        try:
-            params, moments = update.finish() if update is not None else (state.params, state.moments)
-        except BaseException as error:
-            assert update is not None
-            update.lost(error)
-            raise
+        params, moments = update.finish() if update is not None else (state.params, state.moments)
         try:
             own = {extra.name: next_extra(extra, state.extra[extra.name], params, self.finite) for extra in step.extras}
         except BaseException as error:
@@ -194,11 +189,11 @@ class Update:
             self._written(keys, self._write(keys, grads, extra))
             return
         down, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
+        del grads
+        job = functools.partial(self._write_down, keys, down, extra)
         if self._beside is None:
-            self._written(keys, self._write(keys, down(), extra))
+            self._written(*job())
         else:
-            job = functools.partial(self._write_down, keys, down, extra)
-            del grads
             self._beside.start(job)
 
     def _write_down(
@@ -304,8 +299,12 @@ class Update:
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""
-        self._catch_up()
-        self._finish()
+        try:
+            self._catch_up()
+            self._finish()
+        except BaseException as error:
+            self.lost(error)
+            raise
         params = self.params.finished()
         if not self._fused:
             return params, self._after
