@@ -25,11 +25,13 @@ class Points:
         count: of the points so far.
         tender: those of them where a context is entered or left.
         place: of the one where it was raised; "" before.
+        dropped: whether Python has dropped it, as it does where an object ends.
     """
 
     def __init__(self, at: int = 0) -> None:
         self.at, self.count, self.place = at, 0, ""
         self.tender: list[int] = []
+        self.dropped = False
 
     def __call__(self, frame: FrameType, event: str, arg: object) -> None:
         if event not in ("call", "c_return") or arg is sys.setprofile:
@@ -43,11 +45,17 @@ class Points:
             raise KeyboardInterrupt
 
     def during(self, call: Callable[[], object]) -> object:
+        hook = sys.unraisablehook
+        sys.unraisablehook = self._note_dropped
         sys.setprofile(self)
         try:
             return call()
         finally:
             sys.setprofile(None)
+            sys.unraisablehook = hook
+
+    def _note_dropped(self, about: Any) -> None:
+        self.dropped = self.dropped or isinstance(about.exc_value, KeyboardInterrupt)
 
 
 def _finalizes(frame: FrameType | None) -> bool:

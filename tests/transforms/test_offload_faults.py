@@ -102,7 +102,8 @@ def test_a_disk_that_fails_in_the_middle_of_a_step(
         assert_trees_equal(bits(state), want[1])
         assert_trees_equal(bits(step(state, X)[0]), want[2])
     # what cannot be written stays in memory: whoever overwrites a state is told of it before, or afterwards
-    assert "raised" in ends and ((donate and call != "pwritev") or "dead" not in ends)
+    known = "raised" in ends or (donate and call == "pwritev")  # a write may fail too late for this step
+    assert known and ((donate and call != "pwritev") or "dead" not in ends)
     assert "raised later" in ends or call in ("preadv", "open")
 
 
