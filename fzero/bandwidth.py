@@ -89,11 +89,11 @@ def measure_bandwidth(
     size = max(1, need_int(nbytes, "measure_bandwidth", "nbytes", "a number of bytes", least=1) // _PIECES)
     try:
         there = torch.ones(size, dtype=torch.uint8, device=device)
-    except (RuntimeError, AssertionError) as error:  # so torch says that it was built without CUDA
+    except (RuntimeError, AssertionError, TypeError) as error:  # so torch says "no CUDA", and "too large"
         raise _unusable(device, size, str(error).partition("\n")[0]) from None
     if there.is_meta:
         raise _unusable(device, size, "nothing lies there")
-    here = torch.ones(size, dtype=torch.uint8, pin_memory=there.device.type == "cuda")
+    here = torch.ones(size, dtype=torch.uint8, device="cpu", pin_memory=there.device.type == "cuda")
 
     def copies(target: torch.Tensor, source: torch.Tensor) -> None:
         for _ in range(_PIECES):
@@ -115,7 +115,7 @@ def _unusable(device: str | torch.device, size: int, why: str) -> ValueError:
 
 def _of_files(disk: Disk, size: int) -> tuple[float, float]:
     """Bytes per second read from files, and written to them."""
-    source, cpu = torch.ones(size, dtype=torch.uint8), torch.device("cpu")
+    source, cpu = torch.ones(size, dtype=torch.uint8, device="cpu"), torch.device("cpu")
     buffers: list[DiskBuffer] = []
 
     def write(count: int) -> None:

@@ -8,6 +8,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
+from fzero.base.interrupts import as_found
 from fzero.formats.formats import ALIGN, decode, encode, zeros
 from fzero.state.checks import constants
 from fzero.state.init import as_held, checksum
@@ -50,7 +51,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     (state,) = constants("fz.convert", state=state)
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
-    with private.below_transforms():
+    with as_found(), private.outside_inference(), private.below_transforms():
         params = _params(state.params, step, lossy)
         moments = _filled(
             state.moments, init_moments(step, params), lossy, "moments of another optimizer than the step's", "moments"

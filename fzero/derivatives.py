@@ -18,7 +18,7 @@ from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.run import scalar_loss, split_result
 from fzero.engine.traversal import autocast, running
-from fzero.state.checks import check_grads, check_state, constants
+from fzero.state.checks import check_grads, check_state, constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
@@ -36,9 +36,11 @@ class Tape:
 
     def __call__(self, *inputs: object) -> Any:
         """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
-        traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
-        self._calls += 1
-        return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
+        need_derivatives("the model of fz.tape")
+        with as_found():
+            traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
+            self._calls += 1
+            return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
 
     def grads(self) -> Sharded:
         """The sums of the backward passes so far, for `step.update` or `step.add_grads`; then starts from zero."""
@@ -65,8 +67,11 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
         >>> fz.gather(grads)["w"]
         tensor([1., 1.])
     """
-    with as_found(), torch.enable_grad():
-        yield Tape(step, state)
+    need_derivatives("fz.tape")
+    with as_found():
+        made = Tape(step, state)
+    with torch.enable_grad():  # alone, as it may be left at another time and place, by a generator or a task
+        yield made
 
 
 def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
@@ -89,6 +94,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         tensor([18., 18.])
     """
     check_grads(step, state, v, "v", "hvp")
+    need_derivatives("fz.hvp")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
     seed = seed_of(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
@@ -132,6 +138,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
                 [3.]])
     """
     check_state(step, state, "per_example_grads")
+    need_derivatives("fz.per_example_grads")
     need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
     state, inputs = constants("fz.per_example_grads", state=state, inputs=inputs)
     names, flat, spec = pytree.named_leaves(tuple(inputs))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from fzero.bandwidth import Bandwidth, need_bandwidth
 from fzero.base.arguments import need_int, wrong
 from fzero.plan import Plan, plan, transfers
-from fzero.stores.disk import Disk
+from fzero.stores.disk import Disk, stand_in
 from fzero.stores.put import DEVICE, HOST, Memory
 from fzero.table.rows import KINDS
 from fzero.table.spec import S, Spec, need_step
@@ -114,11 +113,11 @@ def fits(
     said = next((rule.source for rule in step.rules if rule.column in [f"{kind} in" for kind in KINDS]), None)
     if said is not None:
         raise ValueError(f"fits: got a step with {said}, which says where its state lies. Give the step without that.")
-    speeds, stand_in = bandwidth or TYPICAL, Disk(tempfile.gettempdir())  # to which nothing is written
+    speeds, nowhere = bandwidth or TYPICAL, stand_in()
     proposals = []
     for memories in itertools.product(*[[name for name in MEMORIES if room[name] is not None]] * len(KINDS)):
         placement: Placement = dict(zip(KINDS, memories, strict=True))
-        planned = plan(_placed(step, placement, stand_in), params, world_size)
+        planned = plan(_placed(step, placement, nowhere), params, world_size)
         proposals.append(Proposal(placement, planned, planned.seconds(speeds)))
     fitting = [each for each in proposals if not any(_missing(each.plan, room).values())]
     if not fitting:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,7 +87,9 @@ class Plan:
             0.002
         """
         need_bandwidth(bandwidth, "Plan.seconds")
-        if compute is not None and need_number(compute, "Plan.seconds", "compute", "a number of seconds or None") < 0:
+        if compute is not None:
+            need_number(compute, "Plan.seconds", "compute", "a number of seconds or None")
+        if compute is not None and not 0 <= compute < math.inf:
             raise ValueError(f"Plan.seconds: got compute={compute}, expected at least 0 seconds.")
         to_device, from_device, read, written = transfers(self, bandwidth)
         return max(float(compute or 0.0), to_device, from_device, read + written)

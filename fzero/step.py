@@ -15,7 +15,7 @@ from fzero.base.interrupts import as_found
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
 from fzero.engine.function import call_function, sums_whole, traversal_of
 from fzero.engine.run import split_result
-from fzero.state.checks import check_grads, check_optimizer, check_state, constants, refuse_captured
+from fzero.state.checks import check_grads, check_optimizer, check_state, constants, need_derivatives, refuse_captured
 from fzero.state.init import init_state
 from fzero.state.placing import settle
 from fzero.state.sharded import Sharded
@@ -55,7 +55,7 @@ class Step(Spec):
         seed = need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
         (params,) = constants("step.init", params=params)
-        with as_found(), private.below_transforms():
+        with as_found(), private.outside_inference(), private.below_transforms():
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
             return state
@@ -74,6 +74,7 @@ class Step(Spec):
         """
         check_state(self, state)
         rng = need_int(rng, "step.vjp", "rng")
+        need_derivatives("step.vjp")
         with as_found():
             pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
             outputs, aux = pullback.taken()
@@ -115,6 +116,7 @@ class Step(Spec):
         check_state(self, state)
         check_optimizer(self, state)
         rng = need_int(rng, "step", "rng")
+        need_derivatives("step")
         state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
         refuse_captured("step", self.fn)
         with as_found():
@@ -147,7 +149,7 @@ class Step(Spec):
         check_optimizer(self, state)
         need_norm(grad_norm, "step.update")
         state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
-        with as_found(), private.below_transforms():
+        with as_found(), private.outside_inference(), private.below_transforms():
             return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
@@ -155,7 +157,7 @@ class Step(Spec):
         check_grads(self, state, grads)
         state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
-        with as_found(), private.below_transforms():
+        with as_found(), private.outside_inference(), private.below_transforms():
             own: dict[Key, Buffer] = {}
             for key in grads.keys:
                 new = grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True)

@@ -124,6 +124,36 @@ def test_one_place_for_private_torch() -> None:
     assert _places(private) <= {"base/private.py", "base/hooks.py", "base/thread_state.py", *random, *pytrees, *testing}
 
 
+MAKES = (
+    "empty",
+    "zeros",
+    "ones",
+    "full",
+    "tensor",
+    "as_tensor",
+    "arange",
+    "linspace",
+    "rand",
+    "randn",
+    "randint",
+    "eye",
+)
+
+
+def test_what_makes_a_tensor_says_where() -> None:
+    """Around a call the user may have another default device."""
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in FILES
+        if path.parent.name != "testing"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call)
+        and ast.unparse(node.func) in [f"torch.{name}" for name in MAKES]
+        and not any(keyword.arg == "device" for keyword in node.keywords)
+    ]
+    assert not wrong, wrong
+
+
 def test_the_import_is_quick_and_says_nothing() -> None:
     code = "import torch, time\nbegun = time.process_time()\nimport fzero\nprint(time.process_time() - begun)"
     times, environment = [], {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -52,6 +53,13 @@ def need_number(value: object, who: str, argument: str, expected: str = "a numbe
     if not isinstance(value, numbers.Real) or isinstance(value, bool):
         raise wrong(who, argument, value, expected)
     return value
+
+
+def as_float64(value: Any) -> torch.Tensor:
+    """A number as a 0-d tensor, on the CPU whatever torch's default device is; a tensor stays where it is."""
+    if isinstance(value, torch.Tensor):
+        return value.to(torch.float64)
+    return torch.tensor(value, dtype=torch.float64, device="cpu")
 
 
 def need_argnums(argnums: object, inputs: Sequence[object]) -> tuple[int, ...] | None:

@@ -69,9 +69,12 @@ def _without_own(error_message: str) -> Generator[None, None, None]:
         _C._saved_tensors_hooks_enable()
 
 
-def note_state() -> Callable[[], None]:
-    """Notes this thread's hooks, and whether they work; what it returns puts that back."""
+def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
+    """Notes this thread's hooks, and whether they work; tells whether that has changed, and puts it back."""
     enabled, innermost = _C._saved_tensors_hooks_is_enabled(), _C._top_saved_tensors_default_hooks(True)
+
+    def changed() -> bool:
+        return (enabled, innermost) != (_C._saved_tensors_hooks_is_enabled(), _C._top_saved_tensors_default_hooks(True))
 
     def restore() -> None:
         if enabled:
@@ -79,4 +82,4 @@ def note_state() -> Callable[[], None]:
         while (top := _C._top_saved_tensors_default_hooks(True)) is not None and top != innermost:
             _C._pop_saved_tensors_default_hooks()
 
-    return restore
+    return changed, restore

@@ -8,6 +8,7 @@ all of it beforehand. One interrupt is enough to break one context, never two: e
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 
@@ -20,8 +21,9 @@ class _Passed(threading.local):
     count = 0
 
 
+Note = tuple[Callable[[], bool], Callable[[], object]]  # tells whether it has changed, and puts it back
 _passed = _Passed()
-_notes: list[Callable[[], Callable[[], object]]] = [thread_state.note_state, hooks.note_state]
+_notes: list[Callable[[], Note]] = [thread_state.note_state, hooks.note_state]
 
 
 def passed() -> int:
@@ -29,30 +31,43 @@ def passed() -> int:
     return _passed.count
 
 
-def noted_by(note: Callable[[], Callable[[], object]]) -> Callable[[], Callable[[], object]]:
+def noted_by(note: Callable[[], Note]) -> Callable[[], Note]:
     """Has `note()` called before every call, and what that returns after an interrupt: it puts its part back."""
     _notes.append(note)
     return note
 
 
 class as_found:
-    """Inside, what an interrupt keeps contexts from putting back is put back at the end; it is raised as ever."""
+    """Inside, what an interrupt keeps contexts from putting back is put back at the end; it is raised as ever.
 
-    __slots__ = ("_restore", "_values")
+    An interrupt is KeyboardInterrupt and the like, and any exception that leaves something changed: the handler of a
+    signal may raise what it likes.
+    """
+
+    __slots__ = ("_before", "_notes", "_values")
 
     def __enter__(self) -> None:
+        self._before = sys.exception()  # that is being handled around the call
         self._values = [(variable, variable.get()) for variable in variables]
-        self._restore = [note() for note in _notes]
+        self._notes = [note() for note in _notes]
 
     def __exit__(self, _: object, error: BaseException | None, __: object) -> None:
-        interrupt = error
-        while isinstance(interrupt, Exception):
-            interrupt = interrupt.__context__
-        if interrupt is None or error is None:
+        if error is None:
             return
+        chain = self._chain(error)
+        interrupt = next((each for each in chain if not isinstance(each, Exception)), None)
+        if interrupt is None:
+            if not (
+                any(variable.get() is not value for variable, value in self._values)
+                or any(changed() for changed, _ in self._notes)
+            ):
+                return
+            interrupt = error
+            while interrupt.__context__ is not None and interrupt.__context__ is not self._before:
+                interrupt = interrupt.__context__
         _passed.count += 1
-        _close_contexts(error)
-        for restore in reversed(self._restore):
+        _close_contexts(chain)
+        for _, restore in reversed(self._notes):
             restore()
         for variable, value in self._values:
             if variable.get() is not value:
@@ -61,17 +76,21 @@ class as_found:
         if error is not interrupt and frames and is_of_library(frames[-1].f_code.co_filename):
             raise interrupt from error
 
+    def _chain(self, error: BaseException) -> list[BaseException]:
+        """The error, and those in whose handling or by which it was raised inside."""
+        found: list[BaseException] = []
+        waiting: list[BaseException | None] = [error]
+        while waiting:
+            each = waiting.pop()
+            if each is not None and each is not self._before and all(each is not other for other in found):
+                found.append(each)
+                waiting += [each.__cause__, each.__context__]
+        return found
 
-def _close_contexts(error: BaseException) -> None:
-    """Ends contexts that wait in the frames of an error, and would end when somebody lets go of it, at any time."""
-    seen = set[int]()
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop()
-        if each is None or id(each) in seen:
-            continue
-        seen.add(id(each))
-        waiting += [each.__context__, each.__cause__]
+
+def _close_contexts(chain: list[BaseException]) -> None:
+    """Ends contexts that wait in the frames of errors, and would end when somebody lets go of these, at any time."""
+    for each in chain:
         for frame in reversed(frames_of(each)):
             for value in [*frame.f_locals.values()]:
                 generator = vars(value).get("gen") if isinstance(value, contextlib._GeneratorContextManager) else None

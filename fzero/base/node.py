@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, texts
+from fzero.base import private, refusals, texts
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
 
@@ -105,7 +105,12 @@ class Op:
 
             primals = [args[i] for i in wanted]
             if first_order():
-                found = pulled(forward, primals, args[count:])
+                try:
+                    found = pulled(forward, primals, args[count:])
+                except RuntimeError as error:
+                    if texts.says(error, texts.NO_SPARSE):
+                        raise TypeError(refusals.sparse(self.name)) from error
+                    raise
                 unused.update(i for i, g in zip(wanted, found, strict=True) if g is None)
                 return tuple(torch.zeros_like(p) if g is None else g for g, p in zip(found, primals, strict=True))
 

@@ -91,7 +91,7 @@ def forget_failed_backward() -> None:
     if torch._C._current_graph_task_id() != -1 or dispatch_modes():  # type: ignore[attr-defined]
         return
     with below_transforms(), outside_inference(), torch.enable_grad():
-        one = torch.ones((), requires_grad=True)
+        one = torch.ones((), requires_grad=True, device="cpu")
         torch.autograd.grad(one.clone(), one)
 
 

@@ -93,6 +93,14 @@ def first_words(error: BaseException) -> str:
     return str(error).partition(". ")[0][:100]
 
 
+def sparse(unit: str) -> str:
+    return (
+        f"The derivative of {unit} has a sparse tensor in it, and is differentiated itself (fz.hvp, torch.func inside "
+        "the step's function), for which torch has no way here. Say sparse=False to torch.nn.Embedding, EmbeddingBag "
+        "and the functions of these names."
+    )
+
+
 def twice(unit: str, error: BaseException) -> str:
     return (
         f"Unit {unit!r} does what torch.func refuses ({first_words(error)}), and is differentiated more than once (by "

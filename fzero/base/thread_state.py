@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -11,13 +12,10 @@ from fzero.base import private
 _functorch = torch._C._functorch  # type: ignore[attr-defined]
 
 
-def note_state() -> Callable[[], None]:
-    """Notes torch's own state of this thread; what it returns puts that back."""
-    modes, grad = private.function_modes(), torch.is_grad_enabled()
-    depth = int(_functorch.get_dynamic_layer_stack_depth())
-    single = _functorch.get_single_level_autograd_function_allowed()
-    casts = [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")]
-    cached, nesting = torch.is_autocast_cache_enabled(), _autocast_nesting()
+def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
+    """Notes torch's own state of this thread; what it returns tells whether it has changed, and puts it back."""
+    state = _state()
+    modes, grad, depth, single, casts, cached, nesting = state
 
     def restore() -> None:
         if _functorch.get_dynamic_layer_stack_depth() > depth:
@@ -32,7 +30,19 @@ def note_state() -> Callable[[], None]:
         for _ in range(_autocast_nesting() - nesting):
             torch.autocast_decrement_nesting()
 
-    return restore
+    return lambda: _state() != state, restore
+
+
+def _state() -> tuple[Any, ...]:
+    return (
+        private.function_modes(),
+        torch.is_grad_enabled(),
+        int(_functorch.get_dynamic_layer_stack_depth()),
+        _functorch.get_single_level_autograd_function_allowed(),
+        [(kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")],
+        torch.is_autocast_cache_enabled(),
+        _autocast_nesting(),
+    )
 
 
 def _autocast_nesting() -> int:

@@ -162,7 +162,9 @@ def _sums(x: torch.Tensor) -> list[float]:
 @functools.lru_cache(64)
 def _places(count: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """A weight between 0 and 1 for each place, no two alike."""
-    return torch.arange(1, count + 1, dtype=torch.float64).mul_(0.6180339887498949).frac_().to(device, dtype)
+    return (
+        torch.arange(1, count + 1, dtype=torch.float64, device="cpu").mul_(0.6180339887498949).frac_().to(device, dtype)
+    )
 
 
 _F32 = torch.float32

@@ -228,7 +228,9 @@ class Axis:
         return tensor
 
     def _by_all(self, text: str, what: str, group: Group) -> list[str]:
-        return self._announced("exchange", what, torch.empty(0), group)(backend.gather_strings)(text, group)
+        return self._announced("exchange", what, torch.empty(0, device="cpu"), group)(backend.gather_strings)(
+            text, group
+        )
 
     def check_same(self, text: str, what: str, advice: str) -> None:
         """Raises ValueError on every rank where the ranks' texts differ."""

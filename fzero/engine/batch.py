@@ -11,6 +11,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.engine.run import Run, scalar_loss
+from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer, tensor_of
@@ -158,6 +159,7 @@ class Pullback:
         """
         need_bool(retain_graph, "pullback", "retain_graph")
         need_bool(create_graph, "pullback", "create_graph")
+        need_derivatives("pullback")
         with as_found():
             if self._micro.count > 1:
                 self._runs[0].check_structure(cotangent)

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import hooks, private
+from fzero.base.interrupts import as_found
 from fzero.base.node import Op, Tensors, apply, gradients, joint_outputs, refuse_foreign_leaves
 from fzero.base.pytree import is_real
 from fzero.capture.again import Again
@@ -115,6 +116,12 @@ class UnitOp(Op):
         return out
 
     def back(
+        self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
+    ) -> dict[int, torch.Tensor] | None:
+        with self.traversal.turn, as_found():
+            return self._back(tensors, wanted, cotangents)
+
+    def _back(
         self, tensors: Callable[[], Tensors], wanted: Sequence[int], cotangents: Sequence[torch.Tensor | None]
     ) -> dict[int, torch.Tensor] | None:
         schedule = self.traversal.schedule

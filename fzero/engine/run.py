@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ class Run:
         partial: bool = False,
     ) -> None:
         self.state: TrainState | None = state
-        self.scale, self.partial = scale, partial
+        self.scale, self.partial, self._pulling = scale, partial, threading.RLock()
         flat, spec = pytree.flatten(tuple(inputs))
         self.count = len(flat)
         self.wanted = _wanted(inputs, argnums)
@@ -105,6 +106,17 @@ class Run:
             receive: takes the reduced cotangent of each group as soon as it is there, in the result's place.
             before: told which groups' unit is about to be pulled back.
         """
+        with self._pulling:  # one at a time: what is gathered and reduced is the run's own
+            return self._pulled(cotangent, retain_graph, create_graph, receive, before)
+
+    def _pulled(
+        self,
+        cotangent: object,
+        retain_graph: bool,
+        create_graph: bool,
+        receive: Callable[[Key, torch.Tensor], object] | None,
+        before: Callable[[Sequence[Key]], object] | None,
+    ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         if self._pull is None or self.state is None:
             raise RuntimeError(used_up("this forward"))
         params = self.state.params  # a donated state says so

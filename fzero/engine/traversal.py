@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -54,6 +55,7 @@ class Traversal:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
+        self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
         self.records = False  # whether plain autograd was on where the function began
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it

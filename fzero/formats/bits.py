@@ -38,14 +38,14 @@ class Counters:
             low, high = max(first, begin), min(last, end)
             if low < high:
                 numbers = out[low - begin : high - begin]
-                torch.arange(low - first, high - first, out=numbers)
+                torch.arange(low - first, high - first, out=numbers, device=out.device)
                 numbers.mul_(rise).add_(counter)
         return out
 
     @cached_property
     def table(self) -> torch.Tensor:
         """int32[runs + 1, 3], with an end that no block reaches: what a kernel counts by."""
-        return torch.tensor([*self.runs, (2**31 - 1, 0, 0)], dtype=torch.int32)
+        return torch.tensor([*self.runs, (2**31 - 1, 0, 0)], dtype=torch.int32, device="cpu")
 
 
 def _signed(x: int) -> int:

@@ -241,7 +241,7 @@ class Companded(Grouped):
     @property
     def levels(self) -> list[float]:
         """Values of the codes 0, 1, ... as they are stored."""
-        codes = torch.arange(1 << self.width, dtype=torch.int32)
+        codes = torch.arange(1 << self.width, dtype=torch.int32, device="cpu")
         return self.level(TorchOps, TorchOps.extended(codes, self.width)).tolist()
 
     def magnitude(self, o: Ops, x: T) -> T:

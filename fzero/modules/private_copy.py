@@ -110,7 +110,7 @@ def refuse_kinds(module: nn.Module) -> None:
         seen[memory].append((name, param))
 
 
-_NOTHING = torch.empty(0)
+_NOTHING = torch.empty(0, device="cpu")
 
 
 class Stale(StandIn):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.arguments import as_float64
 from fzero.optim.base import need_hypers
 from fzero.state.gather import global_norm
 from fzero.state.sharded import Sharded
@@ -28,7 +29,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
         grads: object, state: object, params: object = None, *, grad_norm: object = None, joint_norm: object = None
     ) -> tuple[object, object]:
         norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
-        factor = torch.clamp(max_norm / torch.as_tensor(norm, dtype=torch.float64), max=1.0)
+        factor = torch.clamp(max_norm / as_float64(norm), max=1.0)
         if isinstance(grads, Sharded):
             return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
         return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state

@@ -125,6 +125,15 @@ def _refuse_transformed(who: str, argument: str, tensor: torch.Tensor) -> None:
         )
 
 
+def need_derivatives(who: str) -> None:
+    """Refuses torch.inference_mode(), under which torch notes only a part of what is differentiated."""
+    if torch.is_inference_mode_enabled():
+        raise RuntimeError(
+            f"{who}: got a call inside torch.inference_mode(), expected one outside of it, as it differentiates. Leave "
+            "that mode for it (with torch.inference_mode(False): ...), or say torch.no_grad() in its place."
+        )
+
+
 def refuse_captured(who: str, fn: object) -> None:
     """Refuses the same in what a function closes over, in its closure, its defaults, or bound by functools.partial."""
     if not private.transforms():

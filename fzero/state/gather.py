@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import named
+from fzero.base.arguments import as_float64, named
+from fzero.base.interrupts import as_found
 from fzero.comm.linear import Wire, summed
 from fzero.state.checks import constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
@@ -45,7 +46,7 @@ def gather(tree: object) -> Any:
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
         )
     (tree,) = constants("fz.gather", tree=tree)
-    with private.below_transforms():
+    with as_found(), private.outside_inference(), private.below_transforms():
         return map_trees(_gather_one, tree)
 
 
@@ -80,7 +81,7 @@ def global_norm(*trees: object) -> torch.Tensor:
         for node in _nodes(tree):
             if is_sharded(node):
                 (node,) = constants("fz.global_norm", **{f"trees[{place}]": node})
-                with private.below_transforms():
+                with as_found(), private.outside_inference(), private.below_transforms():
                     squares = sum_of_squares(squares_of(node), node)
                 total = total + squares
             elif isinstance(node, torch.Tensor) and node.is_floating_point():
@@ -90,7 +91,7 @@ def global_norm(*trees: object) -> torch.Tensor:
                     f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
                     "floating tensors (of a complex one torch.view_as_real)."
                 )
-    return torch.as_tensor(total, dtype=torch.float64).sqrt()
+    return as_float64(total).sqrt()
 
 
 def _square(pieces: list[torch.Tensor]) -> torch.Tensor:
@@ -143,4 +144,4 @@ def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.
         follows = parts.requires_grad and torch.is_grad_enabled()
         parts = summed(like.axis, parts) if follows else like.axis.sum(parts, "global_norm")
         total.update(zip(cut, parts.unbind(), strict=True))
-    return torch.stack([total[leaf] for leaf in sorted(total)]).sum() if total else torch.zeros((), dtype=torch.float64)
+    return torch.stack([total[leaf] for leaf in sorted(total)]).sum() if total else as_float64(0.0)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
+from fzero.base.interrupts import as_found
 from fzero.base.refusals import noting
 from fzero.formats.formats import Format, Plain, Stored
 
@@ -81,7 +82,8 @@ class Away:
 
     def read(self) -> torch.Tensor:
         """A copy on the device."""
-        return self.start_read()()
+        with as_found():
+            return self.start_read()()
 
     def shown(self, copy: torch.Tensor) -> torch.Tensor:
         """A copy for somebody who may write to it: nobody would see that, so the next one to read this is told."""
@@ -168,7 +170,10 @@ class Placed:
 
     def stored(self) -> Stored:
         """Its parts on the device, for somebody who may write to them."""
-        parts = zip(self.parts, self.start()().parts, strict=True)
+        if not self.away:
+            return Stored(self.format, self.start()().parts)
+        with as_found():
+            parts = zip(self.parts, self.start()().parts, strict=True)
         return Stored(self.format, tuple([x.shown(copy) if isinstance(x, Away) else copy for x, copy in parts]))
 
 

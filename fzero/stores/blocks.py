@@ -24,7 +24,7 @@ def aligned(numel: int, dtype: torch.dtype) -> torch.Tensor:
 
     It is a view into a storage that is a block larger.
     """
-    whole = torch.empty(numel * dtype.itemsize + BLOCK, dtype=torch.uint8)
+    whole = torch.empty(numel * dtype.itemsize + BLOCK, dtype=torch.uint8, device="cpu")
     return whole.narrow(0, -whole.data_ptr() % BLOCK, numel * dtype.itemsize).view(dtype)
 
 

@@ -97,7 +97,10 @@ def _unusable(folder: str, error: OSError) -> OSError:
 @contextlib.contextmanager
 def _alone(folder: str) -> Iterator[None]:
     """Inside, no other process looks through this folder: its own lock is held, and leaves no file behind."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unusable(folder, error) from None
     try:
         deadline = time.monotonic() + PATIENCE
         while not _try_lock(descriptor, folder):
@@ -162,6 +165,8 @@ def _look_at(path: Path, run: str) -> None:
 def _refusal(path: Path, holder: Holder | None) -> str:
     who = "a process that does not say which" if holder is None else f"process {holder.pid} on {holder.host}"
     since = "" if holder is None else f", which has it since {holder.started}"
+    if holder is not None and (holder.pid, holder.host) == (os.getppid(), socket.gethostname()):
+        who += ", the parent of this process: state that was made before a fork is the parent's"
     return (
         f"fz.Disk: {path.parent} is in use by another run: {who}{since} ({path.name}). Give each run a folder of its "
         "own, or wait until that one has ended."

@@ -80,6 +80,13 @@ class Disk:
         return f"Disk({', '.join(said)})"
 
 
+def stand_in() -> Disk:
+    """A disk of no folder, for a table that nothing is put anywhere by."""
+    disk = object.__new__(Disk)
+    object.__setattr__(disk, "path", "(no folder)")
+    return disk
+
+
 def make_folder(path: str) -> None:
     """Makes a folder and its parents where they are missing, each for this user alone.
 
@@ -101,5 +108,6 @@ def make_folder(path: str) -> None:
     if not os.path.isdir(path):
         file = path if os.path.lexists(path) else at
         raise NotADirectoryError(f"fz.Disk: {file} is not a folder. Give the path of a folder, or of one to make.")
-    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+    as_now = os.access in os.supports_effective_ids  # not as the user who started the process
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK, effective_ids=as_now):
         raise PermissionError(f"fz.Disk: this user cannot write to {path}. Give a folder that it may write to.")

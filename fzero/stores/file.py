@@ -100,7 +100,7 @@ class File:
             told = self._shared.failing.is_set()
             try:
                 self._finish_write(again=True)
-            except OSError:
+            except (OSError, RuntimeError):
                 self._shared.failing.set()
                 if not told:
                     raise

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import stat
+import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -22,6 +23,7 @@ class Handle:
 
     def __init__(self, descriptor: int, direct: bool) -> None:
         self.descriptor, self.direct = descriptor, direct
+        _open_here.add(self)
 
     def go_buffered(self) -> None:
         """From now on bytes go through the page cache; other threads may be reading and writing."""
@@ -31,7 +33,21 @@ class Handle:
             self.direct = False
 
     def close(self) -> None:
+        _open_here.discard(self)
         os.close(self.descriptor)
+
+
+_open_here: weakref.WeakSet[Handle] = weakref.WeakSet()
+
+
+def _forked() -> None:
+    """In a forked child: a file that the parent removes takes room on the disk as long as anybody has it open."""
+    for handle in list(_open_here):
+        handle.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forked)
 
 
 class Opener:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import threading
 import weakref
@@ -78,7 +79,7 @@ class Latch:
     """A door that opens once. threading's Event stands on code that an interrupt may leave with its lock taken."""
 
     def __init__(self) -> None:
-        self._door, self.is_open = threading.Lock(), False
+        self._door, self.is_open, self._process = threading.Lock(), False, os.getpid()
         self._door.acquire()
 
     def open(self) -> None:
@@ -89,6 +90,12 @@ class Latch:
 
     def wait(self) -> None:
         while not self.is_open:
+            if self._process != os.getpid():
+                raise RuntimeError(
+                    f"Process {os.getpid()} was forked from process {self._process} while that read or wrote state on "
+                    "a disk, and has none of the threads that do so. Use that state in the process that has made it, "
+                    "or fork between steps."
+                )
             with self._door:  # nothing comes between the taking of such a lock and its giving back
                 pass
 

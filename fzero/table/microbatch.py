@@ -117,7 +117,7 @@ def parts_of(outputs: object) -> list[Part]:
 
 def mean_of(parts: Sequence[object]) -> torch.Tensor:
     """The mean of 0-d floating tensors and Python floats, in float32, or in float64 where one of them is."""
-    tensors = [torch.as_tensor(x) if isinstance(x, torch.Tensor) else torch.tensor(x).float() for x in parts]
+    tensors = [x if isinstance(x, torch.Tensor) else torch.tensor(x, device="cpu").float() for x in parts]
     dtype = _widest([tensor.dtype for tensor in tensors])
     return torch.stack([tensor.to(dtype) for tensor in tensors]).mean(0)
 

@@ -102,7 +102,7 @@ def _pulled(update: Update, run: Run, ct: object, grads: _Grads, loss: torch.Ten
 
         run.pull(ct, receive=at_once, before=update.start)
         decision = Decision(step, state, grads.norm())
-        decision.finite, decision.metrics["skipped"] = True, torch.tensor(False)  # it was applied already
+        decision.finite, decision.metrics["skipped"] = True, torch.tensor(False, device="cpu")  # it was applied already
         return decision
     if mode == "twice":
         run.pull(ct, retain_graph=True, receive=grads.measured)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from fzero.base import private
+from fzero.base.arguments import as_float64
 from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
@@ -66,15 +67,15 @@ class Decision:
         self.extra: dict[str, object] = {"grad_norm": norm}
         self.finite = is_finite(norm)
         if joint is not None:
-            joint = torch.as_tensor(joint, dtype=torch.float64)
+            joint = as_float64(joint)
             self.finite = self.finite and is_finite(joint)
             self.extra["joint_norm"] = joint
         known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
         scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
         self.metrics: dict[str, object] = {"grad_norm": norm}
-        self.metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in known.items()}
-        self.metrics["skipped"] = torch.tensor(not self.finite)
-        self.metrics |= {name: torch.tensor(value, dtype=torch.float64) for name, value in scales.items()}
+        self.metrics |= {name: as_float64(value) for name, value in known.items()}
+        self.metrics["skipped"] = torch.tensor(not self.finite, device="cpu")
+        self.metrics |= {name: as_float64(value) for name, value in scales.items()}
 
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, object]]:
         """The state after this update, or after one that was skipped (None)."""
@@ -182,9 +183,6 @@ class Update:
         self.start(following)
         if self.step.donates and not self.applied:
             self._tell(grads)
-        self.applied += keys
-        if self.step.donates and self.applied:  # an interrupt may come at any moment
-            self._state.overwritten(f"{self._begun()}. Go on from another state.")
         if not self._on_host.issuperset(keys):
             self._written(keys, self._write(keys, grads, extra))
             return
@@ -217,12 +215,19 @@ class Update:
         else:
             trees = iter(self._moments)
             moments = map_trees(lambda _: next(trees).open(keys), self._state.moments)
+            self._begin(keys)
             self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
             del moments
             for tree in self._moments:
                 tree.close(keys)
         self.params.close(keys)
         return own
+
+    def _begin(self, keys: Sequence[Key]) -> None:
+        """All that some groups need is there: from now on a donated state is being overwritten."""
+        self.applied += keys
+        if self.step.donates and self.applied:  # an interrupt may come at any moment
+            self._state.overwritten(f"{self._begun()}. Go on from another state.")
 
     def _written(self, keys: Sequence[Key], own: Sharded | None) -> None:
         """What every rank holds of groups that are updated is gathered."""
@@ -279,6 +284,7 @@ class Update:
         params = values(own)
         updates, new = call_update(self.step.optimizer, grads, self._state.moments, params, extra)
         updates, new = values(updates), apart(new, own)
+        self._begin(own.keys)
         for key in own.keys:
             write_values(own, key, params.local(key) + updates.local(key), self._draw)
         return placed_moments(to_moment_dtype(new))
