@@ -233,7 +233,7 @@ def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
         sent=sent,
         **by_memory,
         moved=traffic.moved(alone),
-        peak=traffic.peak(step, pieces, layout, gathered),
+        peak=traffic.peak(step, pieces, layout, like, gathered),
     )
 
 

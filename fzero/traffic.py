@@ -139,7 +139,7 @@ def grads_of(step: Spec, layout: Layout, several: bool) -> list[Piece]:
     waits, there = mode in WAIT, on_host(step, layout)
     for key in layout.trainable:
         row = layout.groups[key].row
-        grad = row.policy.reduce if several else row.policy.grad
+        grad = row.policy.reduce if several and not step.fusion else row.policy.grad
         assert grad and row.grads
         held = Companded(signed=True) if mode == "8-bit" and row.policy.grad != torch.float64 else Plain(grad)
         memory = name_of(row.grads.memory) if waits else DEVICE
@@ -203,34 +203,104 @@ def _by_unit(pieces: Iterable[Piece]) -> dict[str, list[Piece]]:
     return out
 
 
-def peak(step: Spec, pieces: Sequence[Piece], layout: Layout, gathered: Mapping[str, int]) -> dict[str, int]:
+def peak(
+    step: Spec, pieces: Sequence[Piece], layout: Layout, like: Sharded, gathered: Mapping[str, int]
+) -> dict[str, int]:
     """Memory -> bytes that a step takes there at most, but for activations.
 
     On the device are, beside its state: the full params of the root and of the two largest units (one that runs, one
     that is brought meanwhile), the largest full cotangent of a unit, and what the update of a unit and of the next one
-    has brought there (of all of them, where the optimizer wants all at once). Where an accelerator computes, what is
-    read from a disk for an update takes the host's memory instead. In every memory the next state is made before the
-    last one goes, unless it is overwritten, as `fz.donate` says.
+    has brought there (of all of them, where the optimizer wants all at once), or has made in float32. Where an
+    accelerator computes, what is read from a disk for an update takes the host's memory instead. In every memory the
+    next state is made before the last one goes, unless it is overwritten, as `fz.donate` says. Microbatches take the
+    sum of the grads so far and the grads of one more, where these belong.
 
     Args:
+        like: the state's params, on the meta device.
         gathered: unit -> bytes of its full params, where they are made for each use.
     """
-    out = {memory: total(p for p in pieces if p.memory == memory) for memory in (DEVICE, HOST)}
-    out[DISK] = sum(rounded(part) for p in pieces if p.memory == DISK for part in p.parts)  # files have whole blocks
-    for memory in MEMORIES:
-        copied = [part for p in pieces if p.memory == memory and p.copies for part in p.parts]
-        out[memory] += sum(map(rounded, copied) if memory == DISK else copied)
-    brought, cotangents = collections.Counter[str](), collections.Counter[str]()
+    units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
+    cotangents = collections.Counter[str]()
+    for key in layout.trainable:
+        group = layout.groups[key]
+        cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
+    runs = gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
+    updating, several = _updating(step, pieces, layout, like), step.microbatches.count
+    updating[DEVICE] += runs
+    if several == 1:
+        return updating
+    sums, whole = _sums(layout)
+    others = [piece for piece in pieces if piece.kind != "grads"]
+    adding = {memory: _taken(memory, others) for memory in MEMORIES}
+    if step.fusion:  # its next state is made before
+        adding[DEVICE] += total(p for p in pieces if p.memory == DEVICE and p.copies)
+    adding[DEVICE] += runs + 2 * max([size for memory in (HOST, DISK) for size in sums[memory]], default=0)
+    if step.fusion:  # a group's sum, with what is added to it
+        updating[DEVICE] += 2 * max([size for sizes in sums.values() for size in sizes], default=0)
+    for memory, sizes in sums.items():
+        if step.fusion:  # the last microbatch's are delivered, beside the sum of the others
+            updating[memory] += sum(sizes)
+            updating[DEVICE] += whole[memory] if memory != DEVICE else 0
+        adding[memory] += 2 * sum(sizes) + (max(sizes, default=0) if memory != DEVICE else 0)
+    return updating if step.fusion and several == 2 else {m: max(updating[m], adding[m]) for m in MEMORIES}
+
+
+def _taken(memory: str, pieces: Iterable[Piece]) -> int:
+    """Bytes of the pieces in a memory; files have whole blocks."""
+    own = [part for piece in pieces if piece.memory == memory for part in piece.parts]
+    return sum(map(rounded, own) if memory == DISK else own)
+
+
+def _sums(layout: Layout) -> tuple[dict[str, list[int]], dict[str, int]]:
+    """Memory -> bytes of each group's sum over microbatches; and of all that are whole, as no rank keeps a slice."""
+    out: dict[str, list[int]] = {memory: [] for memory in MEMORIES}
+    whole: dict[str, int] = dict.fromkeys(MEMORIES, 0)
+    for key in layout.trainable:
+        group = layout.groups[key]
+        row = group.row
+        assert row.grads and row.policy.reduce
+        numel = layout.shard_numel(key) if row.grads.cuts else group.numel
+        nbytes, memory = numel * row.policy.reduce.itemsize, name_of(row.grads.memory)
+        out[memory].append(rounded(nbytes) if memory == DISK else nbytes)
+        whole[memory] += nbytes if layout.shards > 1 and not row.grads.cuts else 0
+    return out, whole
+
+
+def _made(step: Spec, like: Sharded) -> dict[str, int]:
+    """Unit -> bytes of the values that an optimizer makes which does not write in place all the way.
+
+    Of one that knows of no formats they are its updates, as many again on the way there, and what is decoded for it.
+    """
+    out, written = collections.Counter[str](), in_place(step, like.layout)
+    if written and not step.optimizer.copies:
+        return out
+    for key in like.layout.trainable:
+        policy = like.layout.groups[key].row.policy
+        form, grad = policy.param_format, policy.grad
+        assert grad
+        decodes = not form.plain or min(form.dtype.itemsize, grad.itemsize) < 4
+        trees = (4 if decodes else 1 if written else 2) + (step.optimizer.copies and not written)
+        out[key.unit] += like.layout.shard_numel(key) * max(4, form.dtype.itemsize) * trees
+    for tree in () if written else trees_of(init_moments(step, like)):
+        for key in tree.keys:
+            form = tree.format(key)
+            if not form.plain or form.dtype.itemsize < 4:
+                out[key.unit] += 2 * like.layout.shard_numel(key) * 4
+    return out
+
+
+def _updating(step: Spec, pieces: Sequence[Piece], layout: Layout, like: Sharded) -> dict[str, int]:
+    """Memory -> bytes that an update takes there beside what runs."""
+    copied = [piece for piece in pieces if piece.copies]
+    out: dict[str, int] = {memory: _taken(memory, pieces) + _taken(memory, copied) for memory in MEMORIES}
+    brought = collections.Counter[str]()
     for piece in pieces:
         passes = piece.reads if piece.kind in ("params", "moments") else 1
         if piece.memory == DISK or (piece.memory == HOST and passes):
             brought[piece.unit] += piece.nbytes
-    for key in layout.trainable:
-        group = layout.groups[key]
-        cotangents[key.unit] += group.numel * group.row.policy.wire.itemsize
     down = [sum(p.down for p in own) for own in _by_unit(pieces).values()]
-    out[HOST] += max(down, default=0) if step.optimizer.by_group else sum(down)
-    units = [nbytes for unit, nbytes in gathered.items() if unit != ROOT]
-    out[DEVICE] += gathered.get(ROOT, 0) + sum(heapq.nlargest(2, units)) + max(cotangents.values(), default=0)
-    out[DEVICE] += sum(heapq.nlargest(2 if step.optimizer.by_group else len(brought), brought.values()))
+    made, by_group = _made(step, like), step.optimizer.by_group
+    out[HOST] += max(down, default=0) if by_group else sum(down)
+    out[DEVICE] += max(made.values(), default=0) if by_group else sum(made.values())
+    out[DEVICE] += sum(heapq.nlargest(2 if by_group else len(brought), brought.values()))
     return out

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+from typing import Any
+
 import pytest
 import torch
 
 import fzero as fz
+from fzero.testing import LiveBytes
 
 PARAMS = {"w": torch.empty(1 << 10, 1 << 10, device="meta"), "b": torch.empty(1 << 10, device="meta")}
 
@@ -22,6 +26,47 @@ def test_bytes_of_params_and_moments_over_ranks() -> None:
 def test_frozen_leaves_have_no_moments() -> None:
     plan = fz.plan(fz.freeze(fz.train_step(lambda p: p, fz.adamw(0.1)), "w"), PARAMS)
     assert plan.moments == 8 * (1 << 10) and plan.params == 4 * ((1 << 20) + (1 << 10))
+
+
+OPTIMIZERS = {
+    "adamw": fz.adamw(1e-3),
+    "clipped values": fz.chain(fz.clip_by_value(1.0), fz.adamw(1e-3)),
+    "parts": fz.chain(fz.clip_by_value(1.0), fz.partition({"0*": fz.sgd(0.1, momentum=0.9), "*": fz.lion(1e-3)})),
+    "own": fz.adamw(1e-3)._replace(fused=None),
+}
+
+
+@fz.unit
+def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x + torch.tanh(x @ p["w"])
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    for p in params:
+        x = block(p, x)
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("policy", [None, fz.Policy.bf16_states()], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_a_step_takes_no_more_than_is_planned(optimizer: str, policy: Any) -> None:
+    """But for activations and temporaries of one unit: a further copy of anything would be that of 12 units."""
+    params = [{"w": torch.ones(256, 256) / 256} for _ in range(12)]
+    unit, x = 256 * 256 * 4, torch.ones(4, 256, dtype=torch.bfloat16 if policy else torch.float32)
+    for donates, fused, count in itertools.product((False, True), (None, "twice", "held"), (1, 2, 4)):
+        if fused is not None and OPTIMIZERS[optimizer].fused is None:
+            continue
+        step = fz.accumulate(fz.train_step(loss, OPTIMIZERS[optimizer], policy), count)
+        step = fz.fuse_update(step, norm=fused) if fused else step
+        step = fz.donate(step) if donates else step
+        planned = fz.plan(step, params).peak["device"]
+        with LiveBytes() as live:
+            state, _ = step(step.init(params), x)
+            live.reset_peak()
+            state, _ = step(state, x)
+        assert live.peak <= planned + 3 * unit, (donates, fused, count)
+        assert planned <= live.peak + 8 * unit or optimizer == "own" or fused, (donates, count)
+        del state
 
 
 SQUARE = {"w": torch.empty(64, 64, device="meta")}

@@ -80,6 +80,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         # the norm of the gradients is the first member's: behind it others come in
         "all" if any(member.needs for member in members[1:]) else members[0].needs,
         all(member.scales for member in members),
+        last.copies or not all(member.scales for member in members[:-1]),
     )
 
 
@@ -185,8 +186,9 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
 
     every = all(member.fused for member in table.values())
     by_leaf, needs = all(m.by_leaf for m in table.values()), any(m.needs for m in table.values())
+    copies = any(member.copies for member in table.values())
     return GradientTransformation(
-        init, update, fused if every else None, label, metrics, by_leaf, "all" if needs else ""
+        init, update, fused if every else None, label, metrics, by_leaf, "all" if needs else "", copies=copies
     )
 
 

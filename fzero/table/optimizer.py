@@ -24,6 +24,8 @@ class GradientTransformation(NamedTuple):
             another one, of some leaves or behind another member, and so all leaves at once.
         scales: whether it only multiplies all it is given by a number: then `update` gets trees as they are stored and
             may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
+        copies: whether `fused` makes other values of all grads it is given, before it writes (a chain that does more
+            than scale them): it is then given one group at a time, where it may be.
     """
 
     init: Callable[..., Any]
@@ -34,6 +36,7 @@ class GradientTransformation(NamedTuple):
     by_leaf: bool = False
     needs: str = ""
     scales: bool = False
+    copies: bool = False
 
     @property
     def by_group(self) -> bool:

@@ -47,7 +47,8 @@ def _applied(step: Spec, state: TrainState, grads: Sharded, grad_norm: object) -
         with Update(step, state) as update:
             trainable = state.layout.trainable
             # the others' gathers then run meanwhile, and transfers
-            one_by_one = step.optimizer.by_group and (state.params.held_entries or update.moves or grads.away)
+            waits = state.params.held_entries or update.moves or grads.away or step.optimizer.copies
+            one_by_one = step.optimizer.by_group and waits
             parts = [(key,) for key in trainable] if one_by_one else [trainable]
             try:
                 for keys, following in itertools.pairwise((*parts, ())):
