@@ -51,7 +51,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     (state,) = constants("fz.convert", state=state)
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
-    with as_found(), private.outside_inference(), private.below_transforms():
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
         params = _params(state.params, step, lossy)
         moments = _filled(
             state.moments, init_moments(step, params), lossy, "moments of another optimizer than the step's", "moments"

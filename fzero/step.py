@@ -55,7 +55,7 @@ class Step(Spec):
         seed = need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
         (params,) = constants("step.init", params=params)
-        with as_found(), private.outside_inference(), private.below_transforms():
+        with as_found(), private.of_normal_tensors(), private.below_transforms():
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
             return state
@@ -149,7 +149,7 @@ class Step(Spec):
         check_optimizer(self, state)
         need_norm(grad_norm, "step.update")
         state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
-        with as_found(), private.outside_inference(), private.below_transforms():
+        with as_found(), private.of_normal_tensors(), private.below_transforms():
             return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
@@ -157,7 +157,7 @@ class Step(Spec):
         check_grads(self, state, grads)
         state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
-        with as_found(), private.outside_inference(), private.below_transforms():
+        with as_found(), private.of_normal_tensors(), private.below_transforms():
             own: dict[Key, Buffer] = {}
             for key in grads.keys:
                 new = grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True)

@@ -1,4 +1,4 @@
-"""KeyboardInterrupt at a chosen one of the points of a call where Python looks for signals; what a thread then has."""
+"""An interrupt at a chosen one of the points of a call where Python looks for signals; what a thread then has."""
 
 from __future__ import annotations
 
@@ -22,14 +22,15 @@ class Points:
     ended in one.
 
     Attributes:
+        error: what it raises.
         count: of the points so far.
         tender: those of them where a context is entered or left.
         place: of the one where it was raised; "" before.
         dropped: whether Python has dropped it, as it does where an object ends.
     """
 
-    def __init__(self, at: int = 0) -> None:
-        self.at, self.count, self.place = at, 0, ""
+    def __init__(self, at: int = 0, error: type[BaseException] = KeyboardInterrupt) -> None:
+        self.at, self.error, self.count, self.place = at, error, 0, ""
         self.tender: list[int] = []
         self.dropped = False
 
@@ -42,7 +43,7 @@ class Points:
         if 0 < self.at <= self.count and not _finalizes(frame):
             sys.setprofile(None)
             self.place = f"{event} in {frame.f_code.co_qualname}, {frame.f_code.co_filename}:{frame.f_lineno}"
-            raise KeyboardInterrupt
+            raise self.error
 
     def during(self, call: Callable[[], object]) -> object:
         hook = sys.unraisablehook
@@ -55,7 +56,7 @@ class Points:
             sys.unraisablehook = hook
 
     def _note_dropped(self, about: Any) -> None:
-        self.dropped = self.dropped or isinstance(about.exc_value, KeyboardInterrupt)
+        self.dropped = self.dropped or isinstance(about.exc_value, self.error)
 
 
 def _finalizes(frame: FrameType | None) -> bool:

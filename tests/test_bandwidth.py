@@ -54,3 +54,12 @@ def test_the_plan_says_it_where_something_is_offloaded() -> None:
     said = str(fz.plan(fz.offload(STEP, moments=DISK), PARAMS))
     assert "between steps: device 7.63 MiB, host 0 B, disk 7.63 MiB; at most in a step: device" in said
     assert "disk read 7.63 MiB, written 7.63 MiB" in said
+
+
+def test_more_bytes_than_there_can_be() -> None:
+    with pytest.raises(ValueError, match="measure_bandwidth"):
+        fz.measure_bandwidth(nbytes=10**25)
+    plan = fz.plan(fz.train_step(lambda p: p, fz.sgd(0.1)), {"w": torch.empty(2)})
+    for compute in (float("nan"), float("inf"), -1.0):
+        with pytest.raises(ValueError, match=rf"compute={compute}"):
+            plan.seconds(fz.Bandwidth(1.0, 1.0), compute)

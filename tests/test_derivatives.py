@@ -194,3 +194,23 @@ def test_grads_of_a_pullback_that_creates_a_graph_are_gathered_on_gloo(stage: in
 def test_a_second_derivative_through_gathered_grads(stage: int, world: int) -> None:
     second = functools.partial(second_derivative, stage=stage, transform="plain", world=world)
     run_ranks(second, world)
+
+
+@pytest.mark.parametrize("transform", [lambda step: step, fz.remat])
+def test_sparse_gradients_differentiated_again_are_equal_or_refused_by_name(transform: Any) -> None:
+    @fz.unit
+    def rows(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.embedding((x[:, 0] * 9).long().abs() % 4, p["w"], sparse=True) * x
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return rows(p[1], rows(p[0], x)).square().mean()
+
+    params = [{"w": torch.linspace(-1, 1, 16).reshape(4, 4) + i} for i in range(2)]
+    step, x = transform(fz.train_step(loss, fz.sgd(0.1))), torch.linspace(-1, 1, 12).reshape(3, 4)
+    state = step.init(params)
+    grads = step.vjp(state, x)[1](torch.ones(()))[0]
+    if transform is fz.remat:
+        with pytest.raises(TypeError, match=r"unit '1'.*sparse=False"):
+            fz.hvp(step, state, grads, x)
+    else:
+        fz.gather(fz.hvp(step, state, grads, x))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -106,3 +108,11 @@ def test_what_is_proposed_fits(room: int, donates: bool, fused: bool) -> None:
             state, _ = offloaded(state, x)
     # one buffer may be on its way to a file, and activations are not counted
     assert live.peak <= (room + 1) * UNIT + UNIT // 16
+
+
+def test_no_folder_is_made_or_needed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for folder in (tmp_path / "missing", Path("/proc/nowhere")):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        for disk in (None, 1 << 40):
+            fz.fits(STEP, PARAMS, device=1 << 40, disk=disk)
+        assert not folder.exists()

@@ -206,3 +206,9 @@ def test_preserve_version() -> None:
     with private.preserve_version([x]):
         x.add_(1)
     assert x._version == 0
+
+
+def test_ranks_on_threads_leave_no_hook() -> None:
+    before = sys.excepthook
+    t.run_ranks(lambda rank: None, 2)
+    assert sys.excepthook is before

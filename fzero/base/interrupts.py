@@ -8,8 +8,10 @@ all of it beforehand. One interrupt is enough to break one context, never two: e
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import threading
+import types
 from collections.abc import Callable
 
 from fzero.base import hooks, thread_state
@@ -56,17 +58,21 @@ class as_found:
             return
         chain = self._chain(error)
         interrupt = next((each for each in chain if not isinstance(each, Exception)), None)
+        waiting = _waiting_contexts(chain)
         if interrupt is None:
             if not (
                 any(variable.get() is not value for variable, value in self._values)
                 or any(changed() for changed, _ in self._notes)
+                or any(is_of_library(generator.gi_code.co_filename) for generator in waiting)
             ):
                 return
             interrupt = error
             while interrupt.__context__ is not None and interrupt.__context__ is not self._before:
                 interrupt = interrupt.__context__
         _passed.count += 1
-        _close_contexts(chain)
+        for generator in waiting:
+            with contextlib.suppress(Exception):
+                generator.close()
         for _, restore in reversed(self._notes):
             restore()
         for variable, value in self._values:
@@ -88,12 +94,13 @@ class as_found:
         return found
 
 
-def _close_contexts(chain: list[BaseException]) -> None:
-    """Ends contexts that wait in the frames of errors, and would end when somebody lets go of these, at any time."""
+def _waiting_contexts(chain: list[BaseException]) -> list[types.GeneratorType[object, object, object]]:
+    """Contexts that wait in the frames of errors, and would end when somebody lets go of these, at any time."""
+    found: list[types.GeneratorType[object, object, object]] = []
     for each in chain:
         for frame in reversed(frames_of(each)):
             for value in [*frame.f_locals.values()]:
                 generator = vars(value).get("gen") if isinstance(value, contextlib._GeneratorContextManager) else None
-                if generator is not None and not generator.gi_running:
-                    with contextlib.suppress(Exception):
-                        generator.close()
+                if generator is not None and inspect.getgeneratorstate(generator) == inspect.GEN_SUSPENDED:
+                    found.append(generator)
+    return found

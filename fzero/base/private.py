@@ -40,6 +40,11 @@ def outside_inference() -> AbstractContextManager[object]:
     return torch._C._InferenceMode(False)  # type: ignore[attr-defined]
 
 
+def of_normal_tensors() -> AbstractContextManager[object]:
+    """Inside, what is made is no inference tensor, so that others may compute with it; grad mode stays otherwise."""
+    return outside_inference() if torch.is_inference_mode_enabled() else contextlib.nullcontext()
+
+
 def dispatch_modes() -> bool:
     """Tells whether a mode looks at every operator, as one that traces them does, for which values do not exist."""
     return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]

@@ -46,7 +46,7 @@ def gather(tree: object) -> Any:
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
         )
     (tree,) = constants("fz.gather", tree=tree)
-    with as_found(), private.outside_inference(), private.below_transforms():
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
         return map_trees(_gather_one, tree)
 
 
@@ -81,7 +81,7 @@ def global_norm(*trees: object) -> torch.Tensor:
         for node in _nodes(tree):
             if is_sharded(node):
                 (node,) = constants("fz.global_norm", **{f"trees[{place}]": node})
-                with as_found(), private.outside_inference(), private.below_transforms():
+                with as_found(), private.of_normal_tensors(), private.below_transforms():
                     squares = sum_of_squares(squares_of(node), node)
                 total = total + squares
             elif isinstance(node, torch.Tensor) and node.is_floating_point():

@@ -103,10 +103,20 @@ def _threaded_world() -> Iterator[Callable[[object], None]]:
         isolate(False)
 
 
+@contextlib.contextmanager
+def _hooks_kept() -> Iterator[None]:
+    """Each group that begins wraps sys.excepthook once more, and none that ends takes its own away."""
+    before = sys.excepthook
+    try:
+        yield
+    finally:
+        sys.excepthook = before
+
+
 def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, around: _Around) -> list[Any]:
     results: list[object] = [None] * world_size
     errors: list[tuple[int, BaseException]] = []
-    with private.shared_forward_mode(), _threaded_world() as fail:
+    with _hooks_kept(), private.shared_forward_mode(), _threaded_world() as fail:
         store, over = dist.HashStore(), threading.Event()
 
         def rank_main(rank: int) -> None:

@@ -21,6 +21,7 @@ import fzero as fz
 from fzero.base import pytree
 from fzero.stores.disk import Disk
 from fzero.stores.on_disk import DiskBuffer
+from fzero.stores.pool import Pool
 from fzero.testing import assert_trees_equal, checked_collectives, run_ranks
 
 
@@ -220,6 +221,38 @@ def test_a_donated_state_outlives_a_full_disk(disk: Disk, faults: Faults, fuse: 
         state, _ = step(state, X)
         want, _ = plain(want, X)
     assert_trees_equal(bits(at_rest(state)), bits(want))
+
+
+@pytest.mark.parametrize("fuse", [None, "held", "auto"])
+@pytest.mark.parametrize("call", ["open", "preadv"])
+def test_a_donated_state_outlives_a_read_that_fails_before_anything_is_written(
+    disk: Disk, faults: Faults, call: str, fuse: str | None
+) -> None:
+    plain = fz.train_step(model()[0], fz.adamw(1e-2))
+    step = fz.donate(fz.offload(fz.fuse_update(plain, norm=fuse) if fuse else plain, moments=disk))
+    state, want = begun(step), begun(plain)
+    state, want = at_rest(step(state, X)[0]), plain(want, X)[0]
+    faults.start(call, 0, errno.EMFILE)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=r"Reading the moments of unit .* is read anew"):
+            step(state, X)
+    faults.stop()
+    assert_trees_equal(bits(step(state, X)[0]), bits(plain(want, X)[0]))
+
+
+@pytest.mark.parametrize("error", [RuntimeError("can't start new thread"), MemoryError()])
+def test_what_no_thread_can_write_is_told_once_and_read_from_memory(
+    disk: Disk, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    step, _ = steps(disk, "plain")
+    with monkeypatch.context() as patch:
+        patch.setattr(Pool, "submit", lambda *_: (_ for _ in ()).throw(error))
+        state = step.init(model()[1])
+        with pytest.raises(RuntimeError, match=r"are kept in memory"):
+            fz.gather(state.params)
+        assert_trees_equal(bits(state), wanted("plain")[0])
+        assert_trees_equal(bits(step(state, X)[0]), wanted("plain")[1])
+    assert_trees_equal(bits(step(state, X)[0]), wanted("plain")[1])
 
 
 @pytest.mark.parametrize("fuse", [None, "held", "auto"])
