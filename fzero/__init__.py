@@ -6,6 +6,13 @@ from fzero import transforms as transforms
 from fzero.bandwidth import Bandwidth as Bandwidth
 from fzero.bandwidth import measure_bandwidth as measure_bandwidth
 from fzero.capture.handle import HandleError as HandleError
+from fzero.checkpoint.kept import Checkpoints as Checkpoints
+from fzero.checkpoint.load import load as load
+from fzero.checkpoint.load import load_extra as load_extra
+from fzero.checkpoint.manifest import DamagedCheckpoint as DamagedCheckpoint
+from fzero.checkpoint.save import Saving as Saving
+from fzero.checkpoint.save import save as save
+from fzero.checkpoint.save import save_async as save_async
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads

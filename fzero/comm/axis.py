@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 import weakref
 import zlib
@@ -231,6 +232,19 @@ class Axis:
         return self._announced("exchange", what, torch.empty(0, device="cpu"), group)(backend.gather_strings)(
             text, group
         )
+
+    def exchange(self, text: str, what: str) -> list[str]:
+        """The texts of all ranks, by data rank."""
+        texts = [text]
+        for group in (self.group, *self.replicas) if self.size > 1 else self._groups:
+            assert group is not None
+            texts = [each for own in self._by_all(json.dumps(texts), what, group) for each in json.loads(own)]
+        return texts
+
+    @property
+    def timeout(self) -> float:
+        """Seconds that a rank waits for another."""
+        return max((backend.timeout_of(group) for group in self._groups), default=0.0)
 
     def check_same(self, text: str, what: str, advice: str) -> None:
         """Raises ValueError on every rank where the ranks' texts differ."""

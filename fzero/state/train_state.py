@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from fzero.table.layout import Layout
 from fzero.table.spec import Signature
 
 _taking = threading.Lock()
+being_saved: weakref.WeakSet[object] = weakref.WeakSet()  # snapshots, which hold buffers until they are written
 
 
 class TrainState:

@@ -21,7 +21,7 @@ from fzero.state.gather import global_norm
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
-from fzero.state.train_state import TrainState
+from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
@@ -132,7 +132,7 @@ class Update:
         trees = trees_of(state.moments) if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
         self._after: object = state.moments
-        if copied:
+        if copied and not being_saved:
             warnings.warn(
                 f"fz.donate: {len(copied)} buffers of the donated state are still held elsewhere (that of leaf "
                 f"{copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors "

@@ -1,0 +1,135 @@
+"""fz.Checkpoints: the last few checkpoints of a run in one folder, and the newest of them that is whole."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import warnings
+from typing import Any
+
+from fzero.base.arguments import need_int
+from fzero.checkpoint import files
+from fzero.checkpoint.files import folder_of
+from fzero.checkpoint.load import load, load_extra
+from fzero.checkpoint.manifest import NAME, DamagedCheckpoint
+from fzero.checkpoint.save import Saving, begin
+from fzero.comm.axis import Axis
+from fzero.state.train_state import TrainState
+from fzero.table.spec import Spec, need_step
+
+_NAME = re.compile(r"(\d{6,})-update-\d+")
+_GOING = ".going-"  # before the name of one that is being removed
+
+
+class Checkpoints:
+    """The checkpoints of one run: a folder with one in each of its subfolders, numbered in the order of the saves.
+
+    Args:
+        folder: is made where it is missing.
+        keep: how many stay; older ones go once a new one is whole.
+
+    Example:
+        >>> import tempfile
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     kept = fz.Checkpoints(folder, keep=2)
+        ...     found = kept.restore(step)
+        ...     state = step.init({"w": torch.ones(3)}) if found is None else found[0]
+        ...     for seen in range(3):
+        ...         state, _ = step(state, torch.ones(3))
+        ...         kept.save(state, extra={"seen": seen + 1})
+        ...     state, extra = kept.restore(step)
+        >>> state.step, extra
+        (3, {'seen': 3})
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
+        self.folder = folder_of(folder, "Checkpoints")
+        self.keep = need_int(keep, "fz.Checkpoints", "keep", "a number of checkpoints", least=1)
+
+    def save(self, state: TrainState, extra: object = None) -> None:
+        """Writes one more, as `fz.save` does, and removes those that are more than `keep`."""
+        self._begin("Checkpoints.save", state, extra).wait()
+
+    def save_async(self, state: TrainState, extra: object = None) -> Saving:
+        """The same in the background, as `fz.save_async`."""
+        return self._begin("Checkpoints.save_async", state, extra)
+
+    def restore(self, step: Spec, **options: Any) -> tuple[TrainState, Any] | None:
+        """The state and the `extra` of the newest checkpoint that is whole; None where none was ever saved.
+
+        Where the newest is damaged, it is the one before, with a warning that says so.
+
+        Args:
+            step: as of `fz.load`.
+            options: others of `fz.load`.
+
+        Raises:
+            DamagedCheckpoint: there are some, and none is whole: nothing begins anew without being told.
+            ValueError: the newest whole one is of other leaves or of another optimizer.
+        """
+        need_step(step, "Checkpoints.restore")
+        axis = step.axis()
+        damaged: list[str] = []
+        for name, begun in self._found(axis):
+            path = os.path.join(self.folder, name)
+            try:
+                state = load(path, step, **options)
+                extra = load_extra(path)
+            except (DamagedCheckpoint, FileNotFoundError) as error:
+                if begun:
+                    continue  # a save that never ended
+                damaged.append(str(error))
+                continue
+            if damaged and axis.data_rank == 0:
+                warnings.warn(
+                    f"fz.Checkpoints: {name} is restored, as newer ones are damaged. {damaged[0]}", stacklevel=2
+                )
+            return state, extra
+        if damaged:
+            raise DamagedCheckpoint(
+                f"{self.folder}: none of {len(damaged)} checkpoints is whole. The newest: {damaged[0]} To begin anew, "
+                "remove the folder."
+            )
+        return None
+
+    def _begin(self, who: str, state: TrainState, extra: object) -> Saving:
+        return begin(who, functools.partial(self._next, state), state, extra, self._tidy)
+
+    def _next(self, state: TrainState) -> str:
+        number = max((int(name.split("-")[0]) for name in self._names()), default=0) + 1
+        return os.path.join(self.folder, f"{number:06d}-update-{state.step}")
+
+    def _names(self) -> list[str]:
+        """The subfolders with a checkpoint, newest first."""
+        with contextlib.suppress(FileNotFoundError):
+            names = [name for name in os.listdir(self.folder) if _NAME.fullmatch(name)]
+            return sorted(names, key=lambda name: int(name.split("-")[0]), reverse=True)
+        return []
+
+    def _found(self, axis: Axis) -> list[tuple[str, bool]]:
+        """The subfolders that rank 0 sees, newest first, and whether each is a save that never ended."""
+        found = []
+        for name in self._names():
+            has = [os.path.exists(os.path.join(self.folder, name, own)) for own in (NAME, files.LOCK)]
+            found.append((name, has == [False, True] or not os.listdir(os.path.join(self.folder, name))))
+        return json.loads(axis.exchange(json.dumps(found), "restore")[0])
+
+    def _tidy(self) -> None:
+        """Removes what is more than `keep`, and what was being removed as a run was killed."""
+        whole = [name for name in self._names() if os.path.exists(os.path.join(self.folder, name, NAME))]
+        for name in whole[self.keep :]:
+            files.rename(os.path.join(self.folder, name), os.path.join(self.folder, _GOING + name))
+        newest = whole[0] if whole else ""
+        for name in self._names():
+            unended = name not in whole and name < newest
+            if unended and os.path.exists(os.path.join(self.folder, name, files.LOCK)):
+                files.rename(os.path.join(self.folder, name), os.path.join(self.folder, _GOING + name))
+        files.sync_folder(self.folder)
+        for name in os.listdir(self.folder):
+            if name.startswith(_GOING):
+                shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)

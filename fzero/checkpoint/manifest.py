@@ -1,0 +1,167 @@
+"""The manifest of a checkpoint: what it keeps and in which bytes of which files. It is written last, and names them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import asdict, dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.checkpoint.files import Written
+
+NAME, FORMAT, VERSION = "manifest.json", "fzero checkpoint", 1
+DTYPES = {  # as safetensors calls them
+    **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
+    "BOOL": torch.bool,
+}
+CODES = {dtype: code for code, dtype in DTYPES.items()}
+
+
+class DamagedCheckpoint(OSError):
+    """A checkpoint that is not what was saved: a file is missing, cut, changed or another one's."""
+
+
+class Piece(NamedTuple):
+    """A slice of one leaf of one tree, in one part of its format; of a tensor that is no tree, all of it.
+
+    Attributes:
+        item: which of the manifest's items.
+        leaf: which of its leaves; 0 of a tensor.
+        part: which part of the leaf's format.
+        start, stop: in elements of the leaf, row by row.
+        offset, nbytes: where it lies in its file.
+    """
+
+    item: int
+    leaf: int
+    part: int
+    start: int
+    stop: int
+    offset: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class File:
+    name: str
+    nbytes: int
+    sha256: str
+    pieces: tuple[Piece, ...]
+
+    @property
+    def written(self) -> Written:
+        return Written(self.name, self.nbytes, self.sha256)
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A leaf of the params: its dotted path, its shape, its own dtype; `row` says in words how it was kept."""
+
+    path: str
+    shape: tuple[int, ...]
+    dtype: str
+    row: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """An item of the state: a tree, a tensor, or a number.
+
+    Attributes:
+        name: dotted: "params", "moments.mu", "extra.ema".
+        kind: "params", "signed", "nonnegative" or "values" of a tree; "tensor", "count" or "number".
+        formats: of a tree, leaf number -> the name of the format that it is stored in.
+        scale: what the values of a tree are multiplied by.
+        value: of a number; of a tensor its dtype and shape.
+    """
+
+    name: str
+    kind: str
+    formats: dict[int, str]
+    scale: float = 1.0
+    value: Any = None
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """All of a checkpoint but its tensors.
+
+    Attributes:
+        token: of the save, in the names of its files.
+        step, seed: of the state.
+        ranks, axis: over which it lay, in words.
+        extras: name, kind and whether it is expendable, of each entry of `state.extra`.
+        structure: the containers of the params.
+        extra: the caller's.
+    """
+
+    token: str
+    step: int
+    seed: int
+    ranks: int
+    axis: str
+    extras: tuple[tuple[str, str, bool], ...]
+    structure: Any
+    leaves: tuple[Leaf, ...]
+    items: tuple[Kept, ...]
+    files: tuple[File, ...]
+    extra: Any
+
+    def text(self) -> bytes:
+        """The file's content, which begins with the checksum of all that follows."""
+        fields = {"format": FORMAT, "version": VERSION, **asdict(self)}
+        body = f'"checkpoint": {json.dumps(fields, separators=(",", ":"))}}}\n'.encode()
+        return _head(body) + body
+
+
+def _head(body: bytes) -> bytes:
+    return f'{{"sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
+
+
+def read_manifest(folder: str) -> Manifest:
+    """The manifest of a checkpoint.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpoint: it is not what was written.
+        ValueError: it is of a newer version.
+    """
+    path = os.path.join(folder, NAME)
+    try:
+        with open(path, "rb") as file:
+            text = file.read()
+    except FileNotFoundError:
+        what = "is empty or holds no whole one" if os.path.isdir(folder) else "does not exist"
+        raise FileNotFoundError(
+            f"{folder}: got no checkpoint, the folder {what}; expected one that fz.save has written, with its {NAME}."
+        ) from None
+    line = text.find(b"\n") + 1
+    if not line or text[:line] != _head(text[line:]):
+        raise DamagedCheckpoint(
+            f"{path}: got {len(text)} bytes that are not those that were written, as their checksum is another; "
+            "expected a whole manifest. Load an older checkpoint."
+        )
+    fields = json.loads(text)["checkpoint"]
+    if fields.pop("format") != FORMAT or fields.pop("version") != VERSION:
+        raise ValueError(
+            f"{path}: got a checkpoint of another version, expected version {VERSION}. Load it with the version of "
+            "fzero that has written it, or a newer one."
+        )
+    return Manifest(
+        **{
+            **fields,
+            "extras": tuple((name, kind, lost) for name, kind, lost in fields["extras"]),
+            "leaves": tuple(Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in fields["leaves"]),
+            "items": tuple(
+                Kept(**{**item, "formats": {int(leaf): form for leaf, form in item["formats"].items()}})
+                for item in fields["items"]
+            ),
+            "files": tuple(
+                File(**{**file, "pieces": tuple(Piece(*piece) for piece in file["pieces"])}) for file in fields["files"]
+            ),
+        }
+    )

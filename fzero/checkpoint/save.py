@@ -1,0 +1,199 @@
+"""fz.save and fz.save_async: a state is a value, so that a save needs no copy of it and no pause."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import uuid
+from collections.abc import Callable
+
+from fzero.base.arguments import named, wrong
+from fzero.checkpoint.board import Board
+from fzero.checkpoint.files import folder_of
+from fzero.checkpoint.snapshot import Snapshot
+from fzero.checkpoint.write import write
+from fzero.comm import backend
+from fzero.state.checks import constants
+from fzero.state.train_state import TrainState
+
+
+def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) -> None:
+    """Writes a checkpoint of a state: when this returns, it is whole and on the disk.
+
+    Every rank calls it, with the same path, a folder that all ranks reach. Each writes one safetensors file, its own
+    slices as they are stored; the manifest, written last, names the files and their checksums. What lay there before
+    is whole until the new one is, and then goes.
+
+    Args:
+        path: of the folder; it is made where it is missing.
+        state: of any step, with kept grads or without, wherever it lies.
+        extra: what JSON can say (a data position, states of generators), the same on every rank.
+
+    Raises:
+        TypeError, ValueError: `extra` is no JSON, or the ranks differ in path, step or `extra`.
+        OSError: the disk is full, the folder cannot be written to, or another run saves there: on every rank.
+
+    Example:
+        >>> import tempfile
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
+        >>> state, _ = step(step.init({"w": torch.ones(3)}), torch.ones(3))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fz.save(folder, state, extra={"seen": 3})
+        ...     again = fz.load(folder, step)
+        >>> again.step, torch.equal(again.params["w"], state.params["w"])
+        (1, True)
+    """
+    begin("save", lambda: folder_of(path, "save"), state, extra).wait()
+
+
+def save_async(path: str | os.PathLike[str], state: TrainState, extra: object = None) -> Saving:
+    """Begins a checkpoint of a state, which goes on while training does: no copy is made, the state is the snapshot.
+
+    The state's buffers are held until they are written. A step that donates it meanwhile overwrites those that are,
+    and leaves the others to the save: memory grows by at most what is not yet written.
+
+    Args:
+        path, state, extra: as of `fz.save`.
+
+    Returns:
+        What waits for its end. An error is raised there, and by the next save, on every rank.
+
+    Raises:
+        TypeError, ValueError: as of `fz.save`.
+        OSError: the save before this one has failed and nobody has waited for it.
+
+    Example:
+        >>> import tempfile
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
+        >>> state = step.init({"w": torch.ones(3)})
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     saving = fz.save_async(folder, state)
+        ...     state, _ = step(state, torch.ones(3))  # the checkpoint is of the state before
+        ...     saving.wait()
+        ...     fz.load(folder, step).step
+        0
+    """
+    return begin("save_async", lambda: folder_of(path, "save_async"), state, extra)
+
+
+class Saving:
+    """A save under way.
+
+    Attributes:
+        path: of the folder.
+    """
+
+    def __init__(self, path: str, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
+        self.path, self._board = path, board
+        self._error: BaseException | None = None
+        self._told = False
+        # the interpreter waits for it, and nothing but it holds the state
+        self._thread = threading.Thread(target=self._run, args=([snapshot], then), name="fzero-save")
+        self._thread.start()
+
+    def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None) -> None:
+        try:
+            write(self.path, snapshot.pop(), self._board, then)
+        except BaseException as error:
+            error.__traceback__ = None  # whose frames hold the state
+            self._error = error
+
+    @property
+    def done(self) -> bool:
+        """Whether it has ended, well or not."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Waits until the checkpoint is whole and on the disk.
+
+        Raises:
+            OSError: it is not, and why: on every rank.
+        """
+        self._thread.join()
+        self._told = True
+        if self._error is not None:
+            raise self._error
+
+    def untold(self) -> BaseException | None:
+        """Its error where nobody has been told, after its end."""
+        self._thread.join()
+        return None if self._told else self._error
+
+    def __repr__(self) -> str:
+        return f"Saving({self.path!r}, {'ended' if self.done else 'under way'})"
+
+
+_last: dict[int, Saving] = {}  # of each rank
+
+
+def begin(
+    who: str, folder_for: Callable[[], str], state: TrainState, extra: object, then: Callable[[], None] | None = None
+) -> Saving:
+    """Begins a save, once the one before this has ended.
+
+    Args:
+        folder_for: gives the path.
+        then: what rank 0 does once the checkpoint is whole.
+    """
+    if not isinstance(state, TrainState):
+        raise wrong(f"fz.{who}", "state", state, "what step.init or a step returned")
+    (state,) = constants(f"fz.{who}", state=state)
+    axis = state.params.axis
+    own = backend.global_rank() if backend.initialized() else 0
+    before = _last.pop(own, None)
+    error, snapshot, folder, said = None, None, "", list[str]()
+    try:
+        if before is not None and (failed := before.untold()) is not None:
+            raise OSError(
+                f"fz.{who}: the save before this one has failed, and nobody waited for it: {failed}"
+            ) from failed
+        folder = folder_for()
+        _need_json(extra, f"fz.{who}: extra")
+        snapshot = Snapshot.of(state, extra)
+        said = [f"path {folder}", f"state after update {state.step}", f"extra {json.dumps(extra)}"]
+    except (OSError, TypeError, ValueError) as found:
+        error = found
+    token = uuid.uuid4().hex[:12]
+    if axis.ranks > 1:
+        mine = [token, said, f"{type(error).__name__}: {error}" if error else ""]
+        heard = [json.loads(text) for text in axis.exchange(json.dumps(mine), who)]
+        token, first, _ = heard[0]
+        error = error or _difference(who, first, [(theirs, failed) for _, theirs, failed in heard])
+    if error is not None:
+        raise error
+    assert snapshot is not None
+    _last[own] = saving = Saving(folder, snapshot, Board(token, axis.ranks, axis.timeout), then)
+    return saving
+
+
+def _difference(who: str, first: list[str], heard: list[tuple[list[str], str]]) -> Exception | None:
+    """What keeps the ranks from saving one thing."""
+    for rank, (_, failed) in enumerate(heard):
+        if failed:
+            return OSError(f"rank {rank}: {failed}")
+    for rank, (said, _) in enumerate(heard):
+        for ours, theirs in zip(first, said, strict=True):
+            if ours != theirs:
+                return ValueError(
+                    f"fz.{who}: the ranks save different things: rank 0 has {ours}, rank {rank} has {theirs}. Call it "
+                    "on every rank with the same path and extra (what differs by rank goes into a list that all have)."
+                )
+    return None
+
+
+def _need_json(value: object, place: str) -> None:
+    """Refuses what JSON would give back as something else."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{place}: got the key {key!r}, expected a str: JSON has no other keys.")
+            _need_json(item, f"{place}[{key!r}]")
+    elif type(value) is list:
+        for number, item in enumerate(value):
+            _need_json(item, f"{place}[{number}]")
+    elif type(value) not in (str, int, float, bool, type(None)):
+        raise TypeError(
+            f"{place}: got {named(value)}, expected what JSON can say: a dict, a list, a str, a number, True, False or "
+            "None. Of a tensor or an array say .tolist(), of a tuple list(...)."
+        )

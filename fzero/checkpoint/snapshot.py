@@ -1,0 +1,158 @@
+"""What one rank saves of a state: its share of every buffer, taken without a copy, and where it goes in its file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import pytree
+from fzero.checkpoint.contents import items_of, kind_of, runs, share
+from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
+from fzero.checkpoint.structure import described
+from fzero.comm.axis import Axis
+from fzero.formats.formats import Format
+from fzero.state.sharded import is_sharded
+from fzero.state.train_state import TrainState, being_saved
+from fzero.stores.away import Buffer, tensor_of
+from fzero.table.layout import Key, Layout
+
+
+class Slice(NamedTuple):
+    """A rank's share of one group of one tree: elements [low, high) of it, of a buffer that begins at `base`."""
+
+    item: int
+    key: Key
+    form: Format
+    base: int
+    low: int
+    high: int
+
+
+@dataclass(eq=False)
+class Snapshot:
+    """What one rank saves.
+
+    Attributes:
+        kept: the state's items, as the manifest has them.
+        slices: with the buffers of each, which are let go as they are written.
+        tensors: those that are in no tree, by the number of their item; rank 0 saves them.
+    """
+
+    layout: Layout
+    axis: Axis
+    structure: pytree.Spec
+    step: int
+    seed: int
+    extras: tuple[tuple[str, str, bool], ...]
+    kept: list[Kept]
+    slices: list[tuple[Slice, list[Buffer]]]
+    tensors: dict[int, torch.Tensor]
+    extra: object
+
+    @staticmethod
+    def of(state: TrainState, extra: object) -> Snapshot:
+        kept: list[Kept] = []
+        slices: list[tuple[Slice, list[Buffer]]] = []
+        tensors: dict[int, torch.Tensor] = {}
+        for number, (name, value) in enumerate(items_of(state)):
+            kind, forms, scale = kind_of(value), dict[int, str](), 1.0
+            if is_sharded(value):
+                scale = value.scale
+                for key in value.keys:
+                    own = value.placed(key)
+                    slices.append((Slice(number, key, own.format, *share(value, key)), list(own.parts)))
+                    forms.update({slot.leaf: str(own.format) for slot in state.layout.groups[key].slots})
+                value = None
+            elif isinstance(value, torch.Tensor):
+                tensors[number] = value
+                value = [CODES[value.dtype], list(value.shape)]
+            elif isinstance(value, pytree.Count):
+                value = value.value
+            kept.append(Kept(name, kind, forms, scale, value))
+        params = state.params
+        snapshot = Snapshot(
+            layout=state.layout,
+            axis=params.axis,
+            structure=params.structure,
+            step=state.step,
+            seed=state.seed,
+            extras=state.signature.extras,
+            kept=kept,
+            slices=slices,
+            tensors=tensors if params.axis.data_rank == 0 else {},
+            extra=extra,
+        )
+        being_saved.add(snapshot)
+        return snapshot
+
+    def leaves(self) -> tuple[Leaf, ...]:
+        return tuple(
+            Leaf(
+                row.path, row.shape, CODES[row.dtype], f"{row.policy} {row.optimizer} unit {row.unit!r} cuts {row.cuts}"
+            )
+            for row in self.layout.rows
+        )
+
+    def containers(self) -> object:
+        return described(self.structure)
+
+    def pieces(self) -> list[tuple[Piece, torch.dtype]]:
+        """Where in the file each slice goes, in the order in which they are written; offsets are those of the data."""
+        out, offset = [], 0
+        for item, _, leaf, part, dtype, start, stop, low, high in self._runs():
+            nbytes = (high - low) * dtype.itemsize
+            out.append((Piece(item, leaf, part, start, stop, offset, nbytes), dtype))
+            offset += nbytes
+        return out
+
+    def header(self, pieces: list[tuple[Piece, torch.dtype]]) -> bytes:
+        """What stands before the data in a safetensors file: the names, dtypes and places of its tensors."""
+        said: dict[str, object] = {"__metadata__": {"format": "fzero checkpoint"}}
+        for piece, dtype in pieces:
+            kept = self.kept[piece.item]
+            name = kept.name
+            if kept.kind not in ("tensor", "count", "number"):
+                path, part = self.layout.rows[piece.leaf].path, f" part {piece.part}" if piece.part else ""
+                name = f"{name}/{path}[{piece.start}:{piece.stop}]{part}"
+            begin, end = piece.offset, piece.offset + piece.nbytes
+            shape = [piece.nbytes // dtype.itemsize]
+            said[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
+        text = json.dumps(said, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        return len(text).to_bytes(8, "little") + text
+
+    def data(self) -> Iterator[memoryview]:
+        """The slices themselves, one after the other; buffers are brought from where they lie, and let go."""
+        self.slices.reverse()
+        while self.slices:
+            own, buffers = self.slices.pop()
+            buffers.reverse()
+            for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
+                buffer = on_host(tensor_of(buffers.pop()))
+                first = (own.low - own.base) // own.form.parts[part].every
+                for run in found:
+                    yield _bytes(buffer[first + run.low : first + run.high])
+                del buffer
+        while self.tensors:
+            yield _bytes(on_host(self.tensors.pop(next(iter(self.tensors)))).reshape(-1))
+
+    def _runs(self) -> Iterator[tuple[int, Key | None, int, int, torch.dtype, int, int, int, int]]:
+        for own, _ in self.slices:
+            for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
+                for run in found:
+                    yield own.item, own.key, run.leaf, part, own.form.parts[part].dtype, *run[1:]
+        for item, tensor in self.tensors.items():
+            yield item, None, 0, 0, tensor.dtype, 0, tensor.numel(), 0, tensor.numel()
+
+
+def on_host(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in memory that a file can be written from."""
+    return tensor.detach().cpu().contiguous()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -1,0 +1,140 @@
+"""The writing of a checkpoint: each rank its file, then the manifest, then what lay there before goes."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import json
+import os
+import re
+from collections.abc import Callable
+
+from fzero.checkpoint import files
+from fzero.checkpoint.board import Board
+from fzero.checkpoint.manifest import NAME, DamagedCheckpoint, File, Manifest, Piece, read_manifest
+from fzero.checkpoint.snapshot import Snapshot
+
+_FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) + r"\.new")
+_WELL = "well"
+
+
+def write(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
+    """One rank's part of a save, which ends on every rank in the same way.
+
+    Raises:
+        OSError: it has failed, and where.
+    """
+    rank, ranks = snapshot.axis.data_rank, snapshot.axis.ranks
+    try:
+        _lead(folder, snapshot, board, then) if rank == 0 else _follow(folder, snapshot, board, rank, ranks)
+    finally:
+        board.leave(ranks)
+
+
+def _follow(folder: str, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
+    lead = lambda: f"{folder}: rank 0 of this save has not been heard of"
+    if (said := board.read("begun", lead)) != _WELL:
+        raise OSError(said)
+    try:
+        board.post(str(rank), json.dumps([_WELL, *_write_own(folder, snapshot, board.token)]))
+    except BaseException as error:
+        board.post(str(rank), json.dumps([_words(error, folder)]))
+        raise
+    finally:
+        if (said := board.read("ended", lead)) != _WELL:
+            files.remove(os.path.join(folder, _name(rank, ranks, board.token)))
+    if said != _WELL:
+        raise OSError(said)
+
+
+def _lead(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
+    """What rank 0 does besides: it begins, and writes the manifest once every rank has written its file."""
+    ranks, begun = snapshot.axis.ranks, False
+    own = os.path.join(folder, _name(0, ranks, board.token))
+    try:
+        files.make_folder(folder)
+        with files.only_writer(folder):
+            before = _names_before(folder)
+            _clear(folder, before)
+            board.post("begun", _WELL)
+            begun = True
+            records = [list(_write_own(folder, snapshot, board.token))]
+            for rank in range(1, ranks):
+                late = lambda rank=rank: f"{folder}: rank {rank} has not written its file"
+                said, *record = json.loads(board.read(str(rank), late))
+                if said != _WELL:
+                    raise OSError(f"rank {rank}: {said}")
+                records.append(record)
+            manifest = _manifest(snapshot, board.token, records)
+            files.replace_file(folder, NAME, manifest.text())
+            with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
+                _clear(folder, {file.name for file in manifest.files})
+        if then is not None:
+            with contextlib.suppress(OSError):
+                then()
+    except BaseException as error:
+        files.remove(own)
+        said = _words(error, folder)
+        if not begun:
+            board.post("begun", said)
+        board.post("ended", said)
+        raise
+    board.post("ended", _WELL)
+
+
+def _words(error: BaseException, folder: str) -> str:
+    said = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror and folder not in error.strerror:
+        said = f"{error.filename or folder}: {error.strerror}"
+    return said
+
+
+def _name(rank: int, ranks: int, token: str) -> str:
+    return f"{rank:05d}-of-{ranks:05d}.{token}.safetensors"
+
+
+def _write_own(folder: str, snapshot: Snapshot, token: str) -> tuple[files.Written, list[Piece]]:
+    """Writes this rank's file; the pieces are where they lie in it."""
+    pieces = snapshot.pieces()
+    header = snapshot.header(pieces)
+    name = _name(snapshot.axis.data_rank, snapshot.axis.ranks, token)
+    written = files.write_file(folder, name, itertools.chain([memoryview(header)], snapshot.data()))
+    return written, [piece._replace(offset=piece.offset + len(header)) for piece, _ in pieces]
+
+
+def _manifest(snapshot: Snapshot, token: str, records: list[list]) -> Manifest:
+    return Manifest(
+        token=token,
+        step=snapshot.step,
+        seed=snapshot.seed,
+        ranks=snapshot.axis.ranks,
+        axis=snapshot.axis.place,
+        extras=snapshot.extras,
+        structure=snapshot.containers(),
+        leaves=snapshot.leaves(),
+        items=tuple(snapshot.kept),
+        files=tuple(
+            File(name, nbytes, sha256, tuple(Piece(*piece) for piece in pieces))
+            for (name, nbytes, sha256), pieces in records
+        ),
+        extra=snapshot.extra,
+    )
+
+
+def _names_before(folder: str) -> set[str] | None:
+    """The files of the checkpoint that lies there; None where its manifest cannot be read."""
+    try:
+        return {file.name for file in read_manifest(folder).files}
+    except FileNotFoundError:
+        return set()
+    except (DamagedCheckpoint, ValueError):
+        return None
+
+
+def _clear(folder: str, keep: set[str] | None) -> None:
+    """Removes the files of saves that never ended, and of the one before."""
+    if keep is None:
+        return
+    for name in os.listdir(folder):
+        if _FILE.fullmatch(name) and name not in keep:
+            files.remove(os.path.join(folder, name))

@@ -1,0 +1,111 @@
+"""Every crash of a save: what lies on the disk is the old checkpoint or the new one, whole."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from checkpoint.crashes import Recorder, build, crashes
+
+import fzero as fz
+from fzero.checkpoint import files
+from fzero.testing import run_ranks
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (p["w"] * x).sum()
+
+
+def step_of(ranks: int) -> fz.Step:
+    step = fz.train_step(loss, fz.sgd(0.5))
+    return fz.shard_zero3(step) if ranks > 1 else step
+
+
+def saves(ranks: int, folder: Path, count: int, save: Callable[[fz.TrainState], None]) -> None:
+    """The last of some saves, each of another state."""
+
+    def rank_main(rank: int) -> None:
+        step = step_of(ranks)
+        state = step.init({"w": torch.ones(130)})
+        for _ in range(count):
+            state, _ = step(state, torch.ones(130))
+        save(state)
+
+    run_ranks(rank_main, ranks)
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, job: Callable[[], None]) -> Recorder:
+    with monkeypatch.context() as patch:
+        recorder = Recorder(str(folder))
+        patch.setattr(files, "os", recorder)
+        job()
+    return recorder
+
+
+def steps_left(recorder: Recorder, top: Path, restore: Callable[[Path], Any]) -> list[Any]:
+    """What is restored after every crash."""
+    found = []
+    for left in crashes(recorder.before, recorder.ops):
+        shutil.rmtree(top, ignore_errors=True)
+        top.mkdir()
+        build(left, str(top))
+        found.append(restore(top / "run"))
+    return found
+
+
+def loaded(folder: Path) -> int | None:
+    try:
+        state = fz.load(folder, fz.train_step(loss, fz.sgd(0.5)))
+    except FileNotFoundError:
+        return None
+    assert torch.equal(fz.gather(state.params)["w"], torch.full((130,), 1.0 - 0.5 * state.step))
+    return state.step
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_over_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    folder = tmp_path / "it" / "run"
+    folder.parent.mkdir()
+    saves(ranks, folder, 1, lambda state: fz.save(folder, state))
+    recorder = recorded(
+        monkeypatch, folder.parent, lambda: saves(ranks, folder, 2, lambda state: fz.save(folder, state))
+    )
+    found = steps_left(recorder, tmp_path / "again", lambda top: loaded(tmp_path / "again" / "it" / "run"))
+    assert set(found) == {1, 2} and found[0] == 1 and found[-1] == 2
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    top = tmp_path / "it"
+    top.mkdir()
+    recorder = recorded(
+        monkeypatch, top, lambda: saves(ranks, top / "run", 1, lambda state: fz.save(top / "run", state))
+    )
+    found = steps_left(recorder, tmp_path / "again", lambda _: loaded(tmp_path / "again" / "it" / "run"))
+    assert set(found) == {None, 1} and found[-1] == 1
+
+
+def restored(folder: Path) -> int | None:
+    found = fz.Checkpoints(folder, keep=1).restore(fz.train_step(loss, fz.sgd(0.5)))
+    return None if found is None else found[0].step
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_last_few(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    top = tmp_path / "it"
+    top.mkdir()
+    kept = fz.Checkpoints(top / "run", keep=1)
+
+    def both() -> None:
+        saves(ranks, top, 1, kept.save)
+        saves(ranks, top, 2, kept.save)
+
+    recorder = recorded(monkeypatch, top, both)
+    found = steps_left(recorder, tmp_path / "again", lambda _: restored(tmp_path / "again" / "it" / "run"))
+    assert set(found) == {None, 1, 2} and found[-1] == 2
+    once = [step or 0 for step in found]
+    assert once == sorted(once)  # what was there once is not lost

@@ -1,0 +1,143 @@
+"""fz.save and fz.load: the same bits over any ranks, in any stage and scheme."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.testing import assert_trees_equal, run_ranks
+
+STAGES = (
+    *(lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3),
+    lambda step: fz.shard_zero3(fz.shard_zero1(step, pattern="blocks.*"), pattern="head.*"),  # the rest is whole
+)
+OVER = [(1, 0), *itertools.product((1, 2, 3, 4), (1, 2, 3, 4))]  # ranks and stage
+SCHEMES: dict[str, Any] = {
+    "plain": None,
+    "exact": fz.Policy.exact(),
+    "compact24": fz.Policy.compact24(),
+    "compact16": fz.Policy.compact16(),
+    "4-bit": fz.Policy.compact16("4-bit"),
+    "bf16": fz.Policy.bf16_states(),
+    "gather 8-bit": fz.Policy(gather="8-bit"),
+}
+
+
+def params(seed: int = 0) -> Any:
+    """Leaves whose sizes no number of ranks divides, in units and outside of them."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda *shape: torch.randn(*shape, generator=generator) / 4
+    return {
+        "blocks": [{"w": draw(9, 9), "b": draw(9)} for _ in range(2)],
+        "big": draw(9, 131),
+        "scale": draw(()),
+        "head": {"w": draw(131, 3), "b": draw(1)},
+    }
+
+
+@fz.unit
+def block(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"].to(x.dtype) + p["b"].to(x.dtype))
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    for own in p["blocks"]:
+        x = block(own, x)
+    x = x @ p["big"].to(x.dtype) * p["scale"].to(x.dtype)
+    return (x @ p["head"]["w"].to(x.dtype) + p["head"]["b"].to(x.dtype)).square().mean()
+
+
+def ema(step: fz.Step) -> fz.Step:
+    def update(average: fz.Sharded, params: fz.Sharded, applied: bool) -> fz.Sharded:
+        return average.map(lambda a, p: 0.5 * a + 0.5 * p, params)
+
+    return step.with_state(fz.Extra("ema", "ema", lambda params: params.map(lambda p: p), update))
+
+
+def step_of(stage: int, scheme: str, keeps: bool = True) -> fz.Step:
+    optimizer = fz.chain(
+        fz.clip_by_global_norm(1.0), fz.partition({"head*": fz.sgd(0.1, momentum=0.9), "*": fz.adamw(0.01)})
+    )
+    step = fz.train_step(loss, optimizer, SCHEMES[scheme])
+    step = STAGES[stage](step)
+    return fz.loss_scale(ema(step)) if keeps else step
+
+
+def batch(rank: int) -> torch.Tensor:
+    return torch.randn(4, 9, generator=torch.Generator().manual_seed(rank))
+
+
+def values(state: fz.TrainState) -> Any:
+    """Everything that a state is, over all ranks."""
+    trees = {"params": state.params, "moments": state.moments, "ema": state.extra["ema"]}
+    if state.grads is not None:
+        trees["grads"] = state.grads
+    return {**fz.gather(trees), "scale": state.extra["loss_scale"], "step": state.step, "seed": state.seed}
+
+
+def saved(rank: int, folder: str, stage: int, scheme: str, kept: bool) -> Any:
+    step = step_of(stage, scheme)
+    state = step.init(params(), seed=3)
+    for _ in range(2):
+        state, _ = step(state, batch(rank))
+    if kept:
+        _, pullback = step.vjp(state, batch(rank))
+        state = step.add_grads(state, pullback(torch.ones(()))[0])
+    fz.save(folder, state, extra={"seen": 2})
+    return values(state)
+
+
+def loaded(rank: int, folder: str, stage: int, scheme: str) -> Any:
+    step = step_of(stage, scheme)
+    state = fz.load(folder, step)
+    assert fz.load_extra(folder) == {"seen": 2}
+    out = values(state)
+    new, _ = step(state, batch(rank))
+    return out, values(new)
+
+
+def check(folder: Path, first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool, **how: Any) -> None:
+    (world, stage), (others, new) = first, second
+    save = functools.partial(saved, folder=str(folder), stage=stage, scheme=scheme, kept=kept)
+    before = run_ranks(save, world, **how)[0]
+    after, _ = run_ranks(functools.partial(loaded, folder=str(folder), stage=new, scheme=scheme), others, **how)[0]
+    assert_trees_equal(after, before)
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_the_same_bits_over_any_ranks(tmp_path: Path, scheme: str) -> None:
+    others = random.Random(scheme).sample(OVER, len(OVER))
+    for number, (first, second) in enumerate(zip(OVER, others, strict=True)):
+        check(tmp_path / str(number), first, second, scheme, kept=number % 2 == 0)
+
+
+@pytest.mark.parametrize(("first", "second"), [((2, 3), (3, 1)), ((3, 1), (2, 2)), ((3, 4), (2, 3))])
+def test_on_real_processes(tmp_path: Path, first: tuple[int, int], second: tuple[int, int]) -> None:
+    check(tmp_path / "it", first, second, "compact24", True, backend="processes")
+    check(tmp_path / "it", second, first, "compact24", True, backend="processes")  # over what lies there
+    assert len(os.listdir(tmp_path / "it")) == second[0] + 1
+
+
+@pytest.mark.parametrize("memory", ["host", "disk"])
+def test_state_that_is_away(tmp_path: Path, memory: str) -> None:
+    place: Any = fz.Disk(tmp_path / "scratch") if memory == "disk" else memory
+
+    def rank_main(rank: int) -> None:
+        step = step_of(3, "exact")
+        away = fz.offload(step, params=place, moments=place, grads=place)
+        state, _ = away(away.init(params()), batch(rank))
+        fz.save(tmp_path / "it", state)
+        assert_trees_equal(values(fz.load(tmp_path / "it", away)), values(state))
+        assert_trees_equal(values(fz.load(tmp_path / "it", step)), values(state))
+
+    with pytest.warns(UserWarning, match="nothing is saved") if memory == "host" else contextlib.nullcontext():
+        run_ranks(rank_main, 2)

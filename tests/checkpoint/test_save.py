@@ -1,0 +1,341 @@
+"""fz.save, fz.save_async and fz.Checkpoints: what is refused, what is damaged, and what goes on meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import json
+import os
+import random
+import shutil
+import threading
+import weakref
+from collections import OrderedDict, namedtuple
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.checkpoint import files
+from fzero.testing import assert_trees_equal, run_ranks
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (p["w"] * x).sum() + p["v"].square().sum()
+
+
+def params() -> dict[str, torch.Tensor]:
+    return {"w": torch.linspace(-1.0, 1.0, 5), "v": torch.linspace(0.1, 3.0, 70)}
+
+
+def step_of(ranks: int = 1, policy: fz.Policy | None = None, lr: float = 0.1) -> fz.Step:
+    step = fz.train_step(loss, fz.adamw(lr), policy)
+    return fz.shard_zero3(step) if ranks > 1 else step
+
+
+def trained(step: fz.Step, count: int = 1) -> fz.TrainState:
+    state = step.init(params())
+    for _ in range(count):
+        state, _ = step(state, torch.ones(5))
+    return state
+
+
+def save_it(folder: Path, ranks: int = 1, count: int = 1) -> None:
+    run_ranks(lambda rank: fz.save(folder, trained(step_of(ranks), count), {"count": count}), ranks)
+
+
+# ---- damage
+
+
+DAMAGES = ("flip", "cut", "empty", "gone", "swap", "long")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_whatever_is_damaged_is_found_and_named(tmp_path: Path, ranks: int) -> None:
+    folder, other, bad = tmp_path / "it", tmp_path / "other", tmp_path / "bad"
+    save_it(folder, ranks)
+    save_it(other, ranks, count=2)
+    draw = random.Random(ranks)
+    for name, how in itertools.product(sorted(os.listdir(folder)), DAMAGES):
+        for _ in range(20 if how == "flip" else 1):
+            shutil.rmtree(bad, ignore_errors=True)
+            shutil.copytree(folder, bad)
+            file, data = bad / name, bytearray((bad / name).read_bytes())
+            if how == "flip":
+                data[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
+            elif how == "cut":
+                del data[draw.randrange(1, len(data)) :]
+            elif how == "empty":
+                data.clear()
+            elif how == "long":
+                data += b"\0"
+            elif how == "swap":
+                suffix = name.split(".")[0]
+                data = bytearray(next(path for path in other.iterdir() if path.name.startswith(suffix)).read_bytes())
+            file.unlink() if how == "gone" else file.write_bytes(data)
+
+            def rank_main(rank: int) -> None:
+                with pytest.raises((fz.DamagedCheckpoint, FileNotFoundError)) as info:
+                    fz.load(bad, step_of(ranks))
+                swapped = name == "manifest.json" and how == "swap"  # whole, of files that are not there
+                assert name in str(info.value) or swapped, str(info.value)
+                assert isinstance(info.value, fz.DamagedCheckpoint) or (name, how) == ("manifest.json", "gone")
+
+            run_ranks(rank_main, ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_newest_whole_one_is_restored(tmp_path: Path, ranks: int) -> None:
+    def rank_main(rank: int) -> None:
+        step, kept = step_of(ranks), fz.Checkpoints(tmp_path / "run", keep=2)
+        assert kept.restore(step) is None
+        state = step.init(params())
+        for seen in range(1, 5):
+            state, _ = step(state, torch.ones(5))
+            kept.save(state, {"seen": seen})
+        if rank == 0:
+            assert sorted(os.listdir(kept.folder)) == ["000003-update-3", "000004-update-4"]
+        found = kept.restore(step)
+        assert found is not None and (found[0].step, found[1]) == (4, {"seen": 4})
+
+    run_ranks(rank_main, ranks)
+    newest = tmp_path / "run" / "000004-update-4"
+    data = next(path for path in newest.iterdir() if path.suffix == ".safetensors")
+    data.write_bytes(data.read_bytes()[:-1])
+
+    def again(rank: int) -> None:
+        step, kept = step_of(ranks), fz.Checkpoints(tmp_path / "run", keep=2)
+        found = kept.restore(step)
+        assert found is not None and found[1] == {"seen": 3}
+
+    with pytest.warns(UserWarning, match=f"000003-update-3 is restored.*{data.name}"):
+        run_ranks(again, ranks)
+    (tmp_path / "run" / "000003-update-3" / "manifest.json").unlink()
+
+    def never(rank: int) -> None:
+        with pytest.raises(fz.DamagedCheckpoint, match="none of 2 checkpoints is whole"):
+            fz.Checkpoints(tmp_path / "run").restore(step_of(ranks))
+
+    run_ranks(never, ranks)
+
+
+def test_a_state_gone_back_to_is_saved_as_the_newest(tmp_path: Path) -> None:
+    step, kept = step_of(), fz.Checkpoints(tmp_path)
+    old = trained(step, 1)
+    kept.save(trained(step, 5))
+    kept.save(old)
+    found = kept.restore(step)
+    assert found is not None and found[0].step == 1
+
+
+# ---- in the background
+
+
+def slowly(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
+    """A write that begins, and goes on when it is told to."""
+    begun, go, write = threading.Event(), threading.Event(), files.write
+
+    def slow(descriptor: int, data: memoryview, offset: int) -> None:
+        begun.set()
+        assert go.wait(30)
+        write(descriptor, data, offset)
+
+    monkeypatch.setattr(files, "write", slow)
+    return begun, go
+
+
+@pytest.mark.parametrize("policy", [None, fz.Policy.compact24()])
+def test_donation_takes_what_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
+    step = fz.donate(step_of(policy=policy))
+    state = trained(step, 2)
+    expected = fz.gather({"params": state.params, "moments": state.moments})
+    begun, go = slowly(monkeypatch)
+    saving = fz.save_async(tmp_path, state)
+    assert begun.wait(30) and not saving.done
+    for _ in range(3):
+        state, _ = step(state, torch.ones(5))
+    go.set()
+    saving.wait()
+    again = fz.load(tmp_path, step)
+    assert again.step == 2
+    assert_trees_equal(fz.gather({"params": again.params, "moments": again.moments}), expected)
+
+
+def test_nothing_of_the_state_is_held_after_it(tmp_path: Path) -> None:
+    step = step_of()
+    state = trained(step)
+    seen = [weakref.ref(buffer) for buffer in state.params.entries.values()]
+    fz.save_async(tmp_path, state).wait()
+    del state
+    assert not any(ref() is not None for ref in seen)
+
+
+def test_what_fails_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write, fails = files.write, [True]
+
+    def full(descriptor: int, data: memoryview, offset: int) -> None:
+        if fails[0]:
+            raise OSError(28, "No space left on device")
+        write(descriptor, data, offset)
+
+    def rank_main(rank: int) -> None:
+        step = step_of(2)
+        fz.save(tmp_path, trained(step), {"old": True})
+        barrier.wait(30)
+        monkeypatch.setattr(files, "write", full)
+        saving = fz.save_async(tmp_path, trained(step, 2))
+        with pytest.raises(OSError, match="No space left"):
+            saving.wait()
+        fz.save_async(tmp_path, trained(step, 2))
+        with pytest.raises(OSError, match=r"the save before this one has failed.*No space left"):
+            fz.save(tmp_path, trained(step, 2))
+        assert fz.load(tmp_path, step).step == 1 and fz.load_extra(tmp_path) == {"old": True}
+        barrier.wait(30)
+        fails[0] = False
+        fz.save(tmp_path, trained(step, 3))
+        assert fz.load(tmp_path, step).step == 3
+
+    barrier = threading.Barrier(2)
+    run_ranks(rank_main, 2)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_nothing_grows(tmp_path: Path) -> None:
+    step = step_of()
+    state = trained(step)
+
+    def counts() -> list[int]:
+        gc.collect()
+        files = [len(os.listdir(path)) for path in ("/proc/self/fd", tmp_path)]
+        return [len(gc.get_objects()), threading.active_count(), *files]
+
+    for _ in range(3):
+        fz.save(tmp_path, state)
+    before = counts()
+    for _ in range(60):
+        fz.save(tmp_path, state)
+    after = counts()
+    assert after[0] < before[0] + 30 and after[1:] == before[1:]
+
+
+# ---- what is refused
+
+
+@pytest.mark.parametrize(
+    ("extra", "match"),
+    [
+        ({"seen": (1, 2)}, r"extra\['seen'\]: got tuple"),
+        ({1: 2}, "got the key 1, expected a str"),
+        ([torch.ones(2)], r"extra\[0\]: got a tensor"),
+        ({"a": {"b": {2}}}, r"extra\['a'\]\['b'\]: got set"),
+    ],
+)
+def test_extra_is_json(tmp_path: Path, extra: Any, match: str) -> None:
+    with pytest.raises(TypeError, match=match):
+        fz.save(tmp_path, trained(step_of()), extra)
+
+
+def test_ranks_that_save_different_things(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        state = trained(step_of(2))
+        with pytest.raises(ValueError, match=r"the ranks save different things.*rank 1 has path"):
+            fz.save(tmp_path / str(rank), state)
+        with pytest.raises(ValueError, match="rank 1 has extra 1"):
+            fz.save(tmp_path, state, rank)
+
+    run_ranks(rank_main, 2)
+
+
+def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state = trained(step_of())
+    begun, go = slowly(monkeypatch)
+    saving = fz.save_async(tmp_path, state)
+    assert begun.wait(30)
+    with pytest.raises(BlockingIOError, match="another run is saving there"):
+        with files.only_writer(str(tmp_path)):
+            pass
+    go.set()
+    saving.wait()
+
+
+@pytest.mark.parametrize(
+    ("job", "error", "match"),
+    [
+        (lambda p, s: fz.load(p / "none", step_of()), FileNotFoundError, "the folder does not exist"),
+        (lambda p, s: fz.load(p, step_of()), FileNotFoundError, "holds no whole one"),
+        (lambda p, s: fz.load_extra(p), FileNotFoundError, "manifest.json"),
+        (lambda p, s: fz.save("", s), ValueError, "expected the path of a folder"),
+        (lambda p, s: fz.save(3, s), TypeError, "expected the path of a folder"),  # pyright: ignore
+        (lambda p, s: fz.save(p, s.params), TypeError, "expected what step.init"),
+        (lambda p, s: fz.load(p, s), TypeError, "expected a step"),
+        (lambda p, s: fz.Checkpoints(p, keep=0), ValueError, "at least 1"),
+        (lambda p, s: fz.save(__file__, s), OSError, "not a folder"),
+    ],
+)
+def test_bad_input(tmp_path: Path, job: Any, error: Any, match: str) -> None:
+    with pytest.raises(error, match=match):
+        job(tmp_path, trained(step_of()))
+
+
+def test_other_leaves_and_optimizers(tmp_path: Path) -> None:
+    fz.save(tmp_path, trained(step_of(), 2))
+    with pytest.raises(ValueError, match="another optimizer"):
+        fz.load(tmp_path, fz.train_step(loss, fz.lion(0.1)))
+    new = fz.load(tmp_path, fz.train_step(loss, fz.lion(0.1)), params_only=True)
+    assert new.step == 0 and torch.equal(new.params["w"], trained(step_of(), 2).params["w"])
+    small = step_of(policy=fz.Policy.compact24())
+    with pytest.raises(ValueError, match=r"leaf '.' of params is stored as fp32, and would be rounded to bf16"):
+        fz.load(tmp_path, small)
+    fz.load(tmp_path, small, lossy=True)
+    like = {"w": torch.zeros(5), "v": torch.full((7,), 2.0), "x": torch.ones(3)}
+    with pytest.raises(ValueError, match=r"leaf 'v': the checkpoint has it with shape \(70,\), expected shape \(7,\)"):
+        fz.load(tmp_path, step_of(), like=like)
+    with pytest.warns(UserWarning, match="leaf 'x': the checkpoint has none of that path"):
+        mixed = fz.load(tmp_path, step_of(), like=like, lenient=True)
+    full = trained(step_of(), 2)
+    assert torch.equal(mixed.params["w"], full.params["w"]) and torch.equal(mixed.params["v"], like["v"])
+    assert torch.equal(mixed.moments.mu["w"], full.moments.mu["w"]) and not mixed.moments.mu["x"].any()
+    only = fz.load(tmp_path, step_of(), like={**params(), "v": torch.zeros(70)}, pattern="w")
+    assert torch.equal(only.params["w"], full.params["w"]) and not only.params["v"].any()
+    with pytest.raises(ValueError, match="no like="):
+        fz.load(tmp_path, step_of(), pattern="w")
+    with pytest.raises(ValueError, match="matches no leaf"):
+        fz.load(tmp_path, step_of(), like=params(), pattern="y*")
+
+
+def test_containers(tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(2, 2).requires_grad_(False), torch.nn.Linear(2, 1))
+    _, module = fz.functional(net)
+    ones = torch.ones
+    trees = [
+        {"b": [ones(1), (ones(2), {"0": ones(3)})], "a": OrderedDict(z=ones(1), y=ones(2))},
+        {1: torch.ones(2), 0: torch.ones(1)},
+        module,
+        {"m": module, "x": torch.ones(1)},
+    ]
+    step = fz.train_step(lambda p, x: x.sum(), fz.sgd(0.1))
+    for number, tree in enumerate(trees):
+        state = step.init(tree)
+        fz.save(tmp_path / str(number), state)
+        again = fz.load(tmp_path / str(number), step)
+        assert again.params.structure == state.params.structure
+        assert_trees_equal(fz.gather(again.params), fz.gather(state.params))
+        assert [row.frozen for row in again.layout.rows] == [row.frozen for row in state.layout.rows]
+    pair = namedtuple("pair", "a b")(torch.ones(1), torch.ones(2))
+    fz.save(tmp_path / "pair", step.init(pair))
+    with pytest.raises(ValueError, match=r"container of kind .*pair, which no checkpoint can make"):
+        fz.load(tmp_path / "pair", step)
+    assert fz.gather(fz.load(tmp_path / "pair", step, like=pair).params) is not None
+
+
+def test_it_is_a_safetensors_file(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    state = trained(step_of())
+    fz.save(tmp_path, state)
+    file = next(path for path in tmp_path.iterdir() if path.suffix == ".safetensors")
+    tensors = load_file(file)
+    assert torch.equal(tensors["params/w[0:5]"], state.params["w"])
+    assert json.loads((tmp_path / "manifest.json").read_text())["checkpoint"]["step"] == 1
