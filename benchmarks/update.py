@@ -63,7 +63,7 @@ def main() -> None:
 
         def update() -> None:
             own = state.params.only(state.layout.trainable)
-            grads = own.with_buffers({key: grad for key in own.keys})
+            grads = own.with_buffers({key: grad for key in own.groups})
             optimizer.fused(own, grads, state.moments)  # type: ignore[misc]
 
         def copy() -> None:

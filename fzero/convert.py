@@ -41,7 +41,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         >>> plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
         >>> small = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1), fz.Policy.exact(torch.float32))
         >>> state = fz.convert(plain.init({"w": torch.ones(3)}), small)
-        >>> fz.gather(state.params)["w"], state.params.stored(state.params.keys[0]).parts[1].dtype
+        >>> fz.gather(state.params)["w"], state.params.stored(state.params.groups[0]).parts[1].dtype
         (tensor([1., 1., 1.]), torch.int16)
     """
     need_step(step, "convert")
@@ -125,9 +125,9 @@ def _filled(old: object, new: object, lossy: bool, otherwise: str, kind: str | N
     for before, after in zip(befores, afters, strict=True):
         if is_sharded(before):
             if not lossy:
-                _refuse_losses(before, after, after.keys)
+                _refuse_losses(before, after, after.groups)
             source = _Source(before)
-            parts = [_own(after, key, source.parts(after, key), kind) for key in after.keys]
+            parts = [_own(after, key, source.parts(after, key), kind) for key in after.groups]
             before = after.over({name: part for own in parts for name, part in own.items()})
         out.append(before)
     return pytree.unflatten(spec, out)
@@ -158,7 +158,7 @@ class _Source:
 
     def parts(self, new: Sharded, key: Key) -> list[torch.Tensor]:
         """The full parts of a new group; leaves that were frozen keep what the new tree has, or are zero."""
-        group, form, keys = new.layout.groups[key], new.format(key), self.tree.keys
+        group, form, keys = new.layout.groups[key], new.format(key), self.tree.groups
         places = [(slot, *self.tree.layout.key_of[slot.path]) for slot in group.slots]
         if all(old_key in keys for _, old_key, _ in places):
             out = list(zeros(form, group.numel, self.tree.device))
@@ -187,7 +187,7 @@ def _gathered_parts(tree: Sharded, key: Key) -> list[torch.Tensor]:
 def _refuse_losses(old: Sharded, new: Sharded, keys: Iterable[Key]) -> None:
     for slot, form in [(slot, new.format(key)) for key in keys for slot in new.layout.groups[key].slots]:
         old_key, _ = old.layout.key_of[slot.path]
-        if old_key in old.keys and not form.keeps(have := old.format(old_key)):
+        if old_key in old.groups and not form.keeps(have := old.format(old_key)):
             what = "params" if new.kind == "params" else "moments"
             raise ValueError(
                 f"convert: the {what} of leaf {slot.path!r} are stored as {have}, and would be rounded to {form}. Say "

@@ -159,7 +159,7 @@ class Step(Spec):
         kept, layout = state.grads, state.layout
         with as_found(), private.of_normal_tensors(), private.below_transforms():
             own: dict[Key, Buffer] = {}
-            for key in grads.keys:
+            for key in grads.groups:
                 new = grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True)
                 if kept is not None:
                     ratio = kept.scale / grads.scale

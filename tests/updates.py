@@ -55,7 +55,7 @@ def updated(optimizer: str, policy: fz.Policy, numel: int, scaled: bool) -> list
     state = step.init({"a": x[:1275], "b": x[1275:]}, seed=3)
     for count in range(2):
         grads = {}
-        for key in state.params.keys:
+        for key in state.params.groups:
             g = drawn(1 + count, state.params.local(key).numel(), 3.0) * (0.1 if scaled else 0.01)
             grads[key] = g.to(policy.grad or F32)
         state, metrics = step.update(state, state.params.with_buffers(grads, 8.0 if scaled else 1.0))

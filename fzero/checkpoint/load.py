@@ -292,7 +292,7 @@ class _Loading:
     def _tree(self, tree: Sharded, item: int, kind: str | None) -> Sharded:
         """A tree's groups, read; in the memory for a kind of state."""
         buffers: dict[object, Buffer] = {}
-        for key in tree.keys:
+        for key in tree.groups:
             whole = all(self._has(slot.path, item) for slot in self.layout.groups[key].slots)
             parts: list[Buffer] = list(self._filled(tree, key, item, None if whole else tree.stored(key).parts))
             if kind is not None:

@@ -62,7 +62,7 @@ class Snapshot:
             kind, forms, scale = kind_of(value), dict[int, str](), 1.0
             if is_sharded(value):
                 scale = value.scale
-                for key in value.keys:
+                for key in value.groups:
                     own = value.placed(key)
                     slices.append((Slice(number, key, own.format, *share(value, key)), list(own.parts)))
                     forms.update({slot.leaf: str(own.format) for slot in state.layout.groups[key].slots})

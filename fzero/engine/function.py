@@ -44,7 +44,7 @@ def traversal_of(
     # in ZeRO-1 and 2 one rank alone may run forward
     numbered = derived or table.gathers
     axis = params.axis.of_next_run(state.step) if numbered and params.axis.ranks > 1 else params.axis
-    for key in params.keys:
+    for key in params.groups:
         row = params.layout.groups[key].row
         policy = row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
@@ -148,7 +148,7 @@ def call_function(
 def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:
     """Storage -> a buffer of the params, and what names the leaf that a view of it belongs to."""
     out: dict[int, tuple[torch.Tensor, LeafOf]] = {}
-    for key in params.keys:
+    for key in params.groups:
         group, full = params.layout.groups[key], params.held_entries.get(key)
         own = params.layout.shard_numel(key) * params.rank_of(key)
         parts = (*params.placed(key).parts, full)

@@ -140,13 +140,13 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
     def part(tree: object, pattern: str) -> Any:
         def one(node: Sharded) -> Sharded:
             groups = node.layout.groups
-            return node.only(key for key in node.keys if chosen(groups[key].slots[0].path) == pattern)
+            return node.only(key for key in node.groups if chosen(groups[key].slots[0].path) == pattern)
 
         return map_trees(one, tree)
 
     def init(params: object) -> dict[str, object]:
         params = _need_sharded(params)
-        used = {chosen(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.keys}
+        used = {chosen(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.groups}
         used |= {pattern for row in params.layout.rows if row.frozen for pattern in table if matches(pattern, row.path)}
         for pattern in table:
             if pattern not in used:

@@ -100,7 +100,7 @@ def optimizer(
         one = functools.partial(kernel, now, count) if kernel else None
         numbers, draw = (1.0 / grads.scale, *hyper(now, count)), params.draw or Draw(0, 0)
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
-        for key in params.keys:
+        for key in params.groups:
             stored = [tree.stored(key) for tree in (params, *moments)]
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()

@@ -46,7 +46,7 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
         )
     for tree in trees_of((state.params, state.moments)):
         of_it = tree.layout == layout
-        for key in tree.keys if of_it else layout.groups:
+        for key in tree.groups if of_it else layout.groups:
             if not (of_it and tree.fits(key)):
                 raise ValueError(
                     f"step: the buffers of leaf {layout.groups[key].slots[0].path!r} and its group in the state's "
@@ -75,7 +75,7 @@ def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "g
     own = {id(x) for tree in trees_of((state.params, state.moments, state.extra)) for x in _entries(tree)}
     if not own.isdisjoint(map(id, _entries(grads))):
         raise TypeError(f"{argument}: got the {grads.kind} of the state itself, {expected}.")
-    if grads.layout != state.layout or set(grads.keys) != set(state.layout.trainable):
+    if grads.layout != state.layout or set(grads.groups) != set(state.layout.trainable):
         ours = {row.path: row for row in state.layout.rows}
         other = next((row.path for row in grads.layout.rows if ours.get(row.path) != row), grads.layout.rows[0].path)
         raise ValueError(
@@ -153,7 +153,7 @@ def refuse_captured(who: str, fn: object) -> None:
 def _named_tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of a tree, each with its path, or that of a leaf that its buffer holds."""
     for name, node in zip(*pytree.named_leaves(tree, is_leaf=is_sharded)[:2], strict=True):
-        for key in node.keys if is_sharded(node) else ():
+        for key in node.groups if is_sharded(node) else ():
             name = f"leaf {node.layout.groups[key].slots[0].path!r}"
             entries = (*node.placed(key).parts, node.held_entries.get(key))
             yield from [(name, x) for x in entries if isinstance(x, torch.Tensor)]

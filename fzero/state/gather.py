@@ -57,7 +57,7 @@ def _nodes(tree: object) -> Sequence[object]:
 
 def _gather_one(tree: Sharded) -> object:
     leaves: list[torch.Tensor | None] = [None] * len(tree.layout.rows)
-    for key in tree.keys:
+    for key in tree.groups:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
         follows = own.requires_grad and torch.is_grad_enabled()  # plain autograd follows the shards
         full = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own) if follows else axis.gather(own, tag)
@@ -123,9 +123,9 @@ def _norm_by_rows(piece: torch.Tensor) -> torch.Tensor:
 
 def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
     """Leaf -> the sum of squares of this rank's part of it."""
-    if tree.away and len(tree.keys) > 1:  # never all of them on the device
-        return {leaf: square for key in tree.keys for leaf, square in squares_of(tree.only([key])).items()}
-    pieces = [(slot.leaf, piece) for key in tree.keys for slot, piece in tree.pieces(key)]
+    if tree.away and len(tree.groups) > 1:  # never all of them on the device
+        return {leaf: square for key in tree.groups for leaf, square in squares_of(tree.only([key])).items()}
+    pieces = [(slot.leaf, piece) for key in tree.groups for slot, piece in tree.pieces(key)]
     if not pieces:
         return {}
     squares = _square([piece for _, piece in pieces])

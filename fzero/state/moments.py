@@ -54,7 +54,7 @@ def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> o
 def _placed(extra: Extra, value: object, params: Sharded) -> object:
     """The value in memory of its own; refused where its trees are not of the params' buffers."""
     for tree in trees_of(value):
-        for key in tree.keys:
+        for key in tree.groups:
             numel, expected = tree.placed(key).numel(), params.layout.shard_numel(key)
             if numel != expected:
                 raise ValueError(
@@ -62,7 +62,7 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
                     f"{params.layout.groups[key].slots[0].path!r}, expected the {expected} of this rank's slice. Map "
                     "over a tree with functions that keep shapes."
                 )
-    return apart(map_trees(lambda tree: tree.only(tree.keys), value), params)
+    return apart(map_trees(lambda tree: tree.only(tree.groups), value), params)
 
 
 def apart(tree: object, *others: object) -> Any:
@@ -101,7 +101,7 @@ def zeros_like(params: object, nonnegative: bool = False) -> Any:
     if not is_sharded(params):
         return pytree.map(torch.zeros_like, params)
     empty = Sharded(params.layout, params.axis, params.structure, {}, kind="nonnegative" if nonnegative else "signed")
-    return filled(empty, {key: params.placed(key).device for key in params.keys})
+    return filled(empty, {key: params.placed(key).device for key in params.groups})
 
 
 def filled(empty: Sharded, devices: Mapping[Key, torch.device]) -> Sharded:

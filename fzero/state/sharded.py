@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -17,11 +17,12 @@ from fzero.stores.away import Away, Buffer, Placed, owned, shown
 from fzero.table.layout import Key, Layout, Slot
 
 
-class Sharded:
+class Sharded(Mapping[str, torch.Tensor]):
     """One kind of state of all leaves: group key -> this rank's slice of the group's flat buffer.
 
-    A pytree whose leaves are the buffers. `tree["blocks.0.attn.weight"]` is this rank's slice of a leaf (1-D, maybe
-    empty), `fz.gather(tree)` the natural tree of full tensors.
+    A pytree whose leaves are the buffers, and a mapping from the dotted paths of the params' leaves, in their order, to
+    this rank's slices of them (1-D, maybe empty, decoded): `tree["blocks.0.attn.weight"]`, `dict(tree)`.
+    `fz.gather(tree)` is the natural tree of full tensors.
 
     Attributes:
         buffers: the local slices, as tensors: those that are offloaded are read, all of them. Where `held` has the same
@@ -96,7 +97,7 @@ class Sharded:
         return next(iter((*self.entries.values(), *self.held_entries.values()))).device
 
     @property
-    def keys(self) -> tuple[Key, ...]:
+    def groups(self) -> tuple[Key, ...]:
         """The groups that this tree has, in the layout's order."""
         own = {group_of(name) for name in self.entries} | self.held_entries.keys()
         return tuple(own) if len(own) < 2 else tuple([key for key in self.layout.groups if key in own])
@@ -157,7 +158,7 @@ class Sharded:
         return stored.to(stored.dtype)
 
     def locals(self) -> dict[Key, torch.Tensor]:
-        return {key: self.local(key) for key in self.keys}
+        return {key: self.local(key) for key in self.groups}
 
     def pieces(self, key: Key) -> Iterable[tuple[Slot, torch.Tensor]]:
         """Each leaf of a group with this rank's slice of it."""
@@ -167,10 +168,30 @@ class Sharded:
     def __getitem__(self, path: str) -> torch.Tensor:
         if path not in self.layout.key_of:
             raise KeyError(f"no leaf {path!r}; the leaves are {', '.join(self.layout.key_of)}")
-        key, _ = self.layout.key_of[path]
-        if key not in self.keys:
+        key, slot = self.layout.key_of[path]
+        if key not in self.groups:
             raise KeyError(f"leaf {path!r} is frozen: it has params, but no grads and no moments")
-        return next(piece for other, piece in self.pieces(key) if other.path == path)
+        if self.kind == "values":
+            return next(piece for other, piece in self.pieces(key) if other == slot)
+        start, stop = next(bounds for other, *bounds in self.layout.pieces(key, self.rank_of(key)) if other == slot)
+        own = self.stored(key).cut(start, -(-stop // ALIGN) * ALIGN)  # of all its group only this one is decoded
+        return own.to(own.dtype)[: stop - start]
+
+    def __iter__(self) -> Iterator[str]:
+        groups = set(self.groups)
+        return iter([row.path for row in self.layout.rows if self.layout.key_of[row.path][0] in groups])
+
+    def __len__(self) -> int:
+        return sum(len(self.layout.groups[key].slots) for key in self.groups)
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __eq__(self, other: object) -> bool:
+        return self is other  # a mapping would compare its tensors
+
+    def __hash__(self) -> int:
+        return id(self)
 
     def with_buffers(self, buffers: Mapping[Any, Buffer], scale: float | None = None) -> Sharded:
         """A tree of the same leaves, local slices only, with other values."""
@@ -184,7 +205,7 @@ class Sharded:
 
     def map(self, fn: Callable[..., torch.Tensor], *rest: Sharded) -> Sharded:
         """`fn` over the local slices of trees of the same groups."""
-        return self.with_buffers({key: fn(self.local(key), *[tree.local(key) for tree in rest]) for key in self.keys})
+        return self.with_buffers({key: fn(self.local(key), *[tree.local(key) for tree in rest]) for key in self.groups})
 
     def only(self, keys: Iterable[Key]) -> Sharded:
         """A view of those of the groups that this tree has, as local slices, stored as they are."""
@@ -209,7 +230,7 @@ class Sharded:
         if self._dead:
             return f"Sharded(dead: {self._dead})"
         keys = [(row, self.layout.key_of[row.path][0]) for row in self.layout.rows]
-        lines = [f"  {row.path}: {row.shape} in {key}" for row, key in keys if key in self.keys]
+        lines = [f"  {row.path}: {row.shape} in {key}" for row, key in keys if key in self.groups]
         return f"Sharded({self.axis}\n" + "\n".join(lines) + ")"
 
 
@@ -224,7 +245,7 @@ def _unflatten(metadata: _Static, children: tuple[torch.Tensor, ...]) -> Sharded
     structure, *others = rest.value
     buffers = dict(zip(names, children, strict=False))
     tree = Sharded(layout, axis, structure, buffers, dict(zip(held, children[len(names) :], strict=True)), *others)
-    for key in tree.keys if tree.kind != "values" else ():
+    for key in tree.groups if tree.kind != "values" else ():
         _check_codes(tree, key)
     return tree
 

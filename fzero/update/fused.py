@@ -143,7 +143,7 @@ def _holding(grads: Sharded, key: Key, in_8_bits: bool) -> Callable[[], Sharded]
 
 def _finite_only(grads: Sharded, squares: Mapping[int, torch.Tensor]) -> Sharded:
     """The grads without elements that are not finite, which would stay in the params for ever."""
-    leaves = [slot.leaf for key in grads.keys for slot in grads.layout.groups[key].slots]
+    leaves = [slot.leaf for key in grads.groups for slot in grads.layout.groups[key].slots]
     if all(is_finite(squares[leaf]) for leaf in leaves):
         return grads
     return grads.with_buffers({key: x.nan_to_num(0.0, 0.0, 0.0) for key, x in grads.locals().items()})

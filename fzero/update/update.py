@@ -285,8 +285,8 @@ class Update:
         params = values(own)
         updates, new = call_update(self.step.optimizer, grads, self._state.moments, params, extra)
         updates, new = values(updates), apart(new, own)
-        self._begin(own.keys)
-        for key in own.keys:
+        self._begin(own.groups)
+        for key in own.groups:
             write_values(own, key, params.local(key) + updates.local(key), self._draw)
         return placed_moments(to_moment_dtype(new))
 

@@ -163,7 +163,7 @@ def test_kernels_have_the_bits_of_the_eager_path(optimizer: str, monkeypatch: py
             state = step.init(dict(zip("abc", x[:2304].split([70, 1274, 960]), strict=True)))
             for count in range(3):
                 g = torch.randn(numel, generator=generator(9 + count)) * 1e-2
-                grads = state.params.with_buffers({key: g for key in state.params.keys})
+                grads = state.params.with_buffers({key: g for key in state.params.groups})
                 state, _ = step.update(state, grads)
             results.append((state.params.buffers, [t.buffers for t in trees_of(state.moments)]))
         assert_trees_equal(*results)
@@ -176,7 +176,7 @@ def test_what_is_counted_of_an_update_is_what_a_kernel_takes(monkeypatch: pytest
     with FakeTensorMode():
         step = fz.train_step(lambda p: p, fz.adamw(1e-3), fz.Policy.compact16("4-bit"))
         state = step.init({"w": torch.zeros(onepass.LARGE)})
-        grads = state.params.with_buffers({key: torch.zeros(onepass.LARGE) for key in state.params.keys})
+        grads = state.params.with_buffers({key: torch.zeros(onepass.LARGE) for key in state.params.groups})
         step.update(state, grads)
 
 
@@ -282,7 +282,7 @@ def test_second_moments_decay(scheme: str) -> None:
     g = torch.randn(numel, generator=generator()).abs() + 0.1
 
     def grads(value: torch.Tensor) -> Any:
-        return state.params.with_buffers({key: value for key in state.params.keys})
+        return state.params.with_buffers({key: value for key in state.params.groups})
 
     state, _ = step.update(state, grads(g))
     before = fz.gather(state.moments.nu)["w"].float()

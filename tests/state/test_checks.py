@@ -27,7 +27,7 @@ STATE = STEP.init(PARAMS)
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(1), dtype=F64)
 CT = torch.ones((), dtype=F64)
 GRADS = STEP.vjp(STATE, X)[1](CT)[0]
-KEY = GRADS.keys[0]
+KEY = GRADS.groups[0]
 
 
 def put(tree: Any, buffer: torch.Tensor) -> Any:

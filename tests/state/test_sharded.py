@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import optree
+import pytest
 import scenarios
 import torch
 import torch.utils._pytree as torch_pytree
 
 import fzero as fz
+from fzero.base import pytree
 from fzero.state.sharded import Draw
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
@@ -30,6 +33,31 @@ def test_a_map_over_shards_is_one_over_the_whole() -> None:
 def test_it_says_what_it_holds() -> None:
     tree = fz.train_step(lambda p: p, fz.sgd(0.1)).init({"w": torch.ones(2, 3)}).params
     assert "w: (2, 3) in unit '(root)'" in repr(tree)
+
+
+@pytest.mark.parametrize("policy", [None, fz.Policy.compact16("4-bit"), fz.Policy.exact()])
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_it_is_a_mapping_from_paths_to_slices(policy: Any, ranks: int) -> None:
+    loss, params = scenarios.stack(width=7, dtype=torch.float32)
+
+    def rank_main(rank: int) -> Any:
+        step = fz.freeze(fz.train_step(loss, fz.adamw(0.1), policy), "blocks.0.*")
+        step = fz.shard_zero3(step) if ranks > 1 else step
+        state = step.init(params)
+        mu = state.moments.mu
+        assert isinstance(state.params, Mapping) and len(state.params) == len(optree.tree_leaves(params))
+        assert list(state.params) == [row.path for row in state.layout.rows] == list(state.params.keys())
+        assert 0 < len(mu) < len(state.params) and all(path in state.params for path in mu)
+        assert "blocks.0.w" not in mu and "none" not in mu and mu.get("none") is None
+        assert state.params == state.params and state.params != mu and hash(mu) != hash(state.params)
+        return {path: (piece, state.params[path]) for path, piece in dict(state.params).items()}
+
+    slices = run_ranks(rank_main, ranks)
+    state = fz.train_step(loss, fz.adamw(0.1), policy).init(params)
+    names, full, _ = pytree.named_leaves(fz.gather(state.params))
+    for name, leaf in zip(names, full, strict=True):
+        for number in (0, 1):
+            assert torch.equal(torch.cat([own[name][number] for own in slices]), leaf.reshape(-1))
 
 
 def test_every_leaf_seed_and_update_has_a_number_of_its_own() -> None:

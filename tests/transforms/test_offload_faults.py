@@ -176,7 +176,7 @@ def test_files_that_others_touch(tmp_path: Path, how: str, said: str) -> None:
     second, _ = step(first, X)
     out, pullback = step.vjp(at_rest(second), X)
     grads, _ = pullback(torch.ones_like(out))
-    key = next(key for key in second.params.keys if key.unit == "blocks.1")
+    key = next(key for key in second.params.groups if key.unit == "blocks.1")
     kept = grads.entries[key]
     assert isinstance(kept, DiskBuffer)
     kept.file.written()

@@ -42,7 +42,7 @@ def users(fail_at: str = "") -> fz.GradientTransformation:
     def fused(params: Any, grads: Any, state: Any) -> Any:
         if fail_at:
             raise KeyError(fail_at)
-        for key in params.keys:
+        for key in params.groups:
             params.local(key).sub_(0.1 * grads.local(key))
         return state
 
