@@ -64,7 +64,11 @@ class Axis:
         identity = uuid.uuid4().hex
         for group in self._groups:
             identity = self._by_all(identity, f"init of {label!r}", group)[0]
-        return self._with(component=label, identity=identity)
+        return self._with(component=label, identity=identity)._noted()
+
+    def _noted(self) -> Axis:
+        _alive[self.identity, self.data_rank] = self
+        return self
 
     def _with(self, **changes: object) -> Axis:
         out = object.__new__(Axis)
@@ -122,12 +126,10 @@ class Axis:
         return self  # the same ranks, and the same component
 
     def __reduce__(self) -> tuple[object, ...]:
-        if self._groups or self.members:
-            raise TypeError(
-                f"A state over {self.place} cannot be pickled: its process groups are those of this run. Pickle "
-                "fz.gather(state.params), which are tensors, and make a state of them by step.init."
-            )
-        return _alone, (self.name, self.component, self.identity)
+        group = self.group and _known(self.group)
+        replicas = [_known(each) for each in self.replicas]
+        rank = backend.global_rank() if group or replicas else 0
+        return _again, (group, replicas, rank, self.name, self.component, self.identity, self.data_rank)
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size}, {self.ranks // self.size} copies)"
@@ -264,9 +266,43 @@ def _first_difference(text: str, other: str) -> str:
     return repr(next((line for line in lines if line not in others), "nothing more"))
 
 
-def _alone(name: str, component: str, identity: str) -> Axis:
-    """The axis of one rank."""
-    return Axis(name=name)._with(component=component, identity=identity)
+# (its name, this process's rank in it) -> a group that a state has lain over
+_groups: weakref.WeakValueDictionary[tuple[str, int], Group] = weakref.WeakValueDictionary()
+# (identity, data rank) -> the axis of a component, which counts its runs
+_alive: weakref.WeakValueDictionary[tuple[str, int], Axis] = weakref.WeakValueDictionary()
+
+
+def _known(group: Group) -> tuple[str, int]:
+    """What a group is found by again."""
+    key = (backend.name_of(group), backend.rank_in(group))
+    _groups[key] = group
+    return key
+
+
+def _again(
+    group: tuple[str, int] | None,
+    replicas: list[tuple[str, int]],
+    rank: int,
+    name: str,
+    component: str,
+    identity: str,
+    data_rank: int,
+) -> Axis:
+    """A pickled axis, over the groups of this process that it was over."""
+    names = [key for key in (group, *replicas) if key]
+    here = backend.global_rank() if names and backend.initialized() else 0
+    if here != rank or any(key not in _groups for key in names):
+        raise RuntimeError(
+            f"A state of rank {rank} over process groups {[name for name, _ in names]} was unpickled on rank {here} "
+            "of a run that has none of that kind, or on another rank; expected the same rank, within their life. To "
+            "keep a state for another run, use fz.save and fz.load."
+        )
+    if (alive := _alive.get((identity, data_rank))) is not None:
+        return alive
+    axis = Axis(_groups[group] if group else None, None, name)
+    if replicas:
+        axis = Axis(axis.group, _groups[replicas[0]], name)
+    return axis._with(component=component, identity=identity)._noted()
 
 
 def finish_all(waits: Sequence[Callable[[], object]]) -> None:

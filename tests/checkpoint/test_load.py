@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import itertools
 import os
+import pickle
 import random
 from pathlib import Path
 from typing import Any
@@ -140,3 +143,34 @@ def test_state_that_is_away(tmp_path: Path, memory: str) -> None:
         assert_trees_equal(values(fz.load(tmp_path / "it", step)), values(state))
 
     run_ranks(rank_main, 2)
+
+
+def copied(rank: int, stage: int) -> None:
+    step = step_of(stage, "exact")
+    state, _ = step(step.init(params()), batch(rank))
+    expected = values(step(state, batch(rank))[0])
+    for again in (copy.deepcopy(state), pickle.loads(pickle.dumps(state))):
+        assert_trees_equal(values(again), values(state))
+        assert again.params.axis == state.params.axis
+        assert_trees_equal(values(step(again, batch(rank))[0]), expected)
+    said = pickle.dumps(state)
+    del state, again
+    gc.collect()
+    assert_trees_equal(values(step(pickle.loads(said), batch(rank))[0]), expected)
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize(("world", "stage"), [(1, 0), (2, 1), (2, 3), (3, 4)])
+def test_a_state_is_copied_and_pickled(world: int, stage: int, backend: str) -> None:
+    run_ranks(functools.partial(copied, stage=stage), world, backend=backend)
+
+
+def test_a_pickled_state_is_of_its_own_rank() -> None:
+    def rank_main(rank: int) -> bytes:
+        step = step_of(3, "plain")
+        state = step.init(params())
+        return pickle.dumps(state)
+
+    said = run_ranks(rank_main, 2)
+    with pytest.raises(RuntimeError, match=r"use fz.save and fz.load"):
+        pickle.loads(said[1])
