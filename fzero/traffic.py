@@ -282,7 +282,7 @@ def _made(step: Spec, like: Sharded) -> dict[str, int]:
         trees = (4 if decodes else 1 if written else 2) + (step.optimizer.copies and not written)
         out[key.unit] += like.layout.shard_numel(key) * max(4, form.dtype.itemsize) * trees
     for tree in () if written else trees_of(init_moments(step, like)):
-        for key in tree.keys:
+        for key in tree.groups:
             form = tree.format(key)
             if not form.plain or form.dtype.itemsize < 4:
                 out[key.unit] += 2 * like.layout.shard_numel(key) * 4

@@ -12,6 +12,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, need_str
+from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches, unmatched
 from fzero.checkpoint.contents import Item, kind_of, refilled
 from fzero.checkpoint.files import folder_of
@@ -86,7 +87,7 @@ def load(
             f"fz.load: got pattern={pattern!r}, lenient={lenient} and no like=, expected a tree of params there, whose "
             "values the leaves have that are not read."
         )
-    with private.below_transforms():
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
         manifest = _agreed(axis, lambda: read_manifest(folder), folder)
         axis.check_same(f"{folder} {manifest.token}", "The checkpoints", "Give every rank the same path.")
@@ -253,7 +254,9 @@ class _Loading:
         grads, number = None, self.reader.number("grads")
         if number is not None:
             dtypes = {key: self.layout.groups[key].row.policy.reduce for key in self.layout.trainable}
-            empty = params.with_buffers({key: torch.empty(0, dtype=dtype) for key, dtype in dtypes.items()})
+            empty = params.with_buffers(
+                {key: torch.empty(0, dtype=dtype, device=self.device) for key, dtype in dtypes.items()}
+            )
             empty = empty.scaled(1 / self.manifest.items[number].scale)
             grads = self._tree(empty, number, "grads")
         return moments, extra, grads

@@ -63,7 +63,7 @@ class Reader:
     def tensor(self, item: int) -> torch.Tensor:
         """A tensor that is in no tree."""
         code, shape = self.manifest.items[item].value
-        out = torch.zeros(shape, dtype=DTYPES[code])
+        out = torch.zeros(shape, dtype=DTYPES[code], device="cpu")
         for piece, file in self._pieces.get((item, 0, 0), ()):
             self._into(out.reshape(-1), file, piece.offset)
         return out
