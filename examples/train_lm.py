@@ -7,12 +7,18 @@ fp32, with fewer updates):
     python examples/train_lm.py --ranks 1 --stage 0 --dtype fp32
     torchrun --nproc-per-node 4 examples/train_lm.py
 
-Losses are in nats per byte. Ctrl-C stops the run and keeps what was trained; a second one kills it.
+Losses are in nats per byte. Ctrl-C or SIGTERM stops the run and keeps what was trained; a second one kills it. A run
+that was stopped or killed goes on from its newest whole checkpoint, also on another number of ranks, with the data that
+it would have seen:
+
+    python examples/train_lm.py --resume
 """
 
 from __future__ import annotations
 
 import argparse
+import math
+import statistics
 import sys
 import sysconfig
 import time
@@ -20,6 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -49,6 +56,7 @@ SHARD: dict[int, Callable[[fz.Step], fz.Step]] = {
     3: fz.shard_zero3,
 }
 STEPS, FEWER = 400, 300  # updates by default, and where each takes longer for want of bf16
+GIVES_UP = 10  # batches in a row that raise the loss
 Batch = tuple[Tensor, Tensor]  # tokens and targets, [b, t] each
 
 
@@ -83,28 +91,60 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     if args.dtype == "bf16":
         step = fz.autocast(step, torch.bfloat16)
     step = SHARD[args.stage](step)
-    step = fz.donate(step)
+    step = step if args.rollback else fz.donate(step)  # a state to go back to is not overwritten
     say(f"\n{fz.plan(step, params, world_size=ranks)}")
     per_rank, alone = state_mib(step, params, ranks), state_mib(step, params, 1)
     say(f"state per rank: {per_rank:.2f} MiB of {alone:.2f} MiB on one rank alone\n")
 
-    state = step.init(params, seed=args.seed)
-    generator = torch.Generator().manual_seed((args.seed << 16) + rank)
     held_out = held_out_batches(held_out_text, rank, ranks, args, device)
-    train_curve: list[float] = []
-    held_out_curve = [(0, held_out_loss(step, state, held_out))]
-    bar = tqdm(total=args.steps, unit="step", disable=rank != 0, mininterval=0.5 if sys.stderr.isatty() else 10)
-    seconds, stopped = 0.0, False
+    kept = fz.Checkpoints(args.out / "checkpoints")
+    with device:
+        found = kept.restore(step) if args.resume else None
+    if found is not None:
+        state, progress = found
+        say(f"going on after update {state.step}")
+    else:
+        state = step.init(params, seed=args.seed)
+        progress = {"seen": 0, "train": [], "held out": [(0, held_out_loss(step, state, held_out))]}
+    train_curve: list[float] = progress["train"]
+    held_out_curve: list[tuple[int, float]] = [(done, loss) for done, loss in progress["held out"]]
+    seen: int = progress["seen"]  # examples, over all ranks
+
+    def save() -> fz.Saving:
+        held_out_said = [list(pair) for pair in held_out_curve]
+        return kept.save_async(state, {"seen": seen, "train": train_curve, "held out": held_out_said})
+
+    bar = tqdm(
+        total=args.steps,
+        initial=len(train_curve),
+        unit="step",
+        disable=rank != 0,
+        mininterval=0.5 if sys.stderr.isatty() else 10,
+    )
+    seconds, taken, skipped, stopped = 0.0, 0, 0, False
+    saving: fz.Saving | None = None
+    saved = state.step
     while len(train_curve) < args.steps and not (stopped := any_rank(stop(), device)):
         started = time.perf_counter()
-        tokens, targets = random_batch(train_text, generator, args, device)
+        tokens, targets = batch_at(train_text, seen + rank * args.batch, args, device)
+        seen, before = seen + ranks * args.batch, state if args.rollback else None
         state, metrics = step(state, tokens, targets)
-        train_curve.append(metrics["loss"].item())
+        loss = metrics["loss"].item()
+        if before is not None and is_spike(loss, train_curve):
+            state, skipped = before, skipped + 1
+            say(f"\nloss {loss:.3f} after update {state.step}: back to the state before, and past this batch")
+            if skipped == GIVES_UP:
+                raise RuntimeError(f"{GIVES_UP} batches in a row raised the loss; a smaller --lr may help")
+            continue
+        train_curve.append(loss)
+        skipped, taken = 0, taken + 1
         seconds += time.perf_counter() - started
         done = len(train_curve)
         if done % args.eval_every == 0:
             held_out_curve.append((done, held_out_loss(step, state, held_out)))
-        speed = done * ranks * tokens.numel() / seconds
+        if done % args.save_every == 0:
+            saving, saved = save(), state.step
+        speed = taken * ranks * tokens.numel() / seconds
         bar.set_postfix_str(
             f"loss {train_curve[-1]:.3f}, held out {held_out_curve[-1][1]:.3f}, {speed:,.0f} tokens/s, "
             f"{memory_mib(device):,.0f} MiB a rank",
@@ -112,6 +152,10 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         )
         bar.update()
     bar.close()
+    if saved != state.step:
+        saving = save()
+    if saving is not None:
+        saving.wait()
     if held_out_curve[-1][0] < len(train_curve):
         held_out_curve.append((len(train_curve), held_out_loss(step, state, held_out)))
 
@@ -122,7 +166,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         dashed = ("byte frequencies alone", baseline)
         draw_losses(train_curve, held_out_curve, dashed, args.out / "loss.png", "held-out files")
     if stopped:
-        say(f"stopped after {len(train_curve)} of {args.steps} steps; what was trained is kept")
+        say(f"stopped after {len(train_curve)} of {args.steps} steps; what was trained is kept; --resume goes on")
     say(f"saved {args.out / 'weights.safetensors'} and {args.out / 'loss.png'}")
     say(f"held-out loss, nats per byte: {held_out_curve[-1][1]:.3f}; byte frequencies alone: {baseline:.3f}")
     if not stopped:
@@ -198,6 +242,18 @@ def random_batch(text: Tensor, generator: torch.Generator, args: argparse.Namesp
     return windows(text, starts, args.context, device)
 
 
+def batch_at(text: Tensor, first: int, args: argparse.Namespace, device: torch.device) -> Batch:
+    """Examples `first`, `first + 1`, ... of one random sequence, the same for any number of ranks."""
+    drawn = np.random.Philox(key=args.seed, counter=first).random_raw(4 * args.batch)[::4]  # four numbers for a count
+    starts = torch.from_numpy((drawn % np.uint64(len(text) - args.context)).astype(np.int64))
+    return windows(text, starts, args.context, device)
+
+
+def is_spike(loss: float, curve: list[float]) -> bool:
+    """Whether a loss is not finite, or twice as high as it was."""
+    return not math.isfinite(loss) or (len(curve) >= 10 and loss > 2 * statistics.median(curve[-20:]))
+
+
 def held_out_batches(
     text: Tensor, rank: int, ranks: int, args: argparse.Namespace, device: torch.device
 ) -> list[Batch]:
@@ -231,6 +287,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("steps", STEPS, "updates"),
         ("warmup", 30, "updates over which the learning rate rises"),
         ("eval-every", 40, "updates between two looks at the held-out files"),
+        ("save-every", 100, "updates between two checkpoints; the last three are kept"),
         ("eval-batches", 8, "held-out batches a rank"),
         ("sample-bytes", 300, "length of the completion"),
         ("lr", 2e-3, "peak learning rate"),
@@ -240,8 +297,14 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "bf16", "fp32"], help="what matrices are computed in; auto measures"
     )
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
+    parser.add_argument(
+        "--rollback",
+        action="store_true",
+        help="where a batch raises the loss, go back to the state before it",
+    )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and completion")
-    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for weights and curve")
+    parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for what is kept")
     args = parser.parse_args(argv)
     check_options(parser, args, args.stage)
     return args

@@ -270,15 +270,20 @@ def test_a_child_keeps_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.M
     step = fz.offload(fz.train_step(LOSS, fz.adamw(1e-2)), params=fz.Disk(tmp_path, threads=1))
     state: Any = step.init(PARAMS)
     assert begun_writing.wait(30)
+    mine, theirs = os.pipe()
     child = os.fork()
     if not child:
+        os.write(theirs, b".")
         time.sleep(30)
         os._exit(0)
     go.set()
+    os.read(mine, 1)
     kept = [os.readlink(f"/proc/{child}/fd/{name}") for name in os.listdir(f"/proc/{child}/fd")]
     assert not [path for path in kept if ".state" in path]
     os.kill(child, 9)
     os.waitpid(child, 0)
+    os.close(mine)
+    os.close(theirs)
     fz.gather(state.params)
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import functools
 import importlib.util
+import os
 import re
+import signal
 import subprocess
+import time
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +193,27 @@ def test_train_lm_takes_fewer_updates_where_it_is_slow(
 def test_ctrl_c_keeps_what_was_trained(tmp_path: Path) -> None:
     interrupt(start("--steps", "1000000", out=tmp_path), once="state per rank")
     check_weights(tmp_path)
+
+
+def test_a_resumed_run_is_one_that_was_never_stopped(tmp_path: Path) -> None:
+    """To the bit, on the same number of ranks: killed at any moment, and asked to stop."""
+    options = ("--steps", "60", "--save-every", "3", "--dtype", "fp32")
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    start(*options, out=whole).communicate(timeout=120)
+    for number in (signal.SIGKILL, signal.SIGTERM):
+        before = {path.name for path in stopped.glob("checkpoints/*")}
+        process = start(*options, "--resume", out=stopped)
+        while not any(path.parent.name not in before for path in stopped.glob("checkpoints/*/manifest.json")):
+            assert process.poll() is None
+            time.sleep(0.01)
+        os.killpg(process.pid, number) if number == signal.SIGKILL else process.send_signal(number)
+        process.communicate(timeout=60)
+    resumed = start(*options, "--resume", out=stopped)
+    stdout, stderr = resumed.communicate(timeout=120)
+    assert resumed.returncode == 0 and "going on after update" in stdout, stderr
+    assert (whole / "weights.safetensors").read_bytes() == (stopped / "weights.safetensors").read_bytes()
+    newest = [max((out / "checkpoints").iterdir(), key=lambda path: path.name) for out in (whole, stopped)]
+    assert fz.load_extra(newest[0]) == fz.load_extra(newest[1])
 
 
 def test_bad_options_are_named(tmp_path: Path) -> None:

@@ -171,10 +171,16 @@ class _Loading:
                 ) from None
             specs = [(leaf.path, leaf.shape, DTYPES[leaf.dtype]) for leaf in self.manifest.leaves]
         else:
-            specs, leaves, self.structure = leaf_specs(like)
+            try:
+                specs, leaves, self.structure = leaf_specs(like)
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"fz.load, like: {error}") from None
             self.device = next((leaf.device for leaf in leaves if isinstance(leaf, torch.Tensor)), self.device)
         if lost := unmatched(pattern, [path for path, _, _ in specs]):
-            raise ValueError(f"fz.load: the pattern {lost[0]!r} matches no leaf; they are {_some(specs)}.")
+            raise ValueError(
+                f"fz.load: got pattern={pattern!r}, of which {lost[0]!r} matches no leaf; expected some of "
+                f"{_some(specs)}."
+            )
         other = []
         for path, shape, _ in specs:
             number, theirs = saved.get(path, (None, None))
@@ -192,9 +198,10 @@ class _Loading:
             if path not in given and matches(pattern, path)
         ]
         if other and not lenient:
+            more = f" (and {len(other) - 1} more)" if other[1:] else ""
             raise ValueError(
-                f"{self.folder}: {other[0]}{f' (and {len(other) - 1} more)' if other[1:] else ''}. Give a tree of the "
-                "params that were saved, or say lenient=True, and those that differ keep their values in like."
+                f"fz.load: got a like of other leaves than {self.folder}, expected the same: {other[0]}{more}. Give a "
+                "tree of the params that were saved, or say lenient=True, and those that differ keep their values."
             )
         if other and self.axis.data_rank == 0:
             warnings.warn(f"fz.load({self.folder!r}): " + "; ".join(other), stacklevel=4)

@@ -150,6 +150,7 @@ def begin(
             ) from failed
         folder = folder_for()
         _need_json(extra, f"fz.{who}: extra")
+        extra = json.loads(json.dumps(extra))  # the caller's may change while it is written
         snapshot = Snapshot.of(state, extra)
         said = [f"path {folder}", f"state after update {state.step}", f"extra {json.dumps(extra)}"]
     except (OSError, TypeError, ValueError) as found:

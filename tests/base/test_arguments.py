@@ -57,6 +57,15 @@ KINDS: dict[str, Any] = {
 NUMBER = {"an int", "a negative", "a float", "a 0-d tensor"}
 TREE = {"a tensor", "a 0-d tensor", "full params"}
 
+JSON = {"None", "a list", "a string", "an int", "a negative", "a float", "a bool", "a dict"}
+
+
+def at(path: Any) -> Any:
+    """A string below a folder that goes with these tests."""
+    return f"{DISK.path}-{path}" if isinstance(path, str) else path
+
+
+fz.save(at("x y"), STATE)
 Call = Callable[[Any], Any]
 # function -> argument -> (a call with it, the kinds that it takes)
 TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
@@ -228,6 +237,26 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "seed": (lambda v: STEP.init(PARAMS, seed=v), {"an int", "a negative"}),
         "sync": (lambda v: STEP.init(PARAMS, sync=v), {"a bool"}),
     },
+    "save": {
+        "path": (lambda v: fz.save(at(v), STATE), {"a string"}),
+        "state": (lambda v: fz.save(at("state"), v), {"a state"}),
+        "extra": (lambda v: fz.save(at("extra"), STATE, v), JSON),
+    },
+    "save_async": {
+        "path": (lambda v: fz.save_async(at(v), STATE).wait(), {"a string"}),
+        "state": (lambda v: fz.save_async(at("state"), v).wait(), {"a state"}),
+        "extra": (lambda v: fz.save_async(at("extra"), STATE, v).wait(), JSON),
+    },
+    "load": {
+        "path": (lambda v: fz.load(at(v), STEP), {"a string"}),
+        "step": (lambda v: fz.load(at("x y"), v), {"a step"}),
+        "like": (lambda v: fz.load(at("x y"), STEP, like=v), {"None", "full params"}),
+        "pattern": (lambda v: fz.load(at("x y"), STEP, like=PARAMS, pattern=v), set()),
+        "params_only": (lambda v: fz.load(at("x y"), STEP, params_only=v), {"a bool"}),
+        "lossy": (lambda v: fz.load(at("x y"), STEP, lossy=v), {"a bool"}),
+        "lenient": (lambda v: fz.load(at("x y"), STEP, like=PARAMS, lenient=v), {"a bool"}),
+    },
+    "load_extra": {"path": (lambda v: fz.load_extra(at(v)), {"a string"})},
     "Step.vjp": {
         "state": (lambda v: STEP.vjp(v, X), {"a state"}),
         "argnums": (lambda v: STEP.vjp(STATE, X, argnums=v), {"None", "a negative"}),

@@ -117,8 +117,8 @@ def check(folder: Path, first: tuple[int, int], second: tuple[int, int], scheme:
 
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_bits_over_any_ranks(tmp_path: Path, scheme: str) -> None:
-    others = random.Random(scheme).sample(OVER, len(OVER))
-    for number, (first, second) in enumerate(zip(OVER, others, strict=True)):
+    draw = random.Random(scheme)
+    for number, (first, second) in enumerate(zip(draw.sample(OVER, 7), draw.sample(OVER, 7), strict=True)):
         check(tmp_path / str(number), first, second, scheme, kept=number % 2 == 0)
 
 

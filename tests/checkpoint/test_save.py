@@ -152,14 +152,16 @@ def test_donation_takes_what_is_written(tmp_path: Path, monkeypatch: pytest.Monk
     state = trained(step, 2)
     expected = fz.gather({"params": state.params, "moments": state.moments})
     begun, go = slowly(monkeypatch)
-    saving = fz.save_async(tmp_path, state)
+    extra = {"losses": [1.0]}
+    saving = fz.save_async(tmp_path, state, extra)
     assert begun.wait(30) and not saving.done
+    extra["losses"].append(2.0)
     for _ in range(3):
         state, _ = step(state, torch.ones(5))
     go.set()
     saving.wait()
     again = fz.load(tmp_path, step)
-    assert again.step == 2
+    assert again.step == 2 and fz.load_extra(tmp_path) == {"losses": [1.0]}
     assert_trees_equal(fz.gather({"params": again.params, "moments": again.moments}), expected)
 
 

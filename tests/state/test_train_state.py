@@ -218,16 +218,3 @@ def test_a_state_of_one_process_is_pickled_and_copied(transform: Callable[[fz.St
     wanted = fz.gather(step(state, x)[0].params)
     for other in others:
         assert_trees_equal(fz.gather(step(other, x)[0].params), wanted)
-
-
-def test_a_state_of_several_ranks_is_copied_and_not_pickled() -> None:
-    def rank_main(rank: int) -> None:
-        x, step = torch.ones(4), fz.shard_zero3(fz.train_step(_loss, fz.adamw(0.1)))
-        state = step.init({"w": torch.ones(4)})
-        assert_trees_equal(fz.gather(step(copy.deepcopy(state), x)[0].params), fz.gather(step(state, x)[0].params))
-        with pytest.raises(
-            TypeError, match=r"A state over ranks \[0, 1\] of axis 'dp' cannot be pickled: .* fz.gather"
-        ):
-            pickle.dumps(state)
-
-    run_ranks(rank_main, 2)

@@ -1,0 +1,142 @@
+"""Checkpoints: a save and a load beside dd, and beside torch's DCP; how long save_async keeps its caller.
+
+    OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
+
+One rank, AdamW's state in float32. All bytes written are durable (fsync) as a time ends, and none that are read lie in
+the page cache as it begins. Steps are timed alone and while a save is under way.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import os
+import shutil
+import statistics
+import subprocess
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+
+import fzero as fz
+
+UNIT = 1 << 20  # params
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return sum((unit["w"].view(1024, 1024) @ x).square().mean() for unit in p["units"])  # type: ignore[return-value]
+
+
+def seconds(job: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    job()
+    return time.perf_counter() - started
+
+
+def forget(folder: Path) -> None:
+    """Leaves nothing of the files in the page cache."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(descriptor)
+
+
+def written_by_dd(path: Path, nbytes: int) -> float:
+    command = ["dd", "if=/dev/zero", f"of={path}", "bs=8M", f"count={nbytes >> 23}", "conv=fsync"]
+    return seconds(lambda: subprocess.run(command, check=True, capture_output=True))
+
+
+def read_by_dd(path: Path) -> float:
+    command = ["dd", f"if={path}", "of=/dev/null", "bs=8M"]
+    return seconds(lambda: subprocess.run(command, check=True, capture_output=True))
+
+
+def synced(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            descriptor = os.open(path, os.O_RDONLY)
+            os.fsync(descriptor)
+            os.close(descriptor)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--units", type=int, default=85, help="of 2^20 params, 12 bytes each")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, default=None, help="on the disk to measure")
+    args = parser.parse_args()
+    warnings.simplefilter("ignore")
+    generator = torch.Generator().manual_seed(0)
+    params = {"units": [{"w": torch.randn(UNIT, generator=generator)} for _ in range(args.units)]}
+    step = fz.train_step(loss, fz.adamw(1e-3))
+    state, x = step.init(params), torch.ones(1024, 1)
+    del params
+    nbytes = 12 * UNIT * args.units
+    print(f"state of {nbytes / 1e9:.2f} GB on {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores")
+    top = Path(tempfile.mkdtemp(dir=args.folder))
+    tensors = {f"{kind}.{path}": x for kind, tree in _trees(state) for path, x in tree.items()}
+    times: dict[str, list[float]] = {}
+
+    def note(name: str, value: float) -> None:
+        times.setdefault(name, []).append(value)
+
+    def saved_by_dcp() -> None:
+        dcp.save(tensors, checkpoint_id=top / "dcp")
+        synced(top)
+
+    try:
+        for _ in range(args.rounds):
+            note("dd writes", written_by_dd(top / "dd", nbytes))
+            forget(top)
+            note("dd reads", read_by_dd(top / "dd"))
+            os.unlink(top / "dd")
+            note("fz.save", seconds(lambda: fz.save(top / "fz", state)))
+            forget(top)
+            note("fz.load", seconds(lambda: fz.load(top / "fz", step)))
+            shutil.rmtree(top / "fz")
+            note("dcp.save, with fsync", seconds(saved_by_dcp))
+            forget(top)
+            target = {name: torch.empty_like(x) for name, x in tensors.items()}
+            note("dcp.load", seconds(functools.partial(dcp.load, target, checkpoint_id=top / "dcp")))
+            del target
+            shutil.rmtree(top / "dcp")
+            note("step alone", seconds(lambda: step(state, x)))
+            saving = fz.save_async(top / "fz", state)
+            while not saving.done:
+                note("step while saving", seconds(lambda: step(state, x)))
+            saving.wait()
+            started = time.perf_counter()
+            future: Any = dcp.async_save(tensors, checkpoint_id=top / "dcp")
+            note("dcp.async_save keeps its caller", time.perf_counter() - started)
+            future.result()
+            shutil.rmtree(top / "dcp")
+            shutil.rmtree(top / "fz")
+        for _ in range(20):
+            started = time.perf_counter()
+            saving = fz.save_async(top / "fz", state)
+            note("save_async keeps its caller", time.perf_counter() - started)
+            saving.wait()
+    finally:
+        shutil.rmtree(top, ignore_errors=True)
+    for name, found in times.items():
+        middle = statistics.median(found)
+        print(f"{name:36} {1e3 * middle:10.2f} ms {nbytes / middle / 1e9:8.2f} GB/s   ({len(found)} times)")
+    for name, over in (("fz.save", "dd writes"), ("fz.load", "dd reads")):
+        ratio = statistics.median([b / a for a, b in zip(times[name], times[over], strict=True)])
+        print(f"{name} reaches {ratio:.2f} of what dd does")
+
+
+def _trees(state: fz.TrainState) -> list[tuple[str, fz.Sharded]]:
+    return [("params", state.params), ("mu", state.moments.mu), ("nu", state.moments.nu)]
+
+
+if __name__ == "__main__":
+    main()
