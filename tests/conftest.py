@@ -3,6 +3,8 @@ from __future__ import annotations
 import gc
 import os
 
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: two workers take both cores
+
 import torch
 from hypothesis import HealthCheck, settings
 

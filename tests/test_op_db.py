@@ -15,11 +15,11 @@ ALL = os.environ.get("OP_DB") == "all"
 # kind: every how many operators or modules, from which on; how many cases that gives at least; what part of the
 # operators or modules may be refused
 SPREAD = {
-    "inside": (32, 0, 25, 0.01),
-    "output": (32, 10, 25, 0.01),
-    "inplace": (12, 0, 18, 0.01),
-    "hvp": (40, 4, 20, 0.01),
-    "outside": (48, 6, 25, 1.0),
+    "inside": (48, 0, 16, 0.01),
+    "output": (48, 10, 16, 0.01),
+    "inplace": (18, 0, 12, 0.01),
+    "hvp": (64, 4, 12, 0.01),
+    "outside": (72, 6, 16, 1.0),
     "train": (12, 0, 14, 0.25),
     "eval": (12, 2, 14, 0.25),
 }

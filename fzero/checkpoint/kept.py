@@ -98,7 +98,7 @@ class Checkpoints:
         return None
 
     def _begin(self, who: str, state: TrainState, extra: object) -> Saving:
-        return begin(who, functools.partial(self._next, state), state, extra, self._tidy)
+        return begin(who, functools.partial(self._next, state), state, extra, self.folder, self._tidy)
 
     def _next(self, state: TrainState) -> str:
         number = max((int(name.split("-")[0]) for name in self._names()), default=0) + 1

@@ -128,12 +128,18 @@ _last: dict[int, Saving] = {}  # of each rank
 
 
 def begin(
-    who: str, folder_for: Callable[[], str], state: TrainState, extra: object, then: Callable[[], None] | None = None
+    who: str,
+    folder_for: Callable[[], str],
+    state: TrainState,
+    extra: object,
+    among: str | None = None,
+    then: Callable[[], None] | None = None,
 ) -> Saving:
     """Begins a save, once the one before this has ended.
 
     Args:
-        folder_for: gives the path.
+        folder_for: gives the path; that of rank 0 counts.
+        among: the folder that the ranks must agree on, where that is not the path itself.
         then: what rank 0 does once the checkpoint is whole.
     """
     if not isinstance(state, TrainState):
@@ -152,15 +158,15 @@ def begin(
         _need_json(extra, f"fz.{who}: extra")
         extra = json.loads(json.dumps(extra))  # the caller's may change while it is written
         snapshot = Snapshot.of(state, extra)
-        said = [f"path {folder}", f"state after update {state.step}", f"extra {json.dumps(extra)}"]
-    except (OSError, TypeError, ValueError) as found:
+        said = [f"path {among or folder}", f"state after update {state.step}", f"extra {json.dumps(extra)}"]
+    except Exception as found:
         error = found
     token = uuid.uuid4().hex[:12]
     if axis.ranks > 1:
-        mine = [token, said, f"{type(error).__name__}: {error}" if error else ""]
+        mine = [token, folder, said, f"{type(error).__name__}: {error}" if error else ""]
         heard = [json.loads(text) for text in axis.exchange(json.dumps(mine), who)]
-        token, first, _ = heard[0]
-        error = error or _difference(who, first, [(theirs, failed) for _, theirs, failed in heard])
+        token, folder, first, _ = heard[0]
+        error = error or _difference(who, first, [(theirs, failed) for _, _, theirs, failed in heard])
     if error is not None:
         raise error
     assert snapshot is not None

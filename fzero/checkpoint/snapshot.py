@@ -40,6 +40,7 @@ class Snapshot:
         kept: the state's items, as the manifest has them.
         slices: with the buffers of each, which are let go as they are written.
         tensors: those that are in no tree, by the number of their item; rank 0 saves them.
+        ready: has passed on the device once it has computed all of them.
     """
 
     layout: Layout
@@ -52,6 +53,7 @@ class Snapshot:
     slices: list[tuple[Slice, list[Buffer]]]
     tensors: dict[int, torch.Tensor]
     extra: object
+    ready: torch.Event | None
 
     @staticmethod
     def of(state: TrainState, extra: object) -> Snapshot:
@@ -73,7 +75,7 @@ class Snapshot:
             elif isinstance(value, pytree.Count):
                 value = value.value
             kept.append(Kept(name, kind, forms, scale, value))
-        params = state.params
+        params, device = state.params, state.params.device
         snapshot = Snapshot(
             layout=state.layout,
             axis=params.axis,
@@ -85,6 +87,7 @@ class Snapshot:
             slices=slices,
             tensors=tensors if params.axis.data_rank == 0 else {},
             extra=extra,
+            ready=None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event(),
         )
         being_saved.add(snapshot)
         return snapshot
@@ -128,6 +131,8 @@ class Snapshot:
     def data(self) -> Iterator[memoryview]:
         """The slices themselves, one after the other; buffers are brought from where they lie, and let go."""
         self.slices.reverse()
+        if self.ready is not None:
+            self.ready.synchronize()
         while self.slices:
             own, buffers = self.slices.pop()
             buffers.reverse()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from fzero.checkpoint import files
 from fzero.checkpoint.board import Board
-from fzero.checkpoint.manifest import NAME, DamagedCheckpoint, File, Manifest, Piece, read_manifest
+from fzero.checkpoint.manifest import NAME, File, Manifest, Piece, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
 
 _FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) + r"\.new")
@@ -42,7 +42,7 @@ def _follow(folder: str, snapshot: Snapshot, board: Board, rank: int, ranks: int
         raise
     finally:
         if (said := board.read("ended", lead)) != _WELL:
-            files.remove(os.path.join(folder, _name(rank, ranks, board.token)))
+            _drop(folder, _name(rank, ranks, board.token))
     if said != _WELL:
         raise OSError(said)
 
@@ -50,7 +50,6 @@ def _follow(folder: str, snapshot: Snapshot, board: Board, rank: int, ranks: int
 def _lead(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
     """What rank 0 does besides: it begins, and writes the manifest once every rank has written its file."""
     ranks, begun = snapshot.axis.ranks, False
-    own = os.path.join(folder, _name(0, ranks, board.token))
     try:
         files.make_folder(folder)
         with files.only_writer(folder):
@@ -73,7 +72,7 @@ def _lead(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None
             with contextlib.suppress(OSError):
                 then()
     except BaseException as error:
-        files.remove(own)
+        _drop(folder, _name(0, ranks, board.token))
         said = _words(error, folder)
         if not begun:
             board.post("begun", said)
@@ -127,8 +126,15 @@ def _names_before(folder: str) -> set[str] | None:
         return {file.name for file in read_manifest(folder).files}
     except FileNotFoundError:
         return set()
-    except (DamagedCheckpoint, ValueError):
+    except (OSError, ValueError):
         return None
+
+
+def _drop(folder: str, name: str) -> None:
+    """Removes a file of a save that has failed; not where the manifest names it, as it failed too late to matter."""
+    keep = _names_before(folder)
+    if keep is not None and name not in keep:
+        files.remove(os.path.join(folder, name))
 
 
 def _clear(folder: str, keep: set[str] | None) -> None:

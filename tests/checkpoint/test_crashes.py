@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from checkpoint.crashes import Recorder, build, crashes
 
 import fzero as fz
-from fzero.checkpoint import files
+from fzero.checkpoint import files, write
 from fzero.testing import run_ranks
 
 
@@ -25,20 +27,24 @@ def step_of(ranks: int) -> fz.Step:
     return fz.shard_zero3(step) if ranks > 1 else step
 
 
-def saves(ranks: int, folder: Path, count: int, save: Callable[[fz.TrainState], None]) -> None:
-    """The last of some saves, each of another state."""
+def saves(ranks: int, folder: Path, count: int, save: Callable[[fz.TrainState], None]) -> list[str]:
+    """Saves the state after some updates; what each rank was told, if anything."""
 
-    def rank_main(rank: int) -> None:
+    def rank_main(rank: int) -> str:
         step = step_of(ranks)
         state = step.init({"w": torch.ones(130)})
         for _ in range(count):
             state, _ = step(state, torch.ones(130))
-        save(state)
+        try:
+            save(state)
+        except OSError as error:
+            return str(error)
+        return ""
 
-    run_ranks(rank_main, ranks)
+    return run_ranks(rank_main, ranks)
 
 
-def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, job: Callable[[], None]) -> Recorder:
+def recorded(monkeypatch: pytest.MonkeyPatch, folder: Path, job: Callable[[], object]) -> Recorder:
     with monkeypatch.context() as patch:
         recorder = Recorder(str(folder))
         patch.setattr(files, "os", recorder)
@@ -87,6 +93,49 @@ def test_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) 
     )
     found = steps_left(recorder, tmp_path / "again", lambda _: loaded(tmp_path / "again" / "it" / "run"))
     assert set(found) == {None, 1} and found[-1] == 1
+
+
+class Failing:
+    """Stands for `os` where one operation fails."""
+
+    NAMES = ("mkdir", "open", "pwrite", "fsync", "rename", "unlink", "ftruncate", "listdir")
+
+    def __init__(self, at: int) -> None:
+        self.at, self.count = at, 0
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(os, name)
+
+        def call(*given: Any) -> Any:
+            self.count += 1
+            if self.count == self.at:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return real(*given)
+
+        return call if name in self.NAMES else real
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_any_operation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    """The old checkpoint or the new one is whole, the error is told, and the next save is as any other."""
+    at, told = 0, 0
+    while True:
+        at += 1
+        folder = tmp_path / str(at)
+        saves(ranks, folder, 1, lambda state, folder=folder: fz.save(folder, state))
+        failing = Failing(at)
+        with monkeypatch.context() as patch:
+            patch.setattr(files, "os", failing)
+            patch.setattr(write, "os", failing)
+            said = saves(ranks, folder, 2, lambda state, folder=folder: fz.save(folder, state))
+        assert all("Input/output error" in each for each in said) or not any(said)
+        told += any(said)
+        if failing.count < at:
+            break
+        assert loaded(folder) in (1, 2)
+        saves(ranks, folder, 3, lambda state, folder=folder: fz.save(folder, state))
+        assert loaded(folder) == 3 and len(list(folder.iterdir())) == ranks + 1
+    assert told > at / 2
 
 
 def restored(folder: Path) -> int | None:
