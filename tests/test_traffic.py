@@ -64,7 +64,7 @@ WAYS = {
 }
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])  # a drawn composition has any of them
+@pytest.mark.parametrize("stage", [0, 3])  # a drawn composition has any of them
 @pytest.mark.parametrize("way", WAYS)
 def test_what_each_kind_moves(way: str, stage: int) -> None:
     step = exactness.SHARDS[stage](fz.train_step(LOSS, CLIPPED))
