@@ -6,6 +6,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar, cast
 
 import torch
@@ -14,7 +15,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, need_str
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches, unmatched
-from fzero.checkpoint.contents import Item, kind_of, refilled
+from fzero.checkpoint.contents import Item, entries, kind_of, refilled
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, Manifest, read_manifest
 from fzero.checkpoint.read import Reader
@@ -93,19 +94,18 @@ def load(
         axis.check_same(f"{folder} {manifest.token}", "The checkpoints", "Give every rank the same path.")
         loading = _Loading(folder, manifest, step, axis, lossy)
         _agreed(axis, lambda: loading.choose(like, pattern, lenient), folder)
-        _agreed(axis, lambda: loading.reader.verify(axis.data_rank, axis.ranks), folder)
-        own = init_state(step, like, manifest.seed, sync=False) if loading.partial else None
-        params = loading.held(_agreed(axis, lambda: loading.params(own), folder))
-        moments, extra = init_moments(step, params), init_extras(step, params)
-        if params_only:
-            return TrainState(params, None, moments, extra, 0, manifest.seed, step.signature)
-
-        def rest() -> tuple[object, dict[str, object], Sharded | None]:
-            loading.check_extras()
-            return loading.rest(moments, extra, params)
-
-        moments, extra, grads = _agreed(axis, rest, folder)
-        return TrainState(params, grads, moments, extra, manifest.step, manifest.seed, step.signature)
+        with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are hashed while they are read
+            verified = beside.submit(loading.reader.verify, axis.data_rank, axis.ranks)
+            own = init_state(step, like, manifest.seed, sync=False) if loading.partial else None
+            params = loading.held(_agreed(axis, lambda: loading.params(own), folder))
+            moments, extra = init_moments(step, params), init_extras(step, params)
+            grads, count = None, 0
+            if not params_only:
+                loading.check_extras()
+                moments, extra, grads = _agreed(axis, lambda: loading.rest(moments, extra, params), folder)
+                count = manifest.step
+            _agreed(axis, verified.result, folder)
+        return TrainState(params, grads, moments, extra, count, manifest.seed, step.signature)
 
 
 def load_extra(path: str | os.PathLike[str]) -> Any:
@@ -218,8 +218,9 @@ class _Loading:
         empty = Sharded(self.layout, self.axis, self.structure, {}, kind="params")
         buffers: dict[object, Buffer] = {}
         for key, group in self.layout.groups.items():
-            base = own.params.stored(key).parts if own is not None else None
-            parts: list[Buffer] = list(self._filled(empty, key, 0, base))
+            base = own.params.stored(key).parts if own is not None else ()
+            out = [part.cpu().clone() for part in base] or zeros(empty.format(key), self.layout.shard_numel(key), "cpu")
+            parts: list[Buffer] = list(self._filled(empty, key, 0, out))
             if not group.row.held:
                 parts = [settle(empty, key, "params", tensor_of(part)) for part in parts]
             buffers.update(zip(part_names(empty.format(key), key), parts, strict=True))
@@ -300,11 +301,17 @@ class _Loading:
         )
 
     def _tree(self, tree: Sharded, item: int, kind: str | None) -> Sharded:
-        """A tree's groups, read; in the memory for a kind of state."""
+        """A tree's groups, read; in the memory for a kind of state. What it has on the CPU is written over."""
         buffers: dict[object, Buffer] = {}
         for key in tree.groups:
             whole = all(self._has(slot.path, item) for slot in self.layout.groups[key].slots)
-            parts: list[Buffer] = list(self._filled(tree, key, item, None if whole else tree.stored(key).parts))
+            placed, size = tree.placed(key), self.layout.shard_numel(key)
+            if (placed.away and whole) or placed.numel() != size:
+                out: Sequence[torch.Tensor] = zeros(tree.format(key), size, "cpu")
+            else:  # what the optimizer made of the params may be the params
+                out = [part.cpu() for part in placed.stored().parts]
+                out = out if tree.kind in ("signed", "nonnegative") else [part.clone() for part in out]
+            parts: list[Buffer] = list(self._filled(tree, key, item, out))
             if kind is not None:
                 parts = [settle(tree, key, kind, tensor_of(part)) for part in parts]
             buffers.update(zip(tree.names(key), parts, strict=True))
@@ -313,11 +320,10 @@ class _Loading:
     def _has(self, path: str, item: int) -> bool:
         return path in self.taken and self.reader.format(item, self.taken[path]) is not None
 
-    def _filled(self, tree: Sharded, key: Key, item: int, base: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-        """This rank's slice of a group: leaves that the checkpoint has not are those of `base`."""
+    def _filled(self, tree: Sharded, key: Key, item: int, out: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """This rank's slice of a group, read into `out`, on the CPU: leaves that the checkpoint lacks stay there."""
         form, size = tree.format(key), self.layout.shard_numel(key)
         low = tree.rank_of(key) * size
-        out = [part.cpu().clone() for part in base] if base is not None else list(zeros(form, size, "cpu"))
         for slot in self.layout.groups[key].slots:
             start, stop = max(low, slot.offset), min(low + size, slot.offset + slot.numel)
             if start >= stop or not self._has(slot.path, item):
@@ -331,13 +337,17 @@ class _Loading:
                     f"would be rounded to {form}. Say fz.load(path, step, lossy=True) to round it to nearest, or use a "
                     "step whose policy keeps it, such as fz.Policy.exact()."
                 )
-            taken: Sequence[torch.Tensor] = self.reader.read(item, leaf, start - slot.offset, stop - slot.offset, have)
-            if have.parts != form.parts:
-                wide = torch.float64 if form.parts[0].dtype == torch.float64 else torch.float32
-                taken = encode(form, decode(have, taken, wide))
-            for part, target, value in zip(form.parts, out, taken, strict=True):
-                at = (start - low) // part.every
-                target[at : at + value.numel()] = value
+            first, last = start - slot.offset, stop - slot.offset
+            at = [(start - low) // part.every for part in form.parts]
+            if have.parts == form.parts:
+                counts = [entries(form, part, last - first) for part in form.parts]
+                into = [target[a : a + count] for target, a, count in zip(out, at, counts, strict=True)]
+                self.reader.read(item, leaf, first, last, have, into)
+                continue
+            wide = torch.float64 if form.parts[0].dtype == torch.float64 else torch.float32
+            values = encode(form, decode(have, self.reader.read(item, leaf, first, last, have), wide))
+            for target, a, value in zip(out, at, values, strict=True):
+                target[a : a + value.numel()] = value
         return [part.to(self.device) for part in out]
 
 

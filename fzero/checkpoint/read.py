@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import hashlib
 import os
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
@@ -44,14 +45,19 @@ class Reader:
             )
         return form
 
-    def read(self, item: int, leaf: int, start: int, stop: int, form: Format) -> list[torch.Tensor]:
-        """The parts of elements [start, stop) of a leaf; start is a multiple of 64, and so long is the result.
+    def read(
+        self, item: int, leaf: int, start: int, stop: int, form: Format, into: Sequence[torch.Tensor] | None = None
+    ) -> Sequence[torch.Tensor]:
+        """The parts of elements [start, stop) of a leaf.
+
+        Args:
+            start: a multiple of 64.
+            into: for the parts; new ones, of a multiple of 64 elements, by default.
 
         Raises:
             DamagedCheckpoint: they are not there, and in which file.
         """
-        numel = -(-(stop - start) // ALIGN) * ALIGN
-        out = list(zeros(form, numel, "cpu"))
+        out = zeros(form, -(-(stop - start) // ALIGN) * ALIGN, "cpu") if into is None else into
         for number, (part, target) in enumerate(zip(form.parts, out, strict=True)):
             for piece, file in self._over(item, leaf, number, start, stop):
                 low, high = max(start, piece.start), min(stop, piece.stop)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from fzero.base import pytree
-from fzero.checkpoint.contents import items_of, kind_of, runs, share
+from fzero.checkpoint.contents import Item, items_of, kind_of, runs, share
 from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
@@ -37,10 +37,11 @@ class Snapshot:
     """What one rank saves.
 
     Attributes:
+        items: of the state, which holds its buffers from the call on; listed later, by whoever writes them.
+        ready: has passed on the device once it has computed all of them.
         kept: the state's items, as the manifest has them.
         slices: with the buffers of each, which are let go as they are written.
         tensors: those that are in no tree, by the number of their item; rank 0 saves them.
-        ready: has passed on the device once it has computed all of them.
     """
 
     layout: Layout
@@ -49,32 +50,16 @@ class Snapshot:
     step: int
     seed: int
     extras: tuple[tuple[str, str, bool], ...]
-    kept: list[Kept]
-    slices: list[tuple[Slice, list[Buffer]]]
-    tensors: dict[int, torch.Tensor]
     extra: object
+    items: list[Item]
     ready: torch.Event | None
+    kept: list[Kept] = field(default_factory=list)
+    slices: list[tuple[Slice, list[Buffer]]] = field(default_factory=list)
+    tensors: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
     def of(state: TrainState, extra: object) -> Snapshot:
-        kept: list[Kept] = []
-        slices: list[tuple[Slice, list[Buffer]]] = []
-        tensors: dict[int, torch.Tensor] = {}
-        for number, (name, value) in enumerate(items_of(state)):
-            kind, forms, scale = kind_of(value), dict[int, str](), 1.0
-            if is_sharded(value):
-                scale = value.scale
-                for key in value.groups:
-                    own = value.placed(key)
-                    slices.append((Slice(number, key, own.format, *share(value, key)), list(own.parts)))
-                    forms.update({slot.leaf: str(own.format) for slot in state.layout.groups[key].slots})
-                value = None
-            elif isinstance(value, torch.Tensor):
-                tensors[number] = value
-                value = [CODES[value.dtype], list(value.shape)]
-            elif isinstance(value, pytree.Count):
-                value = value.value
-            kept.append(Kept(name, kind, forms, scale, value))
+        """Holds a state's buffers; an update that is donated it meanwhile leaves those alone."""
         params, device = state.params, state.params.device
         snapshot = Snapshot(
             layout=state.layout,
@@ -83,14 +68,34 @@ class Snapshot:
             step=state.step,
             seed=state.seed,
             extras=state.signature.extras,
-            kept=kept,
-            slices=slices,
-            tensors=tensors if params.axis.data_rank == 0 else {},
             extra=extra,
+            items=[Item(name, x.replaced() if is_sharded(x) else x) for name, x in items_of(state)],
             ready=None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event(),
         )
         being_saved.add(snapshot)
         return snapshot
+
+    def unfold(self) -> None:
+        """Lists what is saved."""
+        self.items.reverse()
+        while self.items:
+            number, (name, value) = len(self.kept), self.items.pop()
+            kind, forms, scale = kind_of(value), dict[int, str](), 1.0
+            if is_sharded(value):
+                scale = value.scale
+                for key in value.groups:
+                    own = value.placed(key)
+                    self.slices.append((Slice(number, key, own.format, *share(value, key)), list(own.parts)))
+                    forms.update({slot.leaf: str(own.format) for slot in self.layout.groups[key].slots})
+                    del own
+                value = None
+            elif isinstance(value, torch.Tensor):
+                if self.axis.data_rank == 0:
+                    self.tensors[number] = value
+                value = [CODES[value.dtype], list(value.shape)]
+            elif isinstance(value, pytree.Count):
+                value = value.value
+            self.kept.append(Kept(name, kind, forms, scale, value))
 
     def leaves(self) -> tuple[Leaf, ...]:
         return tuple(

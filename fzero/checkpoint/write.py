@@ -94,6 +94,7 @@ def _name(rank: int, ranks: int, token: str) -> str:
 
 def _write_own(folder: str, snapshot: Snapshot, token: str) -> tuple[files.Written, list[Piece]]:
     """Writes this rank's file; the pieces are where they lie in it."""
+    snapshot.unfold()
     pieces = snapshot.pieces()
     header = snapshot.header(pieces)
     name = _name(snapshot.axis.data_rank, snapshot.axis.ranks, token)
