@@ -181,6 +181,13 @@ def test_train_lm_takes_fewer_updates_where_it_is_slow(
     assert ("300 updates instead of 400" in chosen[0][2]) == (expected == ("fp32", 300))
 
 
+def test_a_loss_that_jumps_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    is_spike = example("train_lm").is_spike
+    assert is_spike(float("nan"), []) and is_spike(float("inf"), [1.0]) and is_spike(2.1, [1.0] * 10)
+    assert not is_spike(1.9, [1.0] * 10) and not is_spike(9.0, [1.0] * 9)
+
+
 def test_a_resumed_run_is_one_that_was_never_stopped(tmp_path: Path) -> None:
     """To the bit, on the same number of ranks, wherever it was killed."""
     options = ("--steps", "24", "--save-every", "3", "--dtype", "fp32", "--eval-every", "12")
