@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import numbers
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -80,6 +81,16 @@ def need_argnums(argnums: object, inputs: Sequence[object]) -> tuple[int, ...] |
         if not any(map(pytree.is_tensor, pytree.leaves(inputs[number]))):
             raise wrong("step.vjp", f"argnums={number} and input {number}", inputs[number], "one with a tensor")
     return out
+
+
+def need_path(path: object, who: str) -> str:
+    """The path of a folder, as a str."""
+    given = os.fspath(path) if isinstance(path, os.PathLike) else path
+    if not isinstance(given, str):
+        raise wrong(who, "path", path, "the path of a folder, a str or an os.PathLike of one")
+    if not given or "\0" in given:
+        raise ValueError(f"{who}: got path={given!r}, expected the path of a folder.")
+    return given
 
 
 def need_norm(norm: object, who: str) -> None:

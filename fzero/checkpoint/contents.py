@@ -14,9 +14,7 @@ from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 
-Number = bool | int | float | str | None
 NUMBERS = (bool, int, float, str, type(None))
-PARAMS = "params"
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -33,7 +31,7 @@ def items_of(state: TrainState) -> list[Item]:
     Raises:
         TypeError: an entry of `state.extra` or of the moments is of another kind.
     """
-    found = [Item(PARAMS, state.params)]
+    found = [Item("params", state.params)]
     found += [] if state.grads is None else [Item("grads", state.grads)]
     found += _items("moments", state.moments)
     for name, value in state.extra.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from fzero.base.arguments import wrong
+from fzero.base.arguments import need_path
 
 CHUNK = 8 << 20  # bytes that are written while they are hashed
 LOCK = "saving"  # there from before a save's first file until after its last
@@ -27,12 +27,7 @@ class Written(NamedTuple):
 
 def folder_of(path: object, who: str) -> str:
     """The folder of a path that somebody gave."""
-    given = os.fspath(path) if isinstance(path, os.PathLike) else path
-    if not isinstance(given, str):
-        raise wrong(f"fz.{who}", "path", path, "the path of a folder, a str or an os.PathLike of one")
-    if not given or "\0" in given:
-        raise ValueError(f"fz.{who}: got path={given!r}, expected the path of a folder.")
-    return os.path.abspath(given)
+    return os.path.abspath(need_path(path, f"fz.{who}"))
 
 
 def make_folder(path: str) -> None:

@@ -10,8 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint.files import Written
-
 NAME, FORMAT, VERSION = "manifest.json", "fzero checkpoint", 1
 DTYPES = {  # as safetensors calls them
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
@@ -51,10 +49,6 @@ class File:
     nbytes: int
     sha256: str
     pieces: tuple[Piece, ...]
-
-    @property
-    def written(self) -> Written:
-        return Written(self.name, self.nbytes, self.sha256)
 
 
 @dataclass(frozen=True)

@@ -156,9 +156,9 @@ def begin(
             ) from failed
         folder = folder_for()
         _need_json(extra, f"fz.{who}: extra")
-        extra = json.loads(json.dumps(extra))  # the caller's may change while it is written
-        snapshot = Snapshot.of(state, extra)
-        said = [f"path {among or folder}", f"state after update {state.step}", f"extra {json.dumps(extra)}"]
+        text = json.dumps(extra)
+        snapshot = Snapshot.of(state, json.loads(text))  # the caller's may change while it is written
+        said = [f"path {among or folder}", f"state after update {state.step}", f"extra {text}"]
     except Exception as found:
         error = found
     token = uuid.uuid4().hex[:12]

@@ -7,7 +7,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from fzero.base.arguments import need_bool, need_int, wrong
+from fzero.base.arguments import need_bool, need_int, need_path
 
 
 @dataclass(frozen=True, init=False)
@@ -53,11 +53,7 @@ class Disk:
         verify: bool = False,
         in_flight: int = 64 << 20,
     ) -> None:
-        given: object = os.fspath(path) if isinstance(path, os.PathLike) else path
-        if not isinstance(given, str):
-            raise wrong("fz.Disk", "path", path, "the path of a folder, a str or an os.PathLike of one")
-        if not given or "\0" in given:
-            raise ValueError(f"fz.Disk: got path={given!r}, expected the path of a folder.")
+        given = need_path(path, "fz.Disk")
         need_bool(direct, "fz.Disk", "direct", or_none=True)
         need_bool(verify, "fz.Disk", "verify")
         values = {
