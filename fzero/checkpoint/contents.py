@@ -1,73 +1,17 @@
-"""What of a state is kept in a checkpoint: its trees and numbers by their names, and their slices of leaves."""
+"""What a checkpoint keeps of a tree: slices of leaves, and the formats that they are stored in."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 
-from fzero.base import pytree
-from fzero.base.arguments import named
-from fzero.formats.formats import ALIGN, Blocks, Companded, Corrected, Exact, Format, Part, Plain
-from fzero.state.sharded import Sharded, is_sharded
-from fzero.state.train_state import TrainState
+from fzero.formats.formats import ALIGN, Blocks, Companded, Corrected, Exact, Format, Plain, entries
+from fzero.state.sharded import Sharded
 from fzero.table.layout import Key, Layout
 
-NUMBERS = (bool, int, float, str, type(None))
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-
-
-class Item(NamedTuple):
-    """One tree, tensor or number of a state, by its dotted name."""
-
-    name: str
-    value: Any
-
-
-def items_of(state: TrainState) -> list[Item]:
-    """Everything that a state keeps.
-
-    Raises:
-        TypeError: an entry of `state.extra` or of the moments is of another kind.
-    """
-    found = [Item("params", state.params)]
-    found += [] if state.grads is None else [Item("grads", state.grads)]
-    found += _items("moments", state.moments)
-    for name, value in state.extra.items():
-        found += _items(f"extra.{name}", value)
-    return found
-
-
-def _items(name: str, tree: object) -> list[Item]:
-    paths, nodes, _ = pytree.named_leaves(tree, is_leaf=_is_item)
-    items = [Item(f"{name}.{path}".removesuffix("."), node) for path, node in zip(paths, nodes, strict=True)]
-    for item in items:
-        if not (_is_item(item.value) or isinstance(item.value, (torch.Tensor, *NUMBERS))):
-            raise TypeError(
-                f"state.{item.name}: got {named(item.value)}, expected a tensor, a number, a str or None: nothing else "
-                "is kept in a checkpoint."
-            )
-    return items
-
-
-def refilled(name: str, tree: object, value_of: Callable[[Item], object]) -> Any:
-    """A tree of moments or of an extra with other values in the same places."""
-    _, spec = pytree.flatten(tree, is_leaf=_is_item)
-    return pytree.unflatten(spec, [value_of(item) for item in _items(name, tree)])
-
-
-def kind_of(value: object) -> str:
-    """What an item is, in a word."""
-    if is_sharded(value):
-        return value.kind
-    if isinstance(value, torch.Tensor):
-        return "tensor"
-    return "count" if isinstance(value, pytree.Count) else "number"
-
-
-def _is_item(node: object) -> bool:
-    return is_sharded(node) or isinstance(node, pytree.Count)
 
 
 class Run(NamedTuple):
@@ -96,11 +40,6 @@ def runs(layout: Layout, key: Key, form: Format, low: int, high: int) -> Iterato
                 at, count = (start - low) // part.every, entries(form, part, stop - start)
                 found.append(Run(slot.leaf, start - slot.offset, stop - slot.offset, at, at + count))
         yield number, found
-
-
-def entries(form: Format, part: Part, count: int) -> int:
-    """How many entries a part has for a leaf's elements: those that share a scale or a byte stay together."""
-    return (count if form.group == 1 else -(-count // ALIGN) * ALIGN) // part.every
 
 
 def share(tree: Sharded, key: Key) -> tuple[int, int, int]:

@@ -10,10 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from fzero.checkpoint.contents import entries, format_named
+from fzero.checkpoint.contents import format_named
 from fzero.checkpoint.files import CHUNK
 from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, File, Manifest, Piece
-from fzero.formats.formats import ALIGN, Format, zeros
+from fzero.formats.formats import ALIGN, Format, entries, zeros
 
 
 class Reader:
@@ -29,9 +29,9 @@ class Reader:
             found.sort(key=lambda pair: pair[0].start)
         self._items = {kept.name: number for number, kept in enumerate(manifest.items)}
 
-    def number(self, name: str) -> int | None:
-        """The number of an item; None where the checkpoint has none of that name."""
-        return self._items.get(name)
+    def number(self, name: str) -> int:
+        """The number of an item."""
+        return self._items[name]
 
     def format(self, item: int, leaf: int) -> Format | None:
         """What a leaf of a tree is stored as; None where the tree does not have it."""

@@ -10,11 +10,12 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.checkpoint.contents import Item, items_of, kind_of, runs, share
+from fzero.checkpoint.contents import runs, share
 from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
+from fzero.state.items import Item, items_of
 from fzero.state.sharded import is_sharded
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Buffer, tensor_of
@@ -79,8 +80,9 @@ class Snapshot:
         """Lists what is saved."""
         self.items.reverse()
         while self.items:
-            number, (name, value) = len(self.kept), self.items.pop()
-            kind, forms, scale = kind_of(value), dict[int, str](), 1.0
+            number, item = len(self.kept), self.items.pop()
+            (name, value), kind, forms, scale = item, item.kind, dict[int, str](), 1.0
+            del item
             if is_sharded(value):
                 scale = value.scale
                 for key in value.groups:

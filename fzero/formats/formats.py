@@ -323,6 +323,11 @@ def zeros(format: Format, numel: int, device: torch.device | str) -> tuple[torch
     return tuple(torch.zeros(numel // part.every, dtype=part.dtype, device=device) for part in format.parts)
 
 
+def entries(form: Format, part: Part, count: int) -> int:
+    """How many entries a part has for a leaf's elements: those that share a scale or a byte stay together."""
+    return (count if form.group == 1 else -(-count // ALIGN) * ALIGN) // part.every
+
+
 def load(format: Format, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Flat parts as what `decode` takes, of shape [groups, 32] or [groups, 1]: floats and int32."""
     out = []

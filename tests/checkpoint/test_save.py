@@ -288,13 +288,13 @@ def test_other_leaves_and_optimizers(tmp_path: Path) -> None:
     new = fz.load(tmp_path, fz.train_step(loss, fz.lion(0.1)), params_only=True)
     assert new.step == 0 and torch.equal(new.params["w"], trained(step_of(), 2).params["w"])
     small = step_of(policy=fz.Policy.compact24())
-    with pytest.raises(ValueError, match=r"leaf '.' of params is stored as fp32, and would be rounded to bf16"):
+    with pytest.raises(ValueError, match=r"the params of leaf '.' are stored as fp32, and would be rounded to bf16"):
         fz.load(tmp_path, small)
     fz.load(tmp_path, small, lossy=True)
     like = {"w": torch.zeros(5), "v": torch.full((7,), 2.0), "x": torch.ones(3)}
-    with pytest.raises(ValueError, match=r"leaf 'v': the checkpoint has it with shape \(70,\), expected shape \(7,\)"):
+    with pytest.raises(ValueError, match=r"leaf 'v': got shape \(70,\) there, expected shape \(7,\)"):
         fz.load(tmp_path, step_of(), like=like)
-    with pytest.warns(UserWarning, match="leaf 'x': the checkpoint has none of that path"):
+    with pytest.warns(UserWarning, match="leaf 'x': got none there"):
         mixed = fz.load(tmp_path, step_of(), like=like, lenient=True)
     full = trained(step_of(), 2)
     assert torch.equal(mixed.params["w"], full.params["w"]) and torch.equal(mixed.params["v"], like["v"])
@@ -305,6 +305,19 @@ def test_other_leaves_and_optimizers(tmp_path: Path) -> None:
         fz.load(tmp_path, step_of(), pattern="w")
     with pytest.raises(ValueError, match="matches no leaf"):
         fz.load(tmp_path, step_of(), like=params(), pattern="y*")
+
+
+def test_what_begins_as_params_and_goes_on_as_values(tmp_path: Path) -> None:
+    """An average of params whose first value is the params themselves, which are stored in 24 bits."""
+    mean = lambda average, params, applied: average.map(lambda a, p: (a + p) / 2, params)
+    step = step_of(policy=fz.Policy.compact24()).with_state(fz.Extra("ema", "ema()", lambda params: params, mean))
+    for updates in range(2):
+        state = trained(step, updates)
+        fz.save(tmp_path, state)
+        for again in (fz.load(tmp_path, step), fz.convert(state, step)):
+            assert_trees_equal(fz.gather(again.extra["ema"]), fz.gather(state.extra["ema"]))
+            after = [step(x, torch.ones(5))[0].extra["ema"] for x in (again, state)]
+            assert_trees_equal(*map(fz.gather, after))
 
 
 def test_containers(tmp_path: Path) -> None:

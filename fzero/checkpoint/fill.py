@@ -1,0 +1,99 @@
+"""A new state from files: filled on every rank, or refused on every rank."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from typing import TypeVar, cast
+
+import torch
+
+from fzero.base import pytree
+from fzero.checkpoint.choice import Choice, Wanted
+from fzero.checkpoint.manifest import DamagedCheckpoint
+from fzero.comm.axis import Axis
+from fzero.formats.formats import Format
+from fzero.state.init import init_state
+from fzero.state.origin import Move, Origin, Source
+from fzero.state.train_state import TrainState
+from fzero.table.spec import Spec
+
+T = TypeVar("T")
+_KINDS = (DamagedCheckpoint, FileNotFoundError, PermissionError, ValueError, TypeError, OSError)
+
+
+def agreed(axis: Axis, job: Callable[[], T], place: str) -> T:
+    """What a job that communicates nothing gives; where it fails on one rank, every rank raises."""
+    error, out = None, None
+    try:
+        out = job()
+    except Exception as own:
+        error = own
+    if axis.ranks > 1:
+        said = json.dumps([type(error).__name__, str(error)] if error else [])
+        for rank, text in enumerate(axis.exchange(said, "load")):
+            if error is None and (theirs := json.loads(text)):
+                kind = next((kind for kind in _KINDS if kind.__name__ == theirs[0]), RuntimeError)
+                error = kind(f"rank {rank}: {theirs[1]}")
+    try:
+        if error is not None:
+            raise error
+    finally:
+        del error  # which holds this frame
+    return cast(T, out)
+
+
+def filled(
+    origin: Origin, choice: Choice, wanted: Wanted, step: Spec, axis: Axis, seed: int, count: int | None
+) -> TrainState:
+    """The state of a step with the values of an origin.
+
+    Args:
+        count: the number of updates so far; None where all but the params begins.
+    """
+    place, chosen = wanted.place, _Chosen(origin, choice.taken)
+    move = Move(chosen, step, choice.device, wanted.lossy)
+    base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
+    params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base), place)
+    params = move.held(params)
+    moments, extra = move.begun(params)
+    grads = None
+    if count is not None:
+        rest = lambda: (move.moments(moments), move.extra(extra), move.grads(params))
+        moments, extra, grads = agreed(axis, rest, place)
+    return TrainState(params, grads, moments, extra, count or 0, seed, step.signature)
+
+
+def _base(like: object, choice: Choice) -> object:
+    """The params that leaves have which are not read; those that are need no values yet."""
+    taken = [row.path in choice.taken for row in choice.layout.rows]
+    makers = [
+        functools.partial(torch.zeros, row.shape, dtype=row.dtype, device=choice.device) for row in choice.layout.rows
+    ]
+    leaves, spec = pytree.flatten(like)
+    return pytree.unflatten(
+        spec, [make if read else leaf for read, make, leaf in zip(taken, makers, leaves, strict=True)]
+    )
+
+
+class _Chosen(Origin):
+    """An origin of which only some leaves are read."""
+
+    def __init__(self, origin: Origin, taken: frozenset[str]) -> None:
+        self._origin, self._taken = origin, taken
+        vars(self).update(vars(origin))
+        self.call, self.anew, self.device = origin.call, origin.anew, origin.device
+        self.scale, self.value = origin.scale, origin.value
+
+    def tree(self, name: str) -> Source:
+        return _Some(self._origin.tree(name), self._taken)
+
+
+class _Some:
+    def __init__(self, source: Source, taken: frozenset[str]) -> None:
+        self._source, self._taken = source, taken
+        self.read = source.read
+
+    def format(self, path: str) -> Format | None:
+        return self._source.format(path) if path in self._taken else None

@@ -1,0 +1,68 @@
+"""What a state keeps, item by item: its trees, tensors and numbers, by dotted names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import named
+from fzero.state.sharded import is_sharded
+from fzero.state.train_state import TrainState
+
+NUMBERS = (bool, int, float, str, type(None))
+
+
+class Item(NamedTuple):
+    """One tree, tensor or number of a state, by its dotted name: "params", "moments.mu", "extra.ema"."""
+
+    name: str
+    value: Any
+
+    @property
+    def kind(self) -> str:
+        """A tree's own kind; "tensor", "count" or "number"."""
+        if is_sharded(self.value):
+            return self.value.kind
+        if isinstance(self.value, torch.Tensor):
+            return "tensor"
+        return "count" if isinstance(self.value, pytree.Count) else "number"
+
+
+def items_of(state: TrainState) -> list[Item]:
+    """Everything that a state keeps.
+
+    Raises:
+        TypeError: an entry of `state.extra` or of the moments is of another kind.
+    """
+    found = [Item("params", state.params)]
+    found += [] if state.grads is None else [Item("grads", state.grads)]
+    found += items_in("moments", state.moments)
+    for name, value in state.extra.items():
+        found += items_in(f"extra.{name}", value)
+    return found
+
+
+def items_in(name: str, tree: object) -> list[Item]:
+    """The items of the moments or of an entry of `state.extra`."""
+    paths, nodes, _ = pytree.named_leaves(tree, is_leaf=_is_item)
+    items = [Item(f"{name}.{path}".removesuffix("."), node) for path, node in zip(paths, nodes, strict=True)]
+    for item in items:
+        if not (_is_item(item.value) or isinstance(item.value, (torch.Tensor, *NUMBERS))):
+            raise TypeError(
+                f"state.{item.name}: got {named(item.value)}, expected a tensor, a number, a str or None: nothing else "
+                "is kept in a checkpoint."
+            )
+    return items
+
+
+def refilled(name: str, tree: object, value_of: Callable[[Item], object]) -> Any:
+    """The moments or an entry of `state.extra` with other values in the same places."""
+    _, spec = pytree.flatten(tree, is_leaf=_is_item)
+    return pytree.unflatten(spec, [value_of(item) for item in items_in(name, tree)])
+
+
+def _is_item(node: object) -> bool:
+    return is_sharded(node) or isinstance(node, pytree.Count)

@@ -1,0 +1,265 @@
+"""Where the values of a new state come from: another state, a checkpoint, files of others; and how they are taken."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fzero.base import pytree
+from fzero.comm.axis import Axis
+from fzero.formats.formats import Format, decode, encode, entries, zeros
+from fzero.state.init import as_held
+from fzero.state.items import Item, refilled
+from fzero.state.moments import init_extras, init_moments
+from fzero.state.placing import settle
+from fzero.state.sharded import Sharded, is_sharded, part_names
+from fzero.stores.away import Buffer, tensor_of
+from fzero.table.layout import Key, Layout
+from fzero.table.spec import Spec
+
+Extras = Sequence[tuple[str, str, bool]]  # of each entry of `state.extra`: name, kind, whether it may be dropped
+
+
+TREES = ("params", "signed", "nonnegative", "values")  # the kinds of items that are trees
+
+
+class Source(Protocol):
+    """The values of one tree, by the paths of its leaves."""
+
+    def format(self, path: str) -> Format | None:
+        """What a leaf is stored as; None where there is none."""
+        ...
+
+    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+        """The parts of elements [start, stop) of a leaf; start is a multiple of 64, the range may be empty.
+
+        Every rank asks for its range of every leaf, in the same order.
+
+        Args:
+            into: where they may be written, of exactly their sizes.
+        """
+        ...
+
+
+class Origin:
+    """All that a state is made from.
+
+    Attributes:
+        place: where it is, for errors.
+        call: that allows losses, for errors: "fz.load(path, step, lossy=True)".
+        anew: that takes the params alone, for errors.
+        device: where a source's parts arrive.
+        kinds: of every item that there is, by its name (see `state/items`).
+        extras: of `state.extra`.
+    """
+
+    place: str
+    call: str
+    anew: str
+    device: torch.device
+    kinds: Mapping[str, str]
+    extras: Extras
+
+    def tree(self, name: str) -> Source:
+        raise NotImplementedError
+
+    def scale(self, name: str) -> float:
+        """What the values of a tree are multiplied by."""
+        return 1.0
+
+    def value(self, name: str) -> object:
+        """A tensor or a number."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Move:
+    """The values of an origin on their way into a state of a step.
+
+    Attributes:
+        device: that computes with the state.
+        lossy: whether values may be rounded, and entries dropped.
+    """
+
+    origin: Origin
+    step: Spec
+    device: torch.device
+    lossy: bool
+
+    def params(self, layout: Layout, axis: Axis, structure: pytree.Spec, base: Sharded | None) -> Sharded:
+        """This rank's slices of all params; those that are held whole on the device still.
+
+        Args:
+            base: the params where the origin has none.
+        """
+        empty = Sharded(layout, axis, structure, {}, kind="params")
+        buffers = dict[object, Buffer]()
+        source = self._source("params", empty, layout.groups)
+        for key, group in layout.groups.items():
+            parts: list[Buffer] = [*self._filled(empty, key, source, base)]
+            if not group.row.held:
+                parts = [settle(empty, key, "params", tensor_of(part)) for part in parts]
+            buffers.update(zip(part_names(empty.format(key), key), parts, strict=True))
+        return empty.replaced(buffers=buffers)
+
+    def held(self, params: Sharded) -> Sharded:
+        """The params with the full buffers that every rank holds in ZeRO-1 and 2, which are gathered."""
+        buffers, held = dict(params.entries), dict[Key, Buffer]()
+        for key, group in params.layout.groups.items():
+            if not group.row.held:
+                continue
+            names = params.names(key)
+            parts = [tensor_of(buffers.pop(name)) for name in names]
+            full = [params.axis_of(key).gather(part, f"the values of {key}") for part in parts]
+            held[key] = settle(params, key, "params", as_held(group.row.policy, full))
+            if group.row.beside:
+                buffers.update(
+                    (name, settle(params, key, "params", part)) for name, part in zip(names, parts, strict=True)
+                )
+        return params.replaced(buffers=buffers, held=held)
+
+    def begun(self, params: Sharded) -> tuple[object, dict[str, object]]:
+        """Moments and `state.extra` as they begin."""
+        return init_moments(self.step, params), init_extras(self.step, params)
+
+    def moments(self, moments: object) -> object:
+        """The moments, in the places of those that begin."""
+        met: list[str] = []
+        out = refilled("moments", moments, lambda item: self._value(item, "moments", met))
+        saved = [name for name in self.origin.kinds if name.split(".")[0] == "moments"]
+        if met != saved:
+            raise self._otherwise(next((name for name in saved if name not in met), saved[0] if saved else "moments"))
+        return out
+
+    def extra(self, extra: dict[str, object]) -> dict[str, object]:
+        """`state.extra`: what both keep alike; what only the step keeps begins.
+
+        Raises:
+            ValueError: an entry that only the origin has would be dropped.
+        """
+        own, kinds = ({name: kind for name, kind, _ in x} for x in (self.step.signature.extras, self.origin.extras))
+        for name, kind, expendable in self.origin.extras:
+            if own.get(name) != kind and not expendable and not self.lossy:
+                raise ValueError(
+                    f"{self.origin.place} keeps state.extra[{name!r}] of {kind}, which the step does not. Say "
+                    f"{self.origin.call} to drop it, or use a step with the same transforms."
+                )
+        out = dict[str, object]()
+        for name, value in extra.items():
+            met: list[str] = []
+            if own[name] == kinds.get(name):
+                value = refilled(f"extra.{name}", value, lambda item: self._value(item, None, met))
+                if set(met) != {known for known in self.origin.kinds if _entry(known, kinds) == name}:
+                    raise self._otherwise(f"extra.{name}", f"a state.extra[{name!r}]")
+            out[name] = value
+        return out
+
+    def grads(self, params: Sharded) -> Sharded | None:
+        """The kept grads."""
+        if "grads" not in self.origin.kinds:
+            return None
+        dtypes = {key: params.layout.groups[key].row.policy.reduce for key in params.layout.trainable}
+        empty = params.with_buffers(
+            {key: torch.empty(0, dtype=dtype, device=self.device) for key, dtype in dtypes.items()}
+        )
+        return self._tree(empty.scaled(1 / self.origin.scale("grads")), "grads", "grads", None)
+
+    def _value(self, item: Item, kind: str | None, met: list[str]) -> object:
+        """What the origin has of the name of an item, in the item's format."""
+        own, entry = item.value, _entry(item.name, [name for name, _, _ in self.origin.extras])
+        have = self.origin.kinds.get(item.name)
+        # what a transform keeps may begin as params are stored, and go on as values
+        if have != item.kind and not (entry and is_sharded(own) and have in TREES):
+            raise self._otherwise(item.name, f"a state.extra[{entry!r}]" if entry else "moments")
+        met.append(item.name)
+        if is_sharded(own):
+            if have == "values" != own.kind:
+                source = self.origin.tree(item.name)
+                own = own.with_buffers({key: self._like(source, own, key) for key in own.groups})
+            return self._tree(own, item.name, kind, own).replaced(scale=self.origin.scale(item.name))
+        value = self.origin.value(item.name)
+        if isinstance(value, torch.Tensor):
+            return value.to(own.device)
+        return pytree.Count(value) if isinstance(value, int) and have == "count" else value
+
+    def _like(self, source: Source, own: Sharded, key: Key) -> torch.Tensor:
+        """A group's values in a dtype that keeps those of a source."""
+        forms = [source.format(slot.path) for slot in own.layout.groups[key].slots]
+        dtypes = [form.dtype for form in forms if form is not None]
+        return own.local(key).to(functools.reduce(torch.promote_types, dtypes)) if dtypes else own.local(key)
+
+    def _otherwise(self, name: str, what: str = "moments") -> ValueError:
+        return ValueError(
+            f"{self.origin.place} has {what} of another {'optimizer' if what == 'moments' else 'structure'} than the "
+            f"step's: they do not both have state.{name}, or not of one kind. Use what it was made with, or begin "
+            f"anew from the params, with {self.origin.anew}."
+        )
+
+    def _tree(self, tree: Sharded, name: str, kind: str | None, base: Sharded | None) -> Sharded:
+        """A tree's groups, filled; in the memory for a kind of state."""
+        buffers = dict[object, Buffer]()
+        source = self._source(name, tree, tree.groups)
+        for key in tree.groups:
+            parts: list[Buffer] = [*self._filled(tree, key, source, base)]
+            if kind is not None:
+                parts = [settle(tree, key, kind, tensor_of(part)) for part in parts]
+            buffers.update(zip(tree.names(key), parts, strict=True))
+        return tree.over(buffers)
+
+    def _source(self, name: str, tree: Sharded, keys: Sequence[Key] | Mapping[Key, object]) -> Source:
+        """The source of a tree, from which nothing is rounded that may not be."""
+        source = self.origin.tree(name)
+        for key, slot in [(own, slot) for own in keys for slot in tree.layout.groups[own].slots]:
+            form, have = tree.format(key), source.format(slot.path)
+            if have is not None and not (self.lossy or form.keeps(have)):
+                what = name.split(".")[0] if name.split(".")[0] != "extra" else f"state.{name}"
+                raise ValueError(
+                    f"{self.origin.place}: the {what} of leaf {slot.path!r} are stored as {have}, and would be "
+                    f"rounded to {form}. Say {self.origin.call} to round them to nearest, or use a step whose policy "
+                    "keeps them, such as fz.Policy.exact()."
+                )
+        return source
+
+    def _filled(self, tree: Sharded, key: Key, source: Source, base: Sharded | None) -> list[torch.Tensor]:
+        """The parts of this rank's slice of a group; leaves that the source lacks are those of `base`, or zero."""
+        form, size, slots = tree.format(key), tree.layout.shard_numel(key), tree.layout.groups[key].slots
+        low, device = tree.rank_of(key) * size, self.origin.device
+        whole = all(source.format(slot.path) is not None for slot in slots)
+        if base is None or (whole and base.placed(key).away):
+            out = list(zeros(form, size, device))
+        else:  # what begins at zero is written over; what the optimizer made of the params may be the params
+            out = [part.to(device) for part in base.stored(key).parts]
+            out = out if base.kind in ("signed", "nonnegative") else [part.clone() for part in out]
+        for slot in slots:
+            have = source.format(slot.path)
+            if have is None:
+                continue
+            start, stop = max(low, slot.offset), min(low + size, slot.offset + slot.numel)
+            at, first, last = start - low, start - slot.offset, stop - slot.offset
+            if start >= stop:
+                at, first, last = 0, 0, 0
+            into = [
+                target[at // part.every :][: entries(form, part, last - first)]
+                for part, target in zip(form.parts, out, strict=True)
+            ]
+            alike = have.parts == form.parts
+            got = source.read(slot.path, first, last, into if alike else None)
+            if first == last:
+                continue
+            if not alike:
+                wide = torch.float64 if form.parts[0].dtype == torch.float64 else torch.float32
+                got = encode(form, decode(have, got, wide))
+            for target, value in zip(into, got, strict=True):
+                if value is not target:
+                    target.copy_(value[: target.numel()])
+        return [part.to(self.device) for part in out]
+
+
+def _entry(item: str, entries: Collection[str]) -> str | None:
+    """The entry of `state.extra` that an item belongs to."""
+    own = [name for name in entries if f"{item}.".startswith(f"extra.{name}.")]
+    return max(own, key=len, default=None)
