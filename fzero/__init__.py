@@ -1,5 +1,6 @@
 """fzero: ZeRO for torch.func. Training states that are sharded pytrees, steps that are pure functions."""
 
+from fzero import compat as compat
 from fzero import optim as optim
 from fzero import testing as testing
 from fzero import transforms as transforms
@@ -13,6 +14,8 @@ from fzero.checkpoint.manifest import DamagedCheckpoint as DamagedCheckpoint
 from fzero.checkpoint.save import Saving as Saving
 from fzero.checkpoint.save import save as save
 from fzero.checkpoint.save import save_async as save_async
+from fzero.compat.safetensors import load_safetensors as load_safetensors
+from fzero.compat.safetensors import save_safetensors as save_safetensors
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads

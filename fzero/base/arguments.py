@@ -83,13 +83,13 @@ def need_argnums(argnums: object, inputs: Sequence[object]) -> tuple[int, ...] |
     return out
 
 
-def need_path(path: object, who: str) -> str:
-    """The path of a folder, as a str."""
+def need_path(path: object, who: str, argument: str = "path", what: str = "the path of a folder") -> str:
+    """A path, as a str."""
     given = os.fspath(path) if isinstance(path, os.PathLike) else path
     if not isinstance(given, str):
-        raise wrong(who, "path", path, "the path of a folder, a str or an os.PathLike of one")
+        raise wrong(who, argument, path, f"{what}, a str or an os.PathLike of one")
     if not given or "\0" in given:
-        raise ValueError(f"{who}: got path={given!r}, expected the path of a folder.")
+        raise ValueError(f"{who}: got {argument}={given!r}, expected {what}.")
     return given
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import functools
 import json
 from collections.abc import Callable
@@ -20,7 +21,6 @@ from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
 T = TypeVar("T")
-_KINDS = (DamagedCheckpoint, FileNotFoundError, PermissionError, ValueError, TypeError, OSError)
 
 
 def agreed(axis: Axis, job: Callable[[], T], place: str) -> T:
@@ -34,14 +34,22 @@ def agreed(axis: Axis, job: Callable[[], T], place: str) -> T:
         said = json.dumps([type(error).__name__, str(error)] if error else [])
         for rank, text in enumerate(axis.exchange(said, "load")):
             if error is None and (theirs := json.loads(text)):
-                kind = next((kind for kind in _KINDS if kind.__name__ == theirs[0]), RuntimeError)
-                error = kind(f"rank {rank}: {theirs[1]}")
+                error = _as_said(theirs[0], f"rank {rank}: {theirs[1]}")
     try:
         if error is not None:
             raise error
     finally:
         del error  # which holds this frame
     return cast(T, out)
+
+
+def _as_said(kind: str, text: str) -> Exception:
+    """An error of another rank, of the same kind where a text makes one."""
+    own = DamagedCheckpoint if kind == DamagedCheckpoint.__name__ else getattr(builtins, kind, RuntimeError)
+    try:
+        return own(text)
+    except TypeError:
+        return RuntimeError(text)
 
 
 def filled(

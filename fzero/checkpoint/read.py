@@ -90,26 +90,7 @@ class Reader:
         return own
 
     def _into(self, target: torch.Tensor, file: File, offset: int) -> None:
-        view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        path = os.path.join(self.folder, file.name)
-        descriptor = self._open(path)
-        try:
-            while view:
-                done = os.preadv(descriptor, [view[: 1 << 30]], offset)
-                if not done:
-                    raise _cut(path, file, offset)
-                view, offset = view[done:], offset + done
-        finally:
-            os.close(descriptor)
-
-    @staticmethod
-    def _open(path: str) -> int:
-        try:
-            return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            raise DamagedCheckpoint(
-                f"{path}: got no such file, which the manifest names. Bring it back, or load an older checkpoint."
-            ) from None
+        read_into(os.path.join(self.folder, file.name), target, offset, file.nbytes)
 
     def verify(self, rank: int, ranks: int) -> None:
         """Holds this rank's share of the files against their sizes and checksums.
@@ -119,10 +100,10 @@ class Reader:
         """
         for file in self.manifest.files[rank::ranks]:
             path = os.path.join(self.folder, file.name)
-            descriptor = self._open(path)
+            descriptor = _open(path)
             try:
                 if os.fstat(descriptor).st_size != file.nbytes:
-                    raise _cut(path, file, os.fstat(descriptor).st_size)
+                    raise _cut(path, file.nbytes, os.fstat(descriptor).st_size)
                 got = _digest(descriptor, file.nbytes)
             finally:
                 os.close(descriptor)
@@ -133,8 +114,35 @@ class Reader:
                 )
 
 
-def _cut(path: str, file: File, got: int) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path}: got {got} bytes, expected {file.nbytes}. Load an older checkpoint.")
+def read_into(path: str, target: torch.Tensor, offset: int, expected: int) -> None:
+    """Fills a tensor on the CPU with the bytes of a file from an offset on.
+
+    Raises:
+        DamagedCheckpoint: the file ends before, or is not there; it should have `expected` bytes.
+    """
+    view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    descriptor = _open(path)
+    try:
+        while view:
+            done = os.preadv(descriptor, [view[: 1 << 30]], offset)
+            if not done:
+                raise _cut(path, expected, offset)
+            view, offset = view[done:], offset + done
+    finally:
+        os.close(descriptor)
+
+
+def _open(path: str) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(
+            f"{path}: got no such file, which the checkpoint names. Bring it back, or load an older checkpoint."
+        ) from None
+
+
+def _cut(path: str, expected: int, got: int) -> DamagedCheckpoint:
+    return DamagedCheckpoint(f"{path}: got {got} bytes, expected {expected}. Load an older checkpoint.")
 
 
 def _digest(descriptor: int, nbytes: int) -> str:

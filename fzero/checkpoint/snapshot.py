@@ -147,10 +147,10 @@ class Snapshot:
                 buffer = on_host(tensor_of(buffers.pop()))
                 first = (own.low - own.base) // own.form.parts[part].every
                 for run in found:
-                    yield _bytes(buffer[first + run.low : first + run.high])
+                    yield bytes_of(buffer[first + run.low : first + run.high])
                 del buffer
         while self.tensors:
-            yield _bytes(on_host(self.tensors.pop(next(iter(self.tensors)))).reshape(-1))
+            yield bytes_of(on_host(self.tensors.pop(next(iter(self.tensors)))).reshape(-1))
 
     def _runs(self) -> Iterator[tuple[int, Key | None, int, int, torch.dtype, int, int, int, int]]:
         for own, _ in self.slices:
@@ -166,5 +166,6 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor on the CPU."""
     return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]

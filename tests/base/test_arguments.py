@@ -65,7 +65,12 @@ def at(path: Any) -> Any:
     return f"{DISK.path}-{path}" if isinstance(path, str) else path
 
 
+def hf(path: Any) -> Any:
+    return at(f"hf-{path}") if isinstance(path, str) else path
+
+
 fz.save(at("x y"), STATE)
+fz.save_safetensors(hf("x y"), STATE)
 Call = Callable[[Any], Any]
 # function -> argument -> (a call with it, the kinds that it takes)
 TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
@@ -255,6 +260,24 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "params_only": (lambda v: fz.load(at("x y"), STEP, params_only=v), {"a bool"}),
         "lossy": (lambda v: fz.load(at("x y"), STEP, lossy=v), {"a bool"}),
         "lenient": (lambda v: fz.load(at("x y"), STEP, like=PARAMS, lenient=v), {"a bool"}),
+    },
+    "load_safetensors": {
+        "step": (lambda v: fz.load_safetensors(v, hf("x y")), {"a step"}),
+        "files": (lambda v: fz.load_safetensors(STEP, hf(v)), {"a string"}),
+        "like": (lambda v: fz.load_safetensors(STEP, hf("x y"), like=v), {"None", "full params"}),
+        "names": (lambda v: fz.load_safetensors(STEP, hf("x y"), like=PARAMS, names=v), {"None"}),
+        "pattern": (lambda v: fz.load_safetensors(STEP, hf("x y"), like=PARAMS, pattern=v), set()),
+        "lossy": (lambda v: fz.load_safetensors(STEP, hf("x y"), lossy=v), {"a bool"}),
+        "lenient": (lambda v: fz.load_safetensors(STEP, hf("x y"), like=PARAMS, lenient=v), {"a bool"}),
+        "seed": (lambda v: fz.load_safetensors(STEP, hf("x y"), seed=v), {"an int", "a negative"}),
+    },
+    "save_safetensors": {
+        "path": (lambda v: fz.save_safetensors(hf(v), STATE), {"a string"}),
+        "state": (lambda v: fz.save_safetensors(hf("x y"), v), {"a state", "sharded params", "grads"}),
+        "names": (lambda v: fz.save_safetensors(hf("x y"), STATE, names=v), {"None"}),
+        "also": (lambda v: fz.save_safetensors(hf("also"), STATE, also=v), {"None"}),
+        "dtype": (lambda v: fz.save_safetensors(hf("dtype"), STATE, dtype=v), {"None", "a dtype"}),
+        "shard_bytes": (lambda v: fz.save_safetensors(hf("bytes"), STATE, shard_bytes=v), {"an int"}),
     },
     "load_extra": {"path": (lambda v: fz.load_extra(at(v)), {"a string"})},
     "Step.vjp": {
