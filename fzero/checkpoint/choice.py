@@ -69,6 +69,11 @@ class Choice:
         """True where leaves keep values that are not read."""
         return len(self.taken) < len(self.layout.rows)
 
+    @property
+    def trained(self) -> list[str]:
+        """The paths that are read of leaves which have moments."""
+        return [row.path for row in self.layout.rows if row.path in self.taken and not row.frozen]
+
     def warn(self, wanted: Wanted, level: int) -> None:
         """Reports what only one side has."""
         if self.others:

@@ -14,9 +14,8 @@ from fzero.base import pytree
 from fzero.checkpoint.choice import Choice, Wanted
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Format
 from fzero.state.init import init_state
-from fzero.state.origin import Move, Origin, Source
+from fzero.state.origin import Move, Origin
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
@@ -60,8 +59,7 @@ def filled(
     Args:
         count: the number of updates so far; None where all but the params begins.
     """
-    place, chosen = wanted.place, _Chosen(origin, choice.taken)
-    move = Move(chosen, step, choice.device, wanted.lossy)
+    place, move = wanted.place, Move(origin, step, choice.device, wanted.lossy, choice.taken)
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
     params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base), place)
     params = move.held(params)
@@ -83,25 +81,3 @@ def _base(like: object, choice: Choice) -> object:
     return pytree.unflatten(
         spec, [make if read else leaf for read, make, leaf in zip(taken, makers, leaves, strict=True)]
     )
-
-
-class _Chosen(Origin):
-    """An origin of which only some leaves are read."""
-
-    def __init__(self, origin: Origin, taken: frozenset[str]) -> None:
-        self._origin, self._taken = origin, taken
-        vars(self).update(vars(origin))
-        self.call, self.anew, self.device = origin.call, origin.anew, origin.device
-        self.scale, self.value = origin.scale, origin.value
-
-    def tree(self, name: str) -> Source:
-        return _Some(self._origin.tree(name), self._taken)
-
-
-class _Some:
-    def __init__(self, source: Source, taken: frozenset[str]) -> None:
-        self._source, self._taken = source, taken
-        self.read = source.read
-
-    def format(self, path: str) -> Format | None:
-        return self._source.format(path) if path in self._taken else None

@@ -13,7 +13,7 @@ from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format, decode, encode, entries, zeros
 from fzero.state.init import as_held
-from fzero.state.items import Item, refilled
+from fzero.state.items import Item, items_in, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import settle
 from fzero.state.sharded import Sharded, is_sharded, part_names
@@ -64,7 +64,11 @@ class Origin:
     kinds: Mapping[str, str]
     extras: Extras
 
+    def meet(self, moments: Sequence[Item]) -> None:
+        """Told of the moments that the step keeps, before it asks for any."""
+
     def tree(self, name: str) -> Source:
+        """The values of a tree."""
         raise NotImplementedError
 
     def scale(self, name: str) -> float:
@@ -76,6 +80,16 @@ class Origin:
         raise NotImplementedError
 
 
+class _Taken:
+    """A source of which only some leaves are taken."""
+
+    def __init__(self, source: Source, taken: frozenset[str]) -> None:
+        self._source, self._taken, self.read = source, taken, source.read
+
+    def format(self, path: str) -> Format | None:
+        return self._source.format(path) if path in self._taken else None
+
+
 @dataclass(frozen=True)
 class Move:
     """The values of an origin on their way into a state of a step.
@@ -83,12 +97,14 @@ class Move:
     Attributes:
         device: that computes with the state.
         lossy: whether values may be rounded, and entries dropped.
+        taken: the paths of the leaves that are taken; all that there are by default.
     """
 
     origin: Origin
     step: Spec
     device: torch.device
     lossy: bool
+    taken: frozenset[str] | None = None
 
     def params(self, layout: Layout, axis: Axis, structure: pytree.Spec, base: Sharded | None) -> Sharded:
         """This rank's slices of all params; those that are held whole on the device still.
@@ -129,6 +145,7 @@ class Move:
     def moments(self, moments: object) -> object:
         """The moments, in the places of those that begin."""
         met: list[str] = []
+        self.origin.meet(items_in("moments", moments))
         out = refilled("moments", moments, lambda item: self._value(item, "moments", met))
         saved = [name for name in self.origin.kinds if name.split(".")[0] == "moments"]
         if met != saved:
@@ -178,19 +195,13 @@ class Move:
         met.append(item.name)
         if is_sharded(own):
             if have == "values" != own.kind:
-                source = self.origin.tree(item.name)
-                own = own.with_buffers({key: self._like(source, own, key) for key in own.groups})
+                source = self._source(item.name, own, ())
+                own = own.with_buffers({key: _like(source, own, key) for key in own.groups})
             return self._tree(own, item.name, kind, own).replaced(scale=self.origin.scale(item.name))
         value = self.origin.value(item.name)
         if isinstance(value, torch.Tensor):
             return value.to(own.device)
         return pytree.Count(value) if isinstance(value, int) and have == "count" else value
-
-    def _like(self, source: Source, own: Sharded, key: Key) -> torch.Tensor:
-        """A group's values in a dtype that keeps those of a source."""
-        forms = [source.format(slot.path) for slot in own.layout.groups[key].slots]
-        dtypes = [form.dtype for form in forms if form is not None]
-        return own.local(key).to(functools.reduce(torch.promote_types, dtypes)) if dtypes else own.local(key)
 
     def _otherwise(self, name: str, what: str = "moments") -> ValueError:
         return ValueError(
@@ -213,6 +224,7 @@ class Move:
     def _source(self, name: str, tree: Sharded, keys: Sequence[Key] | Mapping[Key, object]) -> Source:
         """The source of a tree, from which nothing is rounded that may not be."""
         source = self.origin.tree(name)
+        source = source if self.taken is None else _Taken(source, self.taken)
         for key, slot in [(own, slot) for own in keys for slot in tree.layout.groups[own].slots]:
             form, have = tree.format(key), source.format(slot.path)
             if have is not None and not (self.lossy or form.keeps(have)):
@@ -257,6 +269,13 @@ class Move:
                 if value is not target:
                     target.copy_(value[: target.numel()])
         return [part.to(self.device) for part in out]
+
+
+def _like(source: Source, tree: Sharded, key: Key) -> torch.Tensor:
+    """A group's values in a dtype that keeps those of a source."""
+    forms = [source.format(slot.path) for slot in tree.layout.groups[key].slots]
+    dtypes = [form.dtype for form in forms if form is not None]
+    return tree.local(key).to(functools.reduce(torch.promote_types, dtypes)) if dtypes else tree.local(key)
 
 
 def _entry(item: str, entries: Collection[str]) -> str | None:

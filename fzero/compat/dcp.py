@@ -1,0 +1,362 @@
+"""fz.compat.save_dcp and fz.compat.load_dcp: torch's distributed checkpoints, written and read slice by slice."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.arguments import need_int, need_str, wrong
+from fzero.base.interrupts import as_found
+from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.contents import share
+from fzero.checkpoint.files import folder_of, make_folder
+from fzero.checkpoint.fill import agreed, filled
+from fzero.checkpoint.manifest import DamagedCheckpoint
+from fzero.checkpoint.snapshot import on_host
+from fzero.compat.moments import kinds_of, word_of
+from fzero.formats.formats import ALIGN, Format, Plain
+from fzero.state.checks import constants
+from fzero.state.items import Item, items_in
+from fzero.state.origin import TREES, Origin, Source
+from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Key
+from fzero.table.rows import Leaf
+from fzero.table.spec import Spec, need_step
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from fzero.compat.planners import Reader
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+def save_dcp(
+    path: str | os.PathLike[str], state: TrainState, *, model: str = "model", optim: str | None = "optim"
+) -> None:
+    """Writes a state as a checkpoint of torch.distributed.checkpoint, which `dcp.load` reads over any ranks and mesh.
+
+    The names are those of `{"model": model_state_dict, "optim": optimizer_state_dict}` with the state dicts of
+    `torch.distributed.checkpoint.state_dict`: `model.<path>`, `optim.state.<path>.exp_avg`, `exp_avg_sq`,
+    `momentum_buffer` and `step`. There are no `optim.param_groups`: give `dcp.load` a
+    `DefaultLoadPlanner(allow_partial_load=True)`, and they stay as they are. Values are decoded, each rank writes its
+    slices.
+
+    Args:
+        path: of the folder.
+        state: whose params and moments are written; kept grads and `state.extra` are not.
+        model: before the names of params; "" for the names alone.
+        optim: before those of moments; None writes none.
+
+    Raises:
+        ValueError: the ranks differ in their arguments; moments that have no name there.
+        OSError: the disk is full, or the folder cannot be written to: on every rank.
+
+    Example:
+        >>> import tempfile
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fz.compat.save_dcp(folder, step.init({"w": torch.ones(3)}))
+        ...     sorted(os.listdir(folder))
+        ['.metadata', '__0_0.distcp']
+    """
+    who = "fz.compat.save_dcp"
+    folder = folder_of(path, "compat.save_dcp")
+    if not isinstance(state, TrainState):
+        raise wrong(who, "state", state, "what step.init or a step returned")
+    need_str(model, who, "model", "a prefix of names")
+    need_str(optim, who, "optim", "a prefix of names", or_none=True)
+    (state,) = constants(who, state=state)
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
+        axis = state.params.axis
+        writing = agreed(axis, lambda: _Writing(folder, state, model, optim), folder)
+        axis.check_same(f"{folder} {writing.known}", "The checkpoints", f"Call {who} alike on every rank.")
+        plans = axis.exchange(writing.plan(), "save_dcp")
+        results = axis.exchange(agreed(axis, lambda: writing.write(plans, axis.data_rank), folder), "save_dcp")
+        agreed(axis, lambda: writing.finish(results) if axis.data_rank == 0 else None, folder)
+
+
+class _Writing:
+    """One call of `save_dcp` on one rank."""
+
+    def __init__(self, folder: str, state: TrainState, model: str, optim: str | None) -> None:
+        from torch.distributed.checkpoint import FileSystemWriter
+
+        from fzero.compat.planners import Save
+
+        self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
+        self._pieces = {}
+        self._leads = state.params.axis.data_rank == 0
+        self._add(state.params, lambda path: (model, path) if model else (path,))
+        for item in items_in("moments", state.moments) if optim is not None else ():
+            word = word_of(item.name)
+            if is_sharded(item.value):
+                self._add(item.value, lambda path, word=word: (*([optim] if optim else []), "state", path, word))
+            elif item.kind == "count":
+                for path in state.params:
+                    step = torch.tensor(float(item.value.value), device="cpu")
+                    self._one((*([optim] if optim else []), "state", path, word), step)
+            elif item.value is not None:
+                raise ValueError(
+                    f"fz.compat.save_dcp: state.{item.name} is {item.value!r}, for which torch's checkpoints have no "
+                    "name; expected the moments of fz.sgd, adam, adamw or lion. Say optim=None to leave them out."
+                )
+        self._planner = Save(self._pieces, self.known)
+        if self._leads:
+            make_folder(folder)
+        self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
+
+    def _named(self, keys: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
+        name = ".".join(keys)
+        if name in self.known:
+            raise ValueError(
+                f"fz.compat.save_dcp: got two tensors of the name {name!r}, expected one. Say other prefixes with "
+                "model= and optim=, or optim=None."
+            )
+        self.known[name] = shape, dtype, keys
+        return name
+
+    def _one(self, keys: tuple[str, ...], value: torch.Tensor) -> None:
+        name = self._named(keys, tuple(value.shape), value.dtype)
+        if self._leads:
+            self._pieces[name, 0, value.numel()] = lambda start, stop: value.reshape(-1)[start:stop].clone()
+
+    def _add(self, tree: Sharded, keys_of: Callable[[str], tuple[str, ...]]) -> None:
+        for key in tree.groups:
+            dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)
+            for slot in tree.layout.groups[key].slots:
+                name = self._named(keys_of(slot.path), slot.shape, dtype)
+                start, stop = max(low, slot.offset), min(high, slot.offset + slot.numel)
+                if start < stop:
+                    make = functools.partial(_values, tree, key, slot.offset - base)
+                    self._pieces[name, start - slot.offset, stop - slot.offset] = make
+
+    def plan(self) -> str:
+        from fzero.compat.planners import text_of
+
+        return text_of(self._planner.create_local_plan())
+
+    def write(self, plans: Sequence[str], rank: int) -> str:
+        from fzero.compat.planners import text_of, value_of
+
+        self._writer.set_up_storage_writer(self._leads)
+        everyone, self._metadata = self._planner.create_global_plan([value_of(text) for text in plans])
+        everyone = self._writer.prepare_global_plan([self._writer.prepare_local_plan(plan) for plan in everyone])
+        return text_of(self._writer.write_data(everyone[rank], self._planner).wait())
+
+    def finish(self, results: Sequence[str]) -> None:
+        from fzero.compat.planners import value_of
+
+        self._writer.finish(self._metadata, [value_of(text) for text in results])
+
+
+def _values(tree: Sharded, key: Key, offset: int, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a leaf whose buffer has it from `offset` on."""
+    low, high = offset + start, offset + stop
+    first = low // ALIGN * ALIGN
+    stored = tree.stored(key).cut(first, -(-high // ALIGN) * ALIGN)
+    values = stored.to(stored.dtype)[low - first : high - first]
+    return on_host(values if tree.scale == 1.0 else values / tree.scale).clone()
+
+
+def load_dcp(
+    path: str | os.PathLike[str],
+    step: Spec,
+    *,
+    like: object = None,
+    model: str = "model",
+    optim: str | None = "optim",
+    pattern: str = "*",
+    lossy: bool = False,
+    lenient: bool = False,
+    seed: int = 0,
+) -> TrainState:
+    """The state of a checkpoint that torch.distributed.checkpoint has written, over any ranks, mesh and sharding.
+
+    Its names are as `save_dcp` writes them, which is how `torch.distributed.checkpoint.state_dict` names what a model
+    and its optimizer hold. Each rank reads its slices. Of the metadata, which is a pickle, only the classes are
+    unpickled that DCP itself writes; tensors are read with `weights_only=True`. DCP keeps no checksums: what was
+    changed after it was written is not found.
+
+    Args:
+        path: of the folder.
+        step: with the optimizer that the checkpoint is of; with any where `optim` is None.
+        like, pattern, lossy, lenient, seed: as of `fz.load_safetensors`.
+        model: before the names of params; "" for the names alone.
+        optim: before those of moments; None begins them anew.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpoint: it cannot be read. On every rank.
+        ValueError: the leaves, shapes or the optimizer are others, or something would be lost.
+
+    Example:
+        >>> import tempfile
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     fz.compat.save_dcp(folder, step.init({"w": torch.ones(3)}))
+        ...     fz.gather(fz.compat.load_dcp(folder, step).params)["w"]
+        tensor([1., 1., 1.])
+    """
+    who = "fz.compat.load_dcp"
+    folder = folder_of(path, "compat.load_dcp")
+    need_step(step, "compat.load_dcp")
+    need_str(model, who, "model", "a prefix of names")
+    need_str(optim, who, "optim", "a prefix of names", or_none=True)
+    seed = need_int(seed, who, "seed")
+    wanted = Wanted(who, folder, like, pattern, lossy, lenient)
+    wanted.check()
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
+        axis = step.axis().of_component(step.name)
+        origin = agreed(axis, lambda: _Reading(folder, model, optim), folder)
+        axis.check_same(f"{folder} {origin.said} seed {seed}", "The checkpoints", "Give every rank the same path.")
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
+        count = None if optim is None else agreed(axis, lambda: origin.count(choice.trained), folder)
+        state = filled(origin, choice, wanted, step, axis, seed, count)
+        if axis.data_rank == 0:
+            choice.warn(wanted, 2)
+        return state
+
+
+class _Reading(Origin):
+    """A checkpoint of torch as the origin of a state."""
+
+    call, anew = "fz.compat.load_dcp(path, step, lossy=True)", "fz.compat.load_dcp(path, step, optim=None)"
+    device = torch.device("cpu")
+    extras = ()
+
+    def __init__(self, folder: str, model: str, optim: str | None) -> None:
+        self.place, self._kinds = folder, {"params": "params"}
+        self.kinds = self._kinds
+        self._reader, self._tensors = _opened(folder)
+        self.said = sorted((name, tuple(own.size), str(own.properties.dtype)) for name, own in self._tensors.items())
+        before = f"{model}." if model else ""
+        state = f"{optim}.state." if optim else "state."
+        moments = [name for name in self._tensors if optim is not None and name.startswith(state)]
+        self._params = {
+            name.removeprefix(before): name
+            for name, own in self._tensors.items()
+            if name.startswith(before) and (before or name not in moments) and own.properties.dtype in _FLOATS
+        }
+        self._moments: dict[str, dict[str, str]] = {}  # word -> path -> name
+        for name in moments:
+            path, _, word = name.removeprefix(state).rpartition(".")
+            self._moments.setdefault(word, {})[path] = name
+        self._state = state
+        tensors = {path: self._tensors[name] for path, name in self._params.items()}
+        paths = pytree.named_leaves(dict.fromkeys(tensors, 0))[0]
+        self.leaves: list[Leaf] = [(path, tuple(tensors[path].size), tensors[path].properties.dtype) for path in paths]
+
+    def structure(self) -> pytree.Spec:
+        return pytree.flatten(dict.fromkeys(self._params, 0))[1]
+
+    def meet(self, moments: Sequence[Item]) -> None:
+        if not self._moments and any(item.kind in TREES for item in moments):
+            raise ValueError(
+                f"{self.place}: got no tensors of an optimizer, whose names would begin with {self._state!r}; expected "
+                "some. Say their prefix with optim=, or optim=None to begin the moments anew."
+            )
+        self._kinds.update(kinds_of(moments, self._moments.keys() - {"step"}))
+
+    def count(self, paths: Sequence[str]) -> int:
+        """How many updates the moments have seen."""
+        counts = {path: int(self._whole(name)) for path, name in self._moments.get("step", {}).items()}
+        found = {counts[path] for path in paths if path in counts}
+        if len(found) > 1:
+            first, other = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+            raise ValueError(
+                f"{self.place}: leaf {first!r} has seen {counts[first]} updates, leaf {other!r} {counts[other]}; "
+                "expected one count for all. Say optim=None to begin the moments anew."
+            )
+        self._count = found.pop() if found else 0
+        return self._count
+
+    def value(self, name: str) -> object:
+        return self._count if name.rpartition(".")[2] == "count" else None
+
+    def tree(self, name: str) -> Source:
+        names = self._params if name == "params" else self._moments[word_of(name)]
+        return _Tree(self, name, names)
+
+    def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
+        """Fills a flat tensor with elements [start, stop) of one of the checkpoint's."""
+        from torch.distributed.checkpoint.planner import LoadPlan
+        from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+        from fzero.compat.planners import Load, boxes
+
+        tensor = self._tensors[name]
+        own, targets, covers, at = [*boxes(tuple(tensor.size), start, stop)], {}, {}, 0
+        met = torch.zeros(stop - start, dtype=torch.bool, device="cpu")
+        for box in own:
+            numel = box.sizes.numel()
+            targets[box.offsets], covers[box.offsets] = (x[at : at + numel].view(box.sizes) for x in (out, met))
+            at += numel
+        items = create_read_items_for_chunk_list(name, tensor, own)
+        seen = Load(covers)
+        for item in items:
+            seen.resolve_tensor(item).fill_(True)
+        if not met.all():
+            raise DamagedCheckpoint(f"{self.place}: tensor {name!r} lacks elements between {start} and {stop}.")
+        try:
+            self._reader.read_data(LoadPlan(items), Load(targets)).wait()
+        except Exception as error:
+            raise DamagedCheckpoint(f"{self.place}: tensor {name!r} cannot be read: {error!r}.") from error
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self._tensors[name].properties.dtype
+
+    def _whole(self, name: str) -> torch.Tensor:
+        tensor = self._tensors[name]
+        out = torch.empty(tensor.size.numel(), dtype=tensor.properties.dtype, device="cpu")
+        self.read(name, 0, out.numel(), out)
+        return out.view(tensor.size)
+
+
+class _Tree:
+    """One of its trees."""
+
+    def __init__(self, origin: _Reading, name: str, names: Mapping[str, str]) -> None:
+        self._origin, self._name, self._names = origin, name, names
+
+    def format(self, path: str) -> Format | None:
+        if path not in self._names:
+            if self._name == "params":
+                return None
+            raise ValueError(
+                f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of "
+                "every leaf that the step trains. Freeze the leaf, or say optim=None to begin the moments anew."
+            )
+        return Plain(self._origin.dtype(self._names[path]))
+
+    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+        name = self._names[path]
+        out = into or [torch.zeros(-(-(stop - start) // ALIGN) * ALIGN, dtype=self._origin.dtype(name), device="cpu")]
+        if start < stop:
+            self._origin.read(name, start, stop, out[0][: stop - start])
+        return out
+
+
+def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata]]:
+    """A reader of a checkpoint, and its tensors by name."""
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    from fzero.compat.planners import Reader
+
+    reader = Reader(folder)
+    try:
+        metadata = reader.read_metadata()
+    except FileNotFoundError:
+        raise FileNotFoundError(
+            f"{folder}: got no checkpoint of torch.distributed.checkpoint, expected a folder with a .metadata."
+        ) from None
+    except Exception as error:
+        raise DamagedCheckpoint(f"{folder}/.metadata cannot be read: {error}.") from error
+    reader.set_up_storage_reader(metadata, True)
+    found = metadata.state_dict_metadata.items()
+    return reader, {name: own for name, own in found if isinstance(own, TensorStorageMetadata)}

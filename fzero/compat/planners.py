@@ -1,0 +1,189 @@
+"""What torch's distributed checkpoints (DCP) need to know of flat slices: they are boxes of their leaves."""
+
+from __future__ import annotations
+
+import base64
+import io
+import pickle
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+Make = Callable[[int, int], torch.Tensor]  # elements [start, stop) of a tensor, flat
+_KNOWN = {  # of the pickle that its metadata is, which could otherwise run anything
+    ("torch.serialization", "_get_layout"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+    ("collections", "OrderedDict"),
+    *(("pathlib", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
+    *(("pathlib._local", name) for name in ("Path", "PosixPath", "PurePath", "PurePosixPath", "WindowsPath")),
+}
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[ChunkStorageMetadata]:
+    """The boxes that the elements [start, stop) of a tensor are, row by row: at most two a dimension, less one.
+
+    Example:
+        >>> [(tuple(own.offsets), tuple(own.sizes)) for own in boxes((4, 3), 2, 10)]
+        [((0, 2), (1, 1)), ((1, 0), (2, 3)), ((3, 0), (1, 1))]
+    """
+    if start >= stop:
+        return
+    if not shape:
+        yield ChunkStorageMetadata(torch.Size(()), torch.Size(()))
+        return
+    row = torch.Size(shape[1:]).numel()
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:  # within one row
+        yield from _in_row(shape, last, start, stop)
+        return
+    yield from _in_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield ChunkStorageMetadata(torch.Size((first, *[0] * (len(shape) - 1))), torch.Size((last - first, *shape[1:])))
+    yield from _in_row(shape, last, last * row, stop)
+
+
+def _in_row(shape: tuple[int, ...], row: int, start: int, stop: int) -> Iterator[ChunkStorageMetadata]:
+    numel = torch.Size(shape[1:]).numel()
+    for own in boxes(shape[1:], start - row * numel, stop - row * numel):
+        yield ChunkStorageMetadata(torch.Size((row, *own.offsets)), torch.Size((1, *own.sizes)))
+
+
+class Save(SavePlanner):
+    """Plans what one rank writes.
+
+    Args:
+        pieces: the tensors' names and where each begins and stops in its tensor -> what makes the values, flat.
+        known: the name of every tensor -> its shape, its dtype, and its keys in the nested state dict.
+    """
+
+    def __init__(
+        self,
+        pieces: Mapping[tuple[str, int, int], Make],
+        known: Mapping[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]],
+    ) -> None:
+        self._known = known
+        self._parts: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor]] = {}
+        self._items: list[WriteItem] = []
+        for (name, start, stop), make in pieces.items():
+            shape, dtype, _ = known[name]
+            at = start
+            for own in boxes(shape, start, stop):
+                end = at + own.sizes.numel()
+                index = MetadataIndex(name, own.offsets)
+                data = TensorWriteData(own, TensorProperties(dtype=dtype), torch.Size(shape))
+                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                self._parts[name, tuple(own.offsets)] = _part(make, at, end, own.sizes)
+                at = end
+
+    def set_up_planner(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan(self._items)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        found: dict[str, Any] = {
+            name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
+            for name, (shape, dtype, _) in self._known.items()
+        }
+        for plan in all_plans:
+            for item in plan.items:
+                assert item.tensor_data is not None
+                found[item.index.fqn].chunks.append(item.tensor_data.chunk)
+        keys = {name: keys for name, (_, _, keys) in self._known.items()}
+        return all_plans, Metadata(found, planner_data=keys)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor:
+        return self._parts[write_item.index.fqn, tuple(write_item.index.offset or ())]()
+
+
+def _part(
+    make: Callable[[int, int], torch.Tensor], start: int, stop: int, sizes: torch.Size
+) -> Callable[[], torch.Tensor]:
+    return lambda: make(start, stop).view(sizes)
+
+
+class Load(LoadPlanner):
+    """Fills the boxes of one slice."""
+
+    def __init__(self, targets: Mapping[torch.Size, torch.Tensor]) -> None:
+        self._targets = targets  # by the boxes' offsets
+
+    def set_up_planner(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan([])
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        raise NotImplementedError
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        out = self._targets[read_item.dest_index.offset or torch.Size(())]
+        for dim, (start, length) in enumerate(zip(read_item.dest_offsets, read_item.lengths, strict=True)):
+            out = out.narrow(dim, start, length)
+        return out
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        pass
+
+
+class Reader(FileSystemReader):
+    """Reads others' checkpoints, and nothing from their metadata but the classes that DCP itself writes there."""
+
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
+        with open(f"{self.path}/.metadata", "rb") as file:
+            metadata = _Unpickler(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        own = module == "torch.distributed.checkpoint.metadata" and "." not in name
+        if not (own or (module, name) in _KNOWN or (module == "torch" and name in _TORCH)):
+            raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint of torch has")
+        return super().find_class(module, name)
+
+
+_TORCH = {"Size", *(name for name, own in vars(torch).items() if isinstance(own, torch.dtype))}
+
+
+def text_of(value: object) -> str:
+    """What one rank tells the others of its plan."""
+    return base64.b64encode(pickle.dumps(value)).decode()
+
+
+def value_of(text: str) -> Any:
+    """What another rank of this run has told."""
+    return pickle.loads(base64.b64decode(text))
