@@ -99,7 +99,7 @@ class Manifest:
     ranks: int
     axis: str
     extras: tuple[tuple[str, str, bool], ...]
-    structure: Any
+    structure: object
     leaves: tuple[Leaf, ...]
     items: tuple[Kept, ...]
     files: tuple[File, ...]

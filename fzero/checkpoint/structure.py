@@ -15,7 +15,7 @@ class Unnamed(ValueError):
     """A container that JSON cannot name."""
 
 
-def described(structure: pytree.Spec) -> Any:
+def described(structure: pytree.Spec) -> object:
     """A structure as JSON, whose leaves are their numbers; a container of another kind is named for the error."""
     return _described(pytree.unflatten(structure, range(structure.num_leaves)))
 

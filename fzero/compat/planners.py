@@ -102,16 +102,16 @@ class Save(SavePlanner):
         return SavePlan(self._items)
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        found: dict[str, Any] = {
+        tensors = {
             name: TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(shape), [])
             for name, (shape, dtype, _) in self._known.items()
         }
         for plan in all_plans:
             for item in plan.items:
                 assert item.tensor_data is not None
-                found[item.index.fqn].chunks.append(item.tensor_data.chunk)
+                tensors[item.index.fqn].chunks.append(item.tensor_data.chunk)
         keys = {name: keys for name, (_, _, keys) in self._known.items()}
-        return all_plans, Metadata(found, planner_data=keys)
+        return all_plans, Metadata({**tensors}, planner_data=keys)
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -169,7 +169,7 @@ class Reader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
+    def find_class(self, module: str, name: str) -> object:
         own = module == "torch.distributed.checkpoint.metadata" and "." not in name
         if not (own or (module, name) in _KNOWN or (module == "torch" and name in _TORCH)):
             raise pickle.UnpicklingError(f"its metadata names {module}.{name}, which no checkpoint of torch has")
