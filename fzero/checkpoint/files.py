@@ -1,33 +1,110 @@
-"""A checkpoint's folder: the few calls that touch it, what makes them durable, and who may write there."""
+"""A folder on a local disk: the few calls that touch it, what makes them durable, and who may write there."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
-import hashlib
 import os
+import shutil
 import socket
-from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
 
-from fzero.base.arguments import need_path
+from fzero.checkpoint.folder import LOCK, path_of
 
-CHUNK = 8 << 20  # bytes that are written while they are hashed
-LOCK = "saving"  # there from before a save's first file until after its last
-
-
-class Written(NamedTuple):
-    """A file that is on the disk: its name in the folder, its size in bytes, its SHA-256."""
-
-    name: str
-    nbytes: int
-    sha256: str
+_GOING = ".going-"  # before the name of a folder that is being removed
+_AHEAD = 32 << 20  # bytes after which the disk begins to write: a sync then has less to wait for
 
 
 def folder_of(path: object, who: str) -> str:
-    """The folder of a path that somebody gave."""
-    return os.path.abspath(need_path(path, f"fz.{who}"))
+    """The local folder of a path that somebody gave.
+
+    Raises:
+        ValueError: it is a URL.
+    """
+    if "://" in (given := path_of(path, who)):
+        raise ValueError(f"fz.{who}: got {given!r}, expected a folder that every rank reaches as a local path.")
+    return given
+
+
+class Local:
+    """A folder on a local disk, or on one that is mounted."""
+
+    guarded = True
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name) if name else self.path
+
+    def child(self, name: str) -> Local:
+        return Local(self._at(name))
+
+    def make(self) -> None:
+        make_folder(self.path)
+
+    def names(self) -> list[str]:
+        with contextlib.suppress(FileNotFoundError):
+            return os.listdir(self.path)
+        return []
+
+    def exists(self, name: str = "") -> bool:
+        return os.path.exists(self._at(name))
+
+    def size(self, name: str) -> int:
+        return os.stat(self._at(name)).st_size
+
+    def read(self, name: str) -> bytes:
+        with open(self._at(name), "rb") as file:
+            return file.read()
+
+    def read_into(self, name: str, offset: int, target: memoryview) -> int:
+        descriptor, done = os.open(self._at(name), os.O_RDONLY | os.O_CLOEXEC), 0
+        try:
+            while done < len(target) and (got := os.preadv(descriptor, [target[done:]], offset + done)):
+                done += got
+        finally:
+            os.close(descriptor)
+        return done
+
+    @contextlib.contextmanager
+    def writing(self, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
+        descriptor, offset, begun = create(self._at(name)), 0, 0
+
+        def put(data: memoryview) -> None:
+            nonlocal offset, begun
+            write(descriptor, data, offset)
+            offset += len(data)
+            if offset - begun >= _AHEAD and hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(descriptor, begun, offset - begun, os.POSIX_FADV_DONTNEED)
+                begun = offset
+
+        try:
+            yield put
+            sync(descriptor)
+        finally:
+            os.close(descriptor)
+        sync_folder(self.path)
+
+    def replace(self, name: str, content: bytes) -> None:
+        replace_file(self.path, name, content)
+
+    def remove(self, name: str) -> None:
+        remove(self._at(name))
+
+    @contextlib.contextmanager
+    def only_writer(self, token: str = "") -> Iterator[Callable[[], None]]:
+        with only_writer(self.path):
+            yield lambda: None
+
+    def discard(self, name: str) -> None:
+        rename(self._at(name), self._at(_GOING + name))
+
+    def tidy(self) -> None:
+        sync_folder(self.path)
+        for name in self.names():
+            if name.startswith(_GOING):
+                shutil.rmtree(self._at(name), ignore_errors=True)
 
 
 def make_folder(path: str) -> None:
@@ -43,31 +120,16 @@ def make_folder(path: str) -> None:
         raise NotADirectoryError(f"{path} is not a folder. Give the path of a folder, or of one to make.")
 
 
-def write_file(folder: str, name: str, pieces: Iterable[memoryview]) -> Written:
-    """Writes a new file, hashed as it goes, durable when this returns."""
-    digest, offset = hashlib.sha256(), 0
-    descriptor = create(os.path.join(folder, name))
+def replace_file(folder: str, name: str, content: bytes) -> None:
+    """A file whose content is the old one's or this, whatever happens meanwhile; durable when this returns."""
+    new = os.path.join(folder, f"{name}.new")
+    descriptor = create(new)
     try:
-        with ThreadPoolExecutor(1, "fzero-save") as writer:  # the two take about as long
-            for piece in pieces:
-                for start in range(0, len(piece), CHUNK):
-                    chunk = piece[start : start + CHUNK]
-                    writing = writer.submit(write, descriptor, chunk, offset)
-                    digest.update(chunk)
-                    writing.result()
-                    offset += len(chunk)
+        write(descriptor, memoryview(content), 0)
         sync(descriptor)
     finally:
         os.close(descriptor)
-    sync_folder(folder)
-    return Written(name, offset, digest.hexdigest())
-
-
-def replace_file(folder: str, name: str, text: bytes) -> None:
-    """A file whose content is the old one's or this, whatever happens meanwhile; durable when this returns."""
-    new = f"{name}.new"
-    write_file(folder, new, [memoryview(text)])
-    rename(os.path.join(folder, new), os.path.join(folder, name))
+    rename(new, os.path.join(folder, name))
     sync_folder(folder)
 
 

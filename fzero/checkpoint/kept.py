@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import os
 import re
-import shutil
 import warnings
 from typing import Any
 
 from fzero.base.arguments import need_int
-from fzero.checkpoint import files
-from fzero.checkpoint.files import folder_of
+from fzero.checkpoint.folder import LOCK, NAME, path_of
 from fzero.checkpoint.load import load, load_extra
-from fzero.checkpoint.manifest import NAME, DamagedCheckpoint
+from fzero.checkpoint.manifest import DamagedCheckpoint
+from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.save import Saving, begin
 from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 
 _NAME = re.compile(r"(\d{6,})-update-\d+")
-_GOING = ".going-"  # before the name of one that is being removed
 
 
 class Checkpoints:
     """The checkpoints of one run: a folder with one in each of its subfolders, numbered in the order of the saves.
 
     Args:
-        folder: is made where it is missing.
+        folder: its path or URL, as of `fz.save`; it is made where it is missing.
         keep: how many stay; older ones go once a new one is whole.
 
     Example:
@@ -48,7 +45,8 @@ class Checkpoints:
     """
 
     def __init__(self, folder: str | os.PathLike[str], keep: int = 3) -> None:
-        self.folder = folder_of(folder, "Checkpoints")
+        self.folder = path_of(folder, "Checkpoints")
+        self._there = folder_at(self.folder)
         self.keep = need_int(keep, "fz.Checkpoints", "keep", "a number of checkpoints", least=1)
 
     def save(self, state: TrainState, extra: object = None) -> None:
@@ -76,7 +74,7 @@ class Checkpoints:
         axis = step.axis()
         damaged: list[str] = []
         for name, begun in self._found(axis):
-            path = os.path.join(self.folder, name)
+            path = f"{self.folder}/{name}"
             try:
                 state = load(path, step, **options)
                 extra = load_extra(path)
@@ -102,34 +100,27 @@ class Checkpoints:
 
     def _next(self, state: TrainState) -> str:
         number = max((int(name.split("-")[0]) for name in self._names()), default=0) + 1
-        return os.path.join(self.folder, f"{number:06d}-update-{state.step}")
+        return f"{self.folder}/{number:06d}-update-{state.step}"
 
     def _names(self) -> list[str]:
         """The subfolders with a checkpoint, newest first."""
-        with contextlib.suppress(FileNotFoundError):
-            names = [name for name in os.listdir(self.folder) if _NAME.fullmatch(name)]
-            return sorted(names, key=lambda name: int(name.split("-")[0]), reverse=True)
-        return []
+        names = [name for name in self._there.names() if _NAME.fullmatch(name)]
+        return sorted(names, key=lambda name: int(name.split("-")[0]), reverse=True)
 
     def _found(self, axis: Axis) -> list[tuple[str, bool]]:
         """The subfolders that rank 0 sees, newest first, and whether each is a save that never ended."""
         found = []
-        for name in self._names():
-            has = [os.path.exists(os.path.join(self.folder, name, own)) for own in (NAME, files.LOCK)]
-            found.append((name, has == [False, True] or not os.listdir(os.path.join(self.folder, name))))
+        for name in self._names() if axis.data_rank == 0 else ():
+            names = self._there.child(name).names()
+            found.append((name, NAME not in names and (LOCK in names or not names)))
         return json.loads(axis.exchange(json.dumps(found), "restore")[0])
 
     def _tidy(self) -> None:
         """Removes what is more than `keep`, and what was being removed as a run was killed."""
-        whole = [name for name in self._names() if os.path.exists(os.path.join(self.folder, name, NAME))]
-        for name in whole[self.keep :]:
-            files.rename(os.path.join(self.folder, name), os.path.join(self.folder, _GOING + name))
-        newest = whole[0] if whole else ""
-        for name in self._names():
-            unended = name not in whole and name < newest
-            if unended and os.path.exists(os.path.join(self.folder, name, files.LOCK)):
-                files.rename(os.path.join(self.folder, name), os.path.join(self.folder, _GOING + name))
-        files.sync_folder(self.folder)
-        for name in os.listdir(self.folder):
-            if name.startswith(_GOING):
-                shutil.rmtree(os.path.join(self.folder, name), ignore_errors=True)
+        names = {name: self._there.child(name).names() for name in self._names()}
+        whole = [name for name, own in names.items() if NAME in own]
+        for name, own in names.items():
+            unended = NAME not in own and LOCK in own and name < whole[0]
+            if unended or name in whole[self.keep :]:
+                self._there.discard(name)
+        self._there.tidy()

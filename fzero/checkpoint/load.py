@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import torch
@@ -13,8 +13,8 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
-from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
+from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest
 from fzero.checkpoint.read import Reader
 from fzero.checkpoint.structure import Unnamed, built
@@ -38,10 +38,10 @@ def load(
     """The state of a checkpoint as a state of `step`, to the bit where nothing is stored more narrowly.
 
     The step may have another sharding, mesh, number of ranks, policy or units than the one that was saved. Every rank
-    calls it; each reads what it needs, after the files were held against their checksums, each by one rank.
+    calls it; each reads what it needs, and holds that against its checksums: nothing damaged is loaded.
 
     Args:
-        path: of the folder that `fz.save` has written.
+        path: of the folder that `fz.save` has written, or its URL.
         step: with the same optimizer (any, with `params_only`) and transforms that keep state.
         like: a tree of params as `init` takes it. Its containers are the state's; its values are those of leaves that
             are not read.
@@ -66,7 +66,7 @@ def load(
         >>> fz.gather(small.params)["w"]
         tensor([1., 1., 1.])
     """
-    folder = folder_of(path, "load")
+    folder = path_of(path, "load")
     need_step(step, "load")
     need_bool(params_only, "fz.load", "params_only")
     wanted = Wanted("fz.load", folder, like, pattern, lossy, lenient)
@@ -75,12 +75,10 @@ def load(
         axis = step.axis().of_component(step.name)
         manifest = agreed(axis, lambda: read_manifest(folder), folder)
         axis.check_same(f"{folder} {manifest.token}", "The checkpoints", "Give every rank the same path.")
-        origin = _Checkpoint(folder, manifest)
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
-        with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are hashed while they are read
-            verified = beside.submit(origin.reader.verify, axis.data_rank, axis.ranks)
+        with contextlib.closing(_Checkpoint(folder, manifest)) as origin:
+            agreed(axis, lambda: origin.reader.check(axis.data_rank, axis.ranks), folder)
+            choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
             state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
-            agreed(axis, verified.result, folder)
         if axis.data_rank == 0:
             choice.warn(wanted, 2)
         return state
@@ -101,7 +99,7 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
         ...     fz.load_extra(folder)
         {'seen': 3}
     """
-    return read_manifest(folder_of(path, "load_extra")).extra
+    return read_manifest(path_of(path, "load_extra")).extra
 
 
 class _Checkpoint(Origin):
@@ -129,6 +127,12 @@ class _Checkpoint(Origin):
 
     def tree(self, name: str) -> Source:
         return _Tree(self, self.reader.number(name))
+
+    def wait(self) -> None:
+        self.reader.wait()
+
+    def close(self) -> None:
+        self.reader.close()
 
     def scale(self, name: str) -> float:
         return self.manifest.items[self.reader.number(name)].scale

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-NAME, FORMAT, VERSION = "manifest.json", "fzero checkpoint", 1
+from fzero.checkpoint.folder import NAME
+from fzero.checkpoint.places import folder_at
+
+FORMAT, VERSION = "fzero checkpoint", 2
 DTYPES = {  # as safetensors calls them
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -45,9 +47,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class File:
+    """A file of the checkpoint.
+
+    Attributes:
+        sha256: of what stands before the first piece, and then of every piece's chunks, see `checkpoint/chunks`.
+    """
+
     name: str
     nbytes: int
-    sha256: str
+    sha256: tuple[str, ...]
     pieces: tuple[Piece, ...]
 
 
@@ -103,7 +111,7 @@ class Manifest:
     leaves: tuple[Leaf, ...]
     items: tuple[Kept, ...]
     files: tuple[File, ...]
-    extra: Any
+    extra: object
 
     def text(self) -> bytes:
         """The file's content, which begins with the checksum of all that follows."""
@@ -124,12 +132,11 @@ def read_manifest(folder: str) -> Manifest:
         DamagedCheckpoint: it is not what was written.
         ValueError: it is of a newer version.
     """
-    path = os.path.join(folder, NAME)
+    path, there = f"{folder}/{NAME}", folder_at(folder)
     try:
-        with open(path, "rb") as file:
-            text = file.read()
+        text = there.read(NAME)
     except FileNotFoundError:
-        what = "is empty or holds no whole one" if os.path.isdir(folder) else "does not exist"
+        what = "is empty or holds no whole one" if there.exists() else "does not exist"
         raise FileNotFoundError(
             f"{folder}: got no checkpoint, the folder {what}; expected one that fz.save has written, with its {NAME}."
         ) from None
@@ -155,7 +162,8 @@ def read_manifest(folder: str) -> Manifest:
                 for item in fields["items"]
             ),
             "files": tuple(
-                File(**{**file, "pieces": tuple(Piece(*piece) for piece in file["pieces"])}) for file in fields["files"]
+                File(file["name"], file["nbytes"], tuple(file["sha256"]), tuple(Piece(*own) for own in file["pieces"]))
+                for file in fields["files"]
             ),
         }
     )

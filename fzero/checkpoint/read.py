@@ -1,32 +1,45 @@
-"""Reading a checkpoint: its files held against their checksums, and any slice of any leaf from them."""
+"""Reading a checkpoint: any slice of any leaf, of which each chunk is held against its checksum before it is used."""
 
 from __future__ import annotations
 
 import bisect
-import hashlib
-import os
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import torch
 
+from fzero.checkpoint import chunks
+from fzero.checkpoint.chunks import CHUNK
 from fzero.checkpoint.contents import format_named
-from fzero.checkpoint.files import CHUNK
 from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, File, Manifest, Piece
+from fzero.checkpoint.places import folder_at
 from fzero.formats.formats import ALIGN, Format, entries, zeros
 
 
+class _Place(NamedTuple):
+    """Where a piece lies: its file, and the number of its first checksum there."""
+
+    piece: Piece
+    file: File
+    first: int
+
+
 class Reader:
-    """The tensors of one checkpoint."""
+    """The tensors of one checkpoint, read by threads of its own until `close`."""
 
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
-        self._pieces: dict[tuple[int, int, int], list[tuple[Piece, File]]] = {}
+        self._there, self._reading = folder_at(folder), list[Future[None]]()
+        self._pool = ThreadPoolExecutor(chunks.workers(), "fzero-load")
+        self._places: dict[tuple[int, int, int], list[_Place]] = {}
         for file in manifest.files:
+            first = 1
             for piece in file.pieces:
-                self._pieces.setdefault((piece.item, piece.leaf, piece.part), []).append((piece, file))
-        for found in self._pieces.values():
-            found.sort(key=lambda pair: pair[0].start)
+                self._places.setdefault((piece.item, piece.leaf, piece.part), []).append(_Place(piece, file, first))
+                first += chunks.count(piece.nbytes)
+        for found in self._places.values():
+            found.sort(key=lambda own: own.piece.start)
         self._items = {kept.name: number for number, kept in enumerate(manifest.items)}
 
     def number(self, name: str) -> int:
@@ -52,113 +65,107 @@ class Reader:
 
         Args:
             start: a multiple of 64.
-            into: for the parts; new ones, of a multiple of 64 elements, by default.
+            into: for the parts, which arrive there until `wait` returns; by default they are new ones, of a multiple
+                of 64 elements, and have arrived.
 
         Raises:
-            DamagedCheckpoint: they are not there, and in which file.
+            DamagedCheckpoint: they are not there, or not what was saved, and in which file.
         """
         out = zeros(form, -(-(stop - start) // ALIGN) * ALIGN, "cpu") if into is None else into
         for number, (part, target) in enumerate(zip(form.parts, out, strict=True)):
-            for piece, file in self._over(item, leaf, number, start, stop):
-                low, high = max(start, piece.start), min(stop, piece.stop)
+            for place in self._over(item, leaf, number, start, stop):
+                low, high = max(start, place.piece.start), min(stop, place.piece.stop)
                 count, size = entries(form, part, high - low), part.dtype.itemsize
                 at = (low - start) // part.every
-                self._into(target[at : at + count], file, piece.offset + (low - piece.start) // part.every * size)
+                self._into(target[at : at + count], place, (low - place.piece.start) // part.every * size)
+        if into is None:
+            self.wait()
         return out
 
     def tensor(self, item: int) -> torch.Tensor:
         """A tensor that is in no tree."""
         code, shape = self.manifest.items[item].value
         out = torch.zeros(shape, dtype=DTYPES[code], device="cpu")
-        for piece, file in self._pieces.get((item, 0, 0), ()):
-            self._into(out.reshape(-1), file, piece.offset)
+        for place in self._places.get((item, 0, 0), ()):
+            self._into(out.reshape(-1), place, 0)
+        self.wait()
         return out
 
-    def _over(self, item: int, leaf: int, part: int, start: int, stop: int) -> list[tuple[Piece, File]]:
+    def wait(self) -> None:
+        """Waits until what was read so far has arrived.
+
+        Raises:
+            DamagedCheckpoint: it is not what was saved.
+        """
+        reading, self._reading = self._reading, []
+        for each in reading:
+            each.result()
+
+    def close(self) -> None:
+        """Ends the threads, whatever they are at."""
+        self._pool.shutdown(cancel_futures=True)
+
+    def _over(self, item: int, leaf: int, part: int, start: int, stop: int) -> list[_Place]:
         """The pieces that lie in a range."""
-        found = self._pieces.get((item, leaf, part), [])
-        first = bisect.bisect_right(found, start, key=lambda pair: pair[0].stop)
-        last = bisect.bisect_left(found, stop, key=lambda pair: pair[0].start)
-        own, end = found[first:last], start
-        for piece, _ in own:
+        found = self._places.get((item, leaf, part), [])
+        first = bisect.bisect_right(found, start, key=lambda own: own.piece.stop)
+        last = bisect.bisect_left(found, stop, key=lambda own: own.piece.start)
+        out, end = found[first:last], start
+        for piece, _, _ in out:
             end = piece.stop if piece.start <= end else end
         if end < stop:
             kept, path = self.manifest.items[item], self.manifest.leaves[leaf].path
             raise DamagedCheckpoint(
                 f"{self.folder}: leaf {path!r} of {kept.name} lacks elements {end} to {stop}. Load an older checkpoint."
             )
-        return own
+        return out
 
-    def _into(self, target: torch.Tensor, file: File, offset: int) -> None:
-        read_into(os.path.join(self.folder, file.name), target, offset, file.nbytes)
+    def _into(self, target: torch.Tensor, place: _Place, begin: int) -> None:
+        """Begins to fill a tensor with a piece's bytes from `begin` on."""
+        view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
+        for number in range(begin // CHUNK, chunks.count(begin + len(view))):
+            low, high = max(begin, number * CHUNK), min(begin + len(view), (number + 1) * CHUNK)
+            job = self._pool.submit(self._chunk, view[low - begin : high - begin], place, number, low, high)
+            self._reading.append(job)
 
-    def verify(self, rank: int, ranks: int) -> None:
-        """Holds this rank's share of the files against their sizes and checksums.
+    def _chunk(self, target: memoryview, place: _Place, number: int, low: int, high: int) -> None:
+        """Fills memory with bytes [low, high) of a piece, which lie in one chunk of it."""
+        piece, file, first = place
+        start, stop = number * CHUNK, min((number + 1) * CHUNK, piece.nbytes)
+        whole = target if (start, stop) == (low, high) else memoryview(bytearray(stop - start))
+        self._read(file, piece.offset + start, whole, file.sha256[first + number])
+        if whole is not target:
+            target[:] = whole[low - start : high - start]
+
+    def _read(self, file: File, offset: int, target: memoryview, sha256: str) -> None:
+        path = f"{self.folder}/{file.name}"
+        try:
+            got = self._there.read_into(file.name, offset, target)
+        except FileNotFoundError:
+            raise DamagedCheckpoint(
+                f"{path}: got no such file, which the checkpoint names. Bring it back, or load an older checkpoint."
+            ) from None
+        if got < len(target):
+            raise self._cut(file, offset + got)
+        if (own := chunks.digest(target)) != sha256:
+            raise DamagedCheckpoint(
+                f"{path}: bytes {offset} to {offset + len(target)} have SHA-256 {own[:12]}..., expected "
+                f"{sha256[:12]}...: they have changed since they were saved. Load an older checkpoint."
+            )
+
+    def _cut(self, file: File, got: int) -> DamagedCheckpoint:
+        return DamagedCheckpoint(
+            f"{self.folder}/{file.name}: got {got} bytes, expected {file.nbytes}. Load an older checkpoint."
+        )
+
+    def check(self, rank: int, ranks: int) -> None:
+        """Looks at this rank's share of the files: their sizes, and what stands before the data.
 
         Raises:
             DamagedCheckpoint: one is not what was written.
         """
         for file in self.manifest.files[rank::ranks]:
-            path = os.path.join(self.folder, file.name)
-            descriptor = _open(path)
-            try:
-                if os.fstat(descriptor).st_size != file.nbytes:
-                    raise _cut(path, file.nbytes, os.fstat(descriptor).st_size)
-                got = _digest(descriptor, file.nbytes)
-            finally:
-                os.close(descriptor)
-            if got != file.sha256:
-                raise DamagedCheckpoint(
-                    f"{path}: got SHA-256 {got[:12]}..., expected {file.sha256[:12]}...: its bytes have changed since "
-                    "they were saved. Load an older checkpoint."
-                )
-
-
-def read_into(path: str, target: torch.Tensor, offset: int, expected: int) -> None:
-    """Fills a tensor on the CPU with the bytes of a file from an offset on.
-
-    Raises:
-        DamagedCheckpoint: the file ends before, or is not there; it should have `expected` bytes.
-    """
-    view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    descriptor = _open(path)
-    try:
-        while view:
-            done = os.preadv(descriptor, [view[: 1 << 30]], offset)
-            if not done:
-                raise _cut(path, expected, offset)
-            view, offset = view[done:], offset + done
-    finally:
-        os.close(descriptor)
-
-
-def _open(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        raise DamagedCheckpoint(
-            f"{path}: got no such file, which the checkpoint names. Bring it back, or load an older checkpoint."
-        ) from None
-
-
-def _cut(path: str, expected: int, got: int) -> DamagedCheckpoint:
-    return DamagedCheckpoint(f"{path}: got {got} bytes, expected {expected}. Load an older checkpoint.")
-
-
-def _digest(descriptor: int, nbytes: int) -> str:
-    """The SHA-256 of a file, the next bytes read while some are hashed."""
-    digest, buffers = hashlib.sha256(), [bytearray(min(CHUNK, nbytes)) for _ in range(2)]
-
-    def read(number: int) -> memoryview:
-        view, done = memoryview(buffers[number % 2]), 0
-        while got := os.preadv(descriptor, [view[done:]], number * CHUNK + done):
-            done += got
-        return view[:done]
-
-    with ThreadPoolExecutor(1, "fzero-load") as reader:
-        reading = reader.submit(read, 0)
-        for number in range(-(-nbytes // CHUNK)):
-            chunk = reading.result()
-            reading = reader.submit(read, number + 1)
-            digest.update(chunk)
-    return digest.hexdigest()
+            header = min([piece.offset for piece in file.pieces], default=file.nbytes)
+            self._read(file, 0, memoryview(bytearray(header)), file.sha256[0])
+            if (size := self._there.size(file.name)) != file.nbytes:
+                raise self._cut(file, size)

@@ -10,7 +10,8 @@ from collections.abc import Callable
 
 from fzero.base.arguments import named, wrong
 from fzero.checkpoint.board import Board
-from fzero.checkpoint.files import folder_of
+from fzero.checkpoint.folder import Folder, path_of
+from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.checkpoint.write import write
 from fzero.comm import backend
@@ -26,12 +27,14 @@ def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) 
     is whole until the new one is, and then goes.
 
     Args:
-        path: of the folder; it is made where it is missing.
+        path: of the folder, which is made where it is missing; or its URL in a filesystem that fsspec knows, such as
+            `s3://bucket/run`, where a second writer is found at the end only.
         state: of any step, with kept grads or without, wherever it lies.
         extra: what JSON can say (a data position, states of generators), the same on every rank.
 
     Raises:
         TypeError, ValueError: `extra` is no JSON, or the ranks differ in path, step or `extra`.
+        ImportError: the URL's filesystem needs a package that is not installed.
         OSError: the disk is full, the folder cannot be written to, or another run saves there: on every rank.
 
     Example:
@@ -44,7 +47,7 @@ def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) 
         >>> again.step, torch.equal(again.params["w"], state.params["w"])
         (1, True)
     """
-    begin("save", lambda: folder_of(path, "save"), state, extra).wait()
+    begin("save", lambda: path_of(path, "save"), state, extra).wait()
 
 
 def save_async(path: str | os.PathLike[str], state: TrainState, extra: object = None) -> Saving:
@@ -74,7 +77,7 @@ def save_async(path: str | os.PathLike[str], state: TrainState, extra: object = 
         ...     fz.load(folder, step).step
         0
     """
-    return begin("save_async", lambda: folder_of(path, "save_async"), state, extra)
+    return begin("save_async", lambda: path_of(path, "save_async"), state, extra)
 
 
 class Saving:
@@ -84,17 +87,22 @@ class Saving:
         path: of the folder.
     """
 
-    def __init__(self, path: str, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
-        self.path, self._board = path, board
+    def __init__(self, folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
+        self.path, self._folder, self._board = folder.path, folder, board
         self._error: BaseException | None = None
         self._told = False
         # the interpreter waits for it, and nothing but it holds the state
-        self._thread = threading.Thread(target=self._run, args=([snapshot], then), name="fzero-save")
-        self._thread.start()
-
-    def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None) -> None:
+        begun = threading.Event()
+        self._thread = threading.Thread(target=self._run, args=([snapshot], then, begun), name="fzero-save")
         try:
-            write(self.path, snapshot.pop(), self._board, then)
+            self._thread.start()
+        finally:
+            begun.set()
+
+    def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None, begun: threading.Event) -> None:
+        begun.wait()  # or the caller would wait for Python's lock, which a thread that begins has
+        try:
+            write(self._folder, snapshot.pop(), self._board, then)
         except BaseException as error:
             error.__traceback__ = None  # whose frames hold the state
             self._error = error
@@ -155,6 +163,7 @@ def begin(
                 f"fz.{who}: the save before this one has failed, and nobody waited for it: {failed}"
             ) from failed
         folder = folder_for()
+        folder_at(folder)
         _need_json(extra, f"fz.{who}: extra")
         text = json.dumps(extra)
         snapshot = Snapshot.of(state, json.loads(text))  # the caller's may change while it is written
@@ -170,7 +179,7 @@ def begin(
     if error is not None:
         raise error
     assert snapshot is not None
-    _last[own] = saving = Saving(folder, snapshot, Board(token, axis.ranks, axis.timeout), then)
+    _last[own] = saving = Saving(folder_at(folder), snapshot, Board(token, axis.ranks, axis.timeout), then)
     return saving
 
 

@@ -32,7 +32,7 @@ def _described(node: Any) -> Any:
     return {"kind": f"{kind.__module__}.{kind.__qualname__}"}
 
 
-def built(description: Any) -> pytree.Spec:
+def built(description: object) -> pytree.Spec:
     """The structure again.
 
     Raises:

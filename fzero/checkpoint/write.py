@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
-import os
 import re
 from collections.abc import Callable
+from typing import NamedTuple
 
-from fzero.checkpoint import files
+from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
-from fzero.checkpoint.manifest import NAME, File, Manifest, Piece, read_manifest
+from fzero.checkpoint.folder import NAME, Folder
+from fzero.checkpoint.manifest import File, Manifest, Piece, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
 
 _FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) + r"\.new")
 _WELL = "well"
 
 
-def write(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
+class Written(NamedTuple):
+    """A file that is on the disk: its name in the folder, its size in bytes, the SHA-256 of its chunks."""
+
+    name: str
+    nbytes: int
+    sha256: list[str]
+
+
+def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
     """One rank's part of a save, which ends on every rank in the same way.
 
     Raises:
@@ -31,8 +39,8 @@ def write(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None
         board.leave(ranks)
 
 
-def _follow(folder: str, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
-    lead = lambda: f"{folder}: rank 0 of this save has not been heard of"
+def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
+    lead = lambda: f"{folder.path}: rank 0 of this save has not been heard of"
     if (said := board.read("begun", lead)) != _WELL:
         raise OSError(said)
     try:
@@ -47,26 +55,28 @@ def _follow(folder: str, snapshot: Snapshot, board: Board, rank: int, ranks: int
         raise OSError(said)
 
 
-def _lead(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
+def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
     """What rank 0 does besides: it begins, and writes the manifest once every rank has written its file."""
     ranks, begun = snapshot.axis.ranks, False
     try:
-        files.make_folder(folder)
-        with files.only_writer(folder):
-            before = _names_before(folder)
-            _clear(folder, before)
+        folder.make()
+        with folder.only_writer(board.token) as still:
+            if folder.guarded:
+                _clear(folder, _names_before(folder))
             board.post("begun", _WELL)
             begun = True
             records = [list(_write_own(folder, snapshot, board.token))]
             for rank in range(1, ranks):
-                late = lambda rank=rank: f"{folder}: rank {rank} has not written its file"
+                late = lambda rank=rank: f"{folder.path}: rank {rank} has not written its file"
                 said, *record = json.loads(board.read(str(rank), late))
                 if said != _WELL:
                     raise OSError(f"rank {rank}: {said}")
                 records.append(record)
             manifest = _manifest(snapshot, board.token, records)
-            files.replace_file(folder, NAME, manifest.text())
+            still()
+            folder.replace(NAME, manifest.text())
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
+                still()
                 _clear(folder, {file.name for file in manifest.files})
         if then is not None:
             with contextlib.suppress(OSError):
@@ -81,10 +91,10 @@ def _lead(folder: str, snapshot: Snapshot, board: Board, then: Callable[[], None
     board.post("ended", _WELL)
 
 
-def _words(error: BaseException, folder: str) -> str:
+def _words(error: BaseException, folder: Folder) -> str:
     said = str(error) or type(error).__name__
-    if isinstance(error, OSError) and error.strerror and folder not in error.strerror:
-        said = f"{error.filename or folder}: {error.strerror}"
+    if isinstance(error, OSError) and error.strerror and folder.path not in error.strerror:
+        said = f"{error.filename or folder.path}: {error.strerror}"
     return said
 
 
@@ -92,14 +102,17 @@ def _name(rank: int, ranks: int, token: str) -> str:
     return f"{rank:05d}-of-{ranks:05d}.{token}.safetensors"
 
 
-def _write_own(folder: str, snapshot: Snapshot, token: str) -> tuple[files.Written, list[Piece]]:
+def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> tuple[Written, list[Piece]]:
     """Writes this rank's file; the pieces are where they lie in it."""
     snapshot.unfold()
     pieces = snapshot.pieces()
     header = snapshot.header(pieces)
     name = _name(snapshot.axis.data_rank, snapshot.axis.ranks, token)
-    written = files.write_file(folder, name, itertools.chain([memoryview(header)], snapshot.data()))
-    return written, [piece._replace(offset=piece.offset + len(header)) for piece, _ in pieces]
+    nbytes = len(header) + sum(piece.nbytes for piece, _ in pieces)
+    with folder.writing(name, nbytes) as put:
+        put(memoryview(header))
+        said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put)]
+    return Written(name, nbytes, said), [piece._replace(offset=piece.offset + len(header)) for piece, _ in pieces]
 
 
 def _manifest(snapshot: Snapshot, token: str, records: list[list]) -> Manifest:
@@ -114,34 +127,33 @@ def _manifest(snapshot: Snapshot, token: str, records: list[list]) -> Manifest:
         leaves=snapshot.leaves(),
         items=tuple(snapshot.kept),
         files=tuple(
-            File(name, nbytes, sha256, tuple(Piece(*piece) for piece in pieces))
+            File(name, nbytes, tuple(sha256), tuple(Piece(*piece) for piece in pieces))
             for (name, nbytes, sha256), pieces in records
         ),
         extra=snapshot.extra,
     )
 
 
-def _names_before(folder: str) -> set[str] | None:
+def _names_before(folder: Folder) -> set[str] | None:
     """The files of the checkpoint that lies there; None where its manifest cannot be read."""
     try:
-        return {file.name for file in read_manifest(folder).files}
+        return {file.name for file in read_manifest(folder.path).files}
     except FileNotFoundError:
         return set()
     except (OSError, ValueError):
         return None
 
 
-def _drop(folder: str, name: str) -> None:
+def _drop(folder: Folder, name: str) -> None:
     """Removes a file of a save that has failed; not where the manifest names it, as it failed too late to matter."""
-    keep = _names_before(folder)
-    if keep is not None and name not in keep:
-        files.remove(os.path.join(folder, name))
+    with contextlib.suppress(OSError):  # the next save removes it
+        keep = _names_before(folder)
+        if keep is not None and name not in keep:
+            folder.remove(name)
 
 
-def _clear(folder: str, keep: set[str] | None) -> None:
+def _clear(folder: Folder, keep: set[str] | None) -> None:
     """Removes the files of saves that never ended, and of the one before."""
-    if keep is None:
-        return
-    for name in os.listdir(folder):
-        if _FILE.fullmatch(name) and name not in keep:
-            files.remove(os.path.join(folder, name))
+    for name in folder.names() if keep is not None else ():
+        if _FILE.fullmatch(name) and keep is not None and name not in keep:
+            folder.remove(name)

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.checkpoint.files import Local
 from fzero.checkpoint.manifest import CODES, DTYPES, DamagedCheckpoint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -159,3 +160,19 @@ def _planned(folder: str, name: str, tensors: Sequence[Tensor]) -> Planned:
     start = 8 + len(text)
     moved = tuple(own._replace(offset=own.offset + start) for own in places)
     return Planned(name, len(text).to_bytes(8, "little") + text, moved, start + offset)
+
+
+def read_into(path: str, target: torch.Tensor, offset: int, expected: int) -> None:
+    """Fills a tensor on the CPU with the bytes of a file from an offset on.
+
+    Raises:
+        DamagedCheckpoint: the file ends before, or is not there; it should have `expected` bytes.
+    """
+    view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    folder, _, name = path.rpartition("/")
+    try:
+        got = Local(folder or "/").read_into(name, offset, view)
+    except FileNotFoundError:
+        raise DamagedCheckpoint(f"{path}: got no such file. Bring it back.") from None
+    if got < len(view):
+        raise DamagedCheckpoint(f"{path}: got {offset + got} bytes, expected {expected}. Bring the file anew.")

@@ -15,9 +15,10 @@ from fzero.formats.formats import Format, decode, encode, entries, zeros
 from fzero.state.init import as_held
 from fzero.state.items import Item, items_in, refilled
 from fzero.state.moments import init_extras, init_moments
-from fzero.state.placing import settle
+from fzero.state.placing import memory_of, settle
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.stores.away import Buffer, tensor_of
+from fzero.stores.put import DEVICE
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 
@@ -40,7 +41,8 @@ class Source(Protocol):
         Every rank asks for its range of every leaf, in the same order.
 
         Args:
-            into: where they may be written, of exactly their sizes.
+            into: where they may be written, of exactly their sizes, until the origin's `wait` returns; what is
+                returned without it has arrived.
         """
         ...
 
@@ -70,6 +72,9 @@ class Origin:
     def tree(self, name: str) -> Source:
         """The values of a tree."""
         raise NotImplementedError
+
+    def wait(self) -> None:
+        """Waits until what was read into memory has arrived there."""
 
     def scale(self, name: str) -> float:
         """What the values of a tree are multiplied by."""
@@ -116,10 +121,10 @@ class Move:
         buffers = dict[object, Buffer]()
         source = self._source("params", empty, layout.groups)
         for key, group in layout.groups.items():
-            parts: list[Buffer] = [*self._filled(empty, key, source, base)]
-            if not group.row.held:
-                parts = [settle(empty, key, "params", tensor_of(part)) for part in parts]
+            kind = None if group.row.held else "params"
+            parts = self._settled(empty, key, kind, self._filled(empty, key, source, base))
             buffers.update(zip(part_names(empty.format(key), key), parts, strict=True))
+        self.origin.wait()
         return empty.replaced(buffers=buffers)
 
     def held(self, params: Sharded) -> Sharded:
@@ -215,11 +220,19 @@ class Move:
         buffers = dict[object, Buffer]()
         source = self._source(name, tree, tree.groups)
         for key in tree.groups:
-            parts: list[Buffer] = [*self._filled(tree, key, source, base)]
-            if kind is not None:
-                parts = [settle(tree, key, kind, tensor_of(part)) for part in parts]
+            parts = self._settled(tree, key, kind, self._filled(tree, key, source, base))
             buffers.update(zip(tree.names(key), parts, strict=True))
+        self.origin.wait()
         return tree.over(buffers)
+
+    def _settled(self, tree: Sharded, key: Key, kind: str | None, parts: list[torch.Tensor]) -> list[Buffer]:
+        """A group's parts in the memory for a kind of state, or on the device; what stays may still be arriving."""
+        stays = kind is None or memory_of(tree.layout.groups[key].row, kind) == DEVICE
+        if stays and self.device == self.origin.device:
+            return [*parts]
+        self.origin.wait()
+        there = [part.to(self.device) for part in parts]
+        return [*there] if kind is None else [settle(tree, key, kind, part) for part in there]
 
     def _source(self, name: str, tree: Sharded, keys: Sequence[Key] | Mapping[Key, object]) -> Source:
         """The source of a tree, from which nothing is rounded that may not be."""
@@ -268,7 +281,7 @@ class Move:
             for target, value in zip(into, got, strict=True):
                 if value is not target:
                     target.copy_(value[: target.numel()])
-        return [part.to(self.device) for part in out]
+        return out
 
 
 def _like(source: Source, tree: Sharded, key: Key) -> torch.Tensor:

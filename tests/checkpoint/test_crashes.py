@@ -14,7 +14,7 @@ import torch
 from checkpoint.crashes import Recorder, build, crashes
 
 import fzero as fz
-from fzero.checkpoint import files, write
+from fzero.checkpoint import files
 from fzero.testing import run_ranks
 
 
@@ -126,7 +126,6 @@ def test_any_operation_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         failing = Failing(at)
         with monkeypatch.context() as patch:
             patch.setattr(files, "os", failing)
-            patch.setattr(write, "os", failing)
             said = saves(ranks, folder, 2, lambda state, folder=folder: fz.save(folder, state))
         assert all("Input/output error" in each for each in said) or not any(said)
         told += any(said)
