@@ -10,7 +10,6 @@ from typing import NamedTuple
 import torch
 
 from fzero.checkpoint import chunks
-from fzero.checkpoint.chunks import CHUNK
 from fzero.checkpoint.contents import format_named
 from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, File, Manifest, Piece
 from fzero.checkpoint.places import folder_at
@@ -123,15 +122,15 @@ class Reader:
     def _into(self, target: torch.Tensor, place: _Place, begin: int) -> None:
         """Begins to fill a tensor with a piece's bytes from `begin` on."""
         view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
-        for number in range(begin // CHUNK, chunks.count(begin + len(view))):
-            low, high = max(begin, number * CHUNK), min(begin + len(view), (number + 1) * CHUNK)
+        for number in range(begin // chunks.CHUNK, chunks.count(begin + len(view))):
+            low, high = max(begin, number * chunks.CHUNK), min(begin + len(view), (number + 1) * chunks.CHUNK)
             job = self._pool.submit(self._chunk, view[low - begin : high - begin], place, number, low, high)
             self._reading.append(job)
 
     def _chunk(self, target: memoryview, place: _Place, number: int, low: int, high: int) -> None:
         """Fills memory with bytes [low, high) of a piece, which lie in one chunk of it."""
         piece, file, first = place
-        start, stop = number * CHUNK, min((number + 1) * CHUNK, piece.nbytes)
+        start, stop = number * chunks.CHUNK, min((number + 1) * chunks.CHUNK, piece.nbytes)
         whole = target if (start, stop) == (low, high) else memoryview(bytearray(stop - start))
         self._read(file, piece.offset + start, whole, file.sha256[first + number])
         if whole is not target:

@@ -12,6 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.checkpoint.contents import runs, share
 from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
+from fzero.checkpoint.staging import staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
@@ -137,20 +138,21 @@ class Snapshot:
 
     def data(self) -> Iterator[memoryview]:
         """The slices themselves, one after the other; buffers are brought from where they lie, and let go."""
+        return map(bytes_of, staged(self._tensors(), self.ready))
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
         self.slices.reverse()
-        if self.ready is not None:
-            self.ready.synchronize()
         while self.slices:
             own, buffers = self.slices.pop()
             buffers.reverse()
             for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
-                buffer = on_host(tensor_of(buffers.pop()))
+                buffer = tensor_of(buffers.pop()).detach()
                 first = (own.low - own.base) // own.form.parts[part].every
                 for run in found:
-                    yield bytes_of(buffer[first + run.low : first + run.high])
+                    yield buffer[first + run.low : first + run.high]
                 del buffer
         while self.tensors:
-            yield bytes_of(on_host(self.tensors.pop(next(iter(self.tensors)))).reshape(-1))
+            yield self.tensors.pop(next(iter(self.tensors))).detach().reshape(-1)
 
     def _runs(self) -> Iterator[tuple[int, Key | None, int, int, torch.dtype, int, int, int, int]]:
         for own, _ in self.slices:
@@ -159,11 +161,6 @@ class Snapshot:
                     yield own.item, own.key, run.leaf, part, own.form.parts[part].dtype, *run[1:]
         for item, tensor in self.tensors.items():
             yield item, None, 0, 0, tensor.dtype, 0, tensor.numel(), 0, tensor.numel()
-
-
-def on_host(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor in memory that a file can be written from."""
-    return tensor.detach().cpu().contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -17,7 +17,7 @@ from fzero.checkpoint.contents import share
 from fzero.checkpoint.files import folder_of, make_folder
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.checkpoint.snapshot import on_host
+from fzero.checkpoint.staging import on_host
 from fzero.compat.moments import kinds_of, word_of
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants

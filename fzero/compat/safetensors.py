@@ -20,7 +20,8 @@ from fzero.checkpoint.contents import share
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
-from fzero.checkpoint.snapshot import bytes_of, on_host
+from fzero.checkpoint.snapshot import bytes_of
+from fzero.checkpoint.staging import on_host
 from fzero.compat.headers import INDEX, SINGLE, Entry, entries_of, files_of, planned, read_into
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants

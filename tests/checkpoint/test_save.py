@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.checkpoint import files
+from fzero.checkpoint import chunks, files
 from fzero.testing import assert_trees_equal, run_ranks
 
 
@@ -53,7 +53,8 @@ DAMAGES = ("flip", "cut", "empty", "gone", "swap", "long")
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_whatever_is_damaged_is_found_and_named(tmp_path: Path, ranks: int) -> None:
+def test_whatever_is_damaged_is_found_and_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    monkeypatch.setattr(chunks, "CHUNK", 100)
     folder, other, bad = tmp_path / "it", tmp_path / "other", tmp_path / "bad"
     save_it(folder, ranks)
     save_it(other, ranks, count=2)
