@@ -13,7 +13,7 @@ from fzero.checkpoint.board import Board
 from fzero.checkpoint.folder import Folder, path_of
 from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.snapshot import Snapshot
-from fzero.checkpoint.write import write
+from fzero.checkpoint.write import abandon, write
 from fzero.comm import backend
 from fzero.state.checks import constants
 from fzero.state.train_state import TrainState
@@ -92,15 +92,21 @@ class Saving:
         self._error: BaseException | None = None
         self._told = False
         # the interpreter waits for it, and nothing but it holds the state
-        begun = threading.Event()
+        begun, self._cancelled = threading.Event(), False
         self._thread = threading.Thread(target=self._run, args=([snapshot], then, begun), name="fzero-save")
         try:
             self._thread.start()
+        except BaseException:  # an interrupt, perhaps with the thread there: the other ranks would wait for this one
+            self._cancelled = True
+            abandon(board, snapshot.axis.data_rank, snapshot.axis.ranks)
+            raise
         finally:
             begun.set()
 
     def _run(self, snapshot: list[Snapshot], then: Callable[[], None] | None, begun: threading.Event) -> None:
         begun.wait()  # or the caller would wait for Python's lock, which a thread that begins has
+        if self._cancelled:
+            return
         try:
             write(self._folder, snapshot.pop(), self._board, then)
         except BaseException as error:

@@ -10,9 +10,10 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.checkpoint.chunks import digest
 from fzero.checkpoint.contents import runs, share
 from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
-from fzero.checkpoint.staging import staged
+from fzero.checkpoint.staging import on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
@@ -43,7 +44,7 @@ class Snapshot:
         ready: has passed on the device once it has computed all of them.
         kept: the state's items, as the manifest has them.
         slices: with the buffers of each, which are let go as they are written.
-        tensors: those that are in no tree, by the number of their item; rank 0 saves them.
+        tensors: those that are in no tree, by the number of their item, which all ranks hold alike; rank 0 saves them.
     """
 
     layout: Layout
@@ -93,12 +94,18 @@ class Snapshot:
                     del own
                 value = None
             elif isinstance(value, torch.Tensor):
-                if self.axis.data_rank == 0:
-                    self.tensors[number] = value
+                self.tensors[number] = value
                 value = [CODES[value.dtype], list(value.shape)]
             elif isinstance(value, pytree.Count):
                 value = value.value
             self.kept.append(Kept(name, kind, forms, scale, value))
+
+    def shared(self) -> dict[str, str]:
+        """What all ranks must hold alike, by its name: numbers, and checksums of tensors."""
+        said = {kept.name: f"{kept.kind} {kept.value} {kept.scale}" for kept in self.kept}
+        for number, tensor in self.tensors.items():
+            said[self.kept[number].name] += f" with SHA-256 {digest(bytes_of(on_host(tensor).reshape(-1)))[:12]}"
+        return said
 
     def leaves(self) -> tuple[Leaf, ...]:
         return tuple(
@@ -151,16 +158,21 @@ class Snapshot:
                 for run in found:
                     yield buffer[first + run.low : first + run.high]
                 del buffer
-        while self.tensors:
-            yield self.tensors.pop(next(iter(self.tensors))).detach().reshape(-1)
+        for number in self._own_tensors():
+            yield self.tensors.pop(number).detach().reshape(-1)
 
     def _runs(self) -> Iterator[tuple[int, Key | None, int, int, torch.dtype, int, int, int, int]]:
         for own, _ in self.slices:
             for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
                 for run in found:
                     yield own.item, own.key, run.leaf, part, own.form.parts[part].dtype, *run[1:]
-        for item, tensor in self.tensors.items():
+        for item in self._own_tensors():
+            tensor = self.tensors[item]
             yield item, None, 0, 0, tensor.dtype, 0, tensor.numel(), 0, tensor.numel()
+
+    def _own_tensors(self) -> list[int]:
+        """The tensors that this rank saves."""
+        return list(self.tensors) if self.axis.data_rank == 0 else []
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

@@ -18,12 +18,18 @@ _FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) +
 _WELL = "well"
 
 
-class Written(NamedTuple):
-    """A file that is on the disk: its name in the folder, its size in bytes, the SHA-256 of its chunks."""
+class _Written(NamedTuple):
+    """One rank's file, which is on the disk: its name in the folder, its size, the SHA-256 of its chunks, its pieces.
+
+    Attributes:
+        shared: what the rank holds as all must.
+    """
 
     name: str
     nbytes: int
     sha256: list[str]
+    pieces: list[Piece]
+    shared: dict[str, str]
 
 
 def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
@@ -37,6 +43,14 @@ def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
         _lead(folder, snapshot, board, then) if rank == 0 else _follow(folder, snapshot, board, rank, ranks)
     finally:
         board.leave(ranks)
+
+
+def abandon(board: Board, rank: int, ranks: int) -> None:
+    """Tells the other ranks that this one does not take part."""
+    said = f"rank {rank} was interrupted as the save began"
+    for name, text in {"begun": said, "ended": said}.items() if rank == 0 else [(str(rank), json.dumps([said]))]:
+        board.post(name, text)
+    board.leave(ranks)
 
 
 def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
@@ -65,14 +79,15 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                 _clear(folder, _names_before(folder))
             board.post("begun", _WELL)
             begun = True
-            records = [list(_write_own(folder, snapshot, board.token))]
+            written = [_write_own(folder, snapshot, board.token)]
             for rank in range(1, ranks):
                 late = lambda rank=rank: f"{folder.path}: rank {rank} has not written its file"
                 said, *record = json.loads(board.read(str(rank), late))
                 if said != _WELL:
                     raise OSError(f"rank {rank}: {said}")
-                records.append(record)
-            manifest = _manifest(snapshot, board.token, records)
+                written.append(_Written(*record))
+                _compare(folder, written[0].shared, rank, written[-1].shared)
+            manifest = _manifest(snapshot, board.token, written)
             still()
             folder.replace(NAME, manifest.text())
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
@@ -102,9 +117,10 @@ def _name(rank: int, ranks: int, token: str) -> str:
     return f"{rank:05d}-of-{ranks:05d}.{token}.safetensors"
 
 
-def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> tuple[Written, list[Piece]]:
-    """Writes this rank's file; the pieces are where they lie in it."""
+def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> _Written:
+    """Writes this rank's file."""
     snapshot.unfold()
+    shared = snapshot.shared()
     pieces = snapshot.pieces()
     header = snapshot.header(pieces)
     name = _name(snapshot.axis.data_rank, snapshot.axis.ranks, token)
@@ -112,10 +128,22 @@ def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> tuple[Written,
     with folder.writing(name, nbytes) as put:
         put(memoryview(header))
         said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put)]
-    return Written(name, nbytes, said), [piece._replace(offset=piece.offset + len(header)) for piece, _ in pieces]
+    return _Written(name, nbytes, said, [own._replace(offset=own.offset + len(header)) for own, _ in pieces], shared)
 
 
-def _manifest(snapshot: Snapshot, token: str, records: list[list]) -> Manifest:
+def _compare(folder: Folder, shared: dict[str, str], rank: int, theirs: dict[str, str]) -> None:
+    """Refuses what only rank 0's would be kept of."""
+    for name in {**shared, **theirs}:
+        ours, other = shared.get(name, "none"), theirs.get(name, "none")
+        if ours != other:
+            raise OSError(
+                f"{folder.path}: the ranks hold different values of state.{name}: rank 0 has {ours}, rank {rank} has "
+                f"{other}; expected the same, as one of them is kept. Keep what differs by rank in a tree like the "
+                "params, or outside of the state."
+            )
+
+
+def _manifest(snapshot: Snapshot, token: str, written: list[_Written]) -> Manifest:
     return Manifest(
         token=token,
         step=snapshot.step,
@@ -127,8 +155,8 @@ def _manifest(snapshot: Snapshot, token: str, records: list[list]) -> Manifest:
         leaves=snapshot.leaves(),
         items=tuple(snapshot.kept),
         files=tuple(
-            File(name, nbytes, tuple(sha256), tuple(Piece(*piece) for piece in pieces))
-            for (name, nbytes, sha256), pieces in records
+            File(own.name, own.nbytes, tuple(own.sha256), tuple(Piece(*piece) for piece in own.pieces))
+            for own in written
         ),
         extra=snapshot.extra,
     )

@@ -355,3 +355,50 @@ def test_it_is_a_safetensors_file(tmp_path: Path) -> None:
     tensors = load_file(file)
     assert torch.equal(tensors["params/w[0:5]"], state.params["w"])
     assert json.loads((tmp_path / "manifest.json").read_text())["checkpoint"]["step"] == 1
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_interrupted_as_the_save_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The others do not wait for it, and what lay there stays."""
+    step, barrier, start = step_of(2), threading.Barrier(2), threading.Thread.start
+
+    def interrupted(self: threading.Thread) -> None:
+        if self.name == "fzero-save" and threading.get_ident() == victim[0]:
+            raise KeyboardInterrupt
+        start(self)
+
+    victim = [0]
+
+    def rank_main(own: int) -> None:
+        state = trained(step)
+        fz.save(tmp_path, state)
+        if own == rank:
+            victim[0] = threading.get_ident()
+        barrier.wait(30)
+        state, _ = step(state, torch.ones(5))
+        with pytest.raises(KeyboardInterrupt if own == rank else OSError, match=None if own == rank else "interrupted"):
+            fz.save(tmp_path, state)
+        assert fz.load(tmp_path, step).step == 1
+        victim[0] = 0
+        barrier.wait(30)
+        fz.save(tmp_path, state)
+        assert fz.load(tmp_path, step).step == 2
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    run_ranks(rank_main, 2)
+    assert len(os.listdir(tmp_path)) == 3
+
+
+def test_what_only_one_rank_holds_is_refused(tmp_path: Path) -> None:
+    """Of a tensor that is in no tree rank 0's is kept, so all must be the same."""
+
+    def rank_main(rank: int) -> None:
+        own = fz.Extra("own", "own()", lambda params: torch.tensor(rank / 2), lambda value, params, applied: value)
+        state = step_of(2).with_state(own).init(params())
+        with pytest.raises(OSError, match=r"the ranks hold different values of state.extra.own: rank 0 has tensor"):
+            fz.save(tmp_path, state)
+
+    run_ranks(rank_main, 2)
+    assert os.listdir(tmp_path) == ["saving"]
