@@ -50,7 +50,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
         (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
-        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`.
+        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`. Both are pickled where
+        the module can be.
 
     Raises:
         ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
