@@ -255,9 +255,10 @@ def test_a_mesh_is_found_again(replicas: int, backend: Any, kept: bool) -> None:
     run_ranks(functools.partial(over_a_mesh, replicas=replicas, kept=kept), 2 * replicas, backend=backend)
 
 
-def over_one_axis(rank: int) -> bytes:
+def over_one_axis(rank: int, of_state: bool = False) -> bytes:
     mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("dp",))
-    return pickle.dumps(fz.shard_zero2(fz.train_step(loss, fz.adamw(0.1)), mesh=mesh))
+    step = fz.shard_zero2(fz.train_step(loss, fz.adamw(0.1)), mesh=mesh)
+    return pickle.dumps(step(step.init(params()), *batch(rank))[0] if of_state else step)
 
 
 def refused(rank: int, said: list[bytes]) -> None:
@@ -269,6 +270,9 @@ def test_a_mesh_is_of_its_own_run_and_rank() -> None:
     said = run_ranks(over_one_axis, 2, backend="processes")
     run_ranks(functools.partial(refused, said=said), 2, backend="processes")
     refused(1, said)
+    states = run_ranks(functools.partial(over_one_axis, of_state=True), 2, backend="processes")
+    with pytest.raises(RuntimeError, match=r"A state of rank 1 .* use fz.save and fz.load"):
+        pickle.loads(states[1])
 
     def rank_main(rank: int) -> None:
         others = [b"", b""]
