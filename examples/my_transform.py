@@ -6,6 +6,8 @@ A step that keeps more in its state is still a `Step`: any other transform goes 
 
 from __future__ import annotations
 
+import functools
+
 import fzero as fz
 
 
@@ -20,11 +22,13 @@ def ema(step: fz.Step, decay: float = 0.999) -> fz.Step:
         >>> step.forward(state.replace(params=state.extra["ema"]), torch.ones(2))
         tensor(1.)
     """
+    # functions of this module, so that the step can be pickled
+    return step.with_state(fz.Extra("ema", f"ema({decay})", copied, functools.partial(averaged, decay)))
 
-    def init(params: fz.Sharded) -> fz.Sharded:
-        return params.map(lambda p: p)
 
-    def update(average: fz.Sharded, params: fz.Sharded, applied: bool) -> fz.Sharded:
-        return average.map(lambda a, p: decay * a + (1 - decay) * p, params) if applied else average
+def copied(params: fz.Sharded) -> fz.Sharded:
+    return params.map(lambda p: p)
 
-    return step.with_state(fz.Extra("ema", f"ema({decay})", init, update))
+
+def averaged(decay: float, average: fz.Sharded, params: fz.Sharded, applied: bool) -> fz.Sharded:
+    return average.map(lambda a, p: decay * a + (1 - decay) * p, params) if applied else average

@@ -50,7 +50,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
         (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
-        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`.
+        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`. Both are pickled where
+        the module can be.
 
     Raises:
         ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
@@ -70,29 +71,51 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
     pristine, holdings, _ = private_copy(module, memo)
     places_of(pristine, holdings)  # what cannot be put anywhere is refused here
-    names = {id(param): name for name, param in pristine.named_parameters()}
-    # every name, also a tied weight's second one -> the leaf's one name
-    aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
-    known = dict.fromkeys(names.values())  # in order, so that every rank says the same
-    structures: dict[object, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
-    threads = threading.local()  # swapping a module's params is not safe across threads
+    return _Apply(pristine, tuple(frozen)), params
 
-    def apply(params: Params, *args: object, **kwargs: object) -> Any:
-        _check_names(params, known)
-        own: _Copy | None = getattr(threads, "copy", None)
+
+class _Apply:
+    """The function of a module, as an object, so that it is pickled where the module can be.
+
+    Args:
+        pristine: the private copy, without values for the params.
+        frozen: names of the params that the module does not train.
+    """
+
+    __name__ = "apply"
+
+    def __init__(self, pristine: nn.Module, frozen: tuple[str, ...]) -> None:
+        self._pristine, self._frozen = pristine, frozen
+        names = {id(param): name for name, param in pristine.named_parameters()}
+        # every name, also a tied weight's second one -> the leaf's one name
+        self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
+        self._known = dict.fromkeys(names.values())  # in order, so that every rank says the same
+        self._structures: dict[object, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
+        self._threads = threading.local()  # swapping a module's params is not safe across threads
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return _Apply, (self._pristine, self._frozen)
+
+    def __deepcopy__(self, memo: object) -> _Apply:
+        return self  # as any function
+
+    def __call__(self, params: Params, *args: object, **kwargs: object) -> Any:
+        _check_names(params, self._known)
+        own: _Copy | None = getattr(self._threads, "copy", None)
         if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
-            own = threads.copy = _Copy(pristine)
+            own = self._threads.copy = _Copy(self._pristine)
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)
-        structure = structures.get(key)
+        structure = self._structures.get(key)
         if structure is None:
             rows, named = layout.rows if layout else (), list(zip(params, numbers, strict=True))
             origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
             handles = {name for name, number in named if number < 0}
-            structure = structures[key] = _module_units(origins, handles, aliases, own.module), origins
+            structure = _module_units(origins, handles, self._aliases, own.module), origins
+            self._structures[key] = structure
         paths, origins = structure
-        if frozen and (rows := running.get()) is not None:
-            refuse_lost(params, origins, frozen, rows)
+        if self._frozen and (rows := running.get()) is not None:
+            refuse_lost(params, origins, self._frozen, rows)
         for path in paths:
             if path not in own.paths and path != ROOT:
                 own.patch(path)
@@ -101,15 +124,13 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
             if ROOT in units:  # the whole module is one unit
                 _, places, surroundings, call, fast = own.root
                 return call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
-            outside = {name: params[leaf] for name, leaf in aliases.items()}
+            outside = {name: params[leaf] for name, leaf in self._aliases.items()}
             by_index: dict[int, dict[str, object]] = {}
             for name, leaf in outside.items():
                 if isinstance(leaf, Handle):
                     by_index.setdefault(leaf.index, {})[name] = leaf
             with during(_outside, by_index), during(reading, full):
                 return own.root.places.call(own.module, outside, args, kwargs)
-
-    return apply, params
 
 
 class _Unit(NamedTuple):

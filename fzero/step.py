@@ -36,7 +36,8 @@ from fzero.update.update import apply_update
 class Step(Spec):
     """An immutable description of one training step; transforms return a step with one more rule.
 
-    `init`, `vjp`, `forward` and `update` are the interface of every component. Made by `train_step`.
+    `init`, `vjp`, `forward` and `update` are the interface of every component. Made by `train_step`. It is pickled
+    wherever its functions are: over the default process group for any run, over a mesh within the life of its groups.
     """
 
     def init(self, params: Any, seed: int = 0, sync: bool = False) -> TrainState:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self
 
 import torch
@@ -75,7 +75,11 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def like(cls, of: torch.Tensor, **own: object) -> Self:
-        self = torch.Tensor._make_wrapper_subclass(cls, of.shape, dtype=of.dtype, device=of.device)
+        return cls.of(of.shape, of.dtype, of.device, own)
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype, device: torch.device, own: Mapping[str, object]) -> Self:
+        self = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         vars(self).update(own)
         return self
 

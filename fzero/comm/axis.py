@@ -15,6 +15,7 @@ import torch
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained
+from fzero.comm.known import GroupName, group_of, name_of_group, need_here
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -126,8 +127,8 @@ class Axis:
         return self  # the same ranks, and the same component
 
     def __reduce__(self) -> tuple[object, ...]:
-        group = self.group and _known(self.group)
-        replicas = [_known(each) for each in self.replicas]
+        group = self.group and name_of_group(self.group)
+        replicas = [name_of_group(each) for each in self.replicas]
         rank = backend.global_rank() if group or replicas else 0
         return _again, (group, replicas, rank, self.name, self.component, self.identity, self.data_rank)
 
@@ -266,22 +267,13 @@ def _first_difference(text: str, other: str) -> str:
     return repr(next((line for line in lines if line not in others), "nothing more"))
 
 
-# (its name, this process's rank in it) -> a group that a state has lain over
-_groups: weakref.WeakValueDictionary[tuple[str, int], Group] = weakref.WeakValueDictionary()
 # (identity, data rank) -> the axis of a component, which counts its runs
 _alive: weakref.WeakValueDictionary[tuple[str, int], Axis] = weakref.WeakValueDictionary()
 
 
-def _known(group: Group) -> tuple[str, int]:
-    """What a group is found by again."""
-    key = (backend.name_of(group), backend.rank_in(group))
-    _groups[key] = group
-    return key
-
-
 def _again(
-    group: tuple[str, int] | None,
-    replicas: list[tuple[str, int]],
+    group: GroupName | None,
+    replicas: list[GroupName],
     rank: int,
     name: str,
     component: str,
@@ -289,19 +281,11 @@ def _again(
     data_rank: int,
 ) -> Axis:
     """A pickled axis, over the groups of this process that it was over."""
-    names = [key for key in (group, *replicas) if key]
-    here = backend.global_rank() if names and backend.initialized() else 0
-    if here != rank or any(key not in _groups for key in names):
-        raise RuntimeError(
-            f"A state of rank {rank} over process groups {[name for name, _ in names]} was unpickled on rank {here} "
-            "of a run that has none of that kind, or on another rank; expected the same rank, within their life. To "
-            "keep a state for another run, use fz.save and fz.load."
-        )
+    names = [name for name in (group, *replicas) if name]
+    need_here("state", names, rank, "To keep a state for another run, use fz.save and fz.load.")
     if (alive := _alive.get((identity, data_rank))) is not None:
         return alive
-    axis = Axis(_groups[group] if group else None, None, name)
-    if replicas:
-        axis = Axis(axis.group, _groups[replicas[0]], name)
+    axis = Axis(group_of(group) if group else None, group_of(replicas[0]) if replicas else None, name)
     return axis._with(component=component, identity=identity)._noted()
 
 

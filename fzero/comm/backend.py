@@ -54,6 +54,19 @@ def name_of(group: Group) -> str:
     return f"{group.group_name}:{','.join(map(str, members(group)))}"
 
 
+def groups_of(mesh: Mesh) -> list[Group]:
+    """The process groups that this rank is in, one for each axis of a mesh."""
+    return mesh.get_all_groups()
+
+
+def mesh_of(
+    groups: Sequence[Group], device: str, ranks: Sequence[int], shape: Sequence[int], axes: Sequence[str]
+) -> Mesh:
+    """A mesh of process groups that there are already."""
+    tensor = torch.tensor(ranks, device="cpu", dtype=torch.int).reshape(*shape)
+    return Mesh.from_group([*groups], device, tensor, mesh_dim_names=tuple(axes))
+
+
 def store() -> Store:
     """The key-value store of the default process group, which every rank can reach."""
     return dist.distributed_c10d._get_default_store()

@@ -180,6 +180,9 @@ class Absent(Valueless):
 
     path: str
 
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+        return Absent.of, (self.shape, self.dtype, self.device, vars(self))
+
     def __repr__(self) -> str:  # type: ignore[override]
         return f"Absent({self.path!r}, {tuple(self.shape)}, {self.dtype})"
 

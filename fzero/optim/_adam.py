@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,7 @@ import torch
 from fzero.base import pytree
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import need_hypers, optimizer
+from fzero.optim.base import Elementwise, need_hypers
 from fzero.table.optimizer import GradientTransformation, Schedule
 
 
@@ -64,7 +65,31 @@ def _adam(
     who = "adamw" if decoupled else "adam"
     need_hypers(who, b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
 
-    def direction(now: float, count: int, grads: object, mu: object, nu: object) -> tuple[object, object, object]:
+    own = _Adam(b1, b2, eps, weight_decay, decoupled)
+    return Elementwise(
+        "adamw, no decay" if decoupled and not weight_decay else who,
+        lr,
+        AdamState,
+        (False, True),
+        own.direction,
+        _decoupled if decoupled else _coupled if weight_decay else _undecayed,
+        own.hyper,
+        own.kernel,
+        generated=True,  # torch's takes three times as long on CPU as what the formula becomes
+        **{"decoupled" if decoupled else "coupled": weight_decay},
+    ).transformation
+
+
+@dataclass(frozen=True)
+class _Adam:
+    b1: float
+    b2: float
+    eps: float
+    weight_decay: float
+    decoupled: bool
+
+    def direction(self, now: float, count: int, grads: object, mu: object, nu: object) -> tuple[object, object, object]:
+        b1, b2, eps = self.b1, self.b2, self.eps
         mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
         nu = pytree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, grads)
 
@@ -73,29 +98,19 @@ def _adam(
 
         return pytree.map(one, mu, nu), mu, nu
 
-    def kernel(now: float, count: int, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor) -> None:
-        fused = torch._fused_adamw_ if decoupled else torch._fused_adam_
+    def kernel(
+        self, now: float, count: int, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor
+    ) -> None:
+        fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         fused(
-            [p], [g], [m], [v], [], [torch.tensor(float(count), device=p.device)],
-            lr=now, beta1=b1, beta2=b2, weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False,
+            [p], [g], [m], [v], [], [torch.tensor(float(count), device=p.device)], lr=now, beta1=self.b1,
+            beta2=self.b2, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=False,
         )  # fmt: skip
 
-    def hyper(now: float, count: int) -> Sequence[float]:
-        decay, root = 1 - now * weight_decay if decoupled else weight_decay, (1 - b2**count) ** 0.5
-        return b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), eps * root
-
-    return optimizer(
-        "adamw, no decay" if decoupled and not weight_decay else who,
-        lr,
-        AdamState,
-        (False, True),
-        direction,
-        _decoupled if decoupled else _coupled if weight_decay else _undecayed,
-        hyper,
-        kernel,
-        generated=True,  # torch's takes three times as long on CPU as what the formula becomes
-        **{"decoupled" if decoupled else "coupled": weight_decay},
-    )
+    def hyper(self, now: float, count: int) -> Sequence[float]:
+        b1, b2, decay = self.b1, self.b2, self.weight_decay
+        decay, root = 1 - now * decay if self.decoupled else decay, (1 - b2**count) ** 0.5
+        return b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), self.eps * root
 
 
 def _moments(g: T, h: Sequence[T], m: Load, v: Load, times: T | float = 1.0) -> tuple[T, T]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from fzero.base import private, pytree
@@ -25,16 +27,25 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     """
     need_hypers("clip_by_global_norm", max_norm=(max_norm, "a positive number"))
 
-    def update(
-        grads: object, state: object, params: object = None, *, grad_norm: object = None, joint_norm: object = None
-    ) -> tuple[object, object]:
-        norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
-        factor = torch.clamp(max_norm / as_float64(norm), max=1.0)
-        if isinstance(grads, Sharded):
-            return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
-        return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
+    return GradientTransformation(
+        _nothing, functools.partial(_scaled, max_norm), by_leaf=True, needs="norm", scales=True
+    )
 
-    return GradientTransformation(lambda params: (), update, by_leaf=True, needs="norm", scales=True)
+
+def _scaled(
+    max_norm: float,
+    grads: object,
+    state: object,
+    params: object = None,
+    *,
+    grad_norm: object = None,
+    joint_norm: object = None,
+) -> tuple[object, object]:
+    norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
+    factor = torch.clamp(max_norm / as_float64(norm), max=1.0)
+    if isinstance(grads, Sharded):
+        return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
+    return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
 
 def clip_by_value(max_value: float) -> GradientTransformation:
@@ -47,7 +58,13 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     """
     need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
-    def update(grads: object, state: object, params: object = None) -> tuple[object, object]:
-        return pytree.map(lambda g: g.clamp(-max_value, max_value), grads), state
+    return GradientTransformation(_nothing, functools.partial(_clamped, max_value), by_leaf=True)
 
-    return GradientTransformation(lambda params: (), update, by_leaf=True)
+
+def _clamped(max_value: float, grads: object, state: object, params: object = None) -> tuple[object, object]:
+    return pytree.map(lambda g: g.clamp(-max_value, max_value), grads), state
+
+
+def _nothing(params: object) -> tuple[()]:
+    """The state of what keeps none."""
+    return ()

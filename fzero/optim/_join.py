@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,56 +33,62 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         raise ValueError("chain: got no members; give at least one GradientTransformation.")
     for place, member in enumerate(members):
         need_optimizer(member, "chain", f"member {place}")
-    last = members[-1]
+    own, before, last = _Chain(members), members[:-1], members[-1]
+    return GradientTransformation(
+        own.init,
+        own.update,
+        own.fused if last.fused else None,
+        own.label,
+        own.metrics,
+        all(member.by_leaf for member in members),
+        # the norm of the gradients is the first member's: behind it others come in
+        "all" if any(member.needs for member in members[1:]) else members[0].needs,
+        all(member.scales for member in members),
+        last.copies or not all(member.scales for member in before),
+    )
 
-    def init(params: object) -> States:
-        return tuple(member.init(params) for member in members)
 
-    def through(
-        some: Sequence[GradientTransformation],
-        updates: object,
-        states: States,
-        params: object,
-        extra: dict[str, object],
-    ) -> tuple[object, States]:
-        new = []
-        for member, state in zip(some, states, strict=False):
-            updates, state = call_update(member, updates, state, params, extra)
-            extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
-            new.append(state)
-        return updates, tuple(new)
+@dataclass(frozen=True)
+class _Chain:
+    members: tuple[GradientTransformation, ...]
 
-    def update(updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
-        return through(members, updates, states, params, extra)
+    def init(self, params: object) -> States:
+        return tuple(member.init(params) for member in self.members)
 
-    def fused(params: object, grads: object, states: States, **extra: object) -> States:
-        grads, new = through(members[:-1], grads, states, params, extra)
-        if all(member.scales for member in members[:-1]):  # they keep nothing, and make tensors of their own
+    def update(self, updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
+        return _through(self.members, updates, states, params, extra)
+
+    def fused(self, params: object, grads: object, states: States, **extra: object) -> States:
+        before, last = self.members[:-1], self.members[-1]
+        grads, new = _through(before, grads, states, params, extra)
+        if all(member.scales for member in before):  # they keep nothing, and make tensors of their own
             return (*new, call_fused(last, params, grads, states[-1], extra))
         new = apart(new, params, states)
         state = call_fused(last, params, apart(grads, params), states[-1], extra)
         # what members pass on may be their old states, so these are written last
         return (*[_written(i, *pair, params) for i, pair in enumerate(zip(states, new, strict=False))], state)
 
-    def label(path: str) -> str:
-        return "+".join(member.label(path) for member in members if member.label is not None)
+    def label(self, path: str) -> str:
+        return "+".join(member.label(path) for member in self.members if member.label is not None)
 
-    def metrics(states: States) -> dict[str, float]:
-        pairs = zip(members, states, strict=True)
+    def metrics(self, states: States) -> dict[str, float]:
+        pairs = zip(self.members, states, strict=True)
         return {k: x for member, state in pairs if member.metrics for k, x in member.metrics(state).items()}
 
-    return GradientTransformation(
-        init,
-        update,
-        fused if last.fused else None,
-        label,
-        metrics,
-        all(member.by_leaf for member in members),
-        # the norm of the gradients is the first member's: behind it others come in
-        "all" if any(member.needs for member in members[1:]) else members[0].needs,
-        all(member.scales for member in members),
-        last.copies or not all(member.scales for member in members[:-1]),
-    )
+
+def _through(
+    members: Sequence[GradientTransformation],
+    updates: object,
+    states: States,
+    params: object,
+    extra: dict[str, object],
+) -> tuple[object, States]:
+    new = []
+    for member, state in zip(members, states, strict=False):
+        updates, state = call_update(member, updates, state, params, extra)
+        extra.pop("grad_norm", None)  # the norm of what came in; a joint norm holds throughout
+        new.append(state)
+    return updates, tuple(new)
 
 
 def _written(place: int, old: object, new: object, params: Any) -> object:
@@ -126,56 +133,76 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
             raise wrong("partition", "a key of optimizers", pattern, "a pattern over leaf paths, such as '*bias'")
         need_optimizer(member, "partition", f"optimizers[{pattern!r}]")
 
-    def chosen(path: str) -> str:
-        for pattern in table:
+    own, members = _Partition(table), table.values()
+    return GradientTransformation(
+        own.init,
+        own.update,
+        own.fused if all(member.fused for member in members) else None,
+        own.label,
+        own.metrics,
+        all(member.by_leaf for member in members),
+        "all" if any(member.needs for member in members) else "",
+        copies=any(member.copies for member in members),
+    )
+
+
+@dataclass(frozen=True)
+class _Partition:
+    table: dict[str, GradientTransformation]
+
+    def _chosen(self, path: str) -> str:
+        for pattern in self.table:
             if matches(pattern, path):
                 return pattern
-        raise ValueError(f"partition: leaf {path!r} matches none of {', '.join(table)}. Add a pattern such as '*'.")
+        raise ValueError(
+            f"partition: leaf {path!r} matches none of {', '.join(self.table)}. Add a pattern such as '*'."
+        )
 
-    def label(path: str) -> str:
-        pattern = chosen(path)
-        member = table[pattern]
-        return f"{member.label(path)} ({pattern})" if member.label else pattern
-
-    def part(tree: object, pattern: str) -> Any:
+    def _part(self, tree: object, pattern: str) -> Any:
         def one(node: Sharded) -> Sharded:
             groups = node.layout.groups
-            return node.only(key for key in node.groups if chosen(groups[key].slots[0].path) == pattern)
+            return node.only(key for key in node.groups if self._chosen(groups[key].slots[0].path) == pattern)
 
         return map_trees(one, tree)
 
-    def init(params: object) -> dict[str, object]:
-        params = _need_sharded(params)
-        used = {chosen(group.slots[0].path) for key, group in params.layout.groups.items() if key in params.groups}
-        used |= {pattern for row in params.layout.rows if row.frozen for pattern in table if matches(pattern, row.path)}
+    def init(self, params: object) -> dict[str, object]:
+        params, table = _need_sharded(params), self.table
+        groups, rows = params.layout.groups, params.layout.rows
+        used = {self._chosen(group.slots[0].path) for key, group in groups.items() if key in params.groups}
+        used |= {pattern for row in rows if row.frozen for pattern in table if matches(pattern, row.path)}
         for pattern in table:
             if pattern not in used:
                 raise ValueError(f"partition: the pattern {pattern!r} is used for no leaf. Correct it or take it out.")
-        return {pattern: member.init(part(params, pattern)) for pattern, member in table.items()}
+        return {pattern: member.init(self._part(params, pattern)) for pattern, member in table.items()}
 
     def update(
-        updates: object, states: Mapping[str, object], params: object = None, **extra: object
+        self, updates: object, states: Mapping[str, object], params: object = None, **extra: object
     ) -> tuple[Sharded, dict[str, object]]:
         buffers: dict[object, torch.Tensor] = {}
         new: dict[str, object] = {}
         whole = _need_sharded(updates)
         extra.pop("grad_norm", None)  # a member's norm is that of its part; a joint norm holds throughout
-        for pattern, member in table.items():
-            own = part(params, pattern)
-            out, new[pattern] = call_update(member, part(updates, pattern), states[pattern], own, extra)
+        for pattern, member in self.table.items():
+            own = self._part(params, pattern)
+            out, new[pattern] = call_update(member, self._part(updates, pattern), states[pattern], own, extra)
             buffers.update(values(out).locals())
         return whole.with_buffers(buffers, 1.0), new
 
-    def fused(params: object, grads: object, states: Mapping[str, object], **extra: object) -> dict[str, object]:
+    def fused(self, params: object, grads: object, states: Mapping[str, object], **extra: object) -> dict[str, object]:
         extra.pop("grad_norm", None)
         return {
-            pattern: call_fused(member, part(params, pattern), part(grads, pattern), states[pattern], extra)
-            for pattern, member in table.items()
+            pattern: call_fused(member, self._part(params, pattern), self._part(grads, pattern), states[pattern], extra)
+            for pattern, member in self.table.items()
         }
 
-    def metrics(states: Mapping[str, object]) -> dict[str, float]:
+    def label(self, path: str) -> str:
+        pattern = self._chosen(path)
+        member = self.table[pattern]
+        return f"{member.label(path)} ({pattern})" if member.label else pattern
+
+    def metrics(self, states: Mapping[str, object]) -> dict[str, float]:
         """A name with one value for all as it is, otherwise once per pattern."""
-        found = {pattern: m.metrics(states[pattern]) if m.metrics else {} for pattern, m in table.items()}
+        found = {pattern: m.metrics(states[pattern]) if m.metrics else {} for pattern, m in self.table.items()}
         out: dict[str, float] = {}
         for name in sorted({name for each in found.values() for name in each}):
             values = {pattern: each[name] for pattern, each in found.items() if name in each}
@@ -183,13 +210,6 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
             if len(set(values.values())) > 1:
                 out.update({f"{name}/{pattern}": value for pattern, value in values.items()})
         return out
-
-    every = all(member.fused for member in table.values())
-    by_leaf, needs = all(m.by_leaf for m in table.values()), any(m.needs for m in table.values())
-    copies = any(member.copies for member in table.values())
-    return GradientTransformation(
-        init, update, fused if every else None, label, metrics, by_leaf, "all" if needs else "", copies=copies
-    )
 
 
 def _need_sharded(tree: object) -> Sharded:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from fzero.base import pytree
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import need_hypers, optimizer
+from fzero.optim.base import Elementwise, need_hypers
 from fzero.table.optimizer import GradientTransformation, Schedule
 
 
@@ -36,14 +37,25 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
     unit = "a number in [0, 1]"
     need_hypers("lion", b1=(b1, unit), b2=(b2, unit), weight_decay=(weight_decay, "at least 0"))
 
-    def direction(now: float, count: int, grads: object, mu: object) -> tuple[object, object]:
+    own = _Lion(b1, b2, weight_decay)
+    return Elementwise(
+        "lion", lr, LionState, (False,), own.direction, _formula, own.hyper, decoupled=weight_decay
+    ).transformation
+
+
+@dataclass(frozen=True)
+class _Lion:
+    b1: float
+    b2: float
+    weight_decay: float
+
+    def direction(self, now: float, count: int, grads: object, mu: object) -> tuple[object, object]:
+        b1, b2 = self.b1, self.b2
         updates = pytree.map(lambda m, g: -now * (b1 * m + (1 - b1) * g).sign(), mu, grads)
         return updates, pytree.map(lambda m, g: b2 * m + (1 - b2) * g, mu, grads)
 
-    def hyper(now: float, count: int) -> Sequence[float]:
-        return b1, 1 - b1, b2, 1 - b2, 1 - now * weight_decay, now
-
-    return optimizer("lion", lr, LionState, (False,), direction, _formula, hyper, decoupled=weight_decay)
+    def hyper(self, now: float, count: int) -> Sequence[float]:
+        return self.b1, 1 - self.b1, self.b2, 1 - self.b2, 1 - now * self.weight_decay, now
 
 
 def _formula(o: Ops, h: Sequence[T], p: T, g: T, m: Load) -> tuple[T, T]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 
@@ -16,7 +17,11 @@ def constant(lr: float) -> Callable[[int], float]:
         0.1
     """
     need_number(lr, "constant", "lr")
-    return lambda count: lr
+    return functools.partial(_constant, lr)
+
+
+def _constant(lr: float, count: int) -> float:
+    return lr
 
 
 def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
@@ -29,7 +34,11 @@ def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
     need_number(start, "linear", "start")
     need_number(end, "linear", "end")
     need_int(steps, "linear", "steps", "a number of updates", least=1)
-    return lambda count: end if count >= steps else start + (end - start) * count / steps
+    return functools.partial(_linear, start, end, steps)
+
+
+def _linear(start: float, end: float, steps: int, count: int) -> float:
+    return end if count >= steps else start + (end - start) * count / steps
 
 
 def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[int], float]:
@@ -49,10 +58,11 @@ def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
     if not 0 <= warmup <= total:
         raise ValueError(f"warmup_cosine: got warmup={warmup}, total={total}; expected 0 <= warmup <= total updates.")
 
-    def schedule(count: int) -> float:
-        if count < warmup:
-            return peak * (count + 1) / warmup
-        progress = min(1.0, (count - warmup + 1) / max(1, total - warmup))
-        return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
+    return functools.partial(_warmup_cosine, peak, warmup, total, end)
 
-    return schedule
+
+def _warmup_cosine(peak: float, warmup: int, total: int, end: float, count: int) -> float:
+    if count < warmup:
+        return peak * (count + 1) / warmup
+    progress = min(1.0, (count - warmup + 1) / max(1, total - warmup))
+    return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))

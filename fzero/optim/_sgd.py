@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -11,7 +12,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_number
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import need_hypers, optimizer
+from fzero.optim.base import Elementwise, need_hypers
 from fzero.table.optimizer import GradientTransformation, Schedule
 
 
@@ -39,26 +40,32 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
     need_hypers("sgd", weight_decay=(weight_decay, "a number"))
     if momentum is not None:
         need_number(momentum, "sgd", "momentum", "a number or None")
-    keep = momentum or 0.0
+    own, moments = _Sgd(momentum or 0.0, weight_decay), (False,) if momentum else ()
+    return Elementwise(
+        "sgd", lr, SgdState, moments, own.direction, _formula, own.hyper, own.kernel, coupled=weight_decay
+    ).transformation
 
-    def direction(now: float, count: int, grads: object, buffer: object) -> tuple[object, object]:
-        if momentum:
-            grads = buffer = pytree.map(lambda b, g: keep * b + g, buffer, grads)
+
+@dataclass(frozen=True)
+class _Sgd:
+    momentum: float
+    weight_decay: float
+
+    def direction(self, now: float, count: int, grads: object, buffer: object) -> tuple[object, object]:
+        if self.momentum:
+            grads = buffer = pytree.map(lambda b, g: self.momentum * b + g, buffer, grads)
         return pytree.map(lambda g: -now * g, grads), buffer
 
-    def kernel(now: float, count: int, p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
+    def kernel(self, now: float, count: int, p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
         """To the bits of torch.optim.SGD."""
-        if weight_decay:
-            g = g + weight_decay * p
+        if self.weight_decay:
+            g = g + self.weight_decay * p
         for moved in buffer:
-            g = moved.mul_(keep).add_(g)
+            g = moved.mul_(self.momentum).add_(g)
         p.add_(g, alpha=-now)
 
-    def hyper(now: float, count: int) -> Sequence[float]:
-        return weight_decay, keep, now
-
-    moments = (False,) if momentum else ()
-    return optimizer("sgd", lr, SgdState, moments, direction, _formula, hyper, kernel, coupled=weight_decay)
+    def hyper(self, now: float, count: int) -> Sequence[float]:
+        return self.weight_decay, self.momentum, now
 
 
 def _formula(o: Ops, h: Sequence[T], p: T, g: T, *buffer: Load) -> tuple[T, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -46,24 +47,15 @@ def _rate(lr: float | Schedule, count: int) -> float:
     return float(now)
 
 
-def optimizer(
-    name: str,
-    lr: float | Schedule,
-    state: Callable[..., Kept],
-    nonnegative: Sequence[bool],
-    direction: Callable[..., tuple[object, ...]],
-    formula: Formula,
-    hyper: Callable[[float, int], Sequence[float]],
-    kernel: Callable[..., None] | None = None,
-    generated: bool = False,
-    coupled: float = 0.0,
-    decoupled: float = 0.0,
-) -> GradientTransformation:
-    """An optimizer of elementwise formulas, whose moments begin with zeros.
+@dataclass(frozen=True)
+class Elementwise:
+    """An optimizer of elementwise formulas, whose moments begin with zeros; as data, so that it can be pickled.
 
     In all of these `now` is the learning rate and `count` the number of updates, this one included.
 
     Args:
+        name: of its column in the table; up to a comma, its function's.
+        lr: learning rate, or a schedule of the number of applied updates.
         state: `state(count, *moments)`.
         nonnegative: for each moment whether it never is negative.
         direction: `direction(now, count, grads, *moments) -> (updates, *moments)`, on trees.
@@ -76,40 +68,60 @@ def optimizer(
         coupled, decoupled: a weight decay that is added to the gradients, and one that is multiplied by the rate.
     """
 
-    need_rate(lr, name.partition(",")[0])
+    name: str
+    lr: float | Schedule
+    state: Callable[..., Kept]
+    nonnegative: Sequence[bool]
+    direction: Callable[..., tuple[object, ...]]
+    formula: Formula
+    hyper: Callable[[float, int], Sequence[float]]
+    kernel: Callable[..., None] | None = None
+    generated: bool = False
+    coupled: float = 0.0
+    decoupled: float = 0.0
 
-    def init(params: object) -> Kept:
-        return state(pytree.Count(0), *[zeros_like(params, flag) for flag in nonnegative])
+    def __post_init__(self) -> None:
+        need_rate(self.lr, self.name.partition(",")[0])
 
-    def update(grads: object, old: Kept, params: object = None) -> tuple[object, Kept]:
-        now, count = _rate(lr, old[0].value), old[0].value + 1
-        if coupled:
-            grads = pytree.map(lambda g, p: g + coupled * p, grads, params)
-        updates, *moments = direction(now, count, grads, *old[1:])
-        if decoupled:
-            updates = pytree.map(lambda u, p: u - now * decoupled * p, updates, params)
-        return updates, state(pytree.Count(count), *moments)
+    @property
+    def transformation(self) -> GradientTransformation:
+        return GradientTransformation(self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True)
 
-    def fused(params: object, grads: Sharded, old: Kept) -> Kept:
+    def init(self, params: object) -> Kept:
+        return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
+
+    def update(self, grads: object, old: Kept, params: object = None) -> tuple[object, Kept]:
+        now, count = _rate(self.lr, old[0].value), old[0].value + 1
+        if self.coupled:
+            grads = pytree.map(lambda g, p: g + self.coupled * p, grads, params)
+        updates, *moments = self.direction(now, count, grads, *old[1:])
+        if self.decoupled:
+            updates = pytree.map(lambda u, p: u - now * self.decoupled * p, updates, params)
+        return updates, self.state(pytree.Count(count), *moments)
+
+    def fused(self, params: object, grads: Sharded, old: Kept) -> Kept:
         if not isinstance(params, Sharded):
             wide_params, wide_grads, *wide = [pytree.map(_wide, tree) for tree in (params, grads, *old[1:])]
-            updates, new = update(wide_grads, state(old[0], *wide), wide_params)
+            updates, new = self.update(wide_grads, self.state(old[0], *wide), wide_params)
             pytree.map(torch.Tensor.copy_, (params, old[1:]), (pytree.map(torch.add, wide_params, updates), new[1:]))
-            return state(new[0], *old[1:])
-        now, count = _rate(lr, old[0].value), old[0].value + 1
-        one = functools.partial(kernel, now, count) if kernel else None
-        numbers, draw = (1.0 / grads.scale, *hyper(now, count)), params.draw or Draw(0, 0)
+            return self.state(new[0], *old[1:])
+        now, count = _rate(self.lr, old[0].value), old[0].value + 1
+        one = functools.partial(self.kernel, now, count) if self.kernel else None
+        numbers, draw = (1.0 / grads.scale, *self.hyper(now, count)), params.draw or Draw(0, 0)
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
         for key in params.groups:
             stored = [tree.stored(key) for tree in (params, *moments)]
             rounds = any(own.format.rounds for own in stored)
             counters = draw.counters(params.layout, key, params.rank_of(key)) if rounds else Counters()
-            run(formula, numbers, stored, grads.local(key), counters, key.unit in draw.compiled, one, generated)
-        return state(pytree.Count(count), *old[1:])
+            compiled = key.unit in draw.compiled
+            run(self.formula, numbers, stored, grads.local(key), counters, compiled, one, self.generated)
+        return self.state(pytree.Count(count), *old[1:])
 
-    return GradientTransformation(
-        init, update, fused, lambda _: name, lambda old: {"lr": _rate(lr, old[0].value)}, by_leaf=True
-    )
+    def label(self, path: str) -> str:
+        return self.name
+
+    def metrics(self, old: Kept) -> dict[str, float]:
+        return {"lr": _rate(self.lr, old[0].value)}
 
 
 def values(tree: Tree) -> Tree:

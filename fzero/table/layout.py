@@ -126,6 +126,9 @@ class Layout:
     tables: dict[tuple[Rule, ...], Table] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
+    def __reduce__(self) -> tuple[object, ...]:
+        return Layout, (self.rows, self.shards, self.groups)  # not the tables, which know steps
+
     @cached_property
     def _hash(self) -> int:
         return hash((self.rows, self.shards))

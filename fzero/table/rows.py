@@ -13,6 +13,7 @@ import torch
 from fzero.base.arguments import named
 from fzero.base.patterns import ROOT, matches, unit_of, unmatched
 from fzero.comm.backend import Mesh
+from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 from fzero.formats.formats import Format
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.policy import ByPath, Policy
@@ -42,6 +43,22 @@ class Sharding:
     mesh: Mesh | None
     axis: str
     replicate: str | None
+
+    def __deepcopy__(self, memo: object) -> Sharding:
+        return self  # the same ranks
+
+    def __reduce__(self) -> tuple[object, ...]:
+        mesh = self.mesh if self.mesh is None else name_of_mesh(self.mesh)
+        return _again, (self.stage, mesh, self.axis, self.replicate)
+
+
+def _again(stage: int, name: MeshName | None, axis: str, replicate: str | None) -> Sharding:
+    """A pickled value, over the mesh of this process that it was over; the default process group is any run's."""
+    if name is None:
+        return Sharding(stage, None, axis, replicate)
+    instead = "Make the step anew there, with a mesh of that run; one without mesh= is pickled for any run."
+    need_here("step", name.groups, name.rank, instead)
+    return Sharding(stage, mesh_of(name), axis, replicate)
 
 
 KINDS = ("params", "grads", "moments")  # of state

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from typing import NamedTuple
 
 from fzero.base.arguments import named, need_int, need_number
@@ -47,26 +49,33 @@ def loss_scale(
     if not dynamic and (isinstance(scale, bool) or not isinstance(scale, (int, float)) or not 0 < scale < math.inf):
         raise ValueError(f"loss_scale: got scale={named(scale)}, expected 'dynamic' or a positive number.")
 
-    def adjust(state: ScaleState, params: object, applied: bool) -> ScaleState:
-        """Doubles after `interval` finite updates in a row, halves after one that is not, never below `minimum`."""
-        if not dynamic:
-            return state
-        if not applied:
-            return ScaleState(max(minimum, state.scale / 2.0))
-        if state.finite + 1 >= interval:
-            return ScaleState(state.scale * 2.0)
-        return ScaleState(state.scale, state.finite + 1)
-
     first = ScaleState(initial if dynamic else float(scale))
     options = f", initial={initial}, interval={interval}, minimum={minimum}" if dynamic else ""
     return step.with_state(
         Extra(
             name="loss_scale",
             source=f"loss_scale({scale!r}{options})",
-            init=lambda params: first,
-            update=adjust,
-            scale=lambda state: state.scale,
+            init=functools.partial(_begun, first),
+            update=functools.partial(_adjusted, interval, minimum) if dynamic else _kept,
+            scale=operator.attrgetter("scale"),
             expendable=True,
             kind="a dynamic loss_scale" if dynamic else f"loss_scale({float(scale)})",
         )
     )
+
+
+def _begun(first: ScaleState, params: object) -> ScaleState:
+    return first
+
+
+def _kept(state: ScaleState, params: object, applied: bool) -> ScaleState:
+    return state
+
+
+def _adjusted(interval: int, minimum: float, state: ScaleState, params: object, applied: bool) -> ScaleState:
+    """Doubles after `interval` finite updates in a row, halves after one that is not, never below `minimum`."""
+    if not applied:
+        return ScaleState(max(minimum, state.scale / 2.0))
+    if state.finite + 1 >= interval:
+        return ScaleState(state.scale * 2.0)
+    return ScaleState(state.scale, state.finite + 1)

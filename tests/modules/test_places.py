@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import pickle
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from drawn.prelude import Cube
 from torch import nn
 
 import fzero as fz
+from fzero.modules.places import Absent
 from fzero.testing import assert_trees_close, run_ranks
 
 F64 = torch.float64
@@ -332,3 +334,11 @@ def test_a_checkpoint_reads_a_leaf_of_another_unit_through_a_closure(which: str)
                     assert_trees_close(dict(fz.gather(pullback(torch.ones_like(out))[0])), want, rtol=1e-10)
 
     run_ranks(rank_main, 1)
+
+
+def test_what_stands_for_a_param_is_pickled() -> None:
+    absent = Absent.like(draw(2, 3), path="blocks.0.weight")
+    again = pickle.loads(pickle.dumps([absent, absent]))
+    assert again[0] is again[1] and type(again[0]) is Absent and repr(again[0]) == repr(absent)
+    with pytest.raises(RuntimeError, match=r"Leaf 'blocks.0.weight' of a module is read, by 'sin'"):
+        again[0].sin()
