@@ -31,6 +31,7 @@ IN_8_BITS = (f"{FAULTS}::test_8_bit_gathers_with_fewer_units_than_last_time", FA
 ON_GLOO = (f"{EXACT}::test_on_gloo_processes", EXACT)
 OFFLOAD = "tests/transforms/test_offload.py"
 AWAY = (f"{OFFLOAD}::test_what_every_transform_owes", f"{OFFLOAD}::test_the_bits_are_those_of_the_step_without_it")
+LOADS = ("tests/checkpoint/test_load.py::test_nothing_is_used_before_it_has_arrived",)
 LEFT = (f"{OFFLOAD}::test_an_update_that_fails_leaves_nothing_on_its_way",)
 
 
@@ -74,6 +75,15 @@ WAITS = [
     Wait("stores/host.py", "            wait()\n            return own", "            return own", tests=AWAY[1:]),
     Wait("stores/on_disk.py", "            wait()\n            return target", "            return target", tests=AWAY),
     Wait("update/writing.py", "        finish_all(list(brought.values()))\n", "", tests=LEFT),
+    Wait("state/origin.py", "        self.origin.wait()\n        return empty", "        return empty", tests=LOADS),
+    Wait("state/origin.py", "        self.origin.wait()\n        return tree", "        return tree", tests=LOADS),
+    Wait("state/origin.py", "        self.origin.wait()\n        there", "        there", tests=LOADS),
+    Wait(
+        "checkpoint/read.py",
+        "            self.wait()\n        return out",
+        "            pass\n        return out",
+        tests=LOADS,
+    ),
     Wait("comm/backend.py", "        arrived()\n        for total", "        for total", tests=ON_PROCESSES),
     Wait("comm/backend.py", "work.wait()\n        works", "pass\n        works", tests=ON_PROCESSES),
 ]

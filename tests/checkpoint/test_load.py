@@ -9,6 +9,7 @@ import itertools
 import os
 import pickle
 import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.checkpoint import chunks
+from fzero.checkpoint import chunks, files
 from fzero.testing import assert_trees_equal, run_ranks
 
 STAGES = (
@@ -145,6 +146,31 @@ def test_state_that_is_away(tmp_path: Path, memory: str) -> None:
         assert_trees_equal(values(fz.load(tmp_path / "it", step)), values(state))
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
+@pytest.mark.parametrize("memory", [None, "host"])
+@pytest.mark.parametrize(("scheme", "other"), [("plain", "plain"), ("compact24", "compact24"), ("compact24", "plain")])
+def test_nothing_is_used_before_it_has_arrived(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str, other: str, memory: Any
+) -> None:
+    read = files.Local.read_into
+
+    def late(*given: Any) -> int:
+        time.sleep(0.005)
+        return read(*given)
+
+    def rank_main(rank: int, stage: int, new: int) -> None:
+        step = step_of(stage, scheme)
+        state, _ = step(step.init(params()), batch(rank))
+        fz.save(tmp_path, state)
+        step = step_of(new, other)
+        step = fz.offload(step, params=memory, moments=memory) if memory else step
+        assert_trees_equal(values(fz.load(tmp_path, step)), values(state))
+
+    monkeypatch.setattr(files.Local, "read_into", late)
+    for stage, new in ((1, 3), (3, 1)):
+        run_ranks(functools.partial(rank_main, stage=stage, new=new), 2)
 
 
 def copied(rank: int, stage: int) -> None:
