@@ -118,9 +118,10 @@ class Checkpoints:
     def _tidy(self) -> None:
         """Removes what is more than `keep`, and what was being removed as a run was killed."""
         names = {name: self._there.child(name).names() for name in self._names()}
-        whole = [name for name, own in names.items() if NAME in own]
-        for name, own in names.items():
-            unended = NAME not in own and LOCK in own and name < whole[0]
-            if unended or name in whole[self.keep :]:
+        whole = 0
+        for name, own in names.items():  # the newest first
+            whole += NAME in own
+            unended = NAME not in own and (LOCK in own or not own) and whole > 0
+            if unended or (NAME in own and whole > self.keep):
                 self._there.discard(name)
         self._there.tidy()
