@@ -28,7 +28,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
     need_hypers("clip_by_global_norm", max_norm=(max_norm, "a positive number"))
 
     return GradientTransformation(
-        _nothing, functools.partial(_scaled, max_norm), by_leaf=True, needs="norm", scales=True
+        _nothing, functools.partial(_scaled, max_norm), by_leaf=True, needs="norm", scales=True, blank=True
     )
 
 
@@ -58,7 +58,7 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     """
     need_hypers("clip_by_value", max_value=(max_value, "a positive number"))
 
-    return GradientTransformation(_nothing, functools.partial(_clamped, max_value), by_leaf=True)
+    return GradientTransformation(_nothing, functools.partial(_clamped, max_value), by_leaf=True, blank=True)
 
 
 def _clamped(max_value: float, grads: object, state: object, params: object = None) -> tuple[object, object]:

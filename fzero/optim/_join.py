@@ -45,6 +45,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         "all" if any(member.needs for member in members[1:]) else members[0].needs,
         all(member.scales for member in members),
         last.copies or not all(member.scales for member in before),
+        all(member.blank for member in members),
     )
 
 
@@ -143,6 +144,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         all(member.by_leaf for member in members),
         "all" if any(member.needs for member in members) else "",
         copies=any(member.copies for member in members),
+        blank=all(member.blank for member in members),
     )
 
 

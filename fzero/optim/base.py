@@ -85,7 +85,9 @@ class Elementwise:
 
     @property
     def transformation(self) -> GradientTransformation:
-        return GradientTransformation(self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True)
+        return GradientTransformation(
+            self.init, self.update, self.fused, self.label, self.metrics, by_leaf=True, blank=True
+        )
 
     def init(self, params: object) -> Kept:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])

@@ -16,9 +16,16 @@ from fzero.table.layout import Key
 from fzero.table.spec import Extra, Spec
 
 
-def init_moments(step: Spec, params: Sharded) -> object:
-    """The optimizer's state for the trainable leaves, in the table's formats."""
+def init_moments(step: Spec, params: Sharded, filled: bool = True) -> object:
+    """The optimizer's state for the trainable leaves, in the table's formats.
+
+    Args:
+        filled: otherwise, where the optimizer allows it, without memory: on the meta device.
+    """
     template = params.only(params.layout.trainable)
+    if step.optimizer.blank and not filled:
+        entries = template.entries.items()
+        template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
     if not step.optimizer.by_leaf:  # who does not know of formats is given values
         template = template.with_buffers(template.locals())
     return placed_moments(to_moment_dtype(step.optimizer.init(template)))

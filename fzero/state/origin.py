@@ -19,7 +19,7 @@ from fzero.state.placing import memory_of, settle
 from fzero.state.sharded import Sharded, is_sharded, part_names
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
-from fzero.table.layout import Key, Layout
+from fzero.table.layout import Key, Layout, Slot
 from fzero.table.spec import Spec
 
 Extras = Sequence[tuple[str, str, bool]]  # of each entry of `state.extra`: name, kind, whether it may be dropped
@@ -143,9 +143,9 @@ class Move:
                 )
         return params.replaced(buffers=buffers, held=held)
 
-    def begun(self, params: Sharded) -> tuple[object, dict[str, object]]:
-        """Moments and `state.extra` as they begin."""
-        return init_moments(self.step, params), init_extras(self.step, params)
+    def begun(self, params: Sharded, filled: bool) -> tuple[object, dict[str, object]]:
+        """Moments and `state.extra` as they begin; moments need not have memory where all of them will be `filled`."""
+        return init_moments(self.step, params, not filled), init_extras(self.step, params)
 
     def moments(self, moments: object) -> object:
         """The moments, in the places of those that begin."""
@@ -205,7 +205,7 @@ class Move:
             return self._tree(own, item.name, kind, own).replaced(scale=self.origin.scale(item.name))
         value = self.origin.value(item.name)
         if isinstance(value, torch.Tensor):
-            return value.to(own.device)
+            return value.to(self.device if own.device.type == "meta" else own.device)
         return pytree.Count(value) if isinstance(value, int) and have == "count" else value
 
     def _otherwise(self, name: str, what: str = "moments") -> ValueError:
@@ -254,8 +254,8 @@ class Move:
         form, size, slots = tree.format(key), tree.layout.shard_numel(key), tree.layout.groups[key].slots
         low, device = tree.rank_of(key) * size, self.origin.device
         whole = all(source.format(slot.path) is not None for slot in slots)
-        if base is None or (whole and base.placed(key).away):
-            out = list(zeros(form, size, device))
+        if base is None or base.placed(key).device.type == "meta" or (whole and base.placed(key).away):
+            out = list(zeros(form, size, device)) if not whole else _between(form, slots, low, size, device)
         else:  # what begins at zero is written over; what the optimizer made of the params may be the params
             out = [part.to(device) for part in base.stored(key).parts]
             out = out if base.kind in ("signed", "nonnegative") else [part.clone() for part in out]
@@ -282,6 +282,17 @@ class Move:
                 if value is not target:
                     target.copy_(value[: target.numel()])
         return out
+
+
+def _between(form: Format, slots: Sequence[Slot], low: int, size: int, device: torch.device) -> list[torch.Tensor]:
+    """The parts of a slice [low, low + size) of a group, in which only what lies between leaves is zero so far."""
+    out = [torch.empty(size // part.every, dtype=part.dtype, device=device) for part in form.parts]
+    ends = [low, *(min(max(slot.offset + slot.numel, low), low + size) for slot in slots)]
+    starts = [*(min(max(slot.offset, low), low + size) for slot in slots), low + size]
+    for end, start in zip(ends, starts, strict=True):
+        for part, target in zip(form.parts, out, strict=True):
+            target[entries(form, part, end - low) : (start - low) // part.every].zero_()
+    return out
 
 
 def _like(source: Source, tree: Sharded, key: Key) -> torch.Tensor:

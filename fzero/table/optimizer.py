@@ -26,6 +26,7 @@ class GradientTransformation(NamedTuple):
             may note the factor (`Sharded.scaled`). Otherwise it gets values, in float32 or float64.
         copies: whether `fused` makes other values of all grads it is given, before it writes (a chain that does more
             than scale them): it is then given one group at a time, where it may be.
+        blank: whether `init` gives zeros and counts only: a load then makes no memory that it would overwrite.
     """
 
     init: Callable[..., Any]
@@ -37,6 +38,7 @@ class GradientTransformation(NamedTuple):
     needs: str = ""
     scales: bool = False
     copies: bool = False
+    blank: bool = False
 
     @property
     def by_group(self) -> bool:
