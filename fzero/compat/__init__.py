@@ -2,3 +2,4 @@
 
 from fzero.compat.dcp import load_dcp as load_dcp
 from fzero.compat.dcp import save_dcp as save_dcp
+from fzero.compat.deepspeed import load_deepspeed as load_deepspeed

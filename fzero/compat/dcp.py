@@ -142,17 +142,19 @@ class _Writing:
         return text_of(self._planner.create_local_plan())
 
     def write(self, plans: Sequence[str], rank: int) -> str:
+        from torch.distributed.checkpoint.planner import SavePlan
+
         from fzero.compat.planners import text_of, value_of
 
         self._writer.set_up_storage_writer(self._leads)
-        everyone, self._metadata = self._planner.create_global_plan([value_of(text) for text in plans])
+        everyone, self._metadata = self._planner.create_global_plan([value_of(text, SavePlan) for text in plans])
         everyone = self._writer.prepare_global_plan([self._writer.prepare_local_plan(plan) for plan in everyone])
         return text_of(self._writer.write_data(everyone[rank], self._planner).wait())
 
     def finish(self, results: Sequence[str]) -> None:
         from fzero.compat.planners import value_of
 
-        self._writer.finish(self._metadata, [value_of(text) for text in results])
+        self._writer.finish(self._metadata, [value_of(text, list) for text in results])
 
 
 def _values(tree: Sharded, key: Key, offset: int, start: int, stop: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import base64
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import TypeVar
 
 import torch
 from torch.distributed.checkpoint import FileSystemReader
@@ -29,6 +29,7 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+T = TypeVar("T")
 Make = Callable[[int, int], torch.Tensor]  # elements [start, stop) of a tensor, flat
 _KNOWN = {  # of the pickle that its metadata is, which could otherwise run anything
     ("torch.serialization", "_get_layout"),
@@ -184,6 +185,8 @@ def text_of(value: object) -> str:
     return base64.b64encode(pickle.dumps(value)).decode()
 
 
-def value_of(text: str) -> Any:
+def value_of(text: str, kind: type[T]) -> T:
     """What another rank of this run has told."""
-    return pickle.loads(base64.b64decode(text))
+    value = pickle.loads(base64.b64decode(text))
+    assert isinstance(value, kind)
+    return value

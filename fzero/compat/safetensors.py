@@ -7,12 +7,12 @@ import contextlib
 import os
 import re
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import named, need_int, need_path, wrong
+from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
 from fzero.checkpoint import files
 from fzero.checkpoint.choice import Wanted, choose
@@ -23,6 +23,7 @@ from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.checkpoint.snapshot import bytes_of
 from fzero.checkpoint.staging import on_host
 from fzero.compat.headers import INDEX, SINGLE, Entry, entries_of, files_of, planned, read_into
+from fzero.compat.names import Names, paths_of, renamed
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants
 from fzero.state.origin import Origin, Source
@@ -34,7 +35,6 @@ from fzero.table.spec import Spec, need_step
 _AT_ONCE = 1 << 22  # elements that are decoded at a time
 _MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
 _UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
-Names = Callable[[str], str]
 
 
 def load_safetensors(
@@ -115,16 +115,8 @@ class _Files(Origin):
     def leaves(self, like: object, names: Names | None) -> list[Leaf]:
         """What there is, by the paths that the names stand for."""
         if names is not None:
-            paths = pytree.named_leaves(like)[0]
-            renamed = {path: _renamed(names, path) for path in paths}
-            by_name = {name: path for path, name in renamed.items()}
-            if len(by_name) < len(renamed):
-                twice = next(path for path, name in renamed.items() if by_name[name] != path)
-                raise ValueError(
-                    f"fz.load_safetensors: names gives leaf {twice!r} and leaf {by_name[renamed[twice]]!r} one name, "
-                    f"{renamed[twice]!r}; expected a name for each."
-                )
-            self.found = {by_name.get(name, name): own for name, own in self.found.items()}
+            paths = paths_of("fz.load_safetensors", like, names)
+            self.found = {paths.get(name, name): own for name, own in self.found.items()}
         if like is None:
             self.found = {path: self.found[path] for path in pytree.named_leaves(dict.fromkeys(self.found, 0))[0]}
             strange = next((own for own in self.found.values() if not _floats(own)), None)
@@ -161,16 +153,6 @@ class _Files(Origin):
 def _floats(own: Entry) -> bool:
     dtype = DTYPES.get(own.dtype)
     return dtype is not None and dtype.is_floating_point and own.nbytes > 0
-
-
-def _renamed(names: Names, path: str) -> str:
-    try:
-        out = names(path)
-    except Exception as error:
-        raise ValueError(f"names({path!r}): got {error!r}, expected a str: the leaf's name in the files.") from error
-    if not isinstance(out, str):
-        raise TypeError(f"names({path!r}): got {named(out)}, expected a str: the leaf's name in the files.")
-    return out
 
 
 def save_safetensors(
@@ -259,7 +241,7 @@ class _Export:
     ) -> None:
         self.folder, single = os.path.split(target) if target.endswith(".safetensors") else (target, None)
         self.tree, self.also, self.token = tree, dict(also), ""
-        self.names = {path: path if names is None else _renamed(names, path) for path in tree}
+        self.names = {path: path if names is None else renamed(names, path) for path in tree}
         own = {path: dtype or tree.format(tree.layout.key_of[path][0]).dtype for path in tree}
         rows = [row for row in tree.layout.rows if row.path in own]
         self.tensors = [(self.names[row.path], own[row.path], row.shape) for row in rows]

@@ -1,0 +1,205 @@
+"""fz.compat.load_deepspeed: DeepSpeed's ZeRO checkpoints, of any number of ranks, read slice by slice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.arguments import need_bool, need_int, need_str, wrong
+from fzero.base.interrupts import as_found
+from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.files import folder_of
+from fzero.checkpoint.fill import agreed, filled
+from fzero.compat.moments import kinds_of, word_of
+from fzero.compat.names import Names, paths_of
+from fzero.compat.partitions import Saved, Spread, saved
+from fzero.compat.pickles import verify
+from fzero.formats.formats import ALIGN, Format, Plain
+from fzero.state.items import Item
+from fzero.state.origin import TREES, Origin, Source
+from fzero.state.train_state import TrainState
+from fzero.table.rows import Leaf
+from fzero.table.spec import Spec, need_step
+
+_WHO = "fz.compat.load_deepspeed"
+
+
+def load_deepspeed(
+    path: str | os.PathLike[str],
+    step: Spec,
+    *,
+    like: object = None,
+    tag: str | None = None,
+    names: Names | None = None,
+    optim: bool = True,
+    pattern: str = "*",
+    lossy: bool = False,
+    lenient: bool = False,
+    seed: int = 0,
+) -> TrainState:
+    """The state of a checkpoint that DeepSpeed's `save_checkpoint` has written at ZeRO stage 1, 2 or 3, by any ranks.
+
+    Params are the float32 masters, and as the model has them where they are not trained; moments and the number of
+    updates are the optimizer's. Each rank reads its slices: files are mapped, none holds the model. Hyperparameters and
+    schedules are those of `step`; a loss scale begins anew; buffers are the module's own and are not read.
+
+    The files are pickles. They are unpickled with `weights_only=True`; DeepSpeed's own classes become stand-ins that
+    do nothing, and a file that names anything else is refused before it is run. Each file is held against the CRC-32
+    that torch keeps of what it writes.
+
+    Args:
+        path: of the folder that `save_checkpoint` was given.
+        step: with the optimizer that the checkpoint is of; with any where `optim` is False.
+        like, pattern, lossy, lenient, seed: as of `fz.load_safetensors`. A tied param may have any of its names in
+            `like`, or several.
+        tag: of the checkpoint; None takes what the file `latest` says.
+        names: a leaf's path -> its name in the module that DeepSpeed trained, where they differ.
+        optim: whether to read the moments; otherwise they begin anew. So they must at stage 0, where they have no
+            names.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        DamagedCheckpoint: a file is missing, cut or changed: which one. On every rank.
+        ValueError: the leaves, shapes or the optimizer are others, or something would be lost; the files are of
+            different saves, or of tensor or pipeline parallelism, experts, NVMe; one names a class that it may not.
+
+    Example:
+        >>> import tempfile
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
+        >>> model = {"module": {"w": torch.ones(3)}, "buffer_names": [], "param_shapes": None, "optimizer": None}
+        >>> with tempfile.TemporaryDirectory() as folder:  # what stage 0 leaves of a run without an optimizer
+        ...     path = f"{folder}/mp_rank_00_model_states.pt"
+        ...     torch.save({**model, "global_steps": 0, "skipped_steps": 0}, path)
+        ...     fz.gather(fz.compat.load_deepspeed(folder, step, tag=".", optim=False).params)["w"]
+        tensor([1., 1., 1.])
+    """
+    given = folder_of(path, "compat.load_deepspeed")
+    need_step(step, "compat.load_deepspeed")
+    need_str(tag, _WHO, "tag", "the name of a checkpoint in the folder, or None", or_none=True)
+    if names is not None and (like is None or not callable(names)):
+        raise wrong(_WHO, "names", names, "a function of a path, beside a like= whose paths it takes")
+    need_bool(optim, _WHO, "optim")
+    seed = need_int(seed, _WHO, "seed")
+    wanted = Wanted(_WHO, given, like, pattern, lossy, lenient)
+    wanted.check()
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
+        axis = step.axis().of_component(step.name)
+        found = agreed(axis, lambda: saved(_tagged(given, tag)), given)
+        said = [f"{os.path.basename(file)} {text}" for file, text in found.files.items()]
+        axis.check_same(f"{given} {said} seed {seed}", "The checkpoints", "Give every rank the same path.")
+        origin = _Reading(given, found)
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis), given)
+        count = agreed(axis, lambda: origin.count(choice.trained), given) if optim else None
+        with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are held against their sums while they are read
+            files = [*found.files][axis.data_rank :: axis.ranks]
+            verified = beside.submit(lambda: [verify(file) for file in files])
+            state = filled(origin, choice, wanted, step, axis, seed, count)
+            agreed(axis, verified.result, given)
+        if axis.data_rank == 0:
+            choice.warn(wanted, 2)
+        return state
+
+
+def _tagged(folder: str, tag: str | None) -> str:
+    """The folder of a tag."""
+    if tag is not None:
+        return os.path.join(folder, tag)
+    latest = os.path.join(folder, "latest")
+    try:
+        with open(latest, encoding="utf-8") as file:
+            return os.path.join(folder, file.read().strip())
+    except (FileNotFoundError, NotADirectoryError):
+        raise FileNotFoundError(
+            f"{latest}: got no such file, expected the folder that save_checkpoint was given, which has one. Say tag=, "
+            "the name of a folder in it, to load that one."
+        ) from None
+
+
+class _Reading(Origin):
+    """A checkpoint of DeepSpeed as the origin of a state."""
+
+    call, anew = f"{_WHO}(path, step, lossy=True)", f"{_WHO}(path, step, optim=False)"
+    device = torch.device("cpu")
+    extras = ()
+
+    def __init__(self, place: str, found: Saved) -> None:
+        self.place, self._saved = place, found
+        self.kinds: dict[str, str] = {"params": "params"}
+        self._names: dict[str, str] = {}  # of leaves, by path
+
+    def leaves(self, like: object, names: Names | None) -> list[Leaf]:
+        """What there is, by the paths that the names stand for."""
+        shapes = self._saved.shapes
+        if like is None:
+            paths = pytree.named_leaves(dict.fromkeys(shapes, 0))[0]
+            self._names = {path: path for path in paths}
+        else:
+            asked = paths_of(_WHO, like, names)
+            ties = {other: name for other, name in self._saved.shared.items() if other in asked and name in shapes}
+            kept = [name for name in shapes if name in asked or name not in ties.values()]
+            self._names = {asked.get(name, name): name for name in kept}
+            self._names |= {asked[other]: name for other, name in ties.items() if other not in shapes}
+        params = self._saved.params
+        return [(path, shapes[name], params[name].parts[0].dtype) for path, name in self._names.items()]
+
+    def structure(self) -> pytree.Spec:
+        return pytree.flatten(dict.fromkeys(self._names, 0))[1]
+
+    def meet(self, moments: Sequence[Item]) -> None:
+        words = self._saved.moments.keys()
+        if not words and any(item.kind in TREES for item in moments):
+            why = "" if self._saved.masters else " of ZeRO stage 0, where they have no names"
+            raise ValueError(
+                f"{self.place}: got a checkpoint{why} without moments, expected some. Say optim=False to begin them "
+                "anew."
+            )
+        self.kinds.update(kinds_of(moments, words))
+
+    def count(self, paths: Sequence[str]) -> int:
+        """How many updates the moments have seen; where they do not count, how many there were."""
+        counts = {path: self._saved.counts.get(self._names[path]) for path in paths}
+        known = {path: count for path, count in counts.items() if count is not None}
+        if len(set(known.values())) > 1:
+            first, other = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
+            raise ValueError(
+                f"{self.place}: leaf {first!r} has seen {known[first]} updates, leaf {other!r} {known[other]}; "
+                "expected one count for all. Say optim=False to begin the moments anew."
+            )
+        self._count = next(iter(known.values()), self._saved.updates)
+        return self._count
+
+    def value(self, name: str) -> object:
+        return self._count if name.rpartition(".")[2] == "count" else None
+
+    def tree(self, name: str) -> Source:
+        spreads = self._saved.params if name == "params" else self._saved.moments[word_of(name)]
+        return _Tree(self.place, name, {path: spreads.get(own) for path, own in self._names.items()})
+
+
+class _Tree:
+    """One of its trees."""
+
+    def __init__(self, place: str, name: str, spreads: Mapping[str, Spread | None]) -> None:
+        self._place, self._name, self._spreads = place, name, spreads
+
+    def format(self, path: str) -> Format | None:
+        spread = self._spreads.get(path)
+        if spread is None:
+            if self._name == "params":
+                return None
+            raise ValueError(
+                f"{self._place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of every leaf "
+                "that the step trains. Freeze the leaf, or say optim=False to begin the moments anew."
+            )
+        return Plain(spread.parts[0].dtype)
+
+    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+        spread = self._spreads[path]
+        assert spread is not None
+        out = into or [torch.zeros(-(-(stop - start) // ALIGN) * ALIGN, dtype=spread.parts[0].dtype, device="cpu")]
+        spread.read(start, stop, out[0])
+        return out

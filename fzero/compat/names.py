@@ -1,0 +1,38 @@
+"""Leaves that others call otherwise: `names=` of those who read and write their files."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fzero.base import pytree
+from fzero.base.arguments import named
+
+Names = Callable[[str], str]
+
+
+def renamed(names: Names, path: str) -> str:
+    """What a leaf is called in the files."""
+    try:
+        out = names(path)
+    except Exception as error:
+        raise ValueError(f"names({path!r}): got {error!r}, expected a str: the leaf's name in the files.") from error
+    if not isinstance(out, str):
+        raise TypeError(f"names({path!r}): got {named(out)}, expected a str: the leaf's name in the files.")
+    return out
+
+
+def paths_of(who: str, like: object, names: Names | None) -> dict[str, str]:
+    """The names of a tree's leaves in the files -> their paths.
+
+    Raises:
+        ValueError: two leaves have one name.
+    """
+    out = dict[str, str]()
+    for path in pytree.named_leaves(like)[0]:
+        name = path if names is None else renamed(names, path)
+        if name in out:
+            raise ValueError(
+                f"{who}: names gives leaf {path!r} and leaf {out[name]!r} one name, {name!r}; expected a name for each."
+            )
+        out[name] = path
+    return out
