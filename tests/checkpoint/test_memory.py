@@ -14,6 +14,7 @@ import fzero as fz
 from fzero.checkpoint import files
 from fzero.state.sharded import trees_of
 from fzero.testing import LiveBytes, assert_trees_equal
+from fzero.update import update
 
 BLOCK = fz.unit(lambda p, x: torch.tanh(x.to(p["w"].dtype) @ p["w"]))
 X = torch.ones(2, 64)
@@ -101,3 +102,23 @@ def test_a_donating_step_takes_what_is_written_and_leaves_the_rest_to_the_save(
         assert_trees_equal(fz.gather({"params": again.params, "moments": again.moments}), expected)
     assert grown[0] > sum(before.values()) / 2, "the save holds nothing?"
     assert grown == sorted(grown, reverse=True) and grown[-1] == 0
+
+
+def test_a_save_that_ends_during_an_update_is_no_view_that_the_caller_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning would be an error here."""
+    step = fz.donate(fz.train_step(loss, fz.adamw(1e-2)))
+    state = begun(step)
+    paused, real = Paused(monkeypatch, 0), update.Writing
+    saving = fz.save_async(tmp_path, state)
+    assert paused.held.wait(30)
+
+    def ends_it(*args: Any) -> Any:
+        out = real(*args)
+        paused.go.set()
+        saving.wait()
+        return out
+
+    monkeypatch.setattr(update, "Writing", ends_it)
+    step(state, X)
