@@ -50,6 +50,16 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, *st
         parser.error(f"--ranks {args.ranks}, but torchrun started {world}; leave --ranks out")
 
 
+def check_folder(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Refuses a folder that cannot be written to, before any time is spent."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        parser.error(f"--out {out} cannot be written to: {error.strerror}")
+
+
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
     pass
 
@@ -151,10 +161,10 @@ def _run_here(train: Train, rank: int, args: argparse.Namespace, rendezvous: str
 
 
 def _run_spawned(train: Train, args: argparse.Namespace, rendezvous: str) -> int:
-    """Starts the ranks. They ignore signals from their very start; this process passes the wish to stop on."""
+    """Starts the ranks. Signals do not reach them from their very start; this process passes the wish to stop on."""
     stop = mp.get_context("spawn").Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # inherited
+    signals = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # inherited
     context = mp.spawn(_run_rank, (train, args, rendezvous, stop), nprocs=args.ranks, join=False)
     assert context is not None
 
@@ -165,8 +175,9 @@ def _run_spawned(train: Train, args: argparse.Namespace, rendezvous: str) -> int
             sys.exit(128 + number)
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in signals:
         signal.signal(number, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # one that came meanwhile is handled now
     name = Path(sys.argv[0]).stem
     try:
         while not context.join(grace_period=2):
