@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import itertools
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from safetensors.torch import load_file
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks
 
+KILLING = Path(__file__).parent / "killing.py"
 TINY = (
     "--width 32 --blocks 1 --heads 2 --context 16 --eval-every 100 --eval-batches 1 --sample-bytes 1 --warmup 1 "
     "--dtype fp32 --save-every 10"
@@ -189,3 +192,11 @@ def test_a_run_goes_on_with_its_options_and_no_other_begins_in_its_folder(
         with pytest.raises(SystemExit) as info:
             demo.module.options([*out, *given])
         assert info.value.code == 2 and said in capsys.readouterr().err
+
+
+def test_a_run_that_is_killed_or_asked_to_stop_loses_nothing() -> None:
+    """On two ranks that are processes; more of them with `make killing`."""
+    kinds = ("--kinds", "one", "SIGTERM", "SIGINT")
+    options = ("--kills", "4", "--ranks", "2", *kinds)
+    done = subprocess.run([sys.executable, str(KILLING), *options], capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0 and "nothing lost" in done.stdout, done.stdout + done.stderr
