@@ -120,7 +120,7 @@ class Checkpoints:
         names = {name: self._there.child(name).names() for name in self._names()}
         whole = [name for name, own in names.items() if NAME in own]
         for name, own in names.items():
-            unended = NAME not in own and LOCK in own and name < whole[0]
+            unended = NAME not in own and (LOCK in own or not own) and name < whole[0]
             if unended or name in whole[self.keep :]:
                 self._there.discard(name)
         self._there.tidy()
