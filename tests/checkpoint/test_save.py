@@ -193,7 +193,7 @@ def test_what_fails_in_the_background_is_told_once(tmp_path: Path, monkeypatch: 
         with pytest.raises(OSError, match="No space left"):
             saving.wait()
         fz.save_async(tmp_path, trained(step, 2))
-        with pytest.raises(OSError, match=r"the save before this one has failed.*No space left"):
+        with pytest.raises(OSError, match=rf"the save before this one has failed.*{tmp_path}: .*No space left"):
             fz.save(tmp_path, trained(step, 2))
         assert fz.load(tmp_path, step).step == 1 and fz.load_extra(tmp_path) == {"old": True}
         barrier.wait(30)
