@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+LINGER = 60.0  # seconds in which ranks stop and save once the process that started them is gone
 Train = Callable[[int, int, argparse.Namespace, Callable[[], bool]], None]
 
 
@@ -137,6 +138,8 @@ def _run_rank(rank: int, train: Train, args: argparse.Namespace, rendezvous: str
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     parent = mp.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=args.ranks
     )
@@ -144,6 +147,13 @@ def _run_rank(rank: int, train: Train, args: argparse.Namespace, rendezvous: str
         train(rank, args.ranks, args, lambda: stop.is_set() or (parent is not None and not parent.is_alive()))
     finally:
         dist.destroy_process_group()
+
+
+def _end_after(parent: Any) -> None:
+    """Nobody else would end a rank that waits for one which was killed, too."""
+    parent.join()
+    time.sleep(LINGER)
+    os._exit(1)
 
 
 def _run_here(train: Train, rank: int, args: argparse.Namespace, rendezvous: str) -> None:

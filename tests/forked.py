@@ -107,6 +107,7 @@ class Run:
 def adopt() -> None:
     """From now on this process reaps whom a killed launcher has left, and has imported and read what every run does."""
     assert ctypes.CDLL(None).prctl(ADOPT, 1, 0, 0, 0) == 0
+    launch.LINGER = 6.0
     importlib.import_module("torch._dynamo")
     importlib.import_module("matplotlib.pyplot")
     train_lm.standard_library = functools.cache(train_lm.standard_library)

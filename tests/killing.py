@@ -1,9 +1,9 @@
 """Kills a run of examples/train_lm.py again and again, resumes it, and says what was lost: `make killing KILLS=200`.
 
-One rank, all of them or the launcher is killed at a random moment, half of the times inside a save, or the run is asked
-to stop. After each the run goes on from the newest checkpoint, which is at least the last that was whole before; losses
-are to the bit those of a run that was left alone, and so are the weights at the end. No process, semaphore or file of a
-save that never ended stays behind. Exits with 1 at the first thing that is otherwise, and says which seed shows it.
+One rank, all of them, the launcher, or it and a rank are killed at a random moment, half of the times inside a save, or
+the run is asked to stop. After each it goes on from the newest checkpoint, which is at least the last that was whole
+before; losses are to the bit those of a run that was left alone, and so are the weights at the end. No process or
+semaphore stays behind, and no file of a save that never ended. Exits with 1 at the first thing that is otherwise.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ OPTIONS = (
 ).split()
 KEEP, OPERATIONS = 3, 120  # checkpoints; operations on the disk, among which one is drawn
 SOON, LONGEST = 20.0, 120.0  # seconds within which all has ended after a kill; that a whole run may take
-KINDS = ["one", "one", "one", "all", "all", "launcher", "SIGTERM", "SIGINT"]
+KINDS = ["one", "one", "one", "all", "all", "two", "launcher", "SIGTERM", "SIGINT"]
 MEANWHILE = 8  # updates between the newest checkpoint, as somebody asks for an end, and that end
 
 
@@ -95,9 +95,9 @@ class Killing:
     def once(self) -> str:
         """One run and what becomes of it, in words; "" where it ended well before its moment came."""
         kind = self.draw.choice(self.kinds)
-        kind = "all" if self.ranks == 1 and kind in ("one", "launcher") else kind
+        kind = "all" if self.ranks == 1 and kind in ("one", "two", "launcher") else kind
         still, moment = None, self.draw.uniform(0, self.seconds)
-        if kind in ("one", "all") and self.draw.random() < 0.5:
+        if kind in ("one", "two", "all") and self.draw.random() < 0.5:
             still = Still(self.draw.randrange(self.ranks), self.draw.randint(1, OPERATIONS))
         run = self._run(self.out, still)
         try:
@@ -129,6 +129,9 @@ class Killing:
             run.send(signal.SIGKILL, [run.ranks[still.rank if still else self.draw.randrange(self.ranks)]])
         elif kind == "all":
             run.send(signal.SIGKILL, [*run.ranks.values(), run.pid])
+        elif kind == "two":
+            rank = still.rank if still else self.draw.randrange(self.ranks)
+            run.send(signal.SIGKILL, [run.pid, run.ranks[rank]])
         elif kind == "launcher":
             run.send(signal.SIGKILL, [run.pid])
         elif kind == "SIGTERM":
