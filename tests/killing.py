@@ -200,6 +200,7 @@ def main() -> int:
     adopt()
     counts, started, said, done = collections.Counter[str](), time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory() as top:
+        tempfile.tempdir = top  # a launcher that is killed cannot take the ranks' meeting place away
         killings = []
         for ranks in args.ranks:
             (Path(top) / str(ranks)).mkdir()
