@@ -4,11 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint soak lasting mutants bench bench-gpu clean
+.PHONY: demo test lint soak lasting killing mutants bench bench-gpu clean
 
 demo: .venv/.installed
-	@echo "== training a small language model on two ranks (Ctrl-C stops it and keeps what was trained)"
-	@$(BIN)/python examples/train_lm.py
+	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
+	@$(BIN)/python examples/train_lm.py --resume
 
 test: lint
 	@echo "== tests"
@@ -25,10 +25,17 @@ SEED ?= 0
 soak: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
 
-# many steps with everything on a disk; nothing may grow
+# many steps with everything on a disk, and many saves; nothing may grow
 STEPS ?= 1000
+SAVES ?= 1000
 lasting: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/lasting.py --steps $(STEPS)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/lasting_saves.py --saves $(SAVES)
+
+# a training job that is killed and resumed; nothing may be lost or left behind: make killing KILLS=200 SEED=0
+KILLS ?= 50
+killing: .venv/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/killing.py --kills $(KILLS) --seed $(SEED)
 
 # leaves out each wait in turn; some test must turn red each time
 mutants: .venv/.installed

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+LINGER = 60.0  # seconds in which ranks stop and save once the process that started them is gone
 Train = Callable[[int, int, argparse.Namespace, Callable[[], bool]], None]
 
 
@@ -48,6 +49,16 @@ def check_options(parser: argparse.ArgumentParser, args: argparse.Namespace, *st
         parser.error(f"stage 0 shards and averages nothing, so it needs --ranks 1; got {args.ranks} ranks")
     if world and args.ranks != world:
         parser.error(f"--ranks {args.ranks}, but torchrun started {world}; leave --ranks out")
+
+
+def check_folder(parser: argparse.ArgumentParser, out: Path) -> None:
+    """Refuses a folder that cannot be written to, before any time is spent."""
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=out):
+            pass
+    except OSError as error:
+        parser.error(f"--out {out} cannot be written to: {error.strerror}")
 
 
 class _Formatter(argparse.ArgumentDefaultsHelpFormatter, argparse.RawDescriptionHelpFormatter):
@@ -127,6 +138,8 @@ def _run_rank(rank: int, train: Train, args: argparse.Namespace, rendezvous: str
     elif "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // args.ranks))
     parent = mp.parent_process()
+    if parent is not None:
+        threading.Thread(target=_end_after, args=(parent,), daemon=True).start()
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo", init_method=rendezvous, rank=rank, world_size=args.ranks
     )
@@ -134,6 +147,13 @@ def _run_rank(rank: int, train: Train, args: argparse.Namespace, rendezvous: str
         train(rank, args.ranks, args, lambda: stop.is_set() or (parent is not None and not parent.is_alive()))
     finally:
         dist.destroy_process_group()
+
+
+def _end_after(parent: Any) -> None:
+    """Nobody else would end a rank that waits for one which was killed, too."""
+    parent.join()
+    time.sleep(LINGER)
+    os._exit(1)
 
 
 def _run_here(train: Train, rank: int, args: argparse.Namespace, rendezvous: str) -> None:
@@ -151,10 +171,10 @@ def _run_here(train: Train, rank: int, args: argparse.Namespace, rendezvous: str
 
 
 def _run_spawned(train: Train, args: argparse.Namespace, rendezvous: str) -> int:
-    """Starts the ranks. They ignore signals from their very start; this process passes the wish to stop on."""
+    """Starts the ranks. Signals do not reach them from their very start; this process passes the wish to stop on."""
     stop = mp.get_context("spawn").Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # inherited
+    signals = (signal.SIGINT, signal.SIGTERM)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signals)  # inherited
     context = mp.spawn(_run_rank, (train, args, rendezvous, stop), nprocs=args.ranks, join=False)
     assert context is not None
 
@@ -165,8 +185,9 @@ def _run_spawned(train: Train, args: argparse.Namespace, rendezvous: str) -> int
             sys.exit(128 + number)
         stop.set()
 
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in signals:
         signal.signal(number, handle)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, signals)  # one that came meanwhile is handled now
     name = Path(sys.argv[0]).stem
     try:
         while not context.join(grace_period=2):

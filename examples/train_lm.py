@@ -8,8 +8,8 @@ fp32, with fewer updates):
     torchrun --nproc-per-node 4 examples/train_lm.py
 
 Losses are in nats per byte. Ctrl-C or SIGTERM stops the run and keeps what was trained; a second one kills it. A run
-that was stopped or killed goes on from its newest whole checkpoint, also on another number of ranks, with the data that
-it would have seen:
+that was stopped or killed goes on from its newest whole checkpoint, also on another number of ranks, with its options
+and the data that it would have seen:
 
     python examples/train_lm.py --resume
 """
@@ -22,6 +22,7 @@ import statistics
 import sys
 import sysconfig
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from curve import draw_losses
 from launch import (
     add_numbers,
     any_rank,
+    check_folder,
     check_options,
     default_ranks,
     device_of,
@@ -42,6 +44,7 @@ from launch import (
     memory_mib,
     parser_of,
 )
+from resuming import kept_options, parse_options
 from safetensors.torch import save_file
 from torch import Tensor
 from tqdm import tqdm
@@ -102,8 +105,11 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         found = kept.restore(step) if args.resume else None
     if found is not None:
         state, progress = found
-        say(f"going on after update {state.step}")
+        all_taken = ", which was the last; --steps takes more" if len(progress["train"]) >= args.steps else ""
+        say(f"going on after update {state.step} of {args.steps}{all_taken}")
     else:
+        if args.resume:
+            say(f"nothing to go on from in {kept.folder}: a new run begins")
         state = step.init(params, seed=args.seed)
         progress = {"seen": 0, "train": [], "held out": [(0, held_out_loss(step, state, held_out))]}
     train_curve: list[float] = progress["train"]
@@ -111,8 +117,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     seen: int = progress["seen"]  # examples, over all ranks
 
     def save() -> fz.Saving:
-        held_out_said = [list(pair) for pair in held_out_curve]
-        return kept.save_async(state, {"seen": seen, "train": train_curve, "held out": held_out_said})
+        curves = {"train": train_curve, "held out": [list(pair) for pair in held_out_curve]}
+        return kept.save_async(state, {"seen": seen, **curves, "options": kept_options(args)})
 
     bar = tqdm(
         total=args.steps,
@@ -123,16 +129,25 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     )
     seconds, taken, skipped, stopped = 0.0, 0, 0, False
     saving: fz.Saving | None = None
-    saved = state.step
+    saved = seen
+    before: deque[tuple[fz.TrainState, int]] = deque(maxlen=GIVES_UP)  # states, and how many losses there were
     while len(train_curve) < args.steps and not (stopped := any_rank(stop(), device)):
         started = time.perf_counter()
         tokens, targets = batch_at(train_text, seen + rank * args.batch, args, device)
-        seen, before = seen + ranks * args.batch, state if args.rollback else None
+        seen += ranks * args.batch
+        if args.rollback:
+            before.append((state, len(train_curve)))
         state, metrics = step(state, tokens, targets)
         loss = metrics["loss"].item()
-        if before is not None and is_spike(loss, train_curve):
-            state, skipped = before, skipped + 1
-            say(f"\nloss {loss:.3f} after update {state.step}: back to the state before, and past this batch")
+        if args.rollback and is_spike(loss, train_curve):
+            skipped, after = skipped + 1, before[-1][0].step
+            if skipped > 1 and len(before) > 1:
+                before.pop()  # not the batch raised the loss, but the update before
+            state, done = before.pop()
+            del train_curve[done:]
+            held_out_curve = [pair for pair in held_out_curve if pair[0] <= done]
+            bar.update(done - bar.n)
+            say(f"\nloss {loss:.3f} after update {after}: back to update {state.step}, and past this batch")
             if skipped == GIVES_UP:
                 raise RuntimeError(f"{GIVES_UP} batches in a row raised the loss; a smaller --lr may help")
             continue
@@ -143,7 +158,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         if done % args.eval_every == 0:
             held_out_curve.append((done, held_out_loss(step, state, held_out)))
         if done % args.save_every == 0:
-            saving, saved = save(), state.step
+            saving, saved = save(), seen
+            before.clear()  # a run that is resumed here has no others
         speed = taken * ranks * tokens.numel() / seconds
         bar.set_postfix_str(
             f"loss {train_curve[-1]:.3f}, held out {held_out_curve[-1][1]:.3f}, {speed:,.0f} tokens/s, "
@@ -152,7 +168,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         )
         bar.update()
     bar.close()
-    if saved != state.step:
+    if saved != seen:
         saving = save()
     if saving is not None:
         saving.wait()
@@ -297,16 +313,22 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--dtype", default="auto", choices=["auto", "bf16", "fp32"], help="what matrices are computed in; auto measures"
     )
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="go on from the newest checkpoint in --out, if any, with its options where none are given",
+    )
     parser.add_argument(
         "--rollback",
-        action="store_true",
-        help="where a batch raises the loss, go back to the state before it",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help=f"where a batch raises the loss, go back to the state before it; the last {GIVES_UP} are held",
     )
     parser.add_argument("--seed", type=int, default=0, help="of weights, batches and completion")
     parser.add_argument("--out", type=Path, default=Path("out/train_lm"), help="folder for what is kept")
-    args = parser.parse_args(argv)
+    args = parse_options(parser, argv)
     check_options(parser, args, args.stage)
+    check_folder(parser, args.out)
     return args
 
 

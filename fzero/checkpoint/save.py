@@ -166,7 +166,7 @@ def begin(
     try:
         if before is not None and (failed := before.untold()) is not None:
             raise OSError(
-                f"fz.{who}: the save before this one has failed, and nobody waited for it: {failed}"
+                f"fz.{who}: the save before this one has failed, and nobody waited for it: {before.path}: {failed}"
             ) from failed
         folder = folder_for()
         folder_at(folder)

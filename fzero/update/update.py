@@ -125,6 +125,7 @@ class Update:
     def __init__(self, step: Spec, state: TrainState) -> None:
         self.step, self._state, self.old, self.layout = step, state, state.params, state.layout
         copied: list[str] = []
+        saved = bool(being_saved)  # asked first: a save may end while one looks at what it held
         self._fused = in_place(step, self.layout)
         self._on_host = on_host(step, self.layout)
         self.params = Writing(self.old, "params", step.donates, copied.append, self._on_host)
@@ -132,7 +133,7 @@ class Update:
         trees = trees_of(state.moments) if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
         self._after: object = state.moments
-        if copied and not being_saved:
+        if copied and not saved:
             warnings.warn(
                 f"fz.donate: {len(copied)} buffers of the donated state are still held elsewhere (that of leaf "
                 f"{copied[0]!r} first) and were copied instead of overwritten. Drop views, detach()ed tensors "
