@@ -9,7 +9,7 @@ from fzero.base.arguments import need_bool, wrong
 from fzero.base.interrupts import as_found
 from fzero.formats.formats import ALIGN, Format
 from fzero.state.checks import constants
-from fzero.state.init import checksum
+from fzero.state.init import check_tables, checksum
 from fzero.state.items import items_of
 from fzero.state.origin import Move, Origin, Source
 from fzero.state.sharded import Sharded
@@ -56,7 +56,9 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
         origin = _State(state, sums=moves and axis.ranks > 1)
         move = Move(origin, step, old.device, lossy)
-        params = move.held(move.params(Layout.build(rows, axis.size), axis, old.structure, None))
+        layout = Layout.build(rows, axis.size)
+        check_tables(step, layout, axis, f"update {state.step}, lossy {lossy}")
+        params = move.held(move.params(layout, axis, old.structure, None))
         if moves:
             axis.check_same(
                 "\n".join(origin.said),

@@ -26,10 +26,16 @@ def unflatten(spec: Spec, leaves: Iterable[object]) -> Any:
     return optree.tree_unflatten(spec, leaves)
 
 
-def named_leaves(tree: Any, is_leaf: Test | None = None) -> tuple[list[str], list[Any], Spec]:
-    """Dotted paths (`blocks.0.attn.weight`), leaves and structure; `None` is a leaf."""
+def named_leaves(
+    tree: Any, is_leaf: Test | None = None, name: Callable[[str], str] = str
+) -> tuple[list[str], list[Any], Spec]:
+    """Dotted paths (`blocks.0.attn.weight`), leaves and structure; `None` is a leaf.
+
+    Args:
+        name: what stands for a key in its path.
+    """
     accessors, leaves, spec = optree.tree_flatten_with_accessor(tree, is_leaf=is_leaf, none_is_leaf=True)
-    return [".".join(_part(entry) for entry in accessor) for accessor in accessors], leaves, spec
+    return [".".join(name(_part(entry)) for entry in accessor) for accessor in accessors], leaves, spec
 
 
 def _part(entry: optree.PyTreeEntry) -> str:

@@ -7,11 +7,13 @@ from collections.abc import Callable
 
 from fzero.comm import backend
 
+_LINGER = 60.0  # seconds that rank 0 stays for ranks that still read; they may have been killed
+
 
 class Board:
     """Notes of one save, by name, that every rank can read.
 
-    On several ranks they go through the process group's own store; the last rank to leave takes them away.
+    On several ranks they go through the process group's own store.
     """
 
     def __init__(self, token: str, ranks: int, timeout: float) -> None:
@@ -41,9 +43,15 @@ class Board:
             pause = min(pause * 1.5, 0.05)
         return self._store.get(self._prefix + name).decode()
 
-    def leave(self, ranks: int) -> None:
-        """This rank needs no note any more; the last one takes them away."""
-        if self._store is None or self._store.add(f"{self._prefix}left", 1) < ranks:
+    def leave(self, rank: int, ranks: int) -> None:
+        """This rank needs no note any more; rank 0 takes them away once none does, as the store may end with it."""
+        if self._store is None:
             return
+        left, end = f"{self._prefix}left", time.monotonic() + min(self._timeout, _LINGER)
+        if rank > 0:
+            self._store.add(left, 1)
+            return
+        while self._store.add(left, 0) < ranks - 1 and time.monotonic() < end:
+            time.sleep(0.001)
         for name in ("begun", "ended", "left", *map(str, range(1, ranks))):
             self._store.delete_key(self._prefix + name)

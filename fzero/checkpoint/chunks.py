@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import hashlib
+import queue
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 
 from fzero.base import cores
 
@@ -29,14 +31,32 @@ def digest(data: memoryview | bytes | bytearray) -> str:
 
 def hashed(pieces: Iterable[memoryview], put: Callable[[memoryview], None]) -> Iterator[str]:
     """The checksum of each chunk of each piece, in order; it is written meanwhile."""
-    under: collections.deque[Future[str]] = collections.deque()
-    with ThreadPoolExecutor(workers(), "fzero-save") as pool:
+    under, jobs = collections.deque[Future[str]](), queue.SimpleQueue[tuple[memoryview, Future[str]] | None]()
+    # threads of its own: an executor refuses jobs once the interpreter waits for the save to end
+    threads = [threading.Thread(target=_digests, args=(jobs,), name="fzero-save") for _ in range(workers())]
+    for thread in threads:
+        thread.start()
+    try:
         for piece in pieces:
             for start in range(0, len(piece), CHUNK):
                 chunk = piece[start : start + CHUNK]
-                under.append(pool.submit(digest, chunk))
+                under.append(Future())
+                jobs.put((chunk, under[-1]))
                 put(chunk)
-                if len(under) > workers():
+                if len(under) > len(threads):
                     yield under.popleft().result()
         while under:
             yield under.popleft().result()
+    finally:
+        for _ in threads:
+            jobs.put(None)
+        for thread in threads:
+            thread.join()
+
+
+def _digests(jobs: queue.SimpleQueue[tuple[memoryview, Future[str]] | None]) -> None:
+    """What a thread does until it is told to end."""
+    while (job := jobs.get()) is not None:
+        chunk, done = job
+        done.set_result(digest(chunk))
+        del job, chunk  # the state's memory

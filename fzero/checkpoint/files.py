@@ -44,9 +44,12 @@ class Local:
         make_folder(self.path)
 
     def names(self) -> list[str]:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             return os.listdir(self.path)
         return []
+
+    def folders(self) -> list[str]:
+        return [name for name in self.names() if os.path.isdir(self._at(name))]
 
     def exists(self, name: str = "") -> bool:
         return os.path.exists(self._at(name))
@@ -55,8 +58,11 @@ class Local:
         return os.stat(self._at(name)).st_size
 
     def read(self, name: str) -> bytes:
-        with open(self._at(name), "rb") as file:
-            return file.read()
+        try:
+            with open(self._at(name), "rb") as file:
+                return file.read()
+        except NotADirectoryError as error:
+            raise FileNotFoundError(error.errno, error.strerror, error.filename) from None
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
         descriptor, done = os.open(self._at(name), os.O_RDONLY | os.O_CLOEXEC), 0
@@ -73,7 +79,10 @@ class Local:
 
         def put(data: memoryview) -> None:
             nonlocal offset, begun
-            write(descriptor, data, offset)
+            try:
+                write(descriptor, data, offset)
+            except OSError as error:  # which names no file
+                raise type(error)(error.errno, error.strerror, self._at(name)) from None
             offset += len(data)
             if offset - begun >= _AHEAD and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, begun, offset - begun, os.POSIX_FADV_DONTNEED)
@@ -93,7 +102,7 @@ class Local:
         remove(self._at(name))
 
     @contextlib.contextmanager
-    def only_writer(self, token: str = "") -> Iterator[Callable[[], None]]:
+    def only_writer(self, token: str) -> Iterator[Callable[[], None]]:
         with only_writer(self.path):
             yield lambda: None
 
@@ -181,23 +190,25 @@ def only_writer(folder: str) -> Iterator[None]:
     Raises:
         BlockingIOError: another run is saving there.
     """
-    path = os.path.join(folder, LOCK)
-    while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            who = os.pread(descriptor, 200, 0).decode(errors="replace")
-            os.close(descriptor)
-            raise BlockingIOError(
-                f"{folder}: another run is saving there ({who or 'which has not said who it is'}). Save into a folder "
-                "of your own, or wait until it has ended."
-            ) from None
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(descriptor), os.stat(path)):
-                break
-        os.close(descriptor)  # its owner has removed it meanwhile
+    path, there = os.path.join(folder, LOCK), False
+    descriptor = -1
     try:
+        while not there:
+            if descriptor >= 0:  # its owner has removed it meanwhile
+                os.close(descriptor)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError as error:
+                if not isinstance(error, BlockingIOError):  # of a filesystem without locks
+                    raise OSError(error.errno, f"cannot be locked ({error.strerror}); save elsewhere", path) from None
+                who = os.pread(descriptor, 200, 0).decode(errors="replace")
+                raise BlockingIOError(
+                    f"{folder}: another run is saving there ({who or 'which has not said who it is'}). Save into a "
+                    "folder of your own, or wait until it has ended."
+                ) from None
+            with contextlib.suppress(FileNotFoundError):
+                there = os.path.samestat(os.fstat(descriptor), os.stat(path))
         said = f"process {os.getpid()} on {socket.gethostname()}".encode()
         os.ftruncate(descriptor, 0)
         write(descriptor, memoryview(said), 0)
@@ -206,4 +217,7 @@ def only_writer(folder: str) -> Iterator[None]:
         yield
         remove(path)
     finally:
-        os.close(descriptor)
+        if descriptor >= 0:
+            if there:  # closing alone would not: a process that was forked meanwhile has the file, too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)

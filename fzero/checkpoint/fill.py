@@ -14,7 +14,7 @@ from fzero.base import pytree
 from fzero.checkpoint.choice import Choice, Wanted
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
-from fzero.state.init import init_state
+from fzero.state.init import check_tables, init_state
 from fzero.state.origin import Move, Origin
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
@@ -59,6 +59,9 @@ def filled(
     Args:
         count: the number of updates so far; None where all but the params begins.
     """
+    taken = sorted(choice.taken) if choice.partial else "all leaves"
+    anew = "all but the params anew" if count is None else f"update {count}"
+    check_tables(step, choice.layout, axis, f"seed {seed}, {anew}, lossy {wanted.lossy}, of {taken}")
     place, move = wanted.place, Move(origin, step, choice.device, wanted.lossy, choice.taken)
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
     params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base), place)

@@ -36,6 +36,10 @@ class Folder(Protocol):
         """What lies in it; nothing where it is not there."""
         ...
 
+    def folders(self) -> list[str]:
+        """The folders that lie in it."""
+        ...
+
     def exists(self, name: str = "") -> bool:
         """Whether a file is there, or the folder itself."""
         ...
@@ -91,4 +95,11 @@ def path_of(path: object, who: str) -> str:
     given = need_path(path, f"fz.{who}")
     if given.startswith(("file://", "local://")):
         given = given.partition("://")[2]
-    return given.rstrip("/") if is_url(given) else os.path.abspath(given)
+    if not is_url(given):
+        return os.path.abspath(given)
+    if magic := sorted({*given} & {*"*?["}):
+        raise ValueError(
+            f"fz.{who}: got {given!r} with {magic[0]!r}, which its filesystem would take for a pattern. Give a URL "
+            "without *, ? and [."
+        )
+    return given.rstrip("/")

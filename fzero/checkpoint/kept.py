@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import os
@@ -10,10 +11,12 @@ import warnings
 from typing import Any
 
 from fzero.base.arguments import need_int
+from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.folder import LOCK, NAME, path_of
-from fzero.checkpoint.load import load, load_extra
+from fzero.checkpoint.load import load_both
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.read import is_whole
 from fzero.checkpoint.save import Saving, begin
 from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
@@ -72,25 +75,22 @@ class Checkpoints:
         """
         need_step(step, "Checkpoints.restore")
         axis = step.axis()
-        damaged: list[str] = []
-        for name, begun in self._found(axis):
-            path = f"{self.folder}/{name}"
+        found, damaged = self._found(axis), dict[str, str]()
+        while names := [name for name, begun in found.items() if not begun and name not in damaged]:
             try:
-                state = load(path, step, **options)
-                extra = load_extra(path)
+                out = load_both(f"{self.folder}/{names[0]}", step, **options)
             except (DamagedCheckpoint, FileNotFoundError) as error:
-                if begun:
-                    continue  # a save that never ended
-                damaged.append(str(error))
+                damaged[names[0]] = str(error)
+                found = self._found(axis)  # in which it is no more, if a run that saves has removed it meanwhile
                 continue
-            if damaged and axis.data_rank == 0:
+            if (newer := [said for name, said in damaged.items() if name in found]) and axis.data_rank == 0:
                 warnings.warn(
-                    f"fz.Checkpoints: {name} is restored, as newer ones are damaged. {damaged[0]}", stacklevel=2
+                    f"fz.Checkpoints: {names[0]} is restored, as newer ones are damaged. {newer[0]}", stacklevel=2
                 )
-            return state, extra
-        if damaged:
+            return out
+        for newest in damaged.values():
             raise DamagedCheckpoint(
-                f"{self.folder}: none of {len(damaged)} checkpoints is whole. The newest: {damaged[0]} To begin anew, "
+                f"{self.folder}: none of {len(damaged)} checkpoints is whole. The newest: {newest} To begin anew, "
                 "remove the folder."
             )
         return None
@@ -104,24 +104,28 @@ class Checkpoints:
 
     def _names(self) -> list[str]:
         """The subfolders with a checkpoint, newest first."""
-        names = [name for name in self._there.names() if _NAME.fullmatch(name)]
+        names = [name for name in self._there.folders() if _NAME.fullmatch(name)]
         return sorted(names, key=lambda name: int(name.split("-")[0]), reverse=True)
 
-    def _found(self, axis: Axis) -> list[tuple[str, bool]]:
+    def _found(self, axis: Axis) -> dict[str, bool]:
         """The subfolders that rank 0 sees, newest first, and whether each is a save that never ended."""
-        found = []
-        for name in self._names() if axis.data_rank == 0 else ():
-            names = self._there.child(name).names()
-            found.append((name, NAME not in names and (LOCK in names or not names)))
-        return json.loads(axis.exchange(json.dumps(found), "restore")[0])
+
+        def look() -> str:
+            names = {name: self._there.child(name).names() for name in self._names()} if axis.data_rank == 0 else {}
+            return json.dumps({name: NAME not in own and (LOCK in own or not own) for name, own in names.items()})
+
+        return json.loads(axis.exchange(agreed(axis, look, self.folder), "restore")[0])
 
     def _tidy(self) -> None:
         """Removes what is more than `keep`, and what was being removed as a run was killed."""
         names = {name: self._there.child(name).names() for name in self._names()}
         whole = 0
         for name, own in names.items():  # the newest first
-            whole += NAME in own
-            unended = NAME not in own and (LOCK in own or not own) and whole > 0
-            if unended or (NAME in own and whole > self.keep):
+            good, there = NAME in own and is_whole(self._there.child(name)), whole
+            whole += good
+            if NAME in own and there >= self.keep:
                 self._there.discard(name)
+            elif NAME not in own and (LOCK in own or not own) and there:
+                with contextlib.suppress(BlockingIOError), self._there.child(name).only_writer(""):
+                    self._there.discard(name)  # nobody saves there any more
         self._there.tidy()

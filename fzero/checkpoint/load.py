@@ -12,12 +12,13 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.choice import Choice, Wanted, choose
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.folder import path_of
-from fzero.checkpoint.manifest import DTYPES, Manifest, read_manifest
+from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, Manifest, read_manifest
 from fzero.checkpoint.read import Reader
 from fzero.checkpoint.structure import Unnamed, built
+from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
 from fzero.state.origin import Origin, Source
 from fzero.state.train_state import TrainState
@@ -66,22 +67,65 @@ def load(
         >>> fz.gather(small.params)["w"]
         tensor([1., 1., 1.])
     """
-    folder = path_of(path, "load")
     need_step(step, "load")
+    wanted = Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient)
+    return _loaded(wanted, step, params_only)[0]
+
+
+def load_both(
+    path: str,
+    step: Spec,
+    like: object = None,
+    pattern: str = "*",
+    params_only: bool = False,
+    lossy: bool = False,
+    lenient: bool = False,
+) -> tuple[TrainState, object]:
+    """The state of a checkpoint and its `extra`, which are of one save also while another is made there."""
+    return _loaded(Wanted("fz.load", path, like, pattern, lossy, lenient), step, params_only)
+
+
+def _loaded(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, object]:
     need_bool(params_only, "fz.load", "params_only")
-    wanted = Wanted("fz.load", folder, like, pattern, lossy, lenient)
     wanted.check()
     with as_found(), private.of_normal_tensors(), private.below_transforms():
-        axis = step.axis().of_component(step.name)
-        manifest = agreed(axis, lambda: read_manifest(folder), folder)
-        axis.check_same(f"{folder} {manifest.token}", "The checkpoints", "Give every rank the same path.")
-        with contextlib.closing(_Checkpoint(folder, manifest)) as origin:
-            agreed(axis, lambda: origin.reader.check(axis.data_rank, axis.ranks), folder)
-            choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
-            state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
-        if axis.data_rank == 0:
-            choice.warn(wanted, 2)
-        return state
+        state, extra, choice = _newest(wanted, step, params_only)
+        if state.params.axis.data_rank == 0:
+            choice.warn(wanted, 3)
+        return state, extra
+
+
+def _newest(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, object, Choice]:
+    """Reads a checkpoint, and again where another one was saved there meanwhile."""
+    axis, before = step.axis().of_component(step.name), ""
+    while True:
+        manifest = agreed(axis, lambda: read_manifest(wanted.place), wanted.place)
+        axis.check_same(f"{wanted.place} {manifest.token}", "The checkpoints", "Give every rank the same path.")
+        try:
+            return _read(wanted, step, params_only, axis, manifest)
+        except DamagedCheckpoint:  # perhaps as another one was saved there meanwhile
+            if manifest.token == before or _token(wanted.place, axis) == manifest.token:
+                raise
+            before = manifest.token
+
+
+def _token(folder: str, axis: Axis) -> str:
+    """Of the checkpoint that rank 0 sees there now; "" where it sees none."""
+    token = ""
+    with contextlib.suppress(OSError, ValueError):
+        token = read_manifest(folder).token if axis.data_rank == 0 else ""
+    return axis.exchange(token, "load")[0]
+
+
+def _read(
+    wanted: Wanted, step: Spec, params_only: bool, axis: Axis, manifest: Manifest
+) -> tuple[TrainState, object, Choice]:
+    folder = wanted.place
+    with contextlib.closing(_Checkpoint(folder, manifest)) as origin:
+        agreed(axis, lambda: origin.reader.check(axis.data_rank, axis.ranks), folder)
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
+        state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
+    return state, manifest.extra, choice
 
 
 def load_extra(path: str | os.PathLike[str]) -> Any:

@@ -11,7 +11,8 @@ import torch
 
 from fzero.checkpoint import chunks
 from fzero.checkpoint.contents import format_named
-from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, File, Manifest, Piece
+from fzero.checkpoint.folder import Folder
+from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, File, Manifest, Piece, read_manifest
 from fzero.checkpoint.places import folder_at
 from fzero.formats.formats import ALIGN, Format, entries, zeros
 
@@ -168,3 +169,12 @@ class Reader:
             self._read(file, 0, memoryview(bytearray(header)), file.sha256[0])
             if (size := self._there.size(file.name)) != file.nbytes:
                 raise self._cut(file, size)
+
+
+def is_whole(folder: Folder) -> bool:
+    """Whether a checkpoint has its manifest and files of the right sizes; their bytes are not looked at."""
+    try:
+        files = read_manifest(folder.path).files
+        return all(folder.size(file.name) == file.nbytes for file in files)
+    except (OSError, ValueError):
+        return False

@@ -8,6 +8,7 @@ is still the last to have begun.
 from __future__ import annotations
 
 import contextlib
+import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -65,6 +66,13 @@ class Remote:
             return [own.rpartition("/")[2] for own in found if own != self._root.rstrip("/")]
         return []
 
+    def folders(self) -> list[str]:
+        with self._named(""), contextlib.suppress(FileNotFoundError):
+            self._fs.invalidate_cache()
+            found = [own["name"].rstrip("/") for own in self._fs.ls(self._root, detail=True) if own["type"] != "file"]
+            return [own.rpartition("/")[2] for own in found]
+        return []
+
     def exists(self, name: str = "") -> bool:
         with self._named(name):
             self._fs.invalidate_cache()
@@ -104,9 +112,10 @@ class Remote:
             file.close()
 
     def replace(self, name: str, content: bytes) -> None:
+        new = self._at(f"{name}.{uuid.uuid4().hex[:12]}.new")  # another run may be at it, too
         with self._named(name):
-            self._fs.pipe_file(self._at(f"{name}.new"), content)
-            self._fs.mv(self._at(f"{name}.new"), self._at(name))
+            self._fs.pipe_file(new, content)
+            self._fs.mv(new, self._at(name))
 
     def remove(self, name: str) -> None:
         with self._named(name), contextlib.suppress(FileNotFoundError):

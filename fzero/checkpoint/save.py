@@ -125,9 +125,13 @@ class Saving:
             OSError: it is not, and why: on every rank.
         """
         self._thread.join()
-        self._told = True
+        self.told()
         if self._error is not None:
             raise self._error
+
+    def told(self) -> None:
+        """Notes that somebody knows how it ended."""
+        self._told = True
 
     def untold(self) -> BaseException | None:
         """Its error where nobody has been told, after its end."""
@@ -161,10 +165,11 @@ def begin(
     (state,) = constants(f"fz.{who}", state=state)
     axis = state.params.axis
     own = backend.global_rank() if backend.initialized() else 0
-    before = _last.pop(own, None)
+    before = _last.get(own)
     error, snapshot, folder, said = None, None, "", list[str]()
     try:
         if before is not None and (failed := before.untold()) is not None:
+            before.told()
             raise OSError(
                 f"fz.{who}: the save before this one has failed, and nobody waited for it: {before.path}: {failed}"
             ) from failed
@@ -173,7 +178,7 @@ def begin(
         _need_json(extra, f"fz.{who}: extra")
         text = json.dumps(extra)
         snapshot = Snapshot.of(state, json.loads(text))  # the caller's may change while it is written
-        said = [f"path {among or folder}", f"state after update {state.step}", f"extra {text}"]
+        said = [f"path {among or folder}", f"state after update {state.step}", f"seed {state.seed}", f"extra {text}"]
     except Exception as found:
         error = found
     token = uuid.uuid4().hex[:12]

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import named
 from fzero.checkpoint.chunks import digest
 from fzero.checkpoint.contents import runs, share
 from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
@@ -62,8 +63,18 @@ class Snapshot:
 
     @staticmethod
     def of(state: TrainState, extra: object) -> Snapshot:
-        """Holds a state's buffers; an update that is donated it meanwhile leaves those alone."""
-        params, device = state.params, state.params.device
+        """Holds a state's buffers; an update that is donated it meanwhile leaves those alone.
+
+        Raises:
+            TypeError, ValueError: something in it cannot be kept.
+        """
+        params, device, items = state.params, state.params.device, items_of(state)
+        for name, value in items:
+            if isinstance(value, torch.Tensor) and (value.dtype not in CODES or value.layout != torch.strided):
+                raise TypeError(
+                    f"state.{name}: got {named(value)}, expected a dense tensor of {', '.join(map(str, CODES))}: no "
+                    "other is kept in a checkpoint."
+                )
         snapshot = Snapshot(
             layout=state.layout,
             axis=params.axis,
@@ -72,7 +83,7 @@ class Snapshot:
             seed=state.seed,
             extras=state.signature.extras,
             extra=extra,
-            items=[Item(name, x.replaced() if is_sharded(x) else x) for name, x in items_of(state)],
+            items=[Item(name, x.replaced() if is_sharded(x) else x) for name, x in items],
             ready=None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event(),
         )
         being_saved.add(snapshot)

@@ -14,7 +14,7 @@ from fzero.checkpoint.folder import NAME, Folder
 from fzero.checkpoint.manifest import File, Manifest, Piece, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
 
-_FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) + r"\.new")
+_FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) + r"(\.[0-9a-f]{12})?\.new")
 _WELL = "well"
 
 
@@ -42,7 +42,7 @@ def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
     try:
         _lead(folder, snapshot, board, then) if rank == 0 else _follow(folder, snapshot, board, rank, ranks)
     finally:
-        board.leave(ranks)
+        board.leave(rank, ranks)
 
 
 def abandon(board: Board, rank: int, ranks: int) -> None:
@@ -50,7 +50,7 @@ def abandon(board: Board, rank: int, ranks: int) -> None:
     said = f"rank {rank} was interrupted as the save began"
     for name, text in {"begun": said, "ended": said}.items() if rank == 0 else [(str(rank), json.dumps([said]))]:
         board.post(name, text)
-    board.leave(ranks)
+    board.leave(rank, ranks)
 
 
 def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
@@ -75,8 +75,9 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
     try:
         folder.make()
         with folder.only_writer(board.token) as still:
+            before = _names_before(folder)
             if folder.guarded:
-                _clear(folder, _names_before(folder))
+                _clear(folder, before)
             board.post("begun", _WELL)
             begun = True
             written = [_write_own(folder, snapshot, board.token)]
@@ -87,12 +88,15 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                     raise OSError(f"rank {rank}: {said}")
                 written.append(_Written(*record))
                 _compare(folder, written[0].shared, rank, written[-1].shared)
+            _look(folder, written)
             manifest = _manifest(snapshot, board.token, written)
             still()
             folder.replace(NAME, manifest.text())
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
-                still()
-                _clear(folder, {file.name for file in manifest.files})
+                if folder.guarded:
+                    _clear(folder, {own.name for own in written})
+                for name in before or ():  # all else may be of another run, which is still at it
+                    folder.remove(name)
         if then is not None:
             with contextlib.suppress(OSError):
                 then()
@@ -129,6 +133,20 @@ def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> _Written:
         put(memoryview(header))
         said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put)]
     return _Written(name, nbytes, said, [own._replace(offset=own.offset + len(header)) for own, _ in pieces], shared)
+
+
+def _look(folder: Folder, written: list[_Written]) -> None:
+    """Refuses files that this rank does not see: those of a folder that only another machine has."""
+    for rank, own in enumerate(written):
+        try:
+            got = str(folder.size(own.name))
+        except FileNotFoundError:
+            got = "none"
+        if got != str(own.nbytes):
+            raise OSError(
+                f"{folder.path}/{own.name}: rank {rank} has written {own.nbytes} bytes, of which rank 0 sees {got}. "
+                "Save into a folder that all ranks share."
+            )
 
 
 def _compare(folder: Folder, shared: dict[str, str], rank: int, theirs: dict[str, str]) -> None:

@@ -12,6 +12,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
+from fzero.comm.axis import Axis
 from fzero.formats.formats import Blocks, decode, encode
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
@@ -87,16 +88,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     specs, leaves, structure = leaf_specs(params)
     axis = step.axis().of_component(step.name)
     layout = Layout.build(step.rows(specs, frozen_leaves(structure)), axis.size)
-    table = "\n".join(
-        f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "
-        f"autocast {row.autocast}, remat {row.remat}, in {', '.join(map(name_of, row.memories))}"
-        for row in layout.rows
-    )
-    axis.check_same(
-        f"{[extra.source for extra in step.extras]} seed {seed} sync {sync}\n{table}",
-        "The tables (transforms, policy, leaves, seed)",
-        "Build the same step from the same params on every rank.",
-    )
+    check_tables(step, layout, axis, f"seed {seed} sync {sync}")
     buffers: dict[object, Buffer] = {}
     held: dict[Key, Buffer] = {}
     said: list[str] = []
@@ -124,6 +116,24 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     )
     tree = Sharded(layout, axis, structure, buffers, held, kind="params")
     return TrainState(tree, None, init_moments(step, tree), init_extras(step, tree), 0, seed, step.signature)
+
+
+def check_tables(step: Spec, layout: Layout, axis: Axis, more: str) -> None:
+    """Raises ValueError on every rank where the ranks make states of different tables.
+
+    Args:
+        more: what they must say alike besides.
+    """
+    table = "\n".join(
+        f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "
+        f"autocast {row.autocast}, remat {row.remat}, in {', '.join(map(name_of, row.memories))}"
+        for row in layout.rows
+    )
+    axis.check_same(
+        f"{[extra.source for extra in step.extras]} {more}\n{table}",
+        "The tables (transforms, policy, leaves, seed)",
+        "Build the same step from the same params on every rank, and give it the same arguments.",
+    )
 
 
 def _made(leaf: object, spec: Leaf) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -36,18 +37,34 @@ def items_of(state: TrainState) -> list[Item]:
 
     Raises:
         TypeError: an entry of `state.extra` or of the moments is of another kind.
+        ValueError: two of them have one name.
     """
     found = [Item("params", state.params)]
     found += [] if state.grads is None else [Item("grads", state.grads)]
     found += items_in("moments", state.moments)
     for name, value in state.extra.items():
-        found += items_in(f"extra.{name}", value)
+        found += items_in(f"extra.{escaped(name)}", value)
+    if twice := [name for name, count in collections.Counter(item.name for item in found).items() if count > 1]:
+        raise ValueError(
+            f"state.{twice[0]}: got two values of this name, expected one: keys of one dict such as 1 and '1' are the "
+            "same there. Give one of them another key."
+        )
     return found
+
+
+def escaped(key: str) -> str:
+    """A key as part of a dotted name, in which its own dots are no dots."""
+    return key.replace("%", "%25").replace(".", "%2E")
+
+
+def entry_of(item: str) -> str:
+    """The entry of `state.extra` that an item belongs to: of "extra.ema.mean" it is "ema"."""
+    return item.split(".")[1].replace("%2E", ".").replace("%25", "%") if item.startswith("extra.") else ""
 
 
 def items_in(name: str, tree: object) -> list[Item]:
     """The items of the moments or of an entry of `state.extra`."""
-    paths, nodes, _ = pytree.named_leaves(tree, is_leaf=_is_item)
+    paths, nodes, _ = pytree.named_leaves(tree, _is_item, escaped)
     items = [Item(f"{name}.{path}".removesuffix("."), node) for path, node in zip(paths, nodes, strict=True)]
     for item in items:
         if not (_is_item(item.value) or isinstance(item.value, (torch.Tensor, *NUMBERS))):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -13,7 +13,7 @@ from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format, decode, encode, entries, zeros
 from fzero.state.init import as_held
-from fzero.state.items import Item, items_in, refilled
+from fzero.state.items import Item, entry_of, escaped, items_in, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
 from fzero.state.sharded import Sharded, is_sharded, part_names
@@ -174,8 +174,8 @@ class Move:
         for name, value in extra.items():
             met: list[str] = []
             if own[name] == kinds.get(name):
-                value = refilled(f"extra.{name}", value, lambda item: self._value(item, None, met))
-                if set(met) != {known for known in self.origin.kinds if _entry(known, kinds) == name}:
+                value = refilled(f"extra.{escaped(name)}", value, lambda item: self._value(item, None, met))
+                if set(met) != {known for known in self.origin.kinds if entry_of(known) == name}:
                     raise self._otherwise(f"extra.{name}", f"a state.extra[{name!r}]")
             out[name] = value
         return out
@@ -192,7 +192,7 @@ class Move:
 
     def _value(self, item: Item, kind: str | None, met: list[str]) -> object:
         """What the origin has of the name of an item, in the item's format."""
-        own, entry = item.value, _entry(item.name, [name for name, _, _ in self.origin.extras])
+        own, entry = item.value, entry_of(item.name)
         have = self.origin.kinds.get(item.name)
         # what a transform keeps may begin as params are stored, and go on as values
         if have != item.kind and not (entry and is_sharded(own) and have in TREES):
@@ -300,9 +300,3 @@ def _like(source: Source, tree: Sharded, key: Key) -> torch.Tensor:
     forms = [source.format(slot.path) for slot in tree.layout.groups[key].slots]
     dtypes = [form.dtype for form in forms if form is not None]
     return tree.local(key).to(functools.reduce(torch.promote_types, dtypes)) if dtypes else tree.local(key)
-
-
-def _entry(item: str, entries: Collection[str]) -> str | None:
-    """The entry of `state.extra` that an item belongs to."""
-    own = [name for name in entries if f"{item}.".startswith(f"extra.{name}.")]
-    return max(own, key=len, default=None)
