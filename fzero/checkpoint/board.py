@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from fzero.comm import backend
 
 _LINGER = 60.0  # seconds that rank 0 stays for ranks that still read; they may have been killed
+
+
+@contextlib.contextmanager
+def _reached(who: Callable[[], str]) -> Iterator[None]:
+    """Says whose end it was where the store that the notes go through is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise OSError(f"{who()}, and the process that keeps the ranks' store has ended ({error})") from error
 
 
 class Board:
@@ -36,12 +46,13 @@ class Board:
         if self._store is None:
             return self._own[name]
         pause, end = 0.0005, time.monotonic() + self._timeout
-        while not self._store.check([self._prefix + name]):
-            if time.monotonic() > end:
-                raise TimeoutError(f"{who()} within {self._timeout:.0f} s, the timeout of the process group")
-            time.sleep(pause)
-            pause = min(pause * 1.5, 0.05)
-        return self._store.get(self._prefix + name).decode()
+        with _reached(who):
+            while not self._store.check([self._prefix + name]):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{who()} within {self._timeout:.0f} s, the timeout of the process group")
+                time.sleep(pause)
+                pause = min(pause * 1.5, 0.05)
+            return self._store.get(self._prefix + name).decode()
 
     def leave(self, rank: int, ranks: int) -> None:
         """This rank needs no note any more; rank 0 takes them away once none does, as the store may end with it."""
@@ -49,7 +60,8 @@ class Board:
             return
         left, end = f"{self._prefix}left", time.monotonic() + min(self._timeout, _LINGER)
         if rank > 0:
-            self._store.add(left, 1)
+            with contextlib.suppress(RuntimeError):  # rank 0 has ended, and with it the store
+                self._store.add(left, 1)
             return
         while self._store.add(left, 0) < ranks - 1 and time.monotonic() < end:
             time.sleep(0.001)

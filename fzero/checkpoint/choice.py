@@ -110,6 +110,11 @@ def choose(
             for (path, _, _), leaf in zip(specs, leaves, strict=True)
             if isinstance(leaf, torch.Tensor) and leaf.is_meta
         }
+    if device.type == "meta":
+        raise ValueError(
+            f"{wanted.who}: got the default device meta, on which nothing has values; expected one with memory. Load "
+            "outside of torch.device('meta')."
+        )
     if lost := unmatched(wanted.pattern, [path for path, _, _ in specs]):
         some = ", ".join(path for path, _, _ in specs[:6]) + (", ..." if len(specs) > 6 else "")
         raise ValueError(

@@ -5,13 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
-import torch
-
+from fzero.checkpoint.manifest import DTYPES
 from fzero.formats.formats import ALIGN, Blocks, Companded, Corrected, Exact, Format, Plain, entries
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key, Layout
-
-_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 class Run(NamedTuple):
@@ -53,7 +50,7 @@ def share(tree: Sharded, key: Key) -> tuple[int, int, int]:
 def format_named(name: str, kind: str) -> Format | None:
     """The format of a kind of tree by its name; None where this version knows none."""
     known = [
-        *[Plain(dtype, rounds) for dtype in _FLOATS for rounds in (False, True)],
+        *[Plain(dtype, rounds) for dtype in DTYPES.values() for rounds in (False, True)],
         *[Companded(kind == "signed", width) for width in (8, 4)],
         *(Exact(), Corrected(), Blocks()),
     ]

@@ -7,6 +7,7 @@ import fcntl
 import os
 import shutil
 import socket
+import uuid
 from collections.abc import Callable, Iterator
 
 from fzero.checkpoint.folder import LOCK, path_of
@@ -69,6 +70,8 @@ class Local:
         try:
             while done < len(target) and (got := os.preadv(descriptor, [target[done:]], offset + done)):
                 done += got
+        except OSError as error:  # which names no file
+            raise type(error)(error.errno, error.strerror, self._at(name)) from None
         finally:
             os.close(descriptor)
         return done
@@ -107,12 +110,14 @@ class Local:
             yield lambda: None
 
     def discard(self, name: str) -> None:
-        rename(self._at(name), self._at(_GOING + name))
+        rename(self._at(name), self._at(f"{_GOING}{uuid.uuid4().hex[:8]}-{name}"))
 
     def tidy(self) -> None:
         sync_folder(self.path)
         for name in self.names():
-            if name.startswith(_GOING):
+            if name.startswith(_GOING) and os.path.islink(self._at(name)):
+                remove(self._at(name))  # what it leads to is somebody else's
+            elif name.startswith(_GOING):
                 shutil.rmtree(self._at(name), ignore_errors=True)
 
 

@@ -33,7 +33,7 @@ def agreed(axis: Axis, job: Callable[[], T], place: str) -> T:
         said = json.dumps([type(error).__name__, str(error)] if error else [])
         for rank, text in enumerate(axis.exchange(said, "load")):
             if error is None and (theirs := json.loads(text)):
-                error = _as_said(theirs[0], f"rank {rank}: {theirs[1]}")
+                error = as_said(theirs[0], f"rank {rank}: {theirs[1]}")
     try:
         if error is not None:
             raise error
@@ -42,7 +42,7 @@ def agreed(axis: Axis, job: Callable[[], T], place: str) -> T:
     return cast(T, out)
 
 
-def _as_said(kind: str, text: str) -> Exception:
+def as_said(kind: str, text: str) -> Exception:
     """An error of another rank, of the same kind where a text makes one."""
     own = DamagedCheckpoint if kind == DamagedCheckpoint.__name__ else getattr(builtins, kind, RuntimeError)
     try:

@@ -94,7 +94,12 @@ def path_of(path: object, who: str) -> str:
     """The path of a folder that somebody gave: absolute, or a URL."""
     given = need_path(path, f"fz.{who}")
     if given.startswith(("file://", "local://")):
-        given = given.partition("://")[2]
+        local = given.partition("://")[2].removeprefix("localhost")
+        if not local.startswith("/"):
+            raise ValueError(
+                f"fz.{who}: got {given!r}, expected the URL of an absolute path, such as file:///data/run."
+            )
+        given = local
     if not is_url(given):
         return os.path.abspath(given)
     if magic := sorted({*given} & {*"*?["}):
@@ -102,4 +107,5 @@ def path_of(path: object, who: str) -> str:
             f"fz.{who}: got {given!r} with {magic[0]!r}, which its filesystem would take for a pattern. Give a URL "
             "without *, ? and [."
         )
-    return given.rstrip("/")
+    scheme, _, rest = given.partition("://")
+    return f"{scheme}://{rest.rstrip('/')}"

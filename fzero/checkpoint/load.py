@@ -86,8 +86,8 @@ def load_both(
 
 
 def _loaded(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, object]:
-    need_bool(params_only, "fz.load", "params_only")
-    wanted.check()
+    agreed(step.axis(), lambda: need_bool(params_only, "fz.load", "params_only"), wanted.place)
+    agreed(step.axis(), wanted.check, wanted.place)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         state, extra, choice = _newest(wanted, step, params_only)
         if state.params.axis.data_rank == 0:

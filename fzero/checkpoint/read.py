@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+import contextlib
+import errno
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
 
@@ -138,20 +140,31 @@ class Reader:
             target[:] = whole[low - start : high - start]
 
     def _read(self, file: File, offset: int, target: memoryview, sha256: str) -> None:
-        path = f"{self.folder}/{file.name}"
-        try:
+        with self._needed(file):
             got = self._there.read_into(file.name, offset, target)
-        except FileNotFoundError:
-            raise DamagedCheckpoint(
-                f"{path}: got no such file, which the checkpoint names. Bring it back, or load an older checkpoint."
-            ) from None
         if got < len(target):
             raise self._cut(file, offset + got)
         if (own := chunks.digest(target)) != sha256:
             raise DamagedCheckpoint(
-                f"{path}: bytes {offset} to {offset + len(target)} have SHA-256 {own[:12]}..., expected "
-                f"{sha256[:12]}...: they have changed since they were saved. Load an older checkpoint."
+                f"{self.folder}/{file.name}: bytes {offset} to {offset + len(target)} have SHA-256 {own[:12]}..., "
+                f"expected {sha256[:12]}...: they have changed since they were saved. Load an older checkpoint."
             )
+
+    @contextlib.contextmanager
+    def _needed(self, file: File) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError:
+            raise DamagedCheckpoint(
+                f"{self.folder}/{file.name}: got no such file, which the checkpoint names. Bring it back, or load an "
+                "older checkpoint."
+            ) from None
+        except OSError as error:
+            if error.errno not in (errno.EIO, errno.EISDIR, errno.ENOTDIR):
+                raise
+            raise DamagedCheckpoint(
+                f"{self.folder}/{file.name}: cannot be read ({error.strerror}). Load an older checkpoint."
+            ) from error
 
     def _cut(self, file: File, got: int) -> DamagedCheckpoint:
         return DamagedCheckpoint(
@@ -167,7 +180,9 @@ class Reader:
         for file in self.manifest.files[rank::ranks]:
             header = min([piece.offset for piece in file.pieces], default=file.nbytes)
             self._read(file, 0, memoryview(bytearray(header)), file.sha256[0])
-            if (size := self._there.size(file.name)) != file.nbytes:
+            with self._needed(file):
+                size = self._there.size(file.name)
+            if size != file.nbytes:
                 raise self._cut(file, size)
 
 

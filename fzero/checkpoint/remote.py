@@ -30,13 +30,14 @@ class Remote:
         self.path = url
         try:
             fs, root = url_to_fs(url)
-        except (ImportError, ValueError) as error:
-            raise type(error)(f"{url}: fsspec has no filesystem for it: {error}. Give another path.") from None
+        except Exception as error:
+            kind = ImportError if isinstance(error, ImportError) else ValueError
+            raise kind(f"{url}: fsspec has no filesystem for it: {error}. Give another path.") from error
         self._fs: Any = fs
         self._root = str(root)
 
     def _at(self, name: str) -> str:
-        return f"{self._root}/{name}" if name else self._root
+        return f"{self._root.rstrip('/')}/{name}" if name else self._root
 
     def child(self, name: str) -> Remote:
         return Remote(f"{self.path}/{name}")

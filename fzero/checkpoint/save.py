@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from fzero.base.arguments import named, wrong
 from fzero.checkpoint.board import Board
+from fzero.checkpoint.fill import as_said
 from fzero.checkpoint.folder import Folder, path_of
 from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.snapshot import Snapshot
@@ -90,7 +91,7 @@ class Saving:
     def __init__(self, folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
         self.path, self._folder, self._board = folder.path, folder, board
         self._error: BaseException | None = None
-        self._told = False
+        self._told, self._ended = False, threading.Event()
         # the interpreter waits for it, and nothing but it holds the state
         begun, self._cancelled = threading.Event(), False
         self._thread = threading.Thread(target=self._run, args=([snapshot], then, begun), name="fzero-save")
@@ -112,11 +113,13 @@ class Saving:
         except BaseException as error:
             error.__traceback__ = None  # whose frames hold the state
             self._error = error
+        finally:
+            self._ended.set()
 
     @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
-        return not self._thread.is_alive()
+        return self._ended.is_set()
 
     def wait(self) -> None:
         """Waits until the checkpoint is whole and on the disk.
@@ -124,10 +127,14 @@ class Saving:
         Raises:
             OSError: it is not, and why: on every rank.
         """
-        self._thread.join()
+        self._join()
         self.told()
         if self._error is not None:
             raise self._error
+
+    def _join(self) -> None:
+        self._ended.wait()  # an interrupted join would count as the thread's end (bpo-45274)
+        self._thread.join()
 
     def told(self) -> None:
         """Notes that somebody knows how it ended."""
@@ -135,7 +142,7 @@ class Saving:
 
     def untold(self) -> BaseException | None:
         """Its error where nobody has been told, after its end."""
-        self._thread.join()
+        self._join()
         return None if self._told else self._error
 
     def __repr__(self) -> str:
@@ -183,7 +190,7 @@ def begin(
         error = found
     token = uuid.uuid4().hex[:12]
     if axis.ranks > 1:
-        mine = [token, folder, said, f"{type(error).__name__}: {error}" if error else ""]
+        mine = [token, folder, said, [type(error).__name__, str(error)] if error else []]
         heard = [json.loads(text) for text in axis.exchange(json.dumps(mine), who)]
         token, folder, first, _ = heard[0]
         error = error or _difference(who, first, [(theirs, failed) for _, _, theirs, failed in heard])
@@ -194,11 +201,11 @@ def begin(
     return saving
 
 
-def _difference(who: str, first: list[str], heard: list[tuple[list[str], str]]) -> Exception | None:
+def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[str]]]) -> Exception | None:
     """What keeps the ranks from saving one thing."""
     for rank, (_, failed) in enumerate(heard):
         if failed:
-            return OSError(f"rank {rank}: {failed}")
+            return as_said(failed[0], f"rank {rank}: {failed[1]}")
     for rank, (said, _) in enumerate(heard):
         for ours, theirs in zip(first, said, strict=True):
             if ours != theirs:

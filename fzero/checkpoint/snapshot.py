@@ -114,6 +114,9 @@ class Snapshot:
     def shared(self) -> dict[str, str]:
         """What all ranks must hold alike, by its name: numbers, and checksums of tensors."""
         said = {kept.name: f"{kept.kind} {kept.value} {kept.scale}" for kept in self.kept}
+        table = [(leaf.path, leaf.shape, leaf.dtype, leaf.row) for leaf in self.leaves()]
+        formats = [sorted(kept.formats.items()) for kept in self.kept]
+        said["layout"] = f"a table with SHA-256 {digest(repr((table, formats)).encode())[:12]}"
         for number, tensor in self.tensors.items():
             said[self.kept[number].name] += f" with SHA-256 {digest(bytes_of(on_host(tensor).reshape(-1)))[:12]}"
         return said

@@ -199,7 +199,7 @@ class Move:
             raise self._otherwise(item.name, f"a state.extra[{entry!r}]" if entry else "moments")
         met.append(item.name)
         if is_sharded(own):
-            if have == "values" != own.kind:
+            if have == "values" and entry:  # of which no table says the dtype
                 source = self._source(item.name, own, ())
                 own = own.with_buffers({key: _like(source, own, key) for key in own.groups})
             return self._tree(own, item.name, kind, own).replaced(scale=self.origin.scale(item.name))

@@ -34,13 +34,14 @@ class Writing:
     ) -> None:
         self.tree, self.kind, self._donates, self._copied, self._on_host = tree, kind, donates, copied, on_host
         self._trainable = frozenset(tree.layout.trainable)
-        self._taken: set[Name] = set()  # what is away, and may be overwritten where it lies
+        # what is away, and may be overwritten where it lies; of a group's slice and of its whole copy each by itself
+        self._taken, self._taken_held = set[Name](), set[Name]()
         self._brought: dict[Name, Wait] = {}
         self._opened: dict[Name, torch.Tensor] = {}
-        self.entries = {name: self._own(tree.entries, name) for name in tree.entries}
-        self.held = {name: self._own(tree.held_entries, name) for name in tree.held_entries}
+        self.entries = {name: self._own(tree.entries, name, self._taken) for name in tree.entries}
+        self.held = {name: self._own(tree.held_entries, name, self._taken_held) for name in tree.held_entries}
 
-    def _own(self, buffers: dict[Name, Buffer], name: Name) -> Buffer:
+    def _own(self, buffers: dict[Name, Buffer], name: Name, taken: set[Name]) -> Buffer:
         """A buffer to write: the old one where the state was donated and nobody else holds it, else a copy."""
         if group_of(name) not in self._trainable:
             return buffers[name]
@@ -48,7 +49,7 @@ class Writing:
         buffer = buffers[name]
         if isinstance(buffer, Away):
             if alone:
-                self._taken.add(name)
+                taken.add(name)
             return buffer
         if alone and private.storage_holders(buffer) == 1:
             return buffer
@@ -102,7 +103,7 @@ class Writing:
         """The full buffer of a group, gathered anew."""
         buffer = self.held[key]
         self.held[key] = (
-            buffer.again(full, opened=False, takes=key in self._taken)
+            buffer.again(full, opened=False, takes=key in self._taken_held)
             if isinstance(buffer, Away)
             else settle(self.tree, key, self.kind, full)
         )
