@@ -93,8 +93,8 @@ def is_url(path: str) -> bool:
 def path_of(path: object, who: str) -> str:
     """The path of a folder that somebody gave: absolute, or a URL."""
     given = need_path(path, f"fz.{who}")
-    if given.startswith(("file://", "local://")):
-        local = given.partition("://")[2].removeprefix("localhost")
+    if given.startswith(("file:/", "local://")):
+        local = given.partition(":")[2].removeprefix("//").removeprefix("localhost")
         if not local.startswith("/"):
             raise ValueError(
                 f"fz.{who}: got {given!r}, expected the URL of an absolute path, such as file:///data/run."

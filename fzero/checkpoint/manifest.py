@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 from dataclasses import asdict, dataclass
@@ -18,6 +19,7 @@ DTYPES = {  # as safetensors calls them
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     "BOOL": torch.bool,
 }
+UNREADABLE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)  # a file that is no longer what was written
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -140,6 +142,10 @@ def read_manifest(folder: str) -> Manifest:
         raise FileNotFoundError(
             f"{folder}: got no checkpoint, the folder {what}; expected one that fz.save has written, with its {NAME}."
         ) from None
+    except OSError as error:
+        if error.errno not in UNREADABLE:
+            raise
+        raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror}). Load an older checkpoint.") from error
     line = text.find(b"\n") + 1
     if not line or text[:line] != _head(text[line:]):
         raise DamagedCheckpoint(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import errno
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple
@@ -14,7 +13,15 @@ import torch
 from fzero.checkpoint import chunks
 from fzero.checkpoint.contents import format_named
 from fzero.checkpoint.folder import Folder
-from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, File, Manifest, Piece, read_manifest
+from fzero.checkpoint.manifest import (
+    DTYPES,
+    UNREADABLE,
+    DamagedCheckpoint,
+    File,
+    Manifest,
+    Piece,
+    read_manifest,
+)
 from fzero.checkpoint.places import folder_at
 from fzero.formats.formats import ALIGN, Format, entries, zeros
 
@@ -160,7 +167,7 @@ class Reader:
                 "older checkpoint."
             ) from None
         except OSError as error:
-            if error.errno not in (errno.EIO, errno.EISDIR, errno.ENOTDIR):
+            if error.errno not in UNREADABLE:
                 raise
             raise DamagedCheckpoint(
                 f"{self.folder}/{file.name}: cannot be read ({error.strerror}). Load an older checkpoint."

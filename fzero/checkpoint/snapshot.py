@@ -100,6 +100,11 @@ class Snapshot:
                 scale = value.scale
                 for key in value.groups:
                     own = value.placed(key)
+                    if lost := [part.dtype for part in own.format.parts if part.dtype not in CODES]:
+                        raise TypeError(
+                            f"state.{name}: the leaf {self.layout.groups[key].slots[0].path!r} is stored as {lost[0]}, "
+                            f"expected one of {', '.join(map(str, CODES))}: no other is kept in a checkpoint."
+                        )
                     self.slices.append((Slice(number, key, own.format, *share(value, key)), list(own.parts)))
                     forms.update({slot.leaf: str(own.format) for slot in self.layout.groups[key].slots})
                     del own

@@ -1,0 +1,331 @@
+"""What surrounds a save: how the script ends, forks, interrupts, training that goes on, and what other ranks see."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.checkpoint import files
+from fzero.testing import assert_trees_equal, run_ranks
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return sum((block(own["w"]) for own in p["blocks"]), p["head"].square().sum()) * x.sum()
+
+
+@fz.unit
+def block(w: torch.Tensor) -> torch.Tensor:
+    return (w - 0.1).square().mean()
+
+
+def params() -> Any:
+    return {"blocks": [{"w": torch.linspace(-1.0, i, 150)} for i in range(3)], "head": torch.ones(5)}
+
+
+def step_of(ranks: int = 1) -> fz.Step:
+    step = fz.train_step(loss, fz.adamw(0.1))
+    return fz.shard_zero3(step) if ranks > 1 else step
+
+
+X = torch.ones(1)
+
+
+# ---- training that goes on
+
+STAGES = (lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3)
+POLICIES = (None, fz.Policy(compute=torch.bfloat16), fz.Policy.compact24())
+
+
+@pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
+@pytest.mark.parametrize("seed", range(16))
+def test_what_a_save_began_with_is_what_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
+    draw, write = random.Random(seed), files.write
+    world, stage = draw.randint(1, 2), draw.randrange(4)
+    memories = [draw.choice((None, "host", fz.Disk(tmp_path / "scratch"))) for _ in range(2)]
+    policy, fused = draw.choice(POLICIES), draw.random() < 0.3
+
+    def slowly(*given: Any) -> None:
+        time.sleep(0.002)
+        write(*given)
+
+    def rank_main(rank: int) -> None:
+        step = fz.donate(STAGES[stage](fz.train_step(loss, fz.adamw(0.1), policy)))
+        step = fz.fuse_update(step) if fused else step
+        away: dict[str, Any] = {k: m for k, m in zip(("params", "moments"), memories, strict=True) if m is not None}
+        step = fz.offload(step, **away) if away else step
+        state, _ = step(step.init(params()), X)
+        expected = fz.gather({"params": state.params, "moments": state.moments})
+        saving = fz.save_async(tmp_path / "it", state)
+        for _ in range(3):
+            state, _ = step(state, X)
+        saving.wait()
+        again = fz.load(tmp_path / "it", step)
+        assert again.step == 1
+        assert_trees_equal(fz.gather({"params": again.params, "moments": again.moments}), expected)
+
+    monkeypatch.setattr(files, "write", slowly)
+    run_ranks(rank_main, world)
+
+
+# ---- ends, forks, interrupts
+
+SCRIPT = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch.distributed as dist
+from checkpoint.test_around_a_save import *
+rank, ranks = {rank}, {ranks}
+if ranks > 1:
+    dist.init_process_group("gloo", init_method="file://{folder}/rendezvous", rank=rank, world_size=ranks)
+write = files.write
+def slowly(*given):
+    time.sleep(0.05)
+    write(*given)
+files.write = slowly
+fz.save_async({folder!r} + "/it", step_of(ranks).init(params()))
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_script_that_ends_meanwhile(tmp_path: Path, ranks: int) -> None:
+    """The interpreter waits for the save."""
+    tests = str(Path(__file__).parents[1])
+    scripts = [SCRIPT.format(tests=tests, rank=rank, ranks=ranks, folder=str(tmp_path)) for rank in range(ranks)]
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    ran = [subprocess.Popen([sys.executable, "-c", script], env=env, stderr=subprocess.PIPE) for script in scripts]
+    for each in ran:
+        _, said = each.communicate(timeout=120)
+        assert each.returncode == 0 and not said, said.decode()
+    assert_trees_equal(fz.gather(fz.load(tmp_path / "it", step_of()).params), params())
+
+
+def test_an_interrupt_while_one_save_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is forgotten: the next save waits again, and tells how the first one ended."""
+    sync, fails = files.sync, [True]
+
+    def slowly(descriptor: int) -> None:
+        time.sleep(0.5)
+        if fails[0]:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        sync(descriptor)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    state = step_of().init(params())
+    monkeypatch.setattr(files, "sync", slowly)
+    before = signal.signal(signal.SIGALRM, interrupt)
+    try:
+        fz.save_async(tmp_path / "first", state)
+        signal.setitimer(signal.ITIMER_REAL, 0.1)
+        with pytest.raises(KeyboardInterrupt):
+            fz.save(tmp_path / "second", state)
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    with pytest.raises(OSError, match=r"the save before this one has failed.*first.*No space left"):
+        fz.save(tmp_path / "third", state)
+    fails[0] = False
+    fz.save(tmp_path / "first", state)
+    assert fz.load(tmp_path / "first", step_of()).step == 0
+
+
+def test_a_process_that_is_forked_meanwhile_keeps_no_lock(tmp_path: Path) -> None:
+    out, into = os.pipe()
+    with pytest.raises(RuntimeError), files.only_writer(str(tmp_path)):
+        if (child := os.fork()) == 0:
+            os.close(into)
+            os.read(out, 1)  # until the parent has ended its part
+            os._exit(0)
+        raise RuntimeError
+    try:
+        fz.save(tmp_path, step_of().init(params()))
+    finally:
+        os.close(into)
+        os.close(out)
+        os.waitpid(child, 0)
+
+
+# ---- other ranks
+
+
+def test_a_folder_that_the_ranks_do_not_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    at, own = files.Local._at, threading.local()
+
+    def elsewhere(self: files.Local, name: str) -> str:
+        path = at(self, name)
+        second = threading.current_thread().name == "fzero-save" and "00001-of-" in name and self.path == str(tmp_path)
+        return path + ".elsewhere" if second and getattr(own, "writes", True) else path
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(OSError, match=r"rank 1 has written \d+ bytes, of which rank 0 sees none.*all ranks share"):
+            fz.save(tmp_path, step_of(2).init(params()))
+
+    def size(self: files.Local, name: str) -> int:
+        return os.stat(at(self, name)).st_size
+
+    monkeypatch.setattr(files.Local, "_at", elsewhere)
+    monkeypatch.setattr(files.Local, "size", size)
+    run_ranks(rank_main, 2)
+    monkeypatch.undo()
+    with pytest.raises(FileNotFoundError):
+        fz.load(tmp_path, step_of())
+
+
+@pytest.mark.parametrize(
+    ("what", "match"),
+    [
+        ({"params_only": True}, "all but the params anew"),
+        ({"lossy": True}, "lossy True"),
+        ({"pattern": "head", "like": params()}, r"of \['head'\]"),
+        ({"lossy": "yes"}, "lossy='yes', expected True or False"),
+        (fz.Policy(compute=torch.bfloat16), "compute=torch.bfloat16"),
+        (fz.Policy.exact(torch.float32), "Policy"),
+    ],
+)
+def test_ranks_that_ask_for_different_things(tmp_path: Path, what: Any, match: str) -> None:
+    fz.save(tmp_path, step_of().init(params()))
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(loss, fz.adamw(0.1), what if rank and isinstance(what, fz.Policy) else None)
+        options = what if rank and isinstance(what, dict) else {}
+        with pytest.raises((ValueError, TypeError), match=match):
+            fz.load(tmp_path, fz.shard_zero3(step), **options)
+
+    run_ranks(rank_main, 2)
+
+
+def test_seeds_that_differ(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        state = step_of(2).init(params()).replace(seed=rank)
+        with pytest.raises(ValueError, match="rank 0 has seed 0, rank 1 has seed 1"):
+            fz.save(tmp_path, state)
+
+    run_ranks(rank_main, 2)
+
+
+# ---- what is kept of state.extra
+
+KEEP: Any = lambda value, params, applied: value
+
+
+@pytest.mark.parametrize("job", ["load", "convert"])
+def test_names_that_look_alike(tmp_path: Path, job: str) -> None:
+    nested = {"a": {"b": 1.5, "t": torch.ones(1)}, "a.b": 2.5, "a%2Eb": 3.5, 1: 4.5}
+    trees = lambda p: {"a": {"b": p.map(lambda x: x * 2)}, "a.b": p.map(lambda x: x * 3)}
+    step = step_of().with_state(fz.Extra("e", "e()", lambda p: nested, KEEP))
+    step = step.with_state(fz.Extra("f", "f()", trees, KEEP))
+    step = step.with_state(fz.Extra("a", "a()", lambda p: {"b": {"c": 1.0}}, KEEP))
+    step = step.with_state(fz.Extra("a.b", "b()", lambda p: {"c": 2.0}, KEEP))
+    state = step.init(params())
+    fz.save(tmp_path, state)
+    again = fz.load(tmp_path, step) if job == "load" else fz.convert(state, fz.donate(step))
+    assert again.extra["e"] == nested and (again.extra["a"], again.extra["a.b"]) == ({"b": {"c": 1.0}}, {"c": 2.0})
+    for one in (lambda e: e["a"]["b"], lambda e: e["a.b"]):
+        assert_trees_equal(fz.gather(one(again.extra["f"])), fz.gather(one(state.extra["f"])))
+    both = fz.Extra("g", "g()", lambda p: {1: 1.0, "1": 2.0}, KEEP)
+    with pytest.raises(ValueError, match=r"state.extra.g.1: got two values of this name"):
+        fz.save(tmp_path, step_of().with_state(both).init(params()))
+
+
+def test_partitions_whose_patterns_look_like_places(tmp_path: Path) -> None:
+    table = {"head": fz.chain(fz.adamw(0.1)), "head.0": fz.adamw(0.2), "*": fz.sgd(0.1)}
+    step = fz.train_step(lambda p, x: p["head"].sum() + p["head.0"].sum() + p["w"].sum(), fz.partition(table), units=[])
+    state, _ = step(step.init({"head": torch.ones(2), "head.0": torch.ones(3), "w": torch.ones(1)}), X)
+    fz.save(tmp_path, state)
+    again = fz.load(tmp_path, step)
+    assert_trees_equal(fz.gather(again.moments["head.0"].mu), fz.gather(state.moments["head.0"].mu))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.float64])
+def test_trees_of_any_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Also where the first update has widened what init began with."""
+    later: Any = lambda value, params, applied: params.map(lambda p: (p > 0).to(dtype))
+    step = step_of().with_state(fz.Extra("seen", "seen()", lambda p: p.map(lambda x: x.bfloat16()), later))
+    state, _ = step(step.init(params()), X)
+    fz.save(tmp_path, state)
+    for again in (fz.load(tmp_path, step), fz.convert(state, fz.donate(step))):
+        assert_trees_equal(fz.gather(again.extra["seen"]), fz.gather(state.extra["seen"]))
+
+
+@pytest.mark.parametrize("kind", ["tensor", "tree"])
+def test_dtypes_that_no_checkpoint_keeps(tmp_path: Path, kind: str) -> None:
+    def init(params: fz.Sharded) -> object:
+        return params.map(lambda x: x.to(torch.complex64)) if kind == "tree" else torch.ones(2, dtype=torch.complex64)
+
+    with pytest.raises(TypeError, match=r"state.extra.own.*complex64.*kept in a checkpoint"):
+        fz.save(tmp_path, step_of().with_state(fz.Extra("own", "own()", init, KEEP)).init(params()))
+
+
+# ---- Checkpoints
+
+
+def test_a_damaged_one_is_not_counted(tmp_path: Path) -> None:
+    kept, state = fz.Checkpoints(tmp_path, keep=2), step_of().init(params())
+    for number in range(3):
+        kept.save(state, {"number": number})
+    for path in [*tmp_path.glob("000003*/*.safetensors"), *tmp_path.glob("000002*/*.safetensors")]:
+        os.truncate(path, 100)
+    (tmp_path / "000009-update-0").write_text("a file of somebody's")
+    kept.save(state, {"number": 3})
+    kept.save(state, {"number": 4})
+    assert sorted(os.listdir(tmp_path)) == ["000004-update-0", "000005-update-0", "000009-update-0"]
+
+    def rank_main(rank: int) -> Any:
+        found = kept.restore(step_of(2))
+        return found and found[1]
+
+    assert run_ranks(rank_main, 2) == [{"number": 4}] * 2
+
+
+def test_a_folder_that_is_restored_from_while_another_run_saves_there(tmp_path: Path) -> None:
+    state, ended = step_of().init(params()), threading.Event()
+    fz.Checkpoints(tmp_path, keep=1).save(state, 0)
+    fz.save(tmp_path / "one", state, 0)
+
+    def saves() -> None:
+        for number in range(1, 40):
+            fz.Checkpoints(tmp_path, keep=1).save(state.replace(step=number), number)
+            fz.save(tmp_path / "one", state.replace(step=number), number)
+        ended.set()
+
+    def rank_main(rank: int) -> None:
+        last = 0
+        while True:
+            over = torch.tensor(float(ended.is_set()))
+            torch.distributed.all_reduce(over)
+            found = fz.Checkpoints(tmp_path).restore(step_of(2))
+            assert found is not None and found[0].step == found[1] >= last
+            last = max(found[1], fz.load(tmp_path / "one", step_of(2)).step)
+            if over:
+                return
+
+    other = threading.Thread(target=saves)
+    other.start()
+    run_ranks(rank_main, 2)
+    other.join()
+
+
+@pytest.mark.parametrize(
+    ("path", "is_folder"),
+    [("file://{}/a", True), ("file://localhost{}/b", True), ("file:{}/c", True), ("file://d", False)],
+)
+def test_local_urls(tmp_path: Path, path: str, is_folder: bool) -> None:
+    state, own = step_of().init(params()), path.format(tmp_path)
+    if is_folder:
+        fz.save(own, state)
+        assert len(list(tmp_path.iterdir())) == 1 and fz.load(own, step_of()).step == 0
+    else:
+        with pytest.raises(ValueError, match="the URL of an absolute path"):
+            fz.save(own, state)
