@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from checkpoint import test_crashes
-from checkpoint.crashes import Recorder, build, crashes
+from checkpoint.crashes import LOST, Recorder, build, crashes, replayed
+from checkpoint.crashes import _durable as durable
 from safetensors.torch import save_file
 
 import fzero as fz
@@ -90,11 +91,13 @@ def recorded(monkeypatch: pytest.MonkeyPatch, top: Path, job: Callable[[], objec
 
 
 def met(recorder: Recorder, again: Path, load: Callable[[Path], Any]) -> list[Any]:
-    """What is loaded after each crash, where what readers see differs."""
-    seen, found = set[tuple[object, ...]](), []
-    for left in crashes(recorder.before, recorder.ops):
+    """What is loaded after each crash, where what readers see differs; last, what is durable as the save returns."""
+    ops, seen, found = recorder.ops, set[tuple[object, ...]](), []
+    lost = {number: LOST for number in range(len(ops)) if not durable(ops, number)}
+    last = replayed(recorder.before, ops, lost).files()
+    for left in (*crashes(recorder.before, ops), last):
         shown = {path: content for path, content in left.items() if not os.path.basename(path).startswith(".model")}
-        if (key := tuple(shown.items())) in seen:
+        if (key := tuple(shown.items())) in seen and left is not last:
             continue
         seen.add(key)
         shutil.rmtree(again, ignore_errors=True)

@@ -87,7 +87,7 @@ def test_saved_over_while_it_is_read(
 
     def meanwhile(*given: Any) -> Any:
         calls[0] += 1
-        if calls[0] == 2 or (calls[0] == 1 and first is exported and place == "open"):
+        if calls[0] == (1 if place == "open" else 2):
             while left:
                 saved(tmp_path, 1, 3.0 - len(left) % 2, left.pop(0))
         return real(*given)
@@ -95,6 +95,24 @@ def test_saved_over_while_it_is_read(
     monkeypatch.setattr(own, name, meanwhile)
     assert by_us(tmp_path) in (1.0, 2.0)
     assert not left
+
+
+def test_a_folder_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing but the files says which there are, those of one moment are read."""
+    for name in "ab":
+        save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    real = opened.entries_of
+
+    def meanwhile(*given: Any) -> Any:
+        monkeypatch.setattr(opened, "entries_of", real)
+        for name in "cb":
+            save_file({name: torch.zeros(3)}, tmp_path / "new")
+            os.rename(tmp_path / "new", tmp_path / f"{name}.safetensors")
+        return real(*given)
+
+    monkeypatch.setattr(opened, "entries_of", meanwhile)
+    found = fz.gather(fz.load_safetensors(step_of(), tmp_path).params)
+    assert {name: float(x[0]) for name, x in found.items()} == {"a": 1.0, "b": 0.0, "c": 0.0}
 
 
 def test_saved_over_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

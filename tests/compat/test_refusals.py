@@ -15,7 +15,7 @@ import fzero as fz
 from fzero.testing import assert_trees_equal, run_ranks
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, of dcp without a process group
-META = torch.device("meta")
+META, TOKEN = torch.device("meta"), "0123456789ab"
 
 
 @pytest.mark.parametrize("name", ["__metadata__", "\ud800"])
@@ -41,10 +41,12 @@ def test_a_dtype_that_the_format_lacks(tmp_path: Path, dtype: torch.dtype) -> No
 @pytest.mark.parametrize("save", [exported, fz.compat.save_dcp])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_disk_that_is_full(tmp_path: Path, save: Any, ranks: int) -> None:
-    """The file is named on every rank, and nothing of it is left."""
+    """The file is named on every rank, and nothing is left of it, nor of a save that was killed before."""
     saved(tmp_path, ranks, 1.0, save)
     load = (lambda *x: fz.load_safetensors(x[1], x[0])) if save is exported else fz.compat.load_dcp
     there, before = {*os.listdir(tmp_path)}, resource.getrlimit(resource.RLIMIT_FSIZE)
+    for name in (f"model-{TOKEN}-00001-of-00002.safetensors",) if save is exported else (f"__0_{TOKEN}_0.distcp",):
+        (tmp_path / name).touch()
 
     def rank_main(rank: int) -> Any:
         step = step_of(ranks)
