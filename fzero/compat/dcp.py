@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import uuid
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,20 +12,18 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.choice import Wanted, choose
-from fzero.checkpoint.contents import share
-from fzero.checkpoint.files import folder_of, make_folder
+from fzero.checkpoint.choice import Wanted
+from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.checkpoint.staging import on_host
+from fzero.compat.chosen import chosen
 from fzero.compat.moments import kinds_of, word_of
+from fzero.compat.writing import Writing
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants
-from fzero.state.items import Item, items_in
+from fzero.state.items import Item
 from fzero.state.origin import TREES, Origin, Source
-from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
-from fzero.table.layout import Key
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
 
@@ -48,7 +46,7 @@ def save_dcp(
     slices.
 
     Args:
-        path: of the folder.
+        path: of the folder. A checkpoint that is there stays whole until the new one is, and then goes.
         state: whose params and moments are written; kept grads and `state.extra` are not.
         model: before the names of params; "" for the names alone.
         optim: before those of moments; None writes none.
@@ -62,8 +60,8 @@ def save_dcp(
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
         >>> with tempfile.TemporaryDirectory() as folder:
         ...     fz.compat.save_dcp(folder, step.init({"w": torch.ones(3)}))
-        ...     sorted(os.listdir(folder))
-        ['.metadata', '__0_0.distcp']
+        ...     sorted(name.rpartition(".")[2] for name in os.listdir(folder))
+        ['distcp', 'metadata']
     """
     who = "fz.compat.save_dcp"
     folder = folder_of(path, "compat.save_dcp")
@@ -74,96 +72,17 @@ def save_dcp(
     (state,) = constants(who, state=state)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = state.params.axis
-        writing = agreed(axis, lambda: _Writing(folder, state, model, optim), folder)
+        writing = agreed(axis, lambda: Writing(folder, state, model, optim), folder)
         axis.check_same(f"{folder} {writing.known}", "The checkpoints", f"Call {who} alike on every rank.")
-        plans = axis.exchange(writing.plan(), "save_dcp")
-        results = axis.exchange(agreed(axis, lambda: writing.write(plans, axis.data_rank), folder), "save_dcp")
-        agreed(axis, lambda: writing.finish(results) if axis.data_rank == 0 else None, folder)
-
-
-class _Writing:
-    """One call of `save_dcp` on one rank."""
-
-    def __init__(self, folder: str, state: TrainState, model: str, optim: str | None) -> None:
-        from torch.distributed.checkpoint import FileSystemWriter
-
-        from fzero.compat.planners import Save
-
-        self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
-        self._pieces = {}
-        self._leads = state.params.axis.data_rank == 0
-        self._add(state.params, lambda path: (model, path) if model else (path,))
-        for item in items_in("moments", state.moments) if optim is not None else ():
-            word = word_of(item.name)
-            if is_sharded(item.value):
-                self._add(item.value, lambda path, word=word: (*([optim] if optim else []), "state", path, word))
-            elif item.kind == "count":
-                for path in state.params:
-                    step = torch.tensor(float(item.value.value), device="cpu")
-                    self._one((*([optim] if optim else []), "state", path, word), step)
-            elif item.value is not None:
-                raise ValueError(
-                    f"fz.compat.save_dcp: state.{item.name} is {item.value!r}, for which torch's checkpoints have no "
-                    "name; expected the moments of fz.sgd, adam, adamw or lion. Say optim=None to leave them out."
-                )
-        self._planner = Save(self._pieces, self.known)
-        if self._leads:
-            make_folder(folder)
-        self._writer = FileSystemWriter(folder, single_file_per_rank=True, sync_files=True, thread_count=1)
-
-    def _named(self, keys: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
-        name = ".".join(keys)
-        if name in self.known:
-            raise ValueError(
-                f"fz.compat.save_dcp: got two tensors of the name {name!r}, expected one. Say other prefixes with "
-                "model= and optim=, or optim=None."
-            )
-        self.known[name] = shape, dtype, keys
-        return name
-
-    def _one(self, keys: tuple[str, ...], value: torch.Tensor) -> None:
-        name = self._named(keys, tuple(value.shape), value.dtype)
-        if self._leads:
-            self._pieces[name, 0, value.numel()] = lambda start, stop: value.reshape(-1)[start:stop].clone()
-
-    def _add(self, tree: Sharded, keys_of: Callable[[str], tuple[str, ...]]) -> None:
-        for key in tree.groups:
-            dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)
-            for slot in tree.layout.groups[key].slots:
-                name = self._named(keys_of(slot.path), slot.shape, dtype)
-                start, stop = max(low, slot.offset), min(high, slot.offset + slot.numel)
-                if start < stop:
-                    make = functools.partial(_values, tree, key, slot.offset - base)
-                    self._pieces[name, start - slot.offset, stop - slot.offset] = make
-
-    def plan(self) -> str:
-        from fzero.compat.planners import text_of
-
-        return text_of(self._planner.create_local_plan())
-
-    def write(self, plans: Sequence[str], rank: int) -> str:
-        from torch.distributed.checkpoint.planner import SavePlan
-
-        from fzero.compat.planners import text_of, value_of
-
-        self._writer.set_up_storage_writer(self._leads)
-        everyone, self._metadata = self._planner.create_global_plan([value_of(text, SavePlan) for text in plans])
-        everyone = self._writer.prepare_global_plan([self._writer.prepare_local_plan(plan) for plan in everyone])
-        return text_of(self._writer.write_data(everyone[rank], self._planner).wait())
-
-    def finish(self, results: Sequence[str]) -> None:
-        from fzero.compat.planners import value_of
-
-        self._writer.finish(self._metadata, [value_of(text, list) for text in results])
-
-
-def _values(tree: Sharded, key: Key, offset: int, start: int, stop: int) -> torch.Tensor:
-    """Elements [start, stop) of a leaf whose buffer has it from `offset` on."""
-    low, high = offset + start, offset + stop
-    first = low // ALIGN * ALIGN
-    stored = tree.stored(key).cut(first, -(-high // ALIGN) * ALIGN)
-    values = stored.to(stored.dtype)[low - first : high - first]
-    return on_host(values if tree.scale == 1.0 else values / tree.scale).clone()
+        writing.token = axis.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
+        try:
+            agreed(axis, writing.begin, folder)
+            plans = axis.exchange(writing.plan(), "save_dcp")
+            result = agreed(axis, lambda: writing.write(plans, axis.data_rank), folder)
+            results = axis.exchange(result, "save_dcp")
+            agreed(axis, lambda: writing.finish(results), folder)
+        finally:
+            writing.leave()
 
 
 def load_dcp(
@@ -194,7 +113,7 @@ def load_dcp(
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        DamagedCheckpoint: it cannot be read. On every rank.
+        DamagedCheckpoint: it cannot be read, or was saved over meanwhile. On every rank.
         ValueError: the leaves, shapes or the optimizer are others, or something would be lost.
 
     Example:
@@ -216,10 +135,12 @@ def load_dcp(
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
         origin = agreed(axis, lambda: _Reading(folder, model, optim), folder)
-        axis.check_same(f"{folder} {origin.said} seed {seed}", "The checkpoints", "Give every rank the same path.")
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
+        said = f"{folder}\nseed {seed}\n{origin.said}"
+        axis.check_same(said, "The checkpoints", "Give every rank the same path, and let nobody save there meanwhile.")
+        choice = agreed(axis, lambda: chosen(wanted, origin.leaves, origin.structure, step, axis), folder)
         count = None if optim is None else agreed(axis, lambda: origin.count(choice.trained), folder)
         state = filled(origin, choice, wanted, step, axis, seed, count)
+        agreed(axis, origin.check, folder)
         if axis.data_rank == 0:
             choice.warn(wanted, 2)
         return state
@@ -236,7 +157,8 @@ class _Reading(Origin):
         self.place, self._kinds = folder, {"params": "params"}
         self.kinds = self._kinds
         self._reader, self._tensors = _opened(folder)
-        self.said = sorted((name, tuple(own.size), str(own.properties.dtype)) for name, own in self._tensors.items())
+        lines = [f"{name} {tuple(own.size)} {own.properties.dtype}" for name, own in self._tensors.items()]
+        self.said = "\n".join([*sorted(lines), f"metadata with checksum {self._reader.checksum}"])
         before = f"{model}." if model else ""
         state = f"{optim}.state." if optim else "state."
         moments = [name for name in self._tensors if optim is not None and name.startswith(state)]
@@ -253,6 +175,11 @@ class _Reading(Origin):
         tensors = {path: self._tensors[name] for path, name in self._params.items()}
         paths = pytree.named_leaves(dict.fromkeys(tensors, 0))[0]
         self.leaves: list[Leaf] = [(path, tuple(tensors[path].size), tensors[path].properties.dtype) for path in paths]
+
+    def check(self) -> None:
+        """Refuses what was read while another checkpoint took this one's place."""
+        if self._reader.read_checksum() != self._reader.checksum:
+            raise DamagedCheckpoint(f"{self.place}: was saved over while it was read. Load it again once it is whole.")
 
     def structure(self) -> pytree.Spec:
         return pytree.flatten(dict.fromkeys(self._params, 0))[1]

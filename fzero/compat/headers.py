@@ -5,13 +5,12 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
-from fzero.checkpoint.files import Local
 from fzero.checkpoint.manifest import CODES, DTYPES, DamagedCheckpoint
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -30,58 +29,17 @@ class Entry(NamedTuple):
     nbytes: int
 
 
-def entries_of(paths: Sequence[str]) -> dict[str, Entry]:
-    """The tensors of some files by name, in the order of the files.
+def entries_of(path: str, descriptor: int) -> list[Entry]:
+    """The tensors of an open file, in its order.
 
     Raises:
-        FileNotFoundError: a file is not there.
-        DamagedCheckpoint: one is no whole safetensors file, or lacks what its index says.
-        ValueError: two files have one tensor.
+        DamagedCheckpoint: it is no whole safetensors file.
     """
-    found: dict[str, Entry] = {}
-    for path in paths:
-        for own in _entries(path):
-            if own.name in found:
-                raise ValueError(
-                    f"{path}: has a tensor {own.name!r}, as {found[own.name].file} has; expected each in one file. "
-                    "Give the files of one model."
-                )
-            found[own.name] = own
-    return found
-
-
-def files_of(path: str) -> list[str]:
-    """The files of a model: of a file itself, of an index those that it names, of a folder its one model."""
-    if os.path.isdir(path):
-        index = os.path.join(path, INDEX)
-        if os.path.exists(os.path.join(path, SINGLE)):  # as others' loaders prefer
-            return [os.path.join(path, SINGLE)]
-        if os.path.exists(index):
-            return files_of(index)
-        names = sorted(name for name in os.listdir(path) if name.endswith(".safetensors"))
-        if not names:
-            raise FileNotFoundError(f"{path}: got a folder without safetensors files, expected some, such as {SINGLE}.")
-        return [os.path.join(path, name) for name in names]
-    if path.endswith(".json"):
-        with open(path, encoding="utf-8") as file:
-            try:
-                names = json.load(file)["weight_map"].values()
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
-                raise DamagedCheckpoint(f"{path}: got no index with a weight_map: {error!r}.") from None
-        return [os.path.join(os.path.dirname(path), name) for name in dict.fromkeys(names)]
-    return [path]
-
-
-def _entries(path: str) -> list[Entry]:
-    try:
-        with open(path, "rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            length = int.from_bytes(file.read(8), "little")
-            if size < 8 or length > min(size - 8, _LONGEST):
-                raise DamagedCheckpoint(f"{path}: got no whole safetensors file: {size} bytes end within its header.")
-            text = file.read(length)
-    except FileNotFoundError:
-        raise FileNotFoundError(f"{path}: got no such file, expected a safetensors file.") from None
+    size = os.fstat(descriptor).st_size
+    length = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+    if size < 8 or length > min(size - 8, _LONGEST):
+        raise DamagedCheckpoint(f"{path}: got no whole safetensors file: {size} bytes end within its header.")
+    text = os.pread(descriptor, length, 8)
     try:
         said = json.loads(text)
         out = [_entry(path, name, tensor, 8 + length) for name, tensor in said.items() if name != "__metadata__"]
@@ -117,10 +75,8 @@ class Planned:
     nbytes: int
 
 
-def planned(
-    folder: str, single: str | None, tensors: Sequence[Tensor], most: int
-) -> tuple[list[Planned], bytes | None]:
-    """The files for some tensors, none much longer than `most` bytes, and the text of their index where one is needed.
+def planned(folder: str, single: str | None, tensors: Sequence[Tensor], most: int) -> list[Planned]:
+    """The files for some tensors, none much longer than `most` bytes.
 
     Args:
         single: the name of the one file; None in a folder that loaders of models read.
@@ -137,13 +93,15 @@ def planned(
     names = [single or SINGLE]
     if len(lots) > 1:
         names = [f"model-{number:05d}-of-{len(lots):05d}.safetensors" for number in range(1, len(lots) + 1)]
-    files = [_planned(folder, name, lot) for name, lot in zip(names, lots, strict=True)]
-    if len(files) == 1:
-        return files, None
+    return [_planned(folder, name, lot) for name, lot in zip(names, lots, strict=True)]
+
+
+def index_of(files: Sequence[Planned], names: Mapping[str, str]) -> bytes:
+    """The text of the index of several files, by the names that they are given."""
     total = sum(own.nbytes for file in files for own in file.entries)
-    places = {own.name: file.name for file in files for own in file.entries}
+    places = {own.name: names[file.name] for file in files for own in file.entries}
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    return files, (json.dumps(index, indent=2) + "\n").encode()
+    return (json.dumps(index, indent=2) + "\n").encode()
 
 
 def _planned(folder: str, name: str, tensors: Sequence[Tensor]) -> Planned:
@@ -160,19 +118,3 @@ def _planned(folder: str, name: str, tensors: Sequence[Tensor]) -> Planned:
     start = 8 + len(text)
     moved = tuple(own._replace(offset=own.offset + start) for own in places)
     return Planned(name, len(text).to_bytes(8, "little") + text, moved, start + offset)
-
-
-def read_into(path: str, target: torch.Tensor, offset: int, expected: int) -> None:
-    """Fills a tensor on the CPU with the bytes of a file from an offset on.
-
-    Raises:
-        DamagedCheckpoint: the file ends before, or is not there; it should have `expected` bytes.
-    """
-    view = memoryview(target.view(torch.uint8).numpy())  # type: ignore[arg-type]
-    folder, _, name = path.rpartition("/")
-    try:
-        got = Local(folder or "/").read_into(name, offset, view)
-    except FileNotFoundError:
-        raise DamagedCheckpoint(f"{path}: got no such file. Bring it back.") from None
-    if got < len(view):
-        raise DamagedCheckpoint(f"{path}: got {offset + got} bytes, expected {expected}. Bring the file anew.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import io
 import pickle
 from collections.abc import Callable, Iterator, Mapping
@@ -159,11 +160,26 @@ class Load(LoadPlanner):
 
 
 class Reader(FileSystemReader):
-    """Reads others' checkpoints, and nothing from their metadata but the classes that DCP itself writes there."""
+    """Reads others' checkpoints, and nothing from their metadata but the classes that DCP itself writes there.
+
+    Attributes:
+        checksum: of the metadata that were read.
+    """
+
+    checksum = ""
+
+    def read_checksum(self) -> str:
+        """That of the metadata which lie there now."""
+        return hashlib.sha256(self._text()).hexdigest()
+
+    def _text(self) -> bytes:
+        with open(f"{self.path}/.metadata", "rb") as file:
+            return file.read()
 
     def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-        with open(f"{self.path}/.metadata", "rb") as file:
-            metadata = _Unpickler(file).load()
+        text = self._text()
+        self.checksum = hashlib.sha256(text).hexdigest()
+        metadata = _Unpickler(io.BytesIO(text)).load()
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
         return metadata

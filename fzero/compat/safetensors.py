@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import collections
-import contextlib
 import os
-import re
 import uuid
 from collections.abc import Mapping, Sequence
 
@@ -14,27 +11,22 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
-from fzero.checkpoint import files
-from fzero.checkpoint.choice import Wanted, choose
-from fzero.checkpoint.contents import share
+from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
-from fzero.checkpoint.snapshot import bytes_of
-from fzero.checkpoint.staging import on_host
-from fzero.compat.headers import INDEX, SINGLE, Entry, entries_of, files_of, planned, read_into
-from fzero.compat.names import Names, paths_of, renamed
-from fzero.formats.formats import ALIGN, Format, Plain
+from fzero.compat.chosen import chosen
+from fzero.compat.export import Export
+from fzero.compat.headers import Entry
+from fzero.compat.names import Names, paths_of
+from fzero.compat.opened import Opened
+from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
 from fzero.state.origin import Origin, Source
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
-
-_AT_ONCE = 1 << 22  # elements that are decoded at a time
-_MODEL = re.compile(r"model(-\d+-of-\d+)?\.safetensors")
-_UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
 
 
 def load_safetensors(
@@ -63,9 +55,10 @@ def load_safetensors(
         seed: of the state, as of `step.init`.
 
     Raises:
-        FileNotFoundError: a file is not there.
-        DamagedCheckpoint: a file is cut, or no safetensors file. On every rank.
-        ValueError: leaves, shapes or dtypes do not fit, or something would be lost.
+        FileNotFoundError: a file is not there, or one of several that are numbered.
+        DamagedCheckpoint: a file is cut, no safetensors file, written to meanwhile, or lacks what its index says. On
+            every rank.
+        ValueError: leaves, shapes or dtypes do not fit, something would be lost, or the ranks find different files.
 
     Example:
         >>> import tempfile
@@ -89,13 +82,20 @@ def load_safetensors(
     wanted.check()
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
-        listed = lambda: entries_of([own for path in paths for own in files_of(path)])
-        found = agreed(axis, listed, place)
-        said = [(os.path.basename(own.file), *own._replace(file="")) for own in found.values()]
-        axis.check_same(f"{said} names, seed {seed}", "The files", "Give every rank the same ones.")
-        origin = _Files(place, found)
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis), place)
-        state = filled(origin, choice, wanted, step, axis, seed, None)
+        opened = Opened(paths)
+        try:
+            agreed(axis, opened.open, place)
+            said = agreed(axis, lambda: opened.said() if axis.ranks > 1 else "", place)
+            advice = "Give every rank the same ones, and let nobody save over them meanwhile."
+            axis.check_same(f"{said}\nseed {seed}", "The files", advice)
+            origin = _Files(place, opened)
+            choice = agreed(
+                axis, lambda: chosen(wanted, origin.leaves(like, names), origin.structure, step, axis), place
+            )
+            state = filled(origin, choice, wanted, step, axis, seed, None)
+            agreed(axis, opened.check, place)
+        finally:
+            opened.close()
         if axis.data_rank == 0:
             choice.warn(wanted, 2)
         return state
@@ -109,8 +109,8 @@ class _Files(Origin):
     kinds: Mapping[str, str] = {"params": "params"}
     extras = ()
 
-    def __init__(self, place: str, found: dict[str, Entry]) -> None:
-        self.place, self.found = place, found
+    def __init__(self, place: str, opened: Opened) -> None:
+        self.place, self.found, self._opened = place, opened.entries, opened
 
     def leaves(self, like: object, names: Names | None) -> list[Leaf]:
         """What there is, by the paths that the names stand for."""
@@ -146,7 +146,7 @@ class _Files(Origin):
         own = self.found[path]
         dtype = DTYPES[own.dtype]
         out = into or [torch.zeros(-(-(stop - start) // 64) * 64, dtype=dtype, device="cpu")]
-        read_into(own.file, out[0][: stop - start], own.offset + start * dtype.itemsize, own.offset + own.nbytes)
+        self._opened.read_into(own, out[0][: stop - start], start * dtype.itemsize)
         return out
 
 
@@ -170,8 +170,9 @@ def save_safetensors(
     `AutoModel.from_pretrained` needs only the model's `config.json` beside them.
 
     Args:
-        path: a folder, for `model.safetensors` or several files with an index; or one file `*.safetensors`. What is
-            there already of these names goes once the new files are written.
+        path: a folder, for `model.safetensors` or several files with an index; or one file `*.safetensors`. A model
+            that is there stays whole until the new one is, and then goes: of several files, where there are some of
+            the same names, the new ones have a word more in theirs.
         state: whose params are written; or a tree like them, such as `state.extra["ema"]`.
         names: a leaf's path -> its name in the files; by default the path.
         also: tensors that are no params, by their names in the files (a module's persistent buffers), of rank 0.
@@ -179,7 +180,8 @@ def save_safetensors(
         shard_bytes: how long a file in a folder grows, unless one tensor alone is longer.
 
     Raises:
-        ValueError: two tensors of one name, or the ranks differ in their arguments.
+        ValueError: two tensors of one name, a name that the format cannot have, or the ranks differ in their arguments.
+        TypeError: a dtype that the format does not have.
         OSError: the disk is full, or the folder cannot be written to: on every rank.
 
     Example:
@@ -198,135 +200,24 @@ def save_safetensors(
         raise wrong(who, "names", names, "a function of a path")
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
         raise wrong(who, "dtype", dtype, "torch.float64, float32, float16 or bfloat16")
-    if also is not None and not (isinstance(also, Mapping) and all(map(_is_writable, also.items()))):
-        raise wrong(who, "also", also, "a dict of tensors by name, real and dense")
+    if also is not None and not (isinstance(also, Mapping) and all(map(_is_dense, also.items()))):
+        raise wrong(who, "also", also, "a dict of tensors by name, dense and with values")
     most = need_int(shard_bytes, who, "shard_bytes", "a number of bytes", least=1)
     (state,) = constants(who, state=state)
     tree = state.params if isinstance(state, TrainState) else state
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = tree.axis
-        export = agreed(axis, lambda: _Export(target, tree, names, also or {}, dtype, most), target)
+        export = agreed(axis, lambda: Export(target, tree, names, also or {}, dtype, most), target)
         said = "\n".join([target, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
         export.token = axis.exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:
-            agreed(axis, export.begin, target)
-            agreed(axis, export.write, target)
-            agreed(axis, export.end, target)
+            for stage in (export.begin, export.write, export.end):
+                agreed(axis, stage, target)
         finally:
             export.leave()
 
 
-def _is_writable(item: tuple[object, object]) -> bool:
+def _is_dense(item: tuple[object, object]) -> bool:
     name, x = item
-    return isinstance(name, str) and isinstance(x, torch.Tensor) and x.layout == torch.strided and x.dtype in CODES
-
-
-class _Export:
-    """One call of `save_safetensors` on one rank.
-
-    Attributes:
-        tensors: name, dtype and shape of each tensor that is written.
-        token: in the names of files until they are whole.
-    """
-
-    def __init__(
-        self,
-        target: str,
-        tree: Sharded,
-        names: Names | None,
-        also: Mapping[str, torch.Tensor],
-        dtype: torch.dtype | None,
-        most: int,
-    ) -> None:
-        self.folder, single = os.path.split(target) if target.endswith(".safetensors") else (target, None)
-        self.tree, self.also, self.token = tree, dict(also), ""
-        self.names = {path: path if names is None else renamed(names, path) for path in tree}
-        own = {path: dtype or tree.format(tree.layout.key_of[path][0]).dtype for path in tree}
-        rows = [row for row in tree.layout.rows if row.path in own]
-        self.tensors = [(self.names[row.path], own[row.path], row.shape) for row in rows]
-        self.tensors += [(name, x.dtype, tuple(x.shape)) for name, x in also.items()]
-        counts = collections.Counter(name for name, _, _ in self.tensors)
-        if twice := next((name for name, count in counts.items() if count > 1), None):
-            raise ValueError(
-                f"fz.save_safetensors: got two tensors of the name {twice!r}, also counted; expected one of each."
-            )
-        self.files, self.index = planned(self.folder, single, self.tensors, most)
-        self.places = {own.name: own for file in self.files for own in file.entries}
-        self.leads = tree.axis.data_rank == 0
-        self._open, self._locked = dict[str, int](), contextlib.ExitStack()
-
-    def begin(self) -> None:
-        """The first rank makes the files, as long as they will be."""
-        if not self.leads:
-            return
-        files.make_folder(self.folder)
-        self._locked.enter_context(files.only_writer(self.folder))
-        for name in os.listdir(self.folder):
-            if _UNFINISHED.fullmatch(name):  # of a run that was killed: nobody else writes here
-                files.remove(os.path.join(self.folder, name))
-        for file in self.files:
-            descriptor = self._open[file.name] = files.create(self._unfinished(file.name))
-            os.posix_fallocate(descriptor, 0, file.nbytes)
-            files.write(descriptor, memoryview(file.header), 0)
-
-    def write(self) -> None:
-        """Every rank writes its slices."""
-        tree = self.tree
-        for key in tree.groups:
-            stored = tree.stored(key)
-            base, low, high = share(tree, key)
-            for slot in tree.layout.groups[key].slots:
-                place = self.places[self.names[slot.path]]
-                dtype, end = DTYPES[place.dtype], min(high, slot.offset + slot.numel)
-                for start in range(max(low, slot.offset), end, _AT_ONCE):
-                    stop = min(start + _AT_ONCE, end)
-                    values = stored.cut(start - base, -(-stop // ALIGN) * ALIGN - base).to(stored.dtype)[: stop - start]
-                    values = values if tree.scale == 1.0 else values / tree.scale
-                    self._put(place, values.to(dtype), (start - slot.offset) * dtype.itemsize)
-            del stored
-        for name, x in self.also.items() if self.leads else ():
-            self._put(self.places[name], x.reshape(-1), 0)
-        for descriptor in self._open.values():
-            files.sync(descriptor)
-
-    def _put(self, place: Entry, values: torch.Tensor, offset: int) -> None:
-        path = self._unfinished(os.path.basename(place.file))
-        name = os.path.basename(place.file)
-        if name not in self._open:
-            self._open[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        try:
-            files.write(self._open[name], bytes_of(on_host(values)), place.offset + offset)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, path) from None
-
-    def end(self) -> None:
-        """The first rank gives the files their names: at no time do those of two models look like one."""
-        if not self.leads:
-            return
-        names = [file.name for file in self.files]
-        stale = {*os.listdir(self.folder)} if SINGLE in names or self.index else set[str]()
-        stale = {name for name in stale if name == INDEX or _MODEL.fullmatch(name)} - ({*names} - {INDEX})
-        if self.index is not None:
-            for name in (SINGLE, INDEX):
-                files.remove(os.path.join(self.folder, name))
-            files.sync_folder(self.folder)
-        for name in names:
-            files.rename(self._unfinished(name), os.path.join(self.folder, name))
-        files.sync_folder(self.folder)
-        if self.index is not None:
-            files.replace_file(self.folder, INDEX, self.index)
-        for name in stale - ({INDEX} if self.index is not None else set()):
-            files.remove(os.path.join(self.folder, name))
-
-    def leave(self) -> None:
-        """Closes the files; those that have no name yet go."""
-        for descriptor in self._open.values():
-            os.close(descriptor)
-        if self.leads:
-            for file in self.files:
-                files.remove(self._unfinished(file.name))
-            self._locked.close()
-
-    def _unfinished(self, name: str) -> str:
-        return os.path.join(self.folder, f".{name}.{self.token}")
+    return isinstance(name, str) and isinstance(x, torch.Tensor) and x.layout == torch.strided and not x.is_meta

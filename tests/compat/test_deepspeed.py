@@ -176,6 +176,11 @@ def states(rank: int, kind: str = "optim") -> str:
     return f"{'bf16_' if kind == 'optim' else ''}zero_pp_rank_{rank}_mp_rank_00_{kind}_states.pt"
 
 
+def test_the_meta_device(folder: Path) -> None:
+    with torch.device("meta"), pytest.raises(ValueError, match=r"the meta device as the default.*Call it outside"):
+        fz.compat.load_deepspeed(folder.parent, plain(), tag="global_step3")
+
+
 def test_the_folder_itself(folder: Path) -> None:
     load = functools.partial(fz.compat.load_deepspeed, step=plain())
     with pytest.raises(FileNotFoundError, match="latest: got no such file, expected the folder that save_checkpoint"):

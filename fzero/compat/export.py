@@ -1,0 +1,223 @@
+"""The writing of safetensors files: what lies there stays a whole model until the new one is."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+
+import torch
+
+from fzero.checkpoint import files
+from fzero.checkpoint.contents import share
+from fzero.checkpoint.manifest import CODES, DTYPES
+from fzero.checkpoint.snapshot import bytes_of
+from fzero.checkpoint.staging import on_host
+from fzero.compat.headers import INDEX, SINGLE, Entry, index_of, planned
+from fzero.compat.models import NAMED
+from fzero.compat.names import Names, renamed
+from fzero.formats.formats import ALIGN
+from fzero.state.sharded import Sharded
+
+_AT_ONCE = 1 << 22  # elements that are decoded at a time
+_MODEL = re.compile(r"model(-([0-9a-f]{12}-)?\d+-of-\d+)?\.safetensors")
+_UNFINISHED = re.compile(r"\..*\.safetensors\.[0-9a-f]{12}")
+
+
+class Export:
+    """One call of `save_safetensors` on one rank.
+
+    Attributes:
+        tensors: name, dtype and shape of each tensor that is written.
+        token: in the names of files until they are whole, and of those for which there are others.
+    """
+
+    def __init__(
+        self,
+        target: str,
+        tree: Sharded,
+        names: Names | None,
+        also: Mapping[str, torch.Tensor],
+        dtype: torch.dtype | None,
+        most: int,
+    ) -> None:
+        self._folder, single = os.path.split(target) if target.endswith(".safetensors") else (target, None)
+        self._tree, self._also, self.token = tree, dict(also), ""
+        self._names = {path: path if names is None else renamed(names, path) for path in tree}
+        own = {path: dtype or tree.format(tree.layout.key_of[path][0]).dtype for path in tree}
+        rows = [row for row in tree.layout.rows if row.path in own]
+        self.tensors = [(self._names[row.path], own[row.path], row.shape) for row in rows]
+        self.tensors += [(name, x.dtype, tuple(x.shape)) for name, x in also.items()]
+        counts = collections.Counter(name for name, _, _ in self.tensors)
+        if twice := next((name for name, count in counts.items() if count > 1), None):
+            raise ValueError(
+                f"fz.save_safetensors: got two tensors of the name {twice!r}, also counted; expected one of each."
+            )
+        for name, form, _ in self.tensors:
+            _check(name, form)
+        self._files = planned(self._folder, single, self.tensors, most)
+        self._places = {own.name: own for file in self._files for own in file.entries}
+        self._leads = tree.axis.data_rank == 0
+        self._named = {file.name: file.name for file in self._files}  # as they are planned -> as they will be
+        self._index: bytes | None = None
+        self._begun, self._met, self._done = list[str](), False, False  # who has a name; whether loaders may meet them
+        self._open, self._locked = dict[str, int](), contextlib.ExitStack()
+
+    def begin(self) -> None:
+        """The first rank makes the files, as long as they will be."""
+        if not self._leads:
+            return
+        files.make_folder(self._folder)
+        self._locked.enter_context(files.only_writer(self._folder))
+        there = self._tidied()
+        if len(self._files) > 1:
+            known = _named_by_index(self._folder) or set[str]()
+            others = {name for name in there if name.endswith(".safetensors")}
+            # without an index each file that lies there is of the model, but for those of this kind of name
+            loose = others and not {SINGLE, INDEX} & there
+            if loose or self._named.keys() & (there | known):
+                self._named = {name: f"model-{self.token}{name.removeprefix('model')}" for name in self._named}
+            self._index = index_of(self._files, self._named)
+        for file in self._files:
+            path = self._unfinished(file.name)
+            descriptor = self._open[file.name] = files.create(path)
+            with _naming(path):
+                os.posix_fallocate(descriptor, 0, file.nbytes)
+                files.write(descriptor, memoryview(file.header), 0)
+
+    def _tidied(self) -> set[str]:
+        """The names in the folder, without what saves have left that never ended: nobody else writes here."""
+        folder, known = files.Local(self._folder), _named_by_index(self._folder)
+        there = {*folder.names()}
+        for name in sorted(there):
+            if _UNFINISHED.fullmatch(name) or (NAMED.fullmatch(name) and known is not None and name not in known):
+                folder.remove(name)
+                there.remove(name)
+        return there
+
+    def write(self) -> None:
+        """Every rank writes its slices."""
+        tree = self._tree
+        for key in tree.groups:
+            stored = tree.stored(key)
+            base, low, high = share(tree, key)
+            for slot in tree.layout.groups[key].slots:
+                place = self._places[self._names[slot.path]]
+                dtype, end = DTYPES[place.dtype], min(high, slot.offset + slot.numel)
+                for start in range(max(low, slot.offset), end, _AT_ONCE):
+                    stop = min(start + _AT_ONCE, end)
+                    values = stored.cut(start - base, -(-stop // ALIGN) * ALIGN - base).to(stored.dtype)[: stop - start]
+                    values = values if tree.scale == 1.0 else values / tree.scale
+                    self._put(place, values.to(dtype), (start - slot.offset) * dtype.itemsize)
+            del stored
+        for name, x in self._also.items() if self._leads else ():
+            self._put(self._places[name], x.reshape(-1), 0)
+        for name, descriptor in self._open.items():
+            with _naming(self._unfinished(name)):
+                files.sync(descriptor)
+
+    def _put(self, place: Entry, values: torch.Tensor, offset: int) -> None:
+        name = os.path.basename(place.file)
+        path = self._unfinished(name)
+        if name not in self._open:
+            self._open[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        with _naming(path):
+            files.write(self._open[name], bytes_of(on_host(values)), place.offset + offset)
+
+    def end(self) -> None:
+        """The first rank gives the files their names; at one moment all that reads the folder goes over to them.
+
+        Of one file that is the moment of its renaming, as loaders prefer it to an index. Of several, whose names are
+        those of none that lie there, it is that of the index's; or, where there was one file, that of its removal.
+        """
+        if not self._leads:
+            return
+        folder, names = files.Local(self._folder), {*self._named.values()}
+        for file in self._files:
+            self._met = self._index is None
+            new = os.path.join(self._folder, self._named[file.name])
+            files.rename(self._unfinished(file.name), new)
+            self._begun.append(self._named[file.name])
+        with _naming(self._folder):
+            files.sync_folder(self._folder)
+        if self._index is not None:
+            self._met = True
+            with _naming(os.path.join(self._folder, INDEX)):
+                files.replace_file(self._folder, INDEX, self._index)
+            names.add(INDEX)
+            folder.remove(SINGLE)
+            with _naming(self._folder):
+                files.sync_folder(self._folder)
+        if self._index is not None or SINGLE in names:
+            with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
+                for name in folder.names():
+                    if name not in names and (name in (INDEX, f"{INDEX}.new") or _MODEL.fullmatch(name)):
+                        folder.remove(name)
+        self._done = True
+        self._locked.close()
+
+    def leave(self) -> None:
+        """Closes the files; those that have no name yet go, and of a save that has failed those that no index names."""
+        for descriptor in self._open.values():
+            os.close(descriptor)
+        with contextlib.suppress(OSError):  # the next save removes them
+            if self._leads and self._open and not self._done:
+                folder = files.Local(self._folder)
+                for file in self._files:
+                    folder.remove(os.path.basename(self._unfinished(file.name)))
+                if not self._met or (self._index is not None and not self._is_index(folder)):
+                    for name in self._begun:
+                        folder.remove(name)
+        with contextlib.suppress(OSError):
+            self._locked.close()
+
+    def _is_index(self, folder: files.Local) -> bool:
+        """Whether the index that lies there is this one: its renaming may be what came last."""
+        return folder.exists(INDEX) and folder.read(INDEX) == self._index
+
+    def _unfinished(self, name: str) -> str:
+        return os.path.join(self._folder, f".{name}.{self.token}")
+
+
+def _check(name: str, dtype: torch.dtype) -> None:
+    """Refuses a tensor that the format has no words for."""
+    if dtype not in CODES:
+        raise TypeError(
+            f"fz.save_safetensors: tensor {name!r} is {dtype}, expected one of "
+            f"{', '.join(str(own).removeprefix('torch.') for own in CODES)}. Convert it, or leave it out."
+        )
+    try:
+        name.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"fz.save_safetensors: got a tensor named {name!r}, expected a name in UTF-8: {error}."
+        ) from None
+    if name == "__metadata__":
+        raise ValueError(
+            f"fz.save_safetensors: got a tensor named {name!r}, expected any other name: the format keeps this one for "
+            "what is no tensor. Say names= for another."
+        )
+
+
+def _named_by_index(folder: str) -> set[str] | None:
+    """The files that the index of a folder names, none where it has none; None where it cannot be read."""
+    try:
+        return {str(name) for name in json.loads(files.Local(folder).read(INDEX))["weight_map"].values()}
+    except FileNotFoundError:
+        return set()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+@contextlib.contextmanager
+def _naming(path: str) -> Iterator[None]:
+    """Errors of what is done with a descriptor, which knows no path, name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, path) from None
+        raise

@@ -1,0 +1,152 @@
+"""The safetensors files of a model, each opened once: what is read is of one model, whoever saves over it meanwhile."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fzero.checkpoint.manifest import DamagedCheckpoint
+from fzero.checkpoint.snapshot import bytes_of
+from fzero.compat.headers import Entry, entries_of
+from fzero.compat.models import Model, check_index, model_of
+
+_TRIES = 20  # to open all files between two saves
+_SOME = 64  # bytes of a tensor that stand for it
+
+
+class _File(NamedTuple):
+    descriptor: int
+    stat: os.stat_result
+
+
+class Opened:
+    """The files that some paths stand for, from `open` until `close`.
+
+    Attributes:
+        entries: the tensors by name, in the order of the files.
+    """
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        self._paths, self._files = paths, dict[str, _File]()
+        self.entries: dict[str, Entry] = {}
+
+    def open(self) -> None:
+        """Opens all of them as they lie there at one moment.
+
+        Raises:
+            FileNotFoundError: a file is not there.
+            DamagedCheckpoint: one is no whole safetensors file, or lacks what its index says.
+            ValueError: two files have one tensor.
+            BlockingIOError: they are saved over, again and again.
+        """
+        for _ in range(_TRIES):
+            models = [model_of(path) for path in self._paths]
+            try:
+                self._open(models)
+            except (OSError, ValueError):
+                self.close()
+                if self._listed(models):  # nobody has saved meanwhile: it is the files' own
+                    raise
+                continue
+            # one file is what it is; of several, one may have been opened before a save and one after it
+            if len(self._files) == 1 or (self._in_place() and self._listed(models)):
+                return
+            self.close()
+        raise BlockingIOError(
+            f"{self._paths[0]}: got other files each time that they were opened, as another run is saving over them; "
+            "expected them to stay. Wait until it has ended."
+        )
+
+    def _open(self, models: Sequence[Model]) -> None:
+        found: dict[str, Entry] = {}
+        for path in [path for model in models for path in model.files]:
+            if path in self._files:
+                raise ValueError(f"{path}: got the file twice, expected each once.")
+            try:
+                descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                raise FileNotFoundError(f"{path}: got no such file, expected a safetensors file.") from None
+            self._files[path] = _File(descriptor, os.fstat(descriptor))
+            try:
+                own = entries_of(path, descriptor)
+            except IsADirectoryError:
+                raise DamagedCheckpoint(f"{path}: got a folder, expected a safetensors file.") from None
+            for entry in own:
+                if entry.name in found:
+                    raise ValueError(
+                        f"{path}: has a tensor {entry.name!r}, as {found[entry.name].file} has; expected each in one "
+                        "file. Give the files of one model."
+                    )
+                found[entry.name] = entry
+        for model in models:
+            check_index(model, {name: own.file for name, own in found.items()})
+        self.entries = found
+
+    def _in_place(self) -> bool:
+        """Whether the files that are open still lie where they were: then all did as the last one was opened."""
+        try:
+            return all(os.path.samestat(os.stat(path), own.stat) for path, own in self._files.items())
+        except FileNotFoundError:
+            return False
+
+    def _listed(self, models: Sequence[Model]) -> bool:
+        """Whether the paths still stand for the same files."""
+        try:
+            return [model_of(path) for path in self._paths] == models
+        except (OSError, ValueError):
+            return False
+
+    def said(self) -> str:
+        """A text by which ranks see that they have opened one model, also where each node has a copy of the files.
+
+        Neither inodes nor times are alike then, and all bytes are too many to compare: it is the headers and some of
+        the bytes of each tensor, of which a training changes most.
+        """
+        lines = list[str]()
+        for own in self.entries.values():
+            descriptor = self._files[own.file].descriptor
+            some = [os.pread(descriptor, min(_SOME, own.nbytes), own.offset + at) for at in _spots(own.nbytes)]
+            content = hashlib.blake2b(b"".join(some), digest_size=8).hexdigest()
+            words = f"{own.dtype} {own.shape} at {own.offset}"
+            lines.append(f"{os.path.basename(own.file)}: {own.name!r} {words} with checksum {content}")
+        return "\n".join(lines)
+
+    def read_into(self, own: Entry, target: torch.Tensor, start: int) -> None:
+        """Fills a flat tensor on the CPU with the bytes of one of the tensors, from a byte of it on.
+
+        Raises:
+            DamagedCheckpoint: the file ends before.
+        """
+        view, offset, done = bytes_of(target), own.offset + start, 0
+        while done < len(view) and (got := os.preadv(self._files[own.file].descriptor, [view[done:]], offset + done)):
+            done += got
+        if done < len(view):
+            raise DamagedCheckpoint(
+                f"{own.file}: got {offset + done} bytes, expected {own.offset + own.nbytes}. Bring the file anew."
+            )
+
+    def check(self) -> None:
+        """Refuses what was read of files that somebody wrote into meanwhile; others do so in place.
+
+        Raises:
+            DamagedCheckpoint: one has another size, or was written to later than as it was opened.
+        """
+        for path, own in self._files.items():
+            now = os.fstat(own.descriptor)
+            if (now.st_size, now.st_mtime_ns) != (own.stat.st_size, own.stat.st_mtime_ns):
+                raise DamagedCheckpoint(f"{path}: was written to while it was read. Load it again once it is whole.")
+
+    def close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1].descriptor)
+        self.entries = {}
+
+
+def _spots(nbytes: int) -> tuple[int, ...]:
+    """Where those bytes of a tensor begin that stand for it: at its start there may be what is never trained."""
+    last = max(nbytes - _SOME, 0)
+    return (0, last // 2, last) if last else (0,)

@@ -1,0 +1,146 @@
+"""What one rank writes of a checkpoint of torch: its slices in a file of its own, named by metadata that come last."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from fzero.checkpoint import files
+from fzero.checkpoint.contents import share
+from fzero.checkpoint.staging import on_host
+from fzero.compat.moments import word_of
+from fzero.formats.formats import ALIGN
+from fzero.state.items import items_in
+from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Key
+
+if TYPE_CHECKING:
+    from fzero.compat.storage import Writer
+
+
+class Writing:
+    """One call of `save_dcp` on one rank.
+
+    Attributes:
+        known: the name of each tensor -> its shape, its dtype, its keys in the nested state dict.
+        token: in the names of this save's files.
+    """
+
+    def __init__(self, folder: str, state: TrainState, model: str, optim: str | None) -> None:
+        from fzero.compat.planners import Save
+
+        self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
+        self._pieces, self.token = {}, ""
+        self._leads = state.params.axis.data_rank == 0
+        self._add(state.params, lambda path: (model, path) if model else (path,))
+        items = items_in("moments", state.moments) if optim is not None else []
+        names = lambda path, word: (*([optim] if optim else []), "state", path, word)
+        for item in items:
+            if is_sharded(item.value):
+                self._add(item.value, functools.partial(names, word=word_of(item.name)))
+            elif item.kind != "count" and item.value is not None:
+                raise ValueError(
+                    f"fz.compat.save_dcp: state.{item.name} is {item.value!r}, for which torch's checkpoints have no "
+                    "name; expected the moments of fz.sgd, adam, adamw or lion. Say optim=None to leave them out."
+                )
+        # of a partition each member counts, all of them the same updates: torch has one count for each leaf
+        counts = {item.value.value: item.name for item in items if item.kind == "count"}
+        if len(counts) > 1:
+            (first, name), (other, also), *_ = counts.items()
+            raise ValueError(
+                f"fz.compat.save_dcp: state.{name} is {first} and state.{also} is {other}, expected one number of "
+                "updates: torch's checkpoints have one for each leaf. Say optim=None to leave the moments out."
+            )
+        for count in counts:
+            for path in state.params:
+                self._one(names(path, "step"), torch.tensor(float(count), device="cpu"))
+        self._planner = Save(self._pieces, self.known)
+        self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False
+        self._writer: Writer | None = None
+
+    def _named(self, keys: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype) -> str:
+        name = ".".join(keys)
+        if name in self.known:
+            raise ValueError(
+                f"fz.compat.save_dcp: got two tensors of the name {name!r}, expected one. Say other prefixes with "
+                "model= and optim=, or optim=None."
+            )
+        self.known[name] = shape, dtype, keys
+        return name
+
+    def _one(self, keys: tuple[str, ...], value: torch.Tensor) -> None:
+        name = self._named(keys, tuple(value.shape), value.dtype)
+        if self._leads:
+            self._pieces[name, 0, value.numel()] = lambda start, stop: value.reshape(-1)[start:stop].clone()
+
+    def _add(self, tree: Sharded, keys_of: Callable[[str], tuple[str, ...]]) -> None:
+        for key in tree.groups:
+            dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)
+            for slot in tree.layout.groups[key].slots:
+                name = self._named(keys_of(slot.path), slot.shape, dtype)
+                start, stop = max(low, slot.offset), min(high, slot.offset + slot.numel)
+                if start < stop:
+                    make = functools.partial(_values, tree, key, slot.offset - base)
+                    self._pieces[name, start - slot.offset, stop - slot.offset] = make
+
+    def plan(self) -> str:
+        from fzero.compat.planners import text_of
+
+        return text_of(self._planner.create_local_plan())
+
+    def begin(self) -> None:
+        """The first rank makes the folder, and takes away what saves have left there that never ended."""
+        if self._leads:
+            from fzero.compat.storage import clear
+
+            files.make_folder(self._folder)
+            self._locked.enter_context(files.only_writer(self._folder))
+            clear(self._folder, begun=True)
+
+    def write(self, plans: Sequence[str], rank: int) -> str:
+        """This rank's file; what it has of which tensor, for the metadata."""
+        from torch.distributed.checkpoint.planner import SavePlan
+
+        from fzero.compat.planners import text_of, value_of
+        from fzero.compat.storage import Writer
+
+        self._writer = writer = Writer(self._folder, self.token)
+        writer.set_up_storage_writer(self._leads)
+        everyone, self._metadata = self._planner.create_global_plan([value_of(text, SavePlan) for text in plans])
+        everyone = writer.prepare_global_plan([writer.prepare_local_plan(plan) for plan in everyone])
+        return text_of(writer.write_data(everyone[rank], self._planner).wait())
+
+    def finish(self, results: Sequence[str]) -> None:
+        """The first rank writes the metadata: with them the new checkpoint is there, and the old one goes."""
+        from fzero.compat.planners import value_of
+        from fzero.compat.storage import clear
+
+        self._naming = True
+        if self._leads:
+            assert self._writer is not None
+            self._writer.finish(self._metadata, [value_of(text, list) for text in results])
+            with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
+                clear(self._folder, begun=False)
+            self._locked.close()
+
+    def leave(self) -> None:
+        """Removes this rank's file of a save that has failed; not where metadata that name it may lie there."""
+        with contextlib.suppress(OSError):  # the next save removes it
+            if self._writer is not None and not self._naming:
+                self._writer.drop()
+        with contextlib.suppress(OSError):
+            self._locked.close()
+
+
+def _values(tree: Sharded, key: Key, offset: int, start: int, stop: int) -> torch.Tensor:
+    """Elements [start, stop) of a leaf whose buffer has it from `offset` on."""
+    low, high = offset + start, offset + stop
+    first = low // ALIGN * ALIGN
+    stored = tree.stored(key).cut(first, -(-high // ALIGN) * ALIGN)
+    values = stored.to(stored.dtype)[low - first : high - first]
+    return on_host(values if tree.scale == 1.0 else values / tree.scale).clone()

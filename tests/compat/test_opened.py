@@ -1,0 +1,171 @@
+"""Safetensors files that are read: all of one model, whoever saves over them meanwhile, or refused."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compat.over import (
+    INDEX,
+    NUMEL,
+    SINGLE,
+    Save,
+    by_us,
+    exported,
+    params,
+    saved,
+    several,
+    step_of,
+)
+from safetensors.torch import save_file
+
+import fzero as fz
+from fzero.compat import opened, safetensors
+from fzero.testing import run_ranks
+
+
+def test_a_folder_without_an_index(tmp_path: Path) -> None:
+    load = functools.partial(fz.load_safetensors, step_of(), tmp_path)
+    name = lambda number, count=3: f"model-0000{number}-of-0000{count}.safetensors"
+    for number in (1, 3):
+        save_file({"ab"[number % 2]: torch.ones(3)}, tmp_path / name(number))
+    with pytest.raises(FileNotFoundError, match=rf"{name(2)}: got no such file, expected all 3 of this model"):
+        load()
+    assert list(fz.load_safetensors(step_of(), [tmp_path / name(1)]).params) == ["b"]
+    save_file({"c": torch.ones(3)}, tmp_path / name(2))
+    with pytest.raises(ValueError, match=r"a tensor 'b', as"):
+        load()
+    save_file({"a": torch.ones(3)}, tmp_path / name(1))
+    assert sorted(load().params) == ["a", "b", "c"]
+    save_file({"d": torch.ones(3)}, tmp_path / "other.safetensors")
+    with pytest.raises(ValueError, match=r"model-...-of-00003.safetensors beside other.safetensors"):
+        load()
+    os.rename(tmp_path / "other.safetensors", tmp_path / name(4))
+    with pytest.raises(FileNotFoundError, match="expected all 3 of this model, of which 4"):
+        load()
+
+
+def test_an_index_of_what_is_not_there(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 1.0, several)
+    index = json.loads((tmp_path / INDEX).read_text())
+    places: dict[str, str] = index["weight_map"]
+
+    def rewritten(new: Any) -> Any:
+        (tmp_path / INDEX).write_text(json.dumps({"weight_map": new}))
+        return pytest.raises(fz.DamagedCheckpoint, match=INDEX)
+
+    with rewritten({**places, "c": places["a"]}) as error:
+        fz.load_safetensors(step_of(), tmp_path)
+    assert "a tensor 'c' in model-00001-of-00002.safetensors, which has none" in str(error.value)
+    with rewritten({**places, "a": places["b"], "b": places["a"]}) as error:
+        fz.load_safetensors(step_of(), tmp_path / INDEX)
+    assert "but " in str(error.value)
+    with rewritten({**places, "a": 3}):
+        fz.load_safetensors(step_of(), tmp_path)
+    (tmp_path / INDEX).write_text(json.dumps({"weight_map": {**places, "a": "gone.safetensors"}}))
+    with pytest.raises(FileNotFoundError, match=r"gone.safetensors: got no such file"):
+        fz.load_safetensors(step_of(), tmp_path)
+
+
+@pytest.mark.parametrize("first", [exported, several])
+@pytest.mark.parametrize("then", [[exported], [several], [several, several], [exported, several]])
+@pytest.mark.parametrize("place", ["open", "read"])
+def test_saved_over_while_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: Save, then: list[Save], place: str
+) -> None:
+    """Between two files, and between two tensors."""
+    saved(tmp_path, 1, 1.0, first)
+    left, calls = [*then], [0]
+    own, name = (opened, "entries_of") if place == "open" else (opened.Opened, "read_into")
+    real = getattr(own, name)
+
+    def meanwhile(*given: Any) -> Any:
+        calls[0] += 1
+        if calls[0] == (1 if place == "open" else 2):
+            while left:
+                saved(tmp_path, 1, 3.0 - len(left) % 2, left.pop(0))
+        return real(*given)
+
+    monkeypatch.setattr(own, name, meanwhile)
+    assert by_us(tmp_path) in (1.0, 2.0)
+    assert not left
+
+
+def test_a_folder_that_grows_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing but the files says which there are, those of one moment are read."""
+    for name in "ab":
+        save_file({name: torch.ones(3)}, tmp_path / f"{name}.safetensors")
+    real = opened.entries_of
+
+    def meanwhile(*given: Any) -> Any:
+        monkeypatch.setattr(opened, "entries_of", real)
+        for name in "cb":
+            save_file({name: torch.zeros(3)}, tmp_path / "new")
+            os.rename(tmp_path / "new", tmp_path / f"{name}.safetensors")
+        return real(*given)
+
+    monkeypatch.setattr(opened, "entries_of", meanwhile)
+    found = fz.gather(fz.load_safetensors(step_of(), tmp_path).params)
+    assert {name: float(x[0]) for name, x in found.items()} == {"a": 1.0, "b": 0.0, "c": 0.0}
+
+
+def test_saved_over_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    saved(tmp_path, 1, 1.0, several)
+    real, calls = opened.entries_of, [0]
+
+    def meanwhile(*given: Any) -> Any:
+        calls[0] += 1
+        saved(tmp_path, 1, float(calls[0]), several)
+        return real(*given)
+
+    monkeypatch.setattr(opened, "entries_of", meanwhile)
+    monkeypatch.setattr(opened, "_TRIES", 3)
+    with pytest.raises(BlockingIOError, match="another run is saving over them"):
+        by_us(tmp_path)
+    assert 3 <= calls[0] <= 6
+
+
+def test_written_in_place_while_it_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_file(params(1.0), tmp_path / SINGLE)
+    os.utime(tmp_path / SINGLE, (0, 0))
+    real = safetensors.filled
+
+    def meanwhile(*given: Any) -> Any:
+        save_file(params(2.0), tmp_path / "new")
+        (tmp_path / SINGLE).write_bytes((tmp_path / "new").read_bytes())
+        return real(*given)
+
+    monkeypatch.setattr(safetensors, "filled", meanwhile)
+    with pytest.raises(fz.DamagedCheckpoint, match=r"model.safetensors: was written to while it was read"):
+        by_us(tmp_path)
+
+
+def test_ranks_read_one_model(tmp_path: Path) -> None:
+    """Also where each has a copy of the files."""
+    for number, value in enumerate((1.0, 1.0, 2.0)):
+        (tmp_path / str(number)).mkdir()
+        tree = {"a": torch.ones(NUMEL), "b": torch.tensor([0.0] * 100 + [value])}
+        save_file(tree, tmp_path / str(number) / SINGLE)
+
+    def rank_main(rank: int) -> None:
+        fz.load_safetensors(step_of(2), tmp_path / str(rank))
+        with pytest.raises(ValueError, match=r"The files differ .*rank 0 has .model.safetensors: 'b' F32 .* checksum"):
+            fz.load_safetensors(step_of(2), tmp_path / str(2 * rank))
+
+    run_ranks(rank_main, 2)
+
+
+def test_files_are_closed(tmp_path: Path) -> None:
+    saved(tmp_path, 1, 1.0, several)
+    count = lambda: len(os.listdir("/proc/self/fd"))
+    begun = count()
+    for like in (None, {"c": torch.ones(3)}):
+        with contextlib.suppress(ValueError):
+            fz.load_safetensors(step_of(), tmp_path, like=like)
+        assert count() == begun
