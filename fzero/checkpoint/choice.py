@@ -112,8 +112,8 @@ def choose(
         }
     if device.type == "meta":
         raise ValueError(
-            f"{wanted.who}: got the default device meta, on which nothing has values; expected one with memory. Load "
-            "outside of torch.device('meta')."
+            f"{wanted.who}: got the meta device as the default, on which tensors have no values; expected one that "
+            'holds them. Call it outside of torch.device("meta"); the tensors of like= may stay there.'
         )
     if lost := unmatched(wanted.pattern, [path for path, _, _ in specs]):
         some = ", ".join(path for path, _, _ in specs[:6]) + (", ..." if len(specs) > 6 else "")

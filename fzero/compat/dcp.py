@@ -12,11 +12,10 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.choice import Wanted
+from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.compat.chosen import chosen
 from fzero.compat.moments import kinds_of, word_of
 from fzero.compat.writing import Writing
 from fzero.formats.formats import ALIGN, Format, Plain
@@ -137,7 +136,7 @@ def load_dcp(
         origin = agreed(axis, lambda: _Reading(folder, model, optim), folder)
         said = f"{folder}\nseed {seed}\n{origin.said}"
         axis.check_same(said, "The checkpoints", "Give every rank the same path, and let nobody save there meanwhile.")
-        choice = agreed(axis, lambda: chosen(wanted, origin.leaves, origin.structure, step, axis), folder)
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
         count = None if optim is None else agreed(axis, lambda: origin.count(choice.trained), folder)
         state = filled(origin, choice, wanted, step, axis, seed, count)
         agreed(axis, origin.check, folder)

@@ -11,10 +11,9 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, need_int, need_str, wrong
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.choice import Wanted
+from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
-from fzero.compat.chosen import chosen
 from fzero.compat.moments import kinds_of, word_of
 from fzero.compat.names import Names, paths_of
 from fzero.compat.partitions import Saved, Spread, saved
@@ -93,7 +92,7 @@ def load_deepspeed(
         said = [f"{os.path.basename(file)} {text}" for file, text in found.files.items()]
         axis.check_same(f"{given} {said} seed {seed}", "The checkpoints", "Give every rank the same path.")
         origin = _Reading(given, found)
-        choice = agreed(axis, lambda: chosen(wanted, origin.leaves(like, names), origin.structure, step, axis), given)
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis), given)
         count = agreed(axis, lambda: origin.count(choice.trained), given) if optim else None
         with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are held against their sums while they are read
             files = [*found.files][axis.data_rank :: axis.ranks]

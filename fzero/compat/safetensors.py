@@ -11,11 +11,10 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.choice import Wanted
+from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
-from fzero.compat.chosen import chosen
 from fzero.compat.export import Export
 from fzero.compat.headers import Entry
 from fzero.compat.names import Names, paths_of
@@ -90,7 +89,7 @@ def load_safetensors(
             axis.check_same(f"{said}\nseed {seed}", "The files", advice)
             origin = _Files(place, opened)
             choice = agreed(
-                axis, lambda: chosen(wanted, origin.leaves(like, names), origin.structure, step, axis), place
+                axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis), place
             )
             state = filled(origin, choice, wanted, step, axis, seed, None)
             agreed(axis, opened.check, place)
