@@ -29,11 +29,11 @@ def digest(data: memoryview | bytes | bytearray) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def hashed(pieces: Iterable[memoryview], put: Callable[[memoryview], None]) -> Iterator[str]:
-    """The checksum of each chunk of each piece, in order; it is written meanwhile."""
+def hashed(pieces: Iterable[memoryview], put: Callable[[memoryview], None], workers: int) -> Iterator[str]:
+    """The checksum of each chunk of each piece, in order, made by some threads; it is written meanwhile."""
     under, jobs = collections.deque[Future[str]](), queue.SimpleQueue[tuple[memoryview, Future[str]] | None]()
     # threads of its own: an executor refuses jobs once the interpreter waits for the save to end
-    threads = [threading.Thread(target=_digests, args=(jobs,), name="fzero-save") for _ in range(workers())]
+    threads = [threading.Thread(target=_digests, args=(jobs,), name="fzero-save") for _ in range(workers)]
     for thread in threads:
         thread.start()
     try:

@@ -54,11 +54,11 @@ class Checkpoints:
 
     def save(self, state: TrainState, extra: object = None) -> None:
         """Writes one more, as `fz.save` does, and removes those that are more than `keep`."""
-        self._begin("Checkpoints.save", state, extra).wait()
+        self._begin("Checkpoints.save", state, extra, beside=False).wait()
 
     def save_async(self, state: TrainState, extra: object = None) -> Saving:
         """The same in the background, as `fz.save_async`."""
-        return self._begin("Checkpoints.save_async", state, extra)
+        return self._begin("Checkpoints.save_async", state, extra, beside=True)
 
     def restore(self, step: Spec, **options: Any) -> tuple[TrainState, Any] | None:
         """The state and the `extra` of the newest checkpoint that is whole; None where none was ever saved.
@@ -95,8 +95,8 @@ class Checkpoints:
             )
         return None
 
-    def _begin(self, who: str, state: TrainState, extra: object) -> Saving:
-        return begin(who, functools.partial(self._next, state), state, extra, self.folder, self._tidy)
+    def _begin(self, who: str, state: TrainState, extra: object, beside: bool) -> Saving:
+        return begin(who, functools.partial(self._next, state), state, extra, self.folder, beside, self._tidy)
 
     def _next(self, state: TrainState) -> str:
         number = max((int(name.split("-")[0]) for name in self._names()), default=0) + 1

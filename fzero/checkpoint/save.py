@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 
 from fzero.base.arguments import named, wrong
+from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.fill import as_said
 from fzero.checkpoint.folder import Folder, path_of
@@ -78,7 +79,7 @@ def save_async(path: str | os.PathLike[str], state: TrainState, extra: object = 
         ...     fz.load(folder, step).step
         0
     """
-    return begin("save_async", lambda: path_of(path, "save_async"), state, extra)
+    return begin("save_async", lambda: path_of(path, "save_async"), state, extra, beside=True)
 
 
 class Saving:
@@ -158,6 +159,7 @@ def begin(
     state: TrainState,
     extra: object,
     among: str | None = None,
+    beside: bool = False,
     then: Callable[[], None] | None = None,
 ) -> Saving:
     """Begins a save, once the one before this has ended.
@@ -165,6 +167,7 @@ def begin(
     Args:
         folder_for: gives the path; that of rank 0 counts.
         among: the folder that the ranks must agree on, where that is not the path itself.
+        beside: whether training goes on meanwhile.
         then: what rank 0 does once the checkpoint is whole.
     """
     if not isinstance(state, TrainState):
@@ -184,7 +187,8 @@ def begin(
         folder_at(folder)
         _need_json(extra, f"fz.{who}: extra")
         text = json.dumps(extra)
-        snapshot = Snapshot.of(state, json.loads(text))  # the caller's may change while it is written
+        workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
+        snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written
         said = [f"path {among or folder}", f"state after update {state.step}", f"seed {state.seed}", f"extra {text}"]
     except Exception as found:
         error = found

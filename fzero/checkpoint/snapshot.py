@@ -42,6 +42,7 @@ class Snapshot:
 
     Attributes:
         items: of the state, which holds its buffers from the call on; listed later, by whoever writes them.
+        workers: threads that make checksums.
         ready: has passed on the device once it has computed all of them.
         kept: the state's items, as the manifest has them.
         slices: with the buffers of each, which are let go as they are written.
@@ -55,6 +56,7 @@ class Snapshot:
     seed: int
     extras: tuple[tuple[str, str, bool], ...]
     extra: object
+    workers: int
     items: list[Item]
     ready: torch.Event | None
     kept: list[Kept] = field(default_factory=list)
@@ -62,7 +64,7 @@ class Snapshot:
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
 
     @staticmethod
-    def of(state: TrainState, extra: object) -> Snapshot:
+    def of(state: TrainState, extra: object, workers: int) -> Snapshot:
         """Holds a state's buffers; an update that is donated it meanwhile leaves those alone.
 
         Raises:
@@ -83,6 +85,7 @@ class Snapshot:
             seed=state.seed,
             extras=state.signature.extras,
             extra=extra,
+            workers=workers,
             items=[Item(name, x.replaced() if is_sharded(x) else x) for name, x in items],
             ready=None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event(),
         )

@@ -131,7 +131,7 @@ def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> _Written:
     nbytes = len(header) + sum(piece.nbytes for piece, _ in pieces)
     with folder.writing(name, nbytes) as put:
         put(memoryview(header))
-        said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put)]
+        said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put, snapshot.workers)]
     return _Written(name, nbytes, said, [own._replace(offset=own.offset + len(header)) for own, _ in pieces], shared)
 
 
