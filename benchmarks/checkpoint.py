@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/checkpoint.py
 
 One rank, AdamW's state in float32. All bytes written are durable (fsync) as a time ends, and none that are read lie in
-the page cache as it begins. dd writes the bytes of a checkpoint, from memory, and reads them: disks are often quicker with
-zeros. Steps are timed alone and while a save is under way.
+the page cache as it begins. dd writes the bytes of a checkpoint, from memory, and reads them: disks are often quicker
+with zeros. Steps are timed alone and while a save is under way.
 """
 
 from __future__ import annotations
