@@ -84,7 +84,7 @@ def main() -> None:
     print(f"state of {nbytes / 1e9:.2f} GB on {torch.backends.cpu.get_cpu_capability()}, {os.cpu_count()} cores")
     top, memory = Path(tempfile.mkdtemp(dir=args.folder)), Path(tempfile.mkdtemp(dir="/dev/shm"))
     fz.save(top / "fz", state)
-    source = shutil.copy(max((top / "fz").iterdir(), key=os.path.getsize), memory)
+    source = Path(shutil.copy(max((top / "fz").iterdir(), key=os.path.getsize), memory))
     shutil.rmtree(top / "fz")
     tensors = {f"{kind}.{path}": x for kind, tree in _trees(state) for path, x in tree.items()}
     times: dict[str, list[float]] = {}

@@ -40,7 +40,7 @@ class Reader:
     def __init__(self, folder: str, manifest: Manifest) -> None:
         self.folder, self.manifest = folder, manifest
         self._there, self._reading = folder_at(folder), list[Future[None]]()
-        self._pool = ThreadPoolExecutor(chunks.workers(), "fzero-load")
+        self._pool = ThreadPoolExecutor(chunks.workers() + 1, "fzero-load")  # one waits for the disk
         self._places: dict[tuple[int, int, int], list[_Place]] = {}
         for file in manifest.files:
             first = 1

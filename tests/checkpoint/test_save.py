@@ -19,7 +19,7 @@ import torch
 from lasting_saves import grown, saving
 
 import fzero as fz
-from fzero.checkpoint import chunks, files
+from fzero.checkpoint import chunks, files, manifest
 from fzero.testing import assert_trees_equal, run_ranks
 
 
@@ -403,3 +403,15 @@ def test_what_only_one_rank_holds_is_refused(tmp_path: Path) -> None:
 
     run_ranks(rank_main, 2)
     assert os.listdir(tmp_path) == ["saving"]
+
+
+@pytest.mark.parametrize(
+    ("field", "other"), [('"version":2', '"version":9'), ("fzero checkpoint", "another program's")]
+)
+def test_a_checkpoint_of_another_version(tmp_path: Path, field: str, other: str) -> None:
+    fz.save(tmp_path, trained(step_of()))
+    path = tmp_path / "manifest.json"
+    body = path.read_text().split("\n", 1)[1].replace(field, other).encode()
+    path.write_bytes(manifest._head(body) + body)
+    with pytest.raises(ValueError, match="got a checkpoint of another version"):
+        fz.load(tmp_path, step_of())
