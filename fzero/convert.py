@@ -66,7 +66,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
                 "They come from states of several components; start from one's fz.gather(state.params), with "
                 "step.init(params, sync=True).",
             )
-        moments, extra = move.begun(params, filled=True)
+        moments, extra = move.begun(params, overwritten=True)
         return TrainState(
             params, None, move.moments(moments), move.extra(extra), state.step, state.seed, step.signature
         )

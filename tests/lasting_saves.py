@@ -55,6 +55,8 @@ def saving(folder: str, saves: int, ranks: int, rank: int) -> list[dict[str, flo
                     dist.barrier()  # the last to leave a save has taken its notes away
                 if turn == rank:
                     found.append(now(folder))
+            if ranks > 1:
+                dist.barrier()  # ranks that are threads share what is counted: none goes on while another looks
     return found
 
 

@@ -31,10 +31,10 @@ class Wanted:
 
     who: str
     place: str
-    like: object
-    pattern: str
-    lossy: bool
-    lenient: bool
+    like: object = None
+    pattern: str = "*"
+    lossy: bool = False
+    lenient: bool = False
 
     def check(self) -> None:
         """Refuses what no file can answer."""

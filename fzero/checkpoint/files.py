@@ -10,7 +10,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 
-from fzero.checkpoint.folder import LOCK, path_of
+from fzero.checkpoint.folder import LOCK, is_url, path_of
 
 _GOING = ".going-"  # before the name of a folder that is being removed
 _AHEAD = 32 << 20  # bytes after which the disk begins to write: a sync then has less to wait for
@@ -22,7 +22,7 @@ def folder_of(path: object, who: str) -> str:
     Raises:
         ValueError: it is a URL.
     """
-    if "://" in (given := path_of(path, who)):
+    if is_url(given := path_of(path, who)):
         raise ValueError(f"fz.{who}: got {given!r}, expected a folder that every rank reaches as a local path.")
     return given
 
@@ -66,15 +66,12 @@ class Local:
             raise FileNotFoundError(error.errno, error.strerror, error.filename) from None
 
     def read_into(self, name: str, offset: int, target: memoryview) -> int:
-        descriptor, done = os.open(self._at(name), os.O_RDONLY | os.O_CLOEXEC), 0
+        descriptor = os.open(self._at(name), os.O_RDONLY | os.O_CLOEXEC)
         try:
-            while done < len(target) and (got := os.preadv(descriptor, [target[done:]], offset + done)):
-                done += got
-        except OSError as error:  # which names no file
-            raise type(error)(error.errno, error.strerror, self._at(name)) from None
+            with naming(self._at(name)):
+                return read_at(descriptor, offset, target)
         finally:
             os.close(descriptor)
-        return done
 
     @contextlib.contextmanager
     def writing(self, name: str, nbytes: int) -> Iterator[Callable[[memoryview], None]]:
@@ -82,10 +79,8 @@ class Local:
 
         def put(data: memoryview) -> None:
             nonlocal offset, begun
-            try:
+            with naming(self._at(name)):
                 write(descriptor, data, offset)
-            except OSError as error:  # which names no file
-                raise type(error)(error.errno, error.strerror, self._at(name)) from None
             offset += len(data)
             if offset - begun >= _AHEAD and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(descriptor, begun, offset - begun, os.POSIX_FADV_DONTNEED)
@@ -93,7 +88,8 @@ class Local:
 
         try:
             yield put
-            sync(descriptor)
+            with naming(self._at(name)):
+                sync(descriptor)
         finally:
             os.close(descriptor)
         sync_folder(self.path)
@@ -139,12 +135,32 @@ def replace_file(folder: str, name: str, content: bytes) -> None:
     new = os.path.join(folder, f"{name}.new")
     descriptor = create(new)
     try:
-        write(descriptor, memoryview(content), 0)
-        sync(descriptor)
+        with naming(new):
+            write(descriptor, memoryview(content), 0)
+            sync(descriptor)
     finally:
         os.close(descriptor)
     rename(new, os.path.join(folder, name))
     sync_folder(folder)
+
+
+@contextlib.contextmanager
+def naming(path: str) -> Iterator[None]:
+    """Errors of what is done with a descriptor, which knows no path, name the file."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None and error.errno is not None:
+            raise OSError(error.errno, error.strerror, path) from None
+        raise
+
+
+def read_at(descriptor: int, offset: int, target: memoryview) -> int:
+    """Fills memory from a file; how many bytes there were, fewer where it ends before."""
+    done = 0
+    while done < len(target) and (got := os.preadv(descriptor, [target[done:]], offset + done)):
+        done += got
+    return done
 
 
 # ---- the operations: nothing else of a save touches the disk
@@ -169,7 +185,8 @@ def sync_folder(path: str) -> None:
     """Makes what was made, renamed and removed in a folder durable."""
     descriptor = os.open(path or ".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        os.fsync(descriptor)
+        with naming(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
 

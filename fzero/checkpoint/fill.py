@@ -66,7 +66,7 @@ def filled(
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
     params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base), place)
     params = move.held(params)
-    moments, extra = move.begun(params, filled=count is not None and not choice.partial)
+    moments, extra = move.begun(params, overwritten=count is not None and not choice.partial)
     grads = None
     if count is not None:
         rest = lambda: (move.moments(moments), move.extra(extra), move.grads(params))

@@ -11,6 +11,7 @@ import warnings
 from typing import Any
 
 from fzero.base.arguments import need_int
+from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.folder import LOCK, NAME, path_of
 from fzero.checkpoint.load import load_both
@@ -60,14 +61,14 @@ class Checkpoints:
         """The same in the background, as `fz.save_async`."""
         return self._begin("Checkpoints.save_async", state, extra, beside=True)
 
-    def restore(self, step: Spec, **options: Any) -> tuple[TrainState, Any] | None:
+    def restore(self, step: Spec, *, params_only: bool = False, **options: Any) -> tuple[TrainState, Any] | None:
         """The state and the `extra` of the newest checkpoint that is whole; None where none was ever saved.
 
         Where the newest is damaged, it is the one before, with a warning that says so.
 
         Args:
             step: as of `fz.load`.
-            options: others of `fz.load`.
+            params_only, options: as of `fz.load`, with the others that it takes.
 
         Raises:
             DamagedCheckpoint: there are some, and none is whole: nothing begins anew without being told.
@@ -78,7 +79,7 @@ class Checkpoints:
         found, damaged = self._found(axis), dict[str, str]()
         while names := [name for name, begun in found.items() if not begun and name not in damaged]:
             try:
-                out = load_both(f"{self.folder}/{names[0]}", step, **options)
+                out = load_both(Wanted("fz.load", f"{self.folder}/{names[0]}", **options), step, params_only)
             except (DamagedCheckpoint, FileNotFoundError) as error:
                 damaged[names[0]] = str(error)
                 found = self._found(axis)  # in which it is no more, if a run that saves has removed it meanwhile

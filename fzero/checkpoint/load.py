@@ -69,25 +69,17 @@ def load(
     """
     need_step(step, "load")
     wanted = Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient)
-    return _loaded(wanted, step, params_only)[0]
+    return load_both(wanted, step, params_only)[0]
 
 
-def load_both(
-    path: str,
-    step: Spec,
-    like: object = None,
-    pattern: str = "*",
-    params_only: bool = False,
-    lossy: bool = False,
-    lenient: bool = False,
-) -> tuple[TrainState, object]:
+def load_both(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, object]:
     """The state of a checkpoint and its `extra`, which are of one save also while another is made there."""
-    return _loaded(Wanted("fz.load", path, like, pattern, lossy, lenient), step, params_only)
 
+    def check() -> None:
+        need_bool(params_only, wanted.who, "params_only")
+        wanted.check()
 
-def _loaded(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, object]:
-    agreed(step.axis(), lambda: need_bool(params_only, "fz.load", "params_only"), wanted.place)
-    agreed(step.axis(), wanted.check, wanted.place)
+    agreed(step.axis(), check, wanted.place)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         state, extra, choice = _newest(wanted, step, params_only)
         if state.params.axis.data_rank == 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
@@ -19,7 +21,7 @@ DTYPES = {  # as safetensors calls them
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     "BOOL": torch.bool,
 }
-UNREADABLE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)  # a file that is no longer what was written
+_UNREADABLE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
@@ -122,6 +124,17 @@ class Manifest:
         return _head(body) + body
 
 
+@contextlib.contextmanager
+def readable(path: str) -> Iterator[None]:
+    """Around the reading of a file, which raises DamagedCheckpoint where it is no longer what was written."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _UNREADABLE:
+            raise
+        raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror}). Load an older checkpoint.") from error
+
+
 def _head(body: bytes) -> bytes:
     return f'{{"sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
 
@@ -136,16 +149,13 @@ def read_manifest(folder: str) -> Manifest:
     """
     path, there = f"{folder}/{NAME}", folder_at(folder)
     try:
-        text = there.read(NAME)
+        with readable(path):
+            text = there.read(NAME)
     except FileNotFoundError:
         what = "is empty or holds no whole one" if there.exists() else "does not exist"
         raise FileNotFoundError(
             f"{folder}: got no checkpoint, the folder {what}; expected one that fz.save has written, with its {NAME}."
         ) from None
-    except OSError as error:
-        if error.errno not in UNREADABLE:
-            raise
-        raise DamagedCheckpoint(f"{path}: cannot be read ({error.strerror}). Load an older checkpoint.") from error
     line = text.find(b"\n") + 1
     if not line or text[:line] != _head(text[line:]):
         raise DamagedCheckpoint(

@@ -15,12 +15,12 @@ from fzero.checkpoint.contents import format_named
 from fzero.checkpoint.folder import Folder
 from fzero.checkpoint.manifest import (
     DTYPES,
-    UNREADABLE,
     DamagedCheckpoint,
     File,
     Manifest,
     Piece,
     read_manifest,
+    readable,
 )
 from fzero.checkpoint.places import folder_at
 from fzero.formats.formats import ALIGN, Format, entries, zeros
@@ -159,19 +159,14 @@ class Reader:
 
     @contextlib.contextmanager
     def _needed(self, file: File) -> Iterator[None]:
+        path = f"{self.folder}/{file.name}"
         try:
-            yield
+            with readable(path):
+                yield
         except FileNotFoundError:
             raise DamagedCheckpoint(
-                f"{self.folder}/{file.name}: got no such file, which the checkpoint names. Bring it back, or load an "
-                "older checkpoint."
+                f"{path}: got no such file, which the checkpoint names. Bring it back, or load an older checkpoint."
             ) from None
-        except OSError as error:
-            if error.errno not in UNREADABLE:
-                raise
-            raise DamagedCheckpoint(
-                f"{self.folder}/{file.name}: cannot be read ({error.strerror}). Load an older checkpoint."
-            ) from error
 
     def _cut(self, file: File, got: int) -> DamagedCheckpoint:
         return DamagedCheckpoint(

@@ -61,17 +61,17 @@ class Remote:
             self._fs.makedirs(self._root, exist_ok=True)
 
     def names(self) -> list[str]:
-        with self._named(""), contextlib.suppress(FileNotFoundError):
-            self._fs.invalidate_cache()
-            found = (own.rstrip("/") for own in self._fs.ls(self._root, detail=False))
-            return [own.rpartition("/")[2] for own in found if own != self._root.rstrip("/")]
-        return []
+        return [name for name, _ in self._listed()]
 
     def folders(self) -> list[str]:
+        return [name for name, kind in self._listed() if kind != "file"]
+
+    def _listed(self) -> list[tuple[str, str]]:
+        """What lies in it, each by its name and kind."""
         with self._named(""), contextlib.suppress(FileNotFoundError):
             self._fs.invalidate_cache()
-            found = [own["name"].rstrip("/") for own in self._fs.ls(self._root, detail=True) if own["type"] != "file"]
-            return [own.rpartition("/")[2] for own in found]
+            found = [(own["name"].rstrip("/"), own["type"]) for own in self._fs.ls(self._root, detail=True)]
+            return [(path.rpartition("/")[2], kind) for path, kind in found if path != self._root.rstrip("/")]
         return []
 
     def exists(self, name: str = "") -> bool:

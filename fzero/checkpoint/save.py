@@ -129,22 +129,19 @@ class Saving:
             OSError: it is not, and why: on every rank.
         """
         self._join()
-        self.told()
         if self._error is not None:
             raise self._error
 
-    def _join(self) -> None:
+    def _join(self) -> bool:
+        """Waits for its end; whether somebody has done so before, and knows how it ended."""
         self._ended.wait()  # an interrupted join would count as the thread's end (bpo-45274)
         self._thread.join()
-
-    def told(self) -> None:
-        """Notes that somebody knows how it ended."""
-        self._told = True
+        told, self._told = self._told, True
+        return told
 
     def untold(self) -> BaseException | None:
-        """Its error where nobody has been told, after its end."""
-        self._join()
-        return None if self._told else self._error
+        """Its error, after its end, where nobody has been told."""
+        return None if self._join() else self._error
 
     def __repr__(self) -> str:
         return f"Saving({self.path!r}, {'ended' if self.done else 'under way'})"
@@ -179,7 +176,6 @@ def begin(
     error, snapshot, folder, said = None, None, "", list[str]()
     try:
         if before is not None and (failed := before.untold()) is not None:
-            before.told()
             raise OSError(
                 f"fz.{who}: the save before this one has failed, and nobody waited for it: {before.path}: {failed}"
             ) from failed

@@ -95,8 +95,9 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
                 if folder.guarded:
                     _clear(folder, {own.name for own in written})
-                for name in before or ():  # all else may be of another run, which is still at it
-                    folder.remove(name)
+                else:  # all but the old one's may be of another run, which is still at it
+                    for name in before or ():
+                        folder.remove(name)
         if then is not None:
             with contextlib.suppress(OSError):
                 then()
@@ -200,6 +201,8 @@ def _drop(folder: Folder, name: str) -> None:
 
 def _clear(folder: Folder, keep: set[str] | None) -> None:
     """Removes the files of saves that never ended, and of the one before."""
-    for name in folder.names() if keep is not None else ():
-        if _FILE.fullmatch(name) and keep is not None and name not in keep:
+    if keep is None:
+        return
+    for name in folder.names():
+        if _FILE.fullmatch(name) and name not in keep:
             folder.remove(name)

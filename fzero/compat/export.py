@@ -7,7 +7,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import torch
 
@@ -84,7 +84,7 @@ class Export:
         for file in self._files:
             path = self._unfinished(file.name)
             descriptor = self._open[file.name] = files.create(path)
-            with _naming(path):
+            with files.naming(path):
                 os.posix_fallocate(descriptor, 0, file.nbytes)
                 files.write(descriptor, memoryview(file.header), 0)
 
@@ -116,7 +116,7 @@ class Export:
         for name, x in self._also.items() if self._leads else ():
             self._put(self._places[name], x.reshape(-1), 0)
         for name, descriptor in self._open.items():
-            with _naming(self._unfinished(name)):
+            with files.naming(self._unfinished(name)):
                 files.sync(descriptor)
 
     def _put(self, place: Entry, values: torch.Tensor, offset: int) -> None:
@@ -124,7 +124,7 @@ class Export:
         path = self._unfinished(name)
         if name not in self._open:
             self._open[name] = os.open(path, os.O_WRONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        with _naming(path):
+        with files.naming(path):
             files.write(self._open[name], bytes_of(on_host(values)), place.offset + offset)
 
     def end(self) -> None:
@@ -141,16 +141,13 @@ class Export:
             new = os.path.join(self._folder, self._named[file.name])
             files.rename(self._unfinished(file.name), new)
             self._begun.append(self._named[file.name])
-        with _naming(self._folder):
-            files.sync_folder(self._folder)
+        files.sync_folder(self._folder)
         if self._index is not None:
             self._met = True
-            with _naming(os.path.join(self._folder, INDEX)):
-                files.replace_file(self._folder, INDEX, self._index)
+            files.replace_file(self._folder, INDEX, self._index)
             names.add(INDEX)
             folder.remove(SINGLE)
-            with _naming(self._folder):
-                files.sync_folder(self._folder)
+            files.sync_folder(self._folder)
         if self._index is not None or SINGLE in names:
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
                 for name in folder.names():
@@ -210,14 +207,3 @@ def _named_by_index(folder: str) -> set[str] | None:
         return set()
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-@contextlib.contextmanager
-def _naming(path: str) -> Iterator[None]:
-    """Errors of what is done with a descriptor, which knows no path, name the file."""
-    try:
-        yield
-    except OSError as error:
-        if error.filename is None and error.errno is not None:
-            raise OSError(error.errno, error.strerror, path) from None
-        raise

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.checkpoint.files import read_at
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.checkpoint.snapshot import bytes_of
 from fzero.compat.headers import Entry, entries_of
@@ -121,9 +122,8 @@ class Opened:
         Raises:
             DamagedCheckpoint: the file ends before.
         """
-        view, offset, done = bytes_of(target), own.offset + start, 0
-        while done < len(view) and (got := os.preadv(self._files[own.file].descriptor, [view[done:]], offset + done)):
-            done += got
+        view, offset = bytes_of(target), own.offset + start
+        done = read_at(self._files[own.file].descriptor, offset, view)
         if done < len(view):
             raise DamagedCheckpoint(
                 f"{own.file}: got {offset + done} bytes, expected {own.offset + own.nbytes}. Bring the file anew."

@@ -66,13 +66,10 @@ class _Durable(FileSystem):
         self.made.append(os.path.basename(path))
         stream = _Stream(descriptor)
         try:
-            yield stream
-            stream.finish()
+            with files.naming(os.fspath(path)):
+                yield stream
+                stream.finish()
             files.sync_folder(self._folder)
-        except OSError as error:
-            if error.filename is None and error.errno is not None:
-                raise OSError(error.errno, error.strerror, os.fspath(path)) from None
-            raise
         finally:
             os.close(descriptor)
 

@@ -16,14 +16,14 @@ from fzero.table.layout import Key
 from fzero.table.spec import Extra, Spec
 
 
-def init_moments(step: Spec, params: Sharded, filled: bool = True) -> object:
+def init_moments(step: Spec, params: Sharded, without_memory: bool = False) -> object:
     """The optimizer's state for the trainable leaves, in the table's formats.
 
     Args:
-        filled: otherwise, where the optimizer allows it, without memory: on the meta device.
+        without_memory: on the meta device, where the optimizer allows it.
     """
     template = params.only(params.layout.trainable)
-    if step.optimizer.blank and not filled:
+    if step.optimizer.blank and without_memory:
         entries = template.entries.items()
         template = template.over({name: torch.empty(x.numel(), dtype=x.dtype, device="meta") for name, x in entries})
     if not step.optimizer.by_leaf:  # who does not know of formats is given values

@@ -143,9 +143,9 @@ class Move:
                 )
         return params.replaced(buffers=buffers, held=held)
 
-    def begun(self, params: Sharded, filled: bool) -> tuple[object, dict[str, object]]:
-        """Moments and `state.extra` as they begin; moments need not have memory where all of them will be `filled`."""
-        return init_moments(self.step, params, not filled), init_extras(self.step, params)
+    def begun(self, params: Sharded, overwritten: bool) -> tuple[object, dict[str, object]]:
+        """Moments and `state.extra` as they begin; moments need no memory where all of them will be overwritten."""
+        return init_moments(self.step, params, without_memory=overwritten), init_extras(self.step, params)
 
     def moments(self, moments: object) -> object:
         """The moments, in the places of those that begin."""

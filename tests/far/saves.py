@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import sys
-import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 
 import fzero as fz
 from far.device import NAME, load
-from far.steps import POLICIES, WIDTH, Case, model, step_of
+from far.steps import POLICIES, WIDTH, Case, model, step_of, told
 from fzero.checkpoint import chunks
 from fzero.testing import run_ranks
 
@@ -56,20 +57,12 @@ def main() -> int:
     warnings.simplefilter("ignore")
     load()
     chunks.CHUNK = 1 << 9  # so that these small buffers take several, and several slices
-    folder, count, wrong = Path(sys.argv[1]), 0, 0
+    folder, jobs = Path(sys.argv[1]), dict[str, Callable[[], str | None]]()
     memories = (None, "host", fz.Disk(folder / "scratch"))
-    for policy, memory in itertools.product(POLICIES, memories):
+    for count, (policy, memory) in enumerate(itertools.product(POLICIES, memories)):
         case = Case(policy, "", bool(count % 2), 3 * (count % 3 // 2), False, 1, (), "")
-        count += 1
-        try:
-            said = difference(case, memory, folder / str(count))
-        except Exception:
-            said = traceback.format_exc(limit=-6)
-        if said:
-            wrong += 1
-            print(f"{case} {memory}: {said}", flush=True)
-    print(f"{count - wrong} of {count} alike")
-    return int(wrong > 0)
+        jobs[f"{case} {memory}"] = functools.partial(difference, case, memory, folder / str(count))
+    return told(jobs)
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import random
 import sys
 import traceback
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -111,21 +112,27 @@ def difference(case: Case, disk: fz.Disk) -> str | None:
     return None if torch.equal(got, want) else f"in {int((got != want).sum())} of {got.numel()} elements"
 
 
-def main() -> int:
-    seed, count, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-    warnings.simplefilter("ignore")
-    load()
+def told(jobs: Mapping[str, Callable[[], str | None]]) -> int:
+    """Runs jobs that say what is wrong, by their names, and prints it; 1 where there is anything."""
     wrong = 0
-    for case in random.Random(seed).sample(cases(), count):
+    for name, job in jobs.items():
         try:
-            said = difference(case, fz.Disk(folder))
+            said = job()
         except Exception:
             said = traceback.format_exc(limit=-6)
         if said:
             wrong += 1
-            print(f"{case}: {said}", flush=True)
-    print(f"{count - wrong} of {count} alike")
+            print(f"{name}: {said}", flush=True)
+    print(f"{len(jobs) - wrong} of {len(jobs)} alike")
     return int(wrong > 0)
+
+
+def main() -> int:
+    seed, count, folder = int(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+    warnings.simplefilter("ignore")
+    load()
+    drawn = random.Random(seed).sample(cases(), count)
+    return told({str(case): functools.partial(difference, case, fz.Disk(folder)) for case in drawn})
 
 
 if __name__ == "__main__":
