@@ -21,7 +21,7 @@ from fzero.table.spec import Spec
 
 @dataclass(frozen=True)
 class Wanted:
-    """What somebody asked to be read.
+    """What somebody asked to be read; made where all ranks learn what is wrong with it.
 
     Attributes:
         who: the function, for errors.
@@ -36,8 +36,7 @@ class Wanted:
     lossy: bool = False
     lenient: bool = False
 
-    def check(self) -> None:
-        """Refuses what no file can answer."""
+    def __post_init__(self) -> None:
         need_str(self.pattern, self.who, "pattern", "a pattern of leaves")
         need_bool(self.lossy, self.who, "lossy")
         need_bool(self.lenient, self.who, "lenient")

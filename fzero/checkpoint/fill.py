@@ -22,7 +22,7 @@ from fzero.table.spec import Spec
 T = TypeVar("T")
 
 
-def agreed(axis: Axis, job: Callable[[], T], place: str) -> T:
+def agreed(axis: Axis, job: Callable[[], T]) -> T:
     """What a job that communicates nothing gives; where it fails on one rank, every rank raises."""
     error, out = None, None
     try:
@@ -62,15 +62,15 @@ def filled(
     taken = sorted(choice.taken) if choice.partial else "all leaves"
     anew = "all but the params anew" if count is None else f"update {count}"
     check_tables(step, choice.layout, axis, f"seed {seed}, {anew}, lossy {wanted.lossy}, of {taken}")
-    place, move = wanted.place, Move(origin, step, choice.device, wanted.lossy, choice.taken)
+    move = Move(origin, step, choice.device, wanted.lossy, choice.taken)
     base = init_state(step, _base(wanted.like, choice), seed, sync=False).params if choice.partial else None
-    params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base), place)
+    params = agreed(axis, lambda: move.params(choice.layout, axis, choice.structure, base))
     params = move.held(params)
     moments, extra = move.begun(params, overwritten=count is not None and not choice.partial)
     grads = None
     if count is not None:
         rest = lambda: (move.moments(moments), move.extra(extra), move.grads(params))
-        moments, extra, grads = agreed(axis, rest, place)
+        moments, extra, grads = agreed(axis, rest)
     return TrainState(params, grads, moments, extra, count or 0, seed, step.signature)
 
 

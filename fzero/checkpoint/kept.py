@@ -79,7 +79,7 @@ class Checkpoints:
         found, damaged = self._found(axis), dict[str, str]()
         while names := [name for name, begun in found.items() if not begun and name not in damaged]:
             try:
-                out = load_both(Wanted("fz.load", f"{self.folder}/{names[0]}", **options), step, params_only)
+                out = load_both(lambda: Wanted("fz.load", f"{self.folder}/{names[0]}", **options), step, params_only)
             except (DamagedCheckpoint, FileNotFoundError) as error:
                 damaged[names[0]] = str(error)
                 found = self._found(axis)  # in which it is no more, if a run that saves has removed it meanwhile
@@ -115,7 +115,7 @@ class Checkpoints:
             names = {name: self._there.child(name).names() for name in self._names()} if axis.data_rank == 0 else {}
             return json.dumps({name: NAME not in own and (LOCK in own or not own) for name, own in names.items()})
 
-        return json.loads(axis.exchange(agreed(axis, look, self.folder), "restore")[0])
+        return json.loads(axis.exchange(agreed(axis, look), "restore")[0])
 
     def _tidy(self) -> None:
         """Removes what is more than `keep`, and what was being removed as a run was killed."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,18 +68,19 @@ def load(
         tensor([1., 1., 1.])
     """
     need_step(step, "load")
-    wanted = Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient)
-    return load_both(wanted, step, params_only)[0]
+    return load_both(
+        lambda: Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient), step, params_only
+    )[0]
 
 
-def load_both(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, object]:
+def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tuple[TrainState, object]:
     """The state of a checkpoint and its `extra`, which are of one save also while another is made there."""
 
-    def check() -> None:
-        need_bool(params_only, wanted.who, "params_only")
-        wanted.check()
+    def check() -> Wanted:
+        need_bool(params_only, "fz.load", "params_only")
+        return asked()
 
-    agreed(step.axis(), check, wanted.place)
+    wanted = agreed(step.axis(), check)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         state, extra, choice = _newest(wanted, step, params_only)
         if state.params.axis.data_rank == 0:
@@ -91,7 +92,7 @@ def _newest(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, 
     """Reads a checkpoint, and again where another one was saved there meanwhile."""
     axis, before = step.axis().of_component(step.name), ""
     while True:
-        manifest = agreed(axis, lambda: read_manifest(wanted.place), wanted.place)
+        manifest = agreed(axis, lambda: read_manifest(wanted.place))
         axis.check_same(f"{wanted.place} {manifest.token}", "The checkpoints", "Give every rank the same path.")
         try:
             return _read(wanted, step, params_only, axis, manifest)
@@ -114,8 +115,8 @@ def _read(
 ) -> tuple[TrainState, object, Choice]:
     folder = wanted.place
     with contextlib.closing(_Checkpoint(folder, manifest)) as origin:
-        agreed(axis, lambda: origin.reader.check(axis.data_rank, axis.ranks), folder)
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
+        agreed(axis, lambda: origin.reader.check(axis.data_rank, axis.ranks))
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
         state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
     return state, manifest.extra, choice
 

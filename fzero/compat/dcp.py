@@ -63,23 +63,27 @@ def save_dcp(
         ['distcp', 'metadata']
     """
     who = "fz.compat.save_dcp"
-    folder = folder_of(path, "compat.save_dcp")
     if not isinstance(state, TrainState):
         raise wrong(who, "state", state, "what step.init or a step returned")
-    need_str(model, who, "model", "a prefix of names")
-    need_str(optim, who, "optim", "a prefix of names", or_none=True)
     (state,) = constants(who, state=state)
+    axis = state.params.axis
+
+    def asked() -> str:
+        need_str(model, who, "model", "a prefix of names")
+        need_str(optim, who, "optim", "a prefix of names", or_none=True)
+        return folder_of(path, "compat.save_dcp")
+
+    folder = agreed(axis, asked)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
-        axis = state.params.axis
-        writing = agreed(axis, lambda: Writing(folder, state, model, optim), folder)
+        writing = agreed(axis, lambda: Writing(folder, state, model, optim))
         axis.check_same(f"{folder} {writing.known}", "The checkpoints", f"Call {who} alike on every rank.")
         writing.token = axis.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
         try:
-            agreed(axis, writing.begin, folder)
+            agreed(axis, writing.begin)
             plans = axis.exchange(writing.plan(), "save_dcp")
-            result = agreed(axis, lambda: writing.write(plans, axis.data_rank), folder)
+            result = agreed(axis, lambda: writing.write(plans, axis.data_rank))
             results = axis.exchange(result, "save_dcp")
-            agreed(axis, lambda: writing.finish(results), folder)
+            agreed(axis, lambda: writing.finish(results))
         finally:
             writing.leave()
 
@@ -124,22 +128,25 @@ def load_dcp(
         tensor([1., 1., 1.])
     """
     who = "fz.compat.load_dcp"
-    folder = folder_of(path, "compat.load_dcp")
     need_step(step, "compat.load_dcp")
-    need_str(model, who, "model", "a prefix of names")
-    need_str(optim, who, "optim", "a prefix of names", or_none=True)
-    seed = need_int(seed, who, "seed")
-    wanted = Wanted(who, folder, like, pattern, lossy, lenient)
-    wanted.check()
+
+    def asked() -> tuple[Wanted, int]:
+        need_str(model, who, "model", "a prefix of names")
+        need_str(optim, who, "optim", "a prefix of names", or_none=True)
+        folder = folder_of(path, "compat.load_dcp")
+        return Wanted(who, folder, like, pattern, lossy, lenient), need_int(seed, who, "seed")
+
+    wanted, seed = agreed(step.axis(), asked)
+    folder = wanted.place
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
-        origin = agreed(axis, lambda: _Reading(folder, model, optim), folder)
+        origin = agreed(axis, lambda: _Reading(folder, model, optim))
         said = f"{folder}\nseed {seed}\n{origin.said}"
         axis.check_same(said, "The checkpoints", "Give every rank the same path, and let nobody save there meanwhile.")
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis), folder)
-        count = None if optim is None else agreed(axis, lambda: origin.count(choice.trained), folder)
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
+        count = agreed(axis, lambda: None if optim is None else origin.count(choice.trained))
         state = filled(origin, choice, wanted, step, axis, seed, count)
-        agreed(axis, origin.check, folder)
+        agreed(axis, origin.check)
         if axis.data_rank == 0:
             choice.warn(wanted, 2)
         return state

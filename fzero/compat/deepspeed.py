@@ -9,13 +9,13 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import need_bool, need_int, need_str, wrong
+from fzero.base.arguments import need_bool, need_int, need_str
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.compat.moments import kinds_of, word_of
-from fzero.compat.names import Names, paths_of
+from fzero.compat.names import Names, need_names, paths_of
 from fzero.compat.partitions import Saved, Spread, saved
 from fzero.compat.pickles import verify
 from fzero.formats.formats import ALIGN, Format, Plain
@@ -77,28 +77,30 @@ def load_deepspeed(
         ...     fz.gather(fz.compat.load_deepspeed(folder, step, tag=".", optim=False).params)["w"]
         tensor([1., 1., 1.])
     """
-    given = folder_of(path, "compat.load_deepspeed")
     need_step(step, "compat.load_deepspeed")
-    need_str(tag, _WHO, "tag", "the name of a checkpoint in the folder, or None", or_none=True)
-    if names is not None and (like is None or not callable(names)):
-        raise wrong(_WHO, "names", names, "a function of a path, beside a like= whose paths it takes")
-    need_bool(optim, _WHO, "optim")
-    seed = need_int(seed, _WHO, "seed")
-    wanted = Wanted(_WHO, given, like, pattern, lossy, lenient)
-    wanted.check()
+
+    def asked() -> tuple[Wanted, int]:
+        need_str(tag, _WHO, "tag", "the name of a checkpoint in the folder, or None", or_none=True)
+        need_names(names, like, _WHO)
+        need_bool(optim, _WHO, "optim")
+        folder = folder_of(path, "compat.load_deepspeed")
+        return Wanted(_WHO, folder, like, pattern, lossy, lenient), need_int(seed, _WHO, "seed")
+
+    wanted, seed = agreed(step.axis(), asked)
+    given = wanted.place
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
-        found = agreed(axis, lambda: saved(_tagged(given, tag)), given)
+        found = agreed(axis, lambda: saved(_tagged(given, tag)))
         said = [f"{os.path.basename(file)} {text}" for file, text in found.files.items()]
         axis.check_same(f"{given} {said} seed {seed}", "The checkpoints", "Give every rank the same path.")
         origin = _Reading(given, found)
-        choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis), given)
-        count = agreed(axis, lambda: origin.count(choice.trained), given) if optim else None
+        choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis))
+        count = agreed(axis, lambda: origin.count(choice.trained) if optim else None)
         with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are held against their sums while they are read
             files = [*found.files][axis.data_rank :: axis.ranks]
             verified = beside.submit(lambda: [verify(file) for file in files])
             state = filled(origin, choice, wanted, step, axis, seed, count)
-            agreed(axis, verified.result, given)
+            agreed(axis, verified.result)
         if axis.data_rank == 0:
             choice.warn(wanted, 2)
         return state

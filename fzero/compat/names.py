@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fzero.base import pytree
-from fzero.base.arguments import named
+from fzero.base.arguments import named, wrong
 
 Names = Callable[[str], str]
+
+
+def need_names(names: object, like: object, who: str) -> None:
+    """Refuses names that no paths are given for."""
+    if names is not None and (like is None or not callable(names)):
+        raise wrong(who, "names", names, "a function of a path, beside a like= whose paths it takes")
 
 
 def renamed(names: Names, path: str) -> str:

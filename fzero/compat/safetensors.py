@@ -17,7 +17,7 @@ from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.compat.export import Export
 from fzero.compat.headers import Entry
-from fzero.compat.names import Names, paths_of
+from fzero.compat.names import Names, need_names, paths_of
 from fzero.compat.opened import Opened
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
@@ -69,30 +69,29 @@ def load_safetensors(
     """
     who = "fz.load_safetensors"
     need_step(step, "load_safetensors")
-    several = [files] if isinstance(files, (str, os.PathLike)) else files
-    if not isinstance(several, Sequence) or not several:
-        raise wrong(who, "files", files, "a path, or a list of paths")
-    paths = [os.path.abspath(need_path(path, who, "files", "the path of a file or a folder")) for path in several]
-    seed = need_int(seed, who, "seed")
-    if names is not None and (like is None or not callable(names)):
-        raise wrong(who, "names", names, "a function of a path, beside a like= whose paths it takes")
-    place = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
-    wanted = Wanted(who, place, like, pattern, lossy, lenient)
-    wanted.check()
+
+    def asked() -> tuple[Wanted, list[str], int]:
+        several = [files] if isinstance(files, (str, os.PathLike)) else files
+        if not isinstance(several, Sequence) or not several:
+            raise wrong(who, "files", files, "a path, or a list of paths")
+        paths = [os.path.abspath(need_path(path, who, "files", "the path of a file or a folder")) for path in several]
+        need_names(names, like, who)
+        place = paths[0] + (f" and {len(paths) - 1} more" if paths[1:] else "")
+        return Wanted(who, place, like, pattern, lossy, lenient), paths, need_int(seed, who, "seed")
+
+    wanted, paths, seed = agreed(step.axis(), asked)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         axis = step.axis().of_component(step.name)
         opened = Opened(paths)
         try:
-            agreed(axis, opened.open, place)
-            said = agreed(axis, lambda: opened.said() if axis.ranks > 1 else "", place)
+            agreed(axis, opened.open)
+            said = agreed(axis, lambda: opened.said() if axis.ranks > 1 else "")
             advice = "Give every rank the same ones, and let nobody save over them meanwhile."
             axis.check_same(f"{said}\nseed {seed}", "The files", advice)
-            origin = _Files(place, opened)
-            choice = agreed(
-                axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis), place
-            )
+            origin = _Files(wanted.place, opened)
+            choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis))
             state = filled(origin, choice, wanted, step, axis, seed, None)
-            agreed(axis, opened.check, place)
+            agreed(axis, opened.check)
         finally:
             opened.close()
         if axis.data_rank == 0:
@@ -192,27 +191,30 @@ def save_safetensors(
         ['model.safetensors']
     """
     who = "fz.save_safetensors"
-    target = folder_of(path, "save_safetensors")
     if not isinstance(state, (TrainState, Sharded)):
         raise wrong(who, "state", state, "what step.init or a step returned, or a tree such as state.params")
-    if names is not None and not callable(names):
-        raise wrong(who, "names", names, "a function of a path")
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
-        raise wrong(who, "dtype", dtype, "torch.float64, float32, float16 or bfloat16")
-    if also is not None and not (isinstance(also, Mapping) and all(map(_is_dense, also.items()))):
-        raise wrong(who, "also", also, "a dict of tensors by name, dense and with values")
-    most = need_int(shard_bytes, who, "shard_bytes", "a number of bytes", least=1)
     (state,) = constants(who, state=state)
     tree = state.params if isinstance(state, TrainState) else state
+    axis = tree.axis
+
+    def asked() -> tuple[str, int]:
+        if names is not None and not callable(names):
+            raise wrong(who, "names", names, "a function of a path")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype in CODES):
+            raise wrong(who, "dtype", dtype, "torch.float64, float32, float16 or bfloat16")
+        if also is not None and not (isinstance(also, Mapping) and all(map(_is_dense, also.items()))):
+            raise wrong(who, "also", also, "a dict of tensors by name, dense and with values")
+        return folder_of(path, "save_safetensors"), need_int(shard_bytes, who, "shard_bytes", "a number of bytes", 1)
+
+    target, most = agreed(axis, asked)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
-        axis = tree.axis
-        export = agreed(axis, lambda: Export(target, tree, names, also or {}, dtype, most), target)
+        export = agreed(axis, lambda: Export(target, tree, names, also or {}, dtype, most))
         said = "\n".join([target, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
         export.token = axis.exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:
             for stage in (export.begin, export.write, export.end):
-                agreed(axis, stage, target)
+                agreed(axis, stage)
         finally:
             export.leave()
 

@@ -100,3 +100,37 @@ def test_a_partition_in_a_checkpoint_of_torch(tmp_path: Path) -> None:
             assert_trees_equal(fz.gather(one.moments), fz.gather(other.moments))
 
     run_ranks(rank_main, 2)
+
+
+RUNS: dict[str, Any] = {
+    "load": lambda folder, step, own: fz.load(folder / "own", step, **own),
+    "load_dcp": lambda folder, step, own: fz.compat.load_dcp(folder / "dcp", step, **own),
+    "load_safetensors": lambda folder, step, own: fz.load_safetensors(step, folder / "model", **own),
+    "load_deepspeed": lambda folder, step, own: fz.compat.load_deepspeed(folder, step, **own),
+    "save_dcp": lambda folder, step, own: fz.compat.save_dcp(folder / "new", step.init(params(1.0)), **own),
+    "save_safetensors": lambda folder, step, own: fz.save_safetensors(folder / "new", step.init(params(1.0)), **own),
+}
+WRONG = {
+    "load": {"pattern": 1, "lossy": 0, "lenient": 1, "params_only": None},
+    "load_dcp": {"pattern": 1, "lossy": 0, "lenient": 1, "seed": "a", "model": None, "optim": 2},
+    "load_safetensors": {"pattern": 1, "lossy": 0, "lenient": 1, "seed": "a", "names": 1},
+    "load_deepspeed": {"pattern": 1, "lossy": 0, "lenient": 1, "seed": "a", "names": 1, "tag": 3, "optim": None},
+    "save_dcp": {"model": None, "optim": 2},
+    "save_safetensors": {"names": 1, "also": [], "dtype": torch.int8, "shard_bytes": 0},
+}
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize(("who", "argument"), [(who, argument) for who, own in WRONG.items() for argument in own])
+def test_an_argument_that_is_wrong_on_one_rank(tmp_path: Path, who: str, argument: str, rank: int) -> None:
+    """Every rank learns of it at once, by the argument's name, and goes on."""
+
+    def rank_main(me: int) -> None:
+        step = step_of(2)
+        fz.save(tmp_path / "own", step.init(params(1.0)))
+        with pytest.raises((TypeError, ValueError), match=rf"{'' if me == rank else f'rank {rank}: '}fz.*{argument}"):
+            RUNS[who](tmp_path, step, {argument: WRONG[who][argument]} if me == rank else {})
+        fz.load(tmp_path / "own", step)
+
+    run_ranks(rank_main, 2)
+    assert not (tmp_path / "new").exists()
