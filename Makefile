@@ -10,7 +10,7 @@ demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
 	@$(BIN)/python examples/train_lm.py --resume
 
-test: lint
+test: .venv/.installed
 	@echo "== tests"
 	@$(BIN)/python -m pytest -n 2 --dist worksteal
 

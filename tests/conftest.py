@@ -13,7 +13,7 @@ import fzero.testing  # noqa: F401
 pytest_plugins = ["fzero.testing.plugin"]
 torch.set_num_threads(1)
 settings.register_profile(
-    "ci", max_examples=14, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
+    "ci", max_examples=10, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow]
 )
 settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))

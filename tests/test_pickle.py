@@ -185,7 +185,7 @@ def scale(step: fz.Step) -> fz.Step:
     return step if "loss_scale" in named else fz.loss_scale(step, interval=2)
 
 
-@settings(max_examples=settings().max_examples // 3)
+@settings(max_examples=max(4, settings().max_examples // 3))
 @given(data=st.data(), world=st.integers(1, 2))
 def test_drawn_steps(data: st.DataObject, world: int) -> None:
     step = data.draw(steps((0,) if world == 1 else (1, 2, 3)))
