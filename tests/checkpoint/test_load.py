@@ -8,13 +8,15 @@ import gc
 import itertools
 import os
 import pickle
-import random
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import fzero as fz
 from fzero.checkpoint import chunks, files
@@ -127,21 +129,32 @@ def check(folder: Path, first: tuple[int, int], second: tuple[int, int], scheme:
     assert_trees_equal(after, before)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_same_bits_over_any_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
-    draw = random.Random(scheme)
-    for number, (first, second) in enumerate(zip(draw.sample(OVER, 7), draw.sample(OVER, 7), strict=True)):
-        monkeypatch.setattr(chunks, "CHUNK", draw.choice((64, 200, 4 << 20)))  # bytes; slices are of some hundreds
-        check(tmp_path / str(number), first, second, scheme, kept=number % 2 == 0)
+@settings(max_examples=max(40, settings().max_examples))
+@given(
+    first=st.sampled_from(OVER),
+    second=st.sampled_from(OVER),
+    scheme=st.sampled_from([*SCHEMES]),
+    kept=st.booleans(),
+    chunk=st.sampled_from((64, 200, 4 << 20)),  # bytes; slices are of some hundreds
+)
+def test_the_same_bits_over_any_ranks(
+    first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool, chunk: int
+) -> None:
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK", chunk)
+        check(Path(folder) / "it", first, second, scheme, kept)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_on_real_processes(tmp_path: Path, seed: int) -> None:
-    draw = random.Random(seed)
-    first, second = draw.sample([pair for pair in OVER if pair[0] > 1], 2)
-    for one, other in ((first, second), (second, first)):  # over what lies there
-        check(tmp_path / "it", one, other, draw.choice([*SCHEMES]), draw.random() < 0.5, backend="processes")
-    assert len(os.listdir(tmp_path / "it")) == second[0] + 1
+SEVERAL = st.sampled_from([each for each in OVER if each[0] > 1])
+
+
+@settings(max_examples=max(3, settings().max_examples // 10))
+@given(first=SEVERAL, second=SEVERAL, scheme=st.sampled_from([*SCHEMES]), kept=st.booleans())
+def test_on_real_processes(first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        for one, other in ((first, second), (second, first)):  # over what lies there
+            check(Path(folder), one, other, scheme, kept, backend="processes")
+        assert len(os.listdir(folder)) == second[0] + 1
 
 
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
