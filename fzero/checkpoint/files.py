@@ -218,7 +218,8 @@ def only_writer(folder: str) -> Iterator[None]:
         while not there:
             if descriptor >= 0:  # its owner has removed it meanwhile
                 os.close(descriptor)
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            with naming(path):
+                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -231,10 +232,15 @@ def only_writer(folder: str) -> Iterator[None]:
                 ) from None
             with contextlib.suppress(FileNotFoundError):
                 there = os.path.samestat(os.fstat(descriptor), os.stat(path))
-        said = f"process {os.getpid()} on {socket.gethostname()}".encode()
-        os.ftruncate(descriptor, 0)
-        write(descriptor, memoryview(said), 0)
-        sync(descriptor)
+        if os.pread(descriptor, 8, 0) not in (b"", b"process "):
+            raise FileExistsError(
+                f"{path}: got a file that no save has left, expected none: saves need the name. Move it elsewhere, or "
+                "save into a folder of your own."
+            )
+        with naming(path):
+            os.ftruncate(descriptor, 0)
+            write(descriptor, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()), 0)
+            sync(descriptor)
         sync_folder(folder)
         yield
         remove(path)

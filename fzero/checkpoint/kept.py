@@ -13,7 +13,7 @@ from typing import Any
 from fzero.base.arguments import need_int
 from fzero.checkpoint.choice import Wanted
 from fzero.checkpoint.fill import agreed
-from fzero.checkpoint.folder import LOCK, NAME, path_of
+from fzero.checkpoint.folder import LOCK, NAME, is_url, path_of
 from fzero.checkpoint.load import load_both
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.checkpoint.places import folder_at
@@ -61,25 +61,35 @@ class Checkpoints:
         """The same in the background, as `fz.save_async`."""
         return self._begin("Checkpoints.save_async", state, extra, beside=True)
 
-    def restore(self, step: Spec, *, params_only: bool = False, **options: Any) -> tuple[TrainState, Any] | None:
+    def restore(
+        self,
+        step: Spec,
+        *,
+        like: object = None,
+        pattern: str = "*",
+        params_only: bool = False,
+        lossy: bool = False,
+        lenient: bool = False,
+    ) -> tuple[TrainState, Any] | None:
         """The state and the `extra` of the newest checkpoint that is whole; None where none was ever saved.
 
         Where the newest is damaged, it is the one before, with a warning that says so.
 
         Args:
             step: as of `fz.load`.
-            params_only, options: as of `fz.load`, with the others that it takes.
+            like, pattern, params_only, lossy, lenient: as of `fz.load`.
 
         Raises:
             DamagedCheckpoint: there are some, and none is whole: nothing begins anew without being told.
             ValueError: the newest whole one is of other leaves or of another optimizer.
         """
         need_step(step, "Checkpoints.restore")
+        asked = lambda name: Wanted("fz.load", f"{self.folder}/{name}", like, pattern, lossy, lenient)
         axis = step.axis()
         found, damaged = self._found(axis), dict[str, str]()
         while names := [name for name, begun in found.items() if not begun and name not in damaged]:
             try:
-                out = load_both(lambda: Wanted("fz.load", f"{self.folder}/{names[0]}", **options), step, params_only)
+                out = load_both(lambda: asked(names[0]), step, params_only)
             except (DamagedCheckpoint, FileNotFoundError) as error:
                 damaged[names[0]] = str(error)
                 found = self._found(axis)  # in which it is no more, if a run that saves has removed it meanwhile
@@ -112,10 +122,22 @@ class Checkpoints:
         """The subfolders that rank 0 sees, newest first, and whether each is a save that never ended."""
 
         def look() -> str:
+            self._need_folder()
             names = {name: self._there.child(name).names() for name in self._names()} if axis.data_rank == 0 else {}
             return json.dumps({name: NAME not in own and (LOCK in own or not own) for name, own in names.items()})
 
         return json.loads(axis.exchange(agreed(axis, look), "restore")[0])
+
+    def _need_folder(self) -> None:
+        """Refuses what is no folder of checkpoints: nothing begins anew where there was something."""
+        own = self._there.names()
+        if NAME in own:
+            raise ValueError(
+                f"{self.folder}: got a checkpoint of fz.save, expected a folder of such folders. Load it with fz.load, "
+                "or give the folder that it lies in."
+            )
+        if not own and not is_url(self.folder) and os.path.lexists(self.folder) and not os.path.isdir(self.folder):
+            raise NotADirectoryError(f"{self.folder}: got a file or a link to nothing, expected a folder.")
 
     def _tidy(self) -> None:
         """Removes what is more than `keep`, and what was being removed as a run was killed."""

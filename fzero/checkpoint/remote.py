@@ -33,6 +33,8 @@ class Remote:
         except Exception as error:
             kind = ImportError if isinstance(error, ImportError) else ValueError
             raise kind(f"{url}: fsspec has no filesystem for it: {error}. Give another path.") from error
+        if type(fs).__module__ == "fsspec.implementations.cached":
+            raise ValueError(f"{url}: got a cache, which may answer with older files. Give the URL behind it.")
         self._fs: Any = fs
         self._root = str(root)
 

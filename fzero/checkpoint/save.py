@@ -181,8 +181,13 @@ def begin(
             ) from failed
         folder = folder_for()
         folder_at(folder)
-        _need_json(extra, f"fz.{who}: extra")
-        text = json.dumps(extra)
+        try:
+            _need_json(extra, f"fz.{who}: extra")
+            text = json.dumps(extra)
+        except RecursionError:
+            raise ValueError(
+                f"fz.{who}: got an extra that is nested too deeply, or holds itself; expected a flatter one."
+            ) from None
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written
         said = [f"path {among or folder}", f"state after update {state.step}", f"seed {state.seed}", f"extra {text}"]
@@ -218,9 +223,9 @@ def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[st
 
 def _need_json(value: object, place: str) -> None:
     """Refuses what JSON would give back as something else."""
-    if isinstance(value, dict):
+    if type(value) is dict:
         for key, item in value.items():
-            if not isinstance(key, str):
+            if type(key) is not str:
                 raise TypeError(f"{place}: got the key {key!r}, expected a str: JSON has no other keys.")
             _need_json(item, f"{place}[{key!r}]")
     elif type(value) is list:

@@ -199,4 +199,4 @@ class Snapshot:
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a flat tensor on the CPU."""
-    return memoryview(tensor.view(torch.uint8).numpy())  # type: ignore[arg-type]
+    return memoryview(tensor.resolve_neg().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -76,6 +76,11 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
         folder.make()
         with folder.only_writer(board.token) as still:
             before = _names_before(folder)
+            if before is None and folder.read(NAME)[:12] not in (b"", b'{"sha256": "'):
+                raise FileExistsError(
+                    f"{folder.path}/{NAME}: got a file that no save has written, expected none or a checkpoint's. Move "
+                    "it elsewhere, or save into a folder of your own."
+                )
             if folder.guarded:
                 _clear(folder, before)
             board.post("begun", _WELL)

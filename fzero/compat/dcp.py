@@ -16,7 +16,7 @@ from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.compat.moments import kinds_of, word_of
+from fzero.compat.moments import WORDS, kinds_of, word_of
 from fzero.compat.writing import Writing
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants
@@ -76,7 +76,11 @@ def save_dcp(
     folder = agreed(axis, asked)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         writing = agreed(axis, lambda: Writing(folder, state, model, optim))
-        axis.check_same(f"{folder} {writing.known}", "The checkpoints", f"Call {who} alike on every rank.")
+        axis.check_same(
+            f"{folder} {writing.known} update {state.step} seed {state.seed}",
+            "The checkpoints",
+            f"Call {who} alike on every rank.",
+        )
         writing.token = axis.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
         try:
             agreed(axis, writing.begin)
@@ -167,20 +171,34 @@ class _Reading(Origin):
         self.said = "\n".join([*sorted(lines), f"metadata with checksum {self._reader.checksum}"])
         before = f"{model}." if model else ""
         state = f"{optim}.state." if optim else "state."
-        moments = [name for name in self._tensors if optim is not None and name.startswith(state)]
-        self._params = {
-            name.removeprefix(before): name
-            for name, own in self._tensors.items()
-            if name.startswith(before) and (before or name not in moments) and own.properties.dtype in _FLOATS
-        }
+        params = {name.removeprefix(before): name for name in self._tensors if name.startswith(before)}
         self._moments: dict[str, dict[str, str]] = {}  # word -> path -> name
-        for name in moments:
+        for name in self._tensors if optim is not None else ():
             path, _, word = name.removeprefix(state).rpartition(".")
-            self._moments.setdefault(word, {})[path] = name
-        self._state = state
+            if name.startswith(state) and path in params:
+                self._moments.setdefault(word, {})[path] = name
+        moments = {name for own in self._moments.values() for name in own.values()}
+        self._params = {path: name for path, name in params.items() if name not in moments}
+        self._state, self._model = state, before
         tensors = {path: self._tensors[name] for path, name in self._params.items()}
         paths = pytree.named_leaves(dict.fromkeys(tensors, 0))[0]
         self.leaves: list[Leaf] = [(path, tuple(tensors[path].size), tensors[path].properties.dtype) for path in paths]
+
+    def alone(self) -> None:
+        """Refuses to make a tree of the names alone where not all of them are surely those of params."""
+        for path, name in self._params.items():
+            if (dtype := self.dtype(name)) not in _FLOATS:
+                raise ValueError(
+                    f"{self.place}: tensor {name!r} is of {dtype}, expected elements of a floating dtype. Give like= "
+                    "without it, and lenient=True."
+                )
+            _, state, rest = path.rpartition("state.")
+            whose, _, word = rest.rpartition(".")
+            if state and whose in self._params and word in WORDS.values():
+                raise ValueError(
+                    f"{self.place}: tensor {name!r} may be a moment of another leaf, expected names of params after "
+                    f"{self._model!r}. Say the prefix of the moments with optim=, or the params with like=."
+                )
 
     def check(self) -> None:
         """Refuses what was read while another checkpoint took this one's place."""
@@ -188,6 +206,7 @@ class _Reading(Origin):
             raise DamagedCheckpoint(f"{self.place}: was saved over while it was read. Load it again once it is whole.")
 
     def structure(self) -> pytree.Spec:
+        self.alone()
         return pytree.flatten(dict.fromkeys(self._params, 0))[1]
 
     def meet(self, moments: Sequence[Item]) -> None:
@@ -200,8 +219,11 @@ class _Reading(Origin):
 
     def count(self, paths: Sequence[str]) -> int:
         """How many updates the moments have seen."""
-        counts = {path: int(self._whole(name)) for path, name in self._moments.get("step", {}).items()}
-        found = {counts[path] for path in paths if path in counts}
+        self._counts = counts = {
+            path: self._update(name) for path, name in self._moments.get("step", {}).items() if path in {*paths}
+        }
+        self._uncounted = next((path for path in paths if path not in counts), None)
+        found = {*counts.values()}
         if len(found) > 1:
             first, other = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
             raise ValueError(
@@ -211,8 +233,28 @@ class _Reading(Origin):
         self._count = found.pop() if found else 0
         return self._count
 
+    def _update(self, name: str) -> int:
+        """One leaf's number of updates."""
+        numel, dtype = self._tensors[name].size.numel(), self.dtype(name)
+        value = self._whole(name).reshape(-1).double() if numel == 1 else torch.zeros(0)
+        if numel != 1 or not (value.isfinite().all() and (value >= 0).all() and (value == value.round()).all()):
+            got = f"{numel} elements" if numel != 1 else f"{value.item()}"
+            raise ValueError(
+                f"{self.place}: tensor {name!r} of {dtype} has {got}, expected a number of updates. Say optim=None to "
+                "begin the moments anew."
+            )
+        return int(value.item())
+
     def value(self, name: str) -> object:
-        return self._count if name.rpartition(".")[2] == "count" else None
+        if name.rpartition(".")[2] != "count":
+            return None
+        if self._uncounted is not None and (self._counts or "exp_avg_sq" in self._moments):  # others count nothing
+            raise ValueError(
+                f"{self.place}: got no tensor {self._state}{self._uncounted}.step, the number of updates that the "
+                "moments of this leaf have seen, expected one, as the step's optimizer counts them. Say optim=None to "
+                "begin the moments anew."
+            )
+        return self._count
 
     def tree(self, name: str) -> Source:
         names = self._params if name == "params" else self._moments[word_of(name)]
@@ -243,6 +285,13 @@ class _Reading(Origin):
         except Exception as error:
             raise DamagedCheckpoint(f"{self.place}: tensor {name!r} cannot be read: {error!r}.") from error
 
+    def shape(self, path: str) -> tuple[int, ...]:
+        """That of a leaf."""
+        return self.shape_of(self._params[path])
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        return tuple(self._tensors[name].size)
+
     def dtype(self, name: str) -> torch.dtype:
         return self._tensors[name].properties.dtype
 
@@ -267,7 +316,18 @@ class _Tree:
                 f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of "
                 "every leaf that the step trains. Freeze the leaf, or say optim=None to begin the moments anew."
             )
-        return Plain(self._origin.dtype(self._names[path]))
+        name, expected = self._names[path], self._origin.shape(path)
+        if (dtype := self._origin.dtype(name)) not in _FLOATS:
+            raise ValueError(
+                f"{self._origin.place}: tensor {name!r} is of {dtype}, expected a floating dtype. Leave the leaf out "
+                "by pattern=."
+            )
+        if (shape := self._origin.shape_of(name)) != expected:
+            raise ValueError(
+                f"{self._origin.place}: tensor {name!r} has shape {shape}, expected {expected}, that of leaf "
+                f"{path!r}. Say optim=None to begin the moments anew."
+            )
+        return Plain(dtype)
 
     def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
         name = self._names[path]
@@ -286,12 +346,16 @@ def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata]]:
     reader = Reader(folder)
     try:
         metadata = reader.read_metadata()
+        reader.set_up_storage_reader(metadata, True)
+        found = {
+            name: own for name, own in metadata.state_dict_metadata.items() if isinstance(own, TensorStorageMetadata)
+        }
+        for own in found.values():
+            _ = [(chunk.offsets, chunk.sizes) for chunk in own.chunks], own.size.numel(), own.properties.dtype
     except FileNotFoundError:
         raise FileNotFoundError(
             f"{folder}: got no checkpoint of torch.distributed.checkpoint, expected a folder with a .metadata."
         ) from None
     except Exception as error:
-        raise DamagedCheckpoint(f"{folder}/.metadata cannot be read: {error}.") from error
-    reader.set_up_storage_reader(metadata, True)
-    found = metadata.state_dict_metadata.items()
-    return reader, {name: own for name, own in found if isinstance(own, TensorStorageMetadata)}
+        raise DamagedCheckpoint(f"{folder}/.metadata cannot be read: {error!r}.") from error
+    return reader, found

@@ -15,7 +15,7 @@ from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.compat.moments import kinds_of, word_of
-from fzero.compat.names import Names, need_names, paths_of
+from fzero.compat.names import Names, by_path, need_names, paths_of
 from fzero.compat.partitions import Saved, Spread, saved
 from fzero.compat.pickles import verify
 from fzero.formats.formats import ALIGN, Format, Plain
@@ -143,7 +143,7 @@ class _Reading(Origin):
             asked = paths_of(_WHO, like, names)
             ties = {other: name for other, name in self._saved.shared.items() if other in asked and name in shapes}
             kept = [name for name in shapes if name in asked or name not in ties.values()]
-            self._names = {asked.get(name, name): name for name in kept}
+            self._names = by_path(_WHO, like, names, kept)
             self._names |= {asked[other]: name for other, name in ties.items() if other not in shapes}
         params = self._saved.params
         return [(path, shapes[name], params[name].parts[0].dtype) for path, name in self._names.items()]

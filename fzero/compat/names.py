@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from fzero.base import pytree
 from fzero.base.arguments import named, wrong
@@ -24,6 +24,21 @@ def renamed(names: Names, path: str) -> str:
         raise ValueError(f"names({path!r}): got {error!r}, expected a str: the leaf's name in the files.") from error
     if not isinstance(out, str):
         raise TypeError(f"names({path!r}): got {named(out)}, expected a str: the leaf's name in the files.")
+    return out
+
+
+def by_path(who: str, like: object, names: Names | None, there: Iterable[str]) -> dict[str, str]:
+    """The names that files have, by the paths of their leaves; those of no leaf by words of their own."""
+    asked, names_there = paths_of(who, like, names), list(there)
+    out = {asked[name]: name for name in names_there if name in asked}
+    paths = {*asked.values()}
+    for name in names_there:
+        if name not in asked:
+            own = name
+            while own in paths:  # which somebody has called otherwise
+                own += " (in the files)"
+            out[own] = name
+            paths.add(own)
     return out
 
 

@@ -17,7 +17,7 @@ from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.compat.export import Export
 from fzero.compat.headers import Entry
-from fzero.compat.names import Names, need_names, paths_of
+from fzero.compat.names import Names, by_path, need_names
 from fzero.compat.opened import Opened
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
@@ -113,8 +113,8 @@ class _Files(Origin):
     def leaves(self, like: object, names: Names | None) -> list[Leaf]:
         """What there is, by the paths that the names stand for."""
         if names is not None:
-            paths = paths_of("fz.load_safetensors", like, names)
-            self.found = {paths.get(name, name): own for name, own in self.found.items()}
+            paths = by_path("fz.load_safetensors", like, names, self.found)
+            self.found = {path: self.found[name] for path, name in paths.items()}
         if like is None:
             self.found = {path: self.found[path] for path in pytree.named_leaves(dict.fromkeys(self.found, 0))[0]}
             strange = next((own for own in self.found.values() if not _floats(own)), None)
@@ -209,7 +209,8 @@ def save_safetensors(
     target, most = agreed(axis, asked)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         export = agreed(axis, lambda: Export(target, tree, names, also or {}, dtype, most))
-        said = "\n".join([target, *map(str, export.tensors), str(most)])
+        of = f"update {state.step}, seed {state.seed}" if isinstance(state, TrainState) else f"a tree of {tree.kind}"
+        said = "\n".join([target, of, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
         export.token = axis.exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:

@@ -56,7 +56,7 @@ class Writing:
                 f"fz.compat.save_dcp: state.{name} is {first} and state.{also} is {other}, expected one number of "
                 "updates: torch's checkpoints have one for each leaf. Say optim=None to leave the moments out."
             )
-        for count in counts:
+        for count in (counts or {state.step: ""}) if optim is not None else ():
             for path in state.params:
                 self._one(names(path, "step"), torch.tensor(float(count), device="cpu"))
         self._planner = Save(self._pieces, self.known)

@@ -215,10 +215,27 @@ class Move:
             f"anew from the params, with {self.origin.anew}."
         )
 
+    def _need_same_member(self, name: str, source: Source, tree: Sharded) -> None:
+        """Refuses moments that another member of a partition has kept so far: in this one's they would be zero."""
+        others = [other for other in self.origin.kinds if other.startswith("moments.") and other != name]
+        alike = [other for other in others if other.rpartition(".")[2] == name.rpartition(".")[2]]
+        sources = {other: self.origin.tree(other) for other in alike if self.origin.kinds[other] in TREES}
+        for slot in [slot for key in tree.groups for slot in tree.layout.groups[key].slots] if sources else ():
+            if source.format(slot.path) is None:
+                for other, had in sources.items():
+                    if had.format(slot.path) is not None:
+                        raise ValueError(
+                            f"{self.origin.place}: leaf {slot.path!r} has its moments in state.{other}, and the step "
+                            f"keeps them in state.{name}. Use the partition it was made with, or begin anew from the "
+                            f"params, with {self.origin.anew}."
+                        )
+
     def _tree(self, tree: Sharded, name: str, kind: str | None, base: Sharded | None) -> Sharded:
         """A tree's groups, filled; in the memory for a kind of state."""
         buffers = dict[object, Buffer]()
         source = self._source(name, tree, tree.groups)
+        if kind == "moments":
+            self._need_same_member(name, source, tree)
         for key in tree.groups:
             parts = self._settled(tree, key, kind, self._filled(tree, key, source, base))
             buffers.update(zip(tree.names(key), parts, strict=True))
