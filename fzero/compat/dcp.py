@@ -236,7 +236,7 @@ class _Reading(Origin):
     def _update(self, name: str) -> int:
         """One leaf's number of updates."""
         numel, dtype = self._tensors[name].size.numel(), self.dtype(name)
-        value = self._whole(name).reshape(-1).double() if numel == 1 else torch.zeros(0)
+        value = self._whole(name).reshape(-1).double() if numel == 1 else torch.zeros(0, device="cpu")
         if numel != 1 or not (value.isfinite().all() and (value >= 0).all() and (value == value.round()).all()):
             got = f"{numel} elements" if numel != 1 else f"{value.item()}"
             raise ValueError(
