@@ -218,8 +218,7 @@ def only_writer(folder: str) -> Iterator[None]:
         while not there:
             if descriptor >= 0:  # its owner has removed it meanwhile
                 os.close(descriptor)
-            with naming(path):
-                descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except OSError as error:
@@ -232,7 +231,7 @@ def only_writer(folder: str) -> Iterator[None]:
                 ) from None
             with contextlib.suppress(FileNotFoundError):
                 there = os.path.samestat(os.fstat(descriptor), os.stat(path))
-        if os.pread(descriptor, 8, 0) not in (b"", b"process "):
+        if not b"process ".startswith(os.pread(descriptor, 8, 0).rstrip(b"\0")):  # a crash may leave less of it
             raise FileExistsError(
                 f"{path}: got a file that no save has left, expected none: saves need the name. Move it elsewhere, or "
                 "save into a folder of your own."

@@ -21,6 +21,7 @@ DTYPES = {  # as safetensors calls them
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
     "BOOL": torch.bool,
 }
+_BEGIN = b'{"sha256": "'
 _UNREADABLE = (errno.EIO, errno.EISDIR, errno.ENOTDIR, errno.ELOOP)
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
@@ -136,7 +137,12 @@ def readable(path: str) -> Iterator[None]:
 
 
 def _head(body: bytes) -> bytes:
-    return f'{{"sha256": "{hashlib.sha256(body).hexdigest()}",\n'.encode()
+    return _BEGIN + f'{hashlib.sha256(body).hexdigest()}",\n'.encode()
+
+
+def is_foreign(text: bytes) -> bool:
+    """Whether no save has written this: not even one whose manifest is damaged."""
+    return not _BEGIN.startswith(text[: len(_BEGIN)])
 
 
 def read_manifest(folder: str) -> Manifest:

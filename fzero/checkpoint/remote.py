@@ -25,6 +25,7 @@ class Remote:
     def __init__(self, url: str) -> None:
         try:
             from fsspec.core import url_to_fs
+            from fsspec.implementations.cached import CachingFileSystem
         except ImportError:
             raise ImportError(f"{url}: fsspec is not installed. Install it, or give a local path.") from None
         self.path = url
@@ -33,7 +34,7 @@ class Remote:
         except Exception as error:
             kind = ImportError if isinstance(error, ImportError) else ValueError
             raise kind(f"{url}: fsspec has no filesystem for it: {error}. Give another path.") from error
-        if type(fs).__module__ == "fsspec.implementations.cached":
+        if isinstance(fs, CachingFileSystem):
             raise ValueError(f"{url}: got a cache, which may answer with older files. Give the URL behind it.")
         self._fs: Any = fs
         self._root = str(root)

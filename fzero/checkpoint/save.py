@@ -181,13 +181,7 @@ def begin(
             ) from failed
         folder = folder_for()
         folder_at(folder)
-        try:
-            _need_json(extra, f"fz.{who}: extra")
-            text = json.dumps(extra)
-        except RecursionError:
-            raise ValueError(
-                f"fz.{who}: got an extra that is nested too deeply, or holds itself; expected a flatter one."
-            ) from None
+        text = _as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written
         said = [f"path {among or folder}", f"state after update {state.step}", f"seed {state.seed}", f"extra {text}"]
@@ -219,6 +213,14 @@ def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[st
                     "on every rank with the same path and extra (what differs by rank goes into a list that all have)."
                 )
     return None
+
+
+def _as_json(value: object, place: str) -> str:
+    try:
+        _need_json(value, place)
+        return json.dumps(value)
+    except RecursionError:
+        raise ValueError(f"{place}: got one that is nested too deeply, or holds itself; expected less depth.") from None
 
 
 def _need_json(value: object, place: str) -> None:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.folder import NAME, Folder
-from fzero.checkpoint.manifest import File, Manifest, Piece, read_manifest
+from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
 
 _FILE = re.compile(r"\d+-of-\d+\.[0-9a-f]{12}\.safetensors|" + re.escape(NAME) + r"(\.[0-9a-f]{12})?\.new")
@@ -76,7 +76,7 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
         folder.make()
         with folder.only_writer(board.token) as still:
             before = _names_before(folder)
-            if before is None and folder.read(NAME)[:12] not in (b"", b'{"sha256": "'):
+            if before is None and is_foreign(folder.read(NAME)):
                 raise FileExistsError(
                     f"{folder.path}/{NAME}: got a file that no save has written, expected none or a checkpoint's. Move "
                     "it elsewhere, or save into a folder of your own."

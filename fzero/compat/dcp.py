@@ -16,7 +16,7 @@ from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
-from fzero.compat.moments import WORDS, kinds_of, word_of
+from fzero.compat.moments import WORDS, kinds_of, one_count, word_of
 from fzero.compat.writing import Writing
 from fzero.formats.formats import ALIGN, Format, Plain
 from fzero.state.checks import constants
@@ -178,15 +178,15 @@ class _Reading(Origin):
             if name.startswith(state) and path in params:
                 self._moments.setdefault(word, {})[path] = name
         moments = {name for own in self._moments.values() for name in own.values()}
-        self._params = {path: name for path, name in params.items() if name not in moments}
+        self.params = {path: name for path, name in params.items() if name not in moments}
         self._state, self._model = state, before
-        tensors = {path: self._tensors[name] for path, name in self._params.items()}
+        tensors = {path: self._tensors[name] for path, name in self.params.items()}
         paths = pytree.named_leaves(dict.fromkeys(tensors, 0))[0]
         self.leaves: list[Leaf] = [(path, tuple(tensors[path].size), tensors[path].properties.dtype) for path in paths]
 
     def alone(self) -> None:
         """Refuses to make a tree of the names alone where not all of them are surely those of params."""
-        for path, name in self._params.items():
+        for path, name in self.params.items():
             if (dtype := self.dtype(name)) not in _FLOATS:
                 raise ValueError(
                     f"{self.place}: tensor {name!r} is of {dtype}, expected elements of a floating dtype. Give like= "
@@ -194,7 +194,7 @@ class _Reading(Origin):
                 )
             _, state, rest = path.rpartition("state.")
             whose, _, word = rest.rpartition(".")
-            if state and whose in self._params and word in WORDS.values():
+            if state and whose in self.params and word in WORDS.values():
                 raise ValueError(
                     f"{self.place}: tensor {name!r} may be a moment of another leaf, expected names of params after "
                     f"{self._model!r}. Say the prefix of the moments with optim=, or the params with like=."
@@ -207,7 +207,7 @@ class _Reading(Origin):
 
     def structure(self) -> pytree.Spec:
         self.alone()
-        return pytree.flatten(dict.fromkeys(self._params, 0))[1]
+        return pytree.flatten(dict.fromkeys(self.params, 0))[1]
 
     def meet(self, moments: Sequence[Item]) -> None:
         if not self._moments and any(item.kind in TREES for item in moments):
@@ -223,27 +223,19 @@ class _Reading(Origin):
             path: self._update(name) for path, name in self._moments.get("step", {}).items() if path in {*paths}
         }
         self._uncounted = next((path for path in paths if path not in counts), None)
-        found = {*counts.values()}
-        if len(found) > 1:
-            first, other = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
-            raise ValueError(
-                f"{self.place}: leaf {first!r} has seen {counts[first]} updates, leaf {other!r} {counts[other]}; "
-                "expected one count for all. Say optim=None to begin the moments anew."
-            )
-        self._count = found.pop() if found else 0
+        self._count = one_count(self.place, counts, 0, "optim=None")
         return self._count
 
     def _update(self, name: str) -> int:
         """One leaf's number of updates."""
-        numel, dtype = self._tensors[name].size.numel(), self.dtype(name)
-        value = self._whole(name).reshape(-1).double() if numel == 1 else torch.zeros(0, device="cpu")
-        if numel != 1 or not (value.isfinite().all() and (value >= 0).all() and (value == value.round()).all()):
-            got = f"{numel} elements" if numel != 1 else f"{value.item()}"
+        numel = self._tensors[name].size.numel()
+        value = self._whole(name).item() if numel == 1 else f"{numel} elements"
+        if not (isinstance(value, (int, float)) and value >= 0 and float(value).is_integer()):
             raise ValueError(
-                f"{self.place}: tensor {name!r} of {dtype} has {got}, expected a number of updates. Say optim=None to "
-                "begin the moments anew."
+                f"{self.place}: tensor {name!r} of {self.dtype(name)} has {value}, expected a number of updates. Say "
+                "optim=None to begin the moments anew."
             )
-        return int(value.item())
+        return int(value)
 
     def value(self, name: str) -> object:
         if name.rpartition(".")[2] != "count":
@@ -257,7 +249,7 @@ class _Reading(Origin):
         return self._count
 
     def tree(self, name: str) -> Source:
-        names = self._params if name == "params" else self._moments[word_of(name)]
+        names = self.params if name == "params" else self._moments[word_of(name)]
         return _Tree(self, name, names)
 
     def read(self, name: str, start: int, stop: int, out: torch.Tensor) -> None:
@@ -285,11 +277,7 @@ class _Reading(Origin):
         except Exception as error:
             raise DamagedCheckpoint(f"{self.place}: tensor {name!r} cannot be read: {error!r}.") from error
 
-    def shape(self, path: str) -> tuple[int, ...]:
-        """That of a leaf."""
-        return self.shape_of(self._params[path])
-
-    def shape_of(self, name: str) -> tuple[int, ...]:
+    def shape(self, name: str) -> tuple[int, ...]:
         return tuple(self._tensors[name].size)
 
     def dtype(self, name: str) -> torch.dtype:
@@ -316,13 +304,13 @@ class _Tree:
                 f"{self._origin.place}: leaf {path!r} has no {word_of(self._name)}, as others have; expected it of "
                 "every leaf that the step trains. Freeze the leaf, or say optim=None to begin the moments anew."
             )
-        name, expected = self._names[path], self._origin.shape(path)
+        name, expected = self._names[path], self._origin.shape(self._origin.params[path])
         if (dtype := self._origin.dtype(name)) not in _FLOATS:
             raise ValueError(
                 f"{self._origin.place}: tensor {name!r} is of {dtype}, expected a floating dtype. Leave the leaf out "
                 "by pattern=."
             )
-        if (shape := self._origin.shape_of(name)) != expected:
+        if (shape := self._origin.shape(name)) != expected:
             raise ValueError(
                 f"{self._origin.place}: tensor {name!r} has shape {shape}, expected {expected}, that of leaf "
                 f"{path!r}. Say optim=None to begin the moments anew."
@@ -350,7 +338,7 @@ def _opened(folder: str) -> tuple[Reader, dict[str, TensorStorageMetadata]]:
         found = {
             name: own for name, own in metadata.state_dict_metadata.items() if isinstance(own, TensorStorageMetadata)
         }
-        for own in found.values():
+        for own in found.values():  # of damaged metadata parts may be missing
             _ = [(chunk.offsets, chunk.sizes) for chunk in own.chunks], own.size.numel(), own.properties.dtype
     except FileNotFoundError:
         raise FileNotFoundError(

@@ -14,7 +14,7 @@ from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
-from fzero.compat.moments import kinds_of, word_of
+from fzero.compat.moments import kinds_of, one_count, word_of
 from fzero.compat.names import Names, by_path, need_names, paths_of
 from fzero.compat.partitions import Saved, Spread, saved
 from fzero.compat.pickles import verify
@@ -143,7 +143,7 @@ class _Reading(Origin):
             asked = paths_of(_WHO, like, names)
             ties = {other: name for other, name in self._saved.shared.items() if other in asked and name in shapes}
             kept = [name for name in shapes if name in asked or name not in ties.values()]
-            self._names = by_path(_WHO, like, names, kept)
+            self._names = by_path(asked, kept)
             self._names |= {asked[other]: name for other, name in ties.items() if other not in shapes}
         params = self._saved.params
         return [(path, shapes[name], params[name].parts[0].dtype) for path, name in self._names.items()]
@@ -165,13 +165,7 @@ class _Reading(Origin):
         """How many updates the moments have seen; where they do not count, how many there were."""
         counts = {path: self._saved.counts.get(self._names[path]) for path in paths}
         known = {path: count for path, count in counts.items() if count is not None}
-        if len(set(known.values())) > 1:
-            first, other = min(known, key=known.__getitem__), max(known, key=known.__getitem__)
-            raise ValueError(
-                f"{self.place}: leaf {first!r} has seen {known[first]} updates, leaf {other!r} {known[other]}; "
-                "expected one count for all. Say optim=False to begin the moments anew."
-            )
-        self._count = next(iter(known.values()), self._saved.updates)
+        self._count = one_count(self.place, known, self._saved.updates, "optim=False")
         return self._count
 
     def value(self, name: str) -> object:

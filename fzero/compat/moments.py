@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 from fzero.state.items import Item
 from fzero.state.origin import TREES
@@ -14,6 +14,21 @@ def word_of(item: str) -> str:
     """What others call an item of the moments: "moments.1.mu" is an `exp_avg`."""
     own = item.rpartition(".")[2]
     return WORDS.get(own, own)
+
+
+def one_count(place: str, counts: Mapping[str, int], other: int, anew: str) -> int:
+    """How many updates all leaves have seen; `other` where none says it.
+
+    Args:
+        anew: the argument that begins the moments anew.
+    """
+    if len({*counts.values()}) > 1:
+        first, last = min(counts, key=counts.__getitem__), max(counts, key=counts.__getitem__)
+        raise ValueError(
+            f"{place}: leaf {first!r} has seen {counts[first]} updates, leaf {last!r} {counts[last]}; expected one "
+            f"count for all. Say {anew} to begin the moments anew."
+        )
+    return next(iter(counts.values()), other)
 
 
 def kinds_of(moments: Sequence[Item], words: Collection[str]) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from fzero.base import pytree
 from fzero.base.arguments import named, wrong
@@ -27,18 +27,19 @@ def renamed(names: Names, path: str) -> str:
     return out
 
 
-def by_path(who: str, like: object, names: Names | None, there: Iterable[str]) -> dict[str, str]:
-    """The names that files have, by the paths of their leaves; those of no leaf by words of their own."""
-    asked, names_there = paths_of(who, like, names), list(there)
-    out = {asked[name]: name for name in names_there if name in asked}
-    paths = {*asked.values()}
-    for name in names_there:
-        if name not in asked:
-            own = name
-            while own in paths:  # which somebody has called otherwise
-                own += " (in the files)"
-            out[own] = name
-            paths.add(own)
+def by_path(asked: Mapping[str, str], there: Iterable[str]) -> dict[str, str]:
+    """The names that files have, by the paths of their leaves; those of no leaf by words that are no leaf's path.
+
+    Args:
+        asked: as of `paths_of`.
+    """
+    out, paths = dict[str, str](), {*asked.values()}
+    for name in there:
+        path = asked.get(name, name)
+        while name not in asked and path in paths:  # of a leaf that somebody has called otherwise
+            path += " (in the files)"
+        paths.add(path)
+        out[path] = name
     return out
 
 

@@ -17,7 +17,7 @@ from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.compat.export import Export
 from fzero.compat.headers import Entry
-from fzero.compat.names import Names, by_path, need_names
+from fzero.compat.names import Names, by_path, need_names, paths_of
 from fzero.compat.opened import Opened
 from fzero.formats.formats import Format, Plain
 from fzero.state.checks import constants
@@ -113,7 +113,7 @@ class _Files(Origin):
     def leaves(self, like: object, names: Names | None) -> list[Leaf]:
         """What there is, by the paths that the names stand for."""
         if names is not None:
-            paths = by_path("fz.load_safetensors", like, names, self.found)
+            paths = by_path(paths_of("fz.load_safetensors", like, names), self.found)
             self.found = {path: self.found[name] for path, name in paths.items()}
         if like is None:
             self.found = {path: self.found[path] for path in pytree.named_leaves(dict.fromkeys(self.found, 0))[0]}

@@ -56,9 +56,9 @@ class Writing:
                 f"fz.compat.save_dcp: state.{name} is {first} and state.{also} is {other}, expected one number of "
                 "updates: torch's checkpoints have one for each leaf. Say optim=None to leave the moments out."
             )
-        for count in (counts or {state.step: ""}) if optim is not None else ():
-            for path in state.params:
-                self._one(names(path, "step"), torch.tensor(float(count), device="cpu"))
+        count = next(iter(counts), state.step)
+        for path in state.params if optim is not None else ():
+            self._one(names(path, "step"), torch.tensor(float(count), device="cpu"))
         self._planner = Save(self._pieces, self.known)
         self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False
         self._writer: Writer | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -150,11 +151,13 @@ class Move:
     def moments(self, moments: object) -> object:
         """The moments, in the places of those that begin."""
         met: list[str] = []
-        self.origin.meet(items_in("moments", moments))
+        items = items_in("moments", moments)
+        self.origin.meet(items)
         out = refilled("moments", moments, lambda item: self._value(item, "moments", met))
         saved = [name for name in self.origin.kinds if name.split(".")[0] == "moments"]
         if met != saved:
             raise self._otherwise(next((name for name in saved if name not in met), saved[0] if saved else "moments"))
+        self._need_same_members(items)
         return out
 
     def extra(self, extra: dict[str, object]) -> dict[str, object]:
@@ -215,27 +218,28 @@ class Move:
             f"anew from the params, with {self.origin.anew}."
         )
 
-    def _need_same_member(self, name: str, source: Source, tree: Sharded) -> None:
-        """Refuses moments that another member of a partition has kept so far: in this one's they would be zero."""
-        others = [other for other in self.origin.kinds if other.startswith("moments.") and other != name]
-        alike = [other for other in others if other.rpartition(".")[2] == name.rpartition(".")[2]]
-        sources = {other: self.origin.tree(other) for other in alike if self.origin.kinds[other] in TREES}
-        for slot in [slot for key in tree.groups for slot in tree.layout.groups[key].slots] if sources else ():
-            if source.format(slot.path) is None:
-                for other, had in sources.items():
-                    if had.format(slot.path) is not None:
-                        raise ValueError(
-                            f"{self.origin.place}: leaf {slot.path!r} has its moments in state.{other}, and the step "
-                            f"keeps them in state.{name}. Use the partition it was made with, or begin anew from the "
-                            f"params, with {self.origin.anew}."
-                        )
+    def _need_same_members(self, items: Sequence[Item]) -> None:
+        """Refuses moments that another member of a partition has kept so far: in the step's own they would be zero."""
+        trees = {item.name: item.value for item in items if is_sharded(item.value)}
+        for name, tree in trees.items():
+            source, word = self.origin.tree(name), name.rpartition(".")[2]
+            others = [other for other in trees if other != name and other.rpartition(".")[2] == word]
+            lost = [path for path in tree if others and self._takes(path) and source.format(path) is None]
+            for path, other in itertools.product(lost, others):
+                if self.origin.tree(other).format(path) is not None:
+                    raise ValueError(
+                        f"{self.origin.place}: leaf {path!r} has its moments in state.{other}, and the step keeps them "
+                        f"in state.{name}. Use the partition it was made with, or begin anew from the params, with "
+                        f"{self.origin.anew}."
+                    )
+
+    def _takes(self, path: str) -> bool:
+        return self.taken is None or path in self.taken
 
     def _tree(self, tree: Sharded, name: str, kind: str | None, base: Sharded | None) -> Sharded:
         """A tree's groups, filled; in the memory for a kind of state."""
         buffers = dict[object, Buffer]()
         source = self._source(name, tree, tree.groups)
-        if kind == "moments":
-            self._need_same_member(name, source, tree)
         for key in tree.groups:
             parts = self._settled(tree, key, kind, self._filled(tree, key, source, base))
             buffers.update(zip(tree.names(key), parts, strict=True))
