@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
 from fzero.base.interrupts import as_found
+from fzero.comm import backend
+from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
 from fzero.state.checks import constants
 from fzero.state.init import check_tables, checksum
@@ -32,7 +36,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
 
     Raises:
         ValueError: something would be lost, and what; kept grads; moments of another optimizer; the step's ranks hold
-            different params.
+            different params; or the ranks give it steps over other ranks.
 
     Example:
         >>> plain = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
@@ -50,6 +54,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         old = state.params
+        _need_together(old.axis, step)
         rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows], frozen_leaves(old.structure))
         axis = step.axis()
         moves = axis != old.axis  # to other ranks
@@ -70,6 +75,22 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         return TrainState(
             params, None, move.moments(moments), move.extra(extra), state.step, state.seed, step.signature
         )
+
+
+def _need_together(axis: Axis, step: Spec) -> None:
+    """Raises ValueError on every rank of a state where one's step would wait for ranks whose own does not."""
+    if axis.ranks == 1:
+        return
+    new = step.axis()
+    said = json.dumps([backend.global_rank(), new.members, new.others, new.place])
+    heard = [json.loads(text) for text in axis.exchange(said, "convert")]
+    for rank, *groups, place in heard:
+        for other, *theirs, there in heard:
+            if any(other in own and own != its for own, its in zip(groups, theirs, strict=True)):
+                raise ValueError(
+                    f"convert, step: rank {rank} got one over {place}, rank {other} one over {there}; expected the "
+                    "same on both. Build the same step on every rank."
+                )
 
 
 class _State(Origin):

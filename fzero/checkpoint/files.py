@@ -10,7 +10,7 @@ import socket
 import uuid
 from collections.abc import Callable, Iterator
 
-from fzero.checkpoint.folder import LOCK, is_url, path_of
+from fzero.checkpoint.folder import LOCK, is_url, not_ours, path_of
 
 _GOING = ".going-"  # before the name of a folder that is being removed
 _AHEAD = 32 << 20  # bytes after which the disk begins to write: a sync then has less to wait for
@@ -232,10 +232,7 @@ def only_writer(folder: str) -> Iterator[None]:
             with contextlib.suppress(FileNotFoundError):
                 there = os.path.samestat(os.fstat(descriptor), os.stat(path))
         if not b"process ".startswith(os.pread(descriptor, 8, 0).rstrip(b"\0")):  # a crash may leave less of it
-            raise FileExistsError(
-                f"{path}: got a file that no save has left, expected none: saves need the name. Move it elsewhere, or "
-                "save into a folder of your own."
-            )
+            raise not_ours(path)
         with naming(path):
             os.ftruncate(descriptor, 0)
             write(descriptor, memoryview(f"process {os.getpid()} on {socket.gethostname()}".encode()), 0)

@@ -90,6 +90,14 @@ def is_url(path: str) -> bool:
     return "://" in path
 
 
+def not_ours(path: str) -> FileExistsError:
+    """The error of a save that finds somebody else's file where its lock goes."""
+    return FileExistsError(
+        f"{path}: got a file that no save has left, expected none: saves need the name. Move it elsewhere, or save into "
+        "a folder of your own."
+    )
+
+
 def path_of(path: object, who: str) -> str:
     """The path of a folder that somebody gave: absolute, or a URL."""
     given = need_path(path, f"fz.{who}")

@@ -8,13 +8,15 @@ is still the last to have begun.
 from __future__ import annotations
 
 import contextlib
+import re
 import uuid
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from fzero.checkpoint.folder import LOCK, NAME
+from fzero.checkpoint.folder import LOCK, NAME, not_ours
 
 _BLOCK, _BLOCKS = 16 << 20, 8000  # bytes that are sent at once; of an upload to S3, which takes 10,000
+_OURS = re.compile(rb"([0-9a-f]{12})?")  # a token, or the mark of what is being removed
 
 
 class Remote:
@@ -138,6 +140,9 @@ class Remote:
                     f"{self.path}: another run has begun to save there meanwhile. Save into a folder of your own."
                 )
 
+        with contextlib.suppress(FileNotFoundError):
+            if not _OURS.fullmatch(self.read(LOCK)):
+                raise not_ours(f"{self.path}/{LOCK}")
         with self._named(LOCK):
             self._fs.pipe_file(self._at(LOCK), token.encode())
         yield still

@@ -51,6 +51,8 @@ class Extra:
             if not callable(own) and (argument != "scale" or own is not None):
                 raise wrong("Extra", argument, own, "a function" + (" or None" if argument == "scale" else ""))
         object.__setattr__(self, "kind", self.kind or self.source)
+        if not self.name:
+            raise ValueError(f"Extra: got name='' ({self.source}), expected the name of an entry of state.extra.")
         if self.name in METRICS:
             raise ValueError(
                 f"{self.source}: got the name {self.name!r} for an entry of state.extra, which is that of a metric; "

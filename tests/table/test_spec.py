@@ -148,6 +148,8 @@ def test_what_no_entry_may_be_is_refused_by_name() -> None:
     params = {"w": torch.ones(2)}
     with pytest.raises(ValueError, match=r"got the name 'lr' for an entry of state\.extra, which is that of a metric"):
         kept(plain, "lr")
+    with pytest.raises(ValueError, match=r"Extra: got name=''"):
+        kept(plain, "")
     for scale in (0.0, float("nan"), float("inf"), -1.0):
         bad = kept(plain, scale=lambda value, scale=scale: scale)
         with pytest.raises(ValueError, match=r"got a scale of .*expected a positive"):
