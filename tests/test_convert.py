@@ -42,7 +42,7 @@ def test_steps_over_other_ranks_are_refused_on_every_rank() -> None:
         plain = fz.train_step(loss, fz.adamw(0.1))
         sharded = fz.shard_zero3(plain)
         state = sharded.init(PARAMS)
-        with pytest.raises(ValueError, match=r"convert, step: rank 0 got one over ranks \[0, 1\] .*, rank 1 one over one"):
+        with pytest.raises(ValueError, match=r"step: rank 0 got one over ranks \[0, 1\] .*, rank 1 one over one"):
             fz.convert(state, sharded if rank == 0 else plain)
         assert_trees_equal(fz.gather(fz.convert(state, plain).params), PARAMS)  # each of them alone
 

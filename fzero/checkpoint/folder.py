@@ -93,8 +93,8 @@ def is_url(path: str) -> bool:
 def not_ours(path: str) -> FileExistsError:
     """The error of a save that finds somebody else's file where its lock goes."""
     return FileExistsError(
-        f"{path}: got a file that no save has left, expected none: saves need the name. Move it elsewhere, or save into "
-        "a folder of your own."
+        f"{path}: got a file that no save has left, expected none: saves need the name. Move it elsewhere, or save "
+        "into a folder of your own."
     )
 
 

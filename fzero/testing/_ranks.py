@@ -8,6 +8,7 @@ import ctypes
 import datetime
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.context
 import os
 import pickle
 import sys
@@ -174,7 +175,7 @@ class _Pool:
     """Processes that wait for work. A failed rank ends the pool; the next call starts another."""
 
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = _context()
         self.size, self.processes, self.pipes = size, [], []
         saved = dict(os.environ)
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -235,6 +236,15 @@ class _Pool:
                 rank, answer = min(failed, key=lambda pair: any(words in pair[1] for words in _VICTIM))
                 raise RankError(f"rank {rank} of {world_size} failed:\n{answer}")
         return results
+
+
+def _context() -> multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext:
+    """How processes begin: forked from one that does nothing but have imported torch, which takes seconds, once."""
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([__name__])
+    return context
 
 
 _pools: list[_Pool] = []
