@@ -67,6 +67,12 @@ class Content:
         with self._lock:
             self.repeated += 1
 
+    def stopped(self, shared: Shared) -> str:
+        """Why it is no longer worth the while to move it; "" where it is."""
+        if self.dropped:
+            return "nobody refers to it any more"
+        return "the folder was closed" if shared.pool.closed else ""
+
     def drop(self, shared: Shared) -> None:
         """Frees the file, maybe while it is being written or read. Takes no lock, as it may run anywhere.
 

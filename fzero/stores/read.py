@@ -27,8 +27,8 @@ class Read(Transfer):
         self._memory: Memory | None = Memory(target)
         self._shared = shared
 
-    def stopped(self) -> bool:
-        return self.content.dropped or self._shared.pool.closed
+    def stopped(self) -> str:
+        return self.content.stopped(self._shared)
 
     def open(self) -> Handle:
         try:

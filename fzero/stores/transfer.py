@@ -48,8 +48,8 @@ class Transfer(ABC):
         """Moves one chunk."""
 
     @abstractmethod
-    def stopped(self) -> bool:
-        """Whether it is no longer worth the while."""
+    def stopped(self) -> str:
+        """Why it is no longer worth the while; "" where it is."""
 
     @abstractmethod
     def complete(self) -> None:
@@ -116,8 +116,9 @@ class Transfer(ABC):
 
     def _opened(self) -> Handle:
         with self._lock:
-            if self.failure is not None or self.stopped():
-                raise Stopped
+            if self.failure is not None:
+                raise Stopped("it failed on another thread")
+            self._need_wanted()
             if self._handle is None:
                 try:
                     self._handle = self.open()
@@ -126,10 +127,13 @@ class Transfer(ABC):
                     raise
             return self._handle
 
+    def _need_wanted(self) -> None:
+        if why := self.stopped():
+            raise Stopped(why)
+
     def _take(self) -> int | None:
         """Where the next chunk begins."""
-        if self.stopped():
-            raise Stopped
+        self._need_wanted()
         with self._lock:
             if self.failure is not None or self._next >= self.nbytes:
                 return None

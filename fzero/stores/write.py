@@ -31,8 +31,8 @@ class Write(Transfer):
         self._memory: Memory | None = Memory(source)
         self._shared = shared
 
-    def stopped(self) -> bool:
-        return self.content.dropped or self._shared.pool.closed
+    def stopped(self) -> str:
+        return self.content.stopped(self._shared)
 
     def open(self) -> Handle:
         content, shared = self.content, self._shared

@@ -216,6 +216,28 @@ def test_bad_input(tmp_path: Path) -> None:
         load()
 
 
+def test_metadata_that_is_cut_or_lacks_a_part(tmp_path: Path) -> None:
+    step = leaf_step()
+    fz.compat.save_dcp(tmp_path, step.init(PARAMS))
+    place = tmp_path / ".metadata"
+    whole = place.read_bytes()
+    without = []
+    for pick, name in (
+        (lambda found: found, "state_dict_metadata"),
+        (lambda found: found.state_dict_metadata["model.w"], "chunks"),
+        (lambda found: found.state_dict_metadata["model.w"], "size"),
+        (lambda found: found.state_dict_metadata["model.w"], "properties"),
+        (lambda found: found.state_dict_metadata["model.w"].chunks[0], "sizes"),
+    ):
+        found = pickle.loads(whole)
+        delattr(pick(found), name)
+        without.append(pickle.dumps(found))
+    for damaged in (*without, *(whole[:end] for end in range(0, len(whole), 41))):
+        place.write_bytes(damaged)
+        with pytest.raises(fz.DamagedCheckpoint, match=r"\.metadata cannot be read"):
+            fz.compat.load_dcp(tmp_path, step)
+
+
 class Evil:
     def __reduce__(self) -> Any:
         return os.system, ("touch /tmp/fzero-was-here",)
