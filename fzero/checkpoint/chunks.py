@@ -34,9 +34,11 @@ def hashed(pieces: Iterable[memoryview], put: Callable[[memoryview], None], work
     under, jobs = collections.deque[Future[str]](), queue.SimpleQueue[tuple[memoryview, Future[str]] | None]()
     # threads of its own: an executor refuses jobs once the interpreter waits for the save to end
     threads = [threading.Thread(target=_digests, args=(jobs,), name="fzero-save") for _ in range(workers)]
-    for thread in threads:
-        thread.start()
+    begun = list[threading.Thread]()
     try:
+        for thread in threads:
+            thread.start()
+            begun.append(thread)
         for piece in pieces:
             for start in range(0, len(piece), CHUNK):
                 chunk = piece[start : start + CHUNK]
@@ -48,9 +50,9 @@ def hashed(pieces: Iterable[memoryview], put: Callable[[memoryview], None], work
         while under:
             yield under.popleft().result()
     finally:
-        for _ in threads:
+        for _ in begun:
             jobs.put(None)
-        for thread in threads:
+        for thread in begun:
             thread.join()
 
 

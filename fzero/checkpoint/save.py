@@ -184,7 +184,13 @@ def begin(
         text = _as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written
-        said = [f"path {among or folder}", f"state after update {state.step}", f"seed {state.seed}", f"extra {text}"]
+        said = [
+            f"component {axis.who}",
+            f"path {among or folder}",
+            f"state after update {state.step}",
+            f"seed {state.seed}",
+            f"extra {text}",
+        ]
     except Exception as found:
         error = found
     token = uuid.uuid4().hex[:12]

@@ -11,10 +11,11 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
+from fzero.checkpoint import copies
 from fzero.checkpoint.chunks import digest
 from fzero.checkpoint.contents import runs, share
 from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
-from fzero.checkpoint.staging import on_host, staged
+from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
@@ -26,7 +27,11 @@ from fzero.table.layout import Key, Layout
 
 
 class Slice(NamedTuple):
-    """A rank's share of one group of one tree: elements [low, high) of it, of a buffer that begins at `base`."""
+    """A rank's share of one group of one tree: elements [low, high) of it, of a buffer that begins at `base`.
+
+    Attributes:
+        size: elements of the buffer where other ranks hold it, too; otherwise 0.
+    """
 
     item: int
     key: Key
@@ -34,6 +39,7 @@ class Slice(NamedTuple):
     base: int
     low: int
     high: int
+    size: int
 
 
 @dataclass(eq=False)
@@ -47,6 +53,7 @@ class Snapshot:
         kept: the state's items, as the manifest has them.
         slices: with the buffers of each, which are let go as they are written.
         tensors: those that are in no tree, by the number of their item, which all ranks hold alike; rank 0 saves them.
+        sums: the checksums of slices that other ranks hold, too, known once they are written.
     """
 
     layout: Layout
@@ -62,6 +69,7 @@ class Snapshot:
     kept: list[Kept] = field(default_factory=list)
     slices: list[tuple[Slice, list[Buffer]]] = field(default_factory=list)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
+    sums: copies.Sums = field(default_factory=dict)
 
     @staticmethod
     def of(state: TrainState, extra: object, workers: int) -> Snapshot:
@@ -108,7 +116,9 @@ class Snapshot:
                             f"state.{name}: the leaf {self.layout.groups[key].slots[0].path!r} is stored as {lost[0]}, "
                             f"expected one of {', '.join(map(str, CODES))}: no other is kept in a checkpoint."
                         )
-                    self.slices.append((Slice(number, key, own.format, *share(value, key)), list(own.parts)))
+                    self.slices.append(
+                        (Slice(number, key, own.format, *share(value, key), copies.held(value, key)), list(own.parts))
+                    )
                     forms.update({slot.leaf: str(own.format) for slot in self.layout.groups[key].slots})
                     del own
                 value = None
@@ -176,6 +186,8 @@ class Snapshot:
             buffers.reverse()
             for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
                 buffer = tensor_of(buffers.pop()).detach()
+                if own.size:
+                    self.sums.update(copies.sum_of(self.layout, own, self.kept[own.item].name, part, buffer))
                 first = (own.low - own.base) // own.form.parts[part].every
                 for run in found:
                     yield buffer[first + run.low : first + run.high]
@@ -195,8 +207,3 @@ class Snapshot:
     def _own_tensors(self) -> list[int]:
         """The tensors that this rank saves."""
         return list(self.tensors) if self.axis.data_rank == 0 else []
-
-
-def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a flat tensor on the CPU."""
-    return memoryview(tensor.resolve_neg().view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -28,6 +28,11 @@ def on_host(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().cpu().contiguous()
 
 
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a flat tensor on the CPU."""
+    return memoryview(tensor.resolve_neg().view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
 def staged(tensors: Iterator[torch.Tensor], ready: torch.Event | None) -> Iterator[torch.Tensor]:
     """Flat tensors in the host's memory; those of an accelerator arrive in page-locked memory, by a stream of its own.
 

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fzero.checkpoint import chunks
+from fzero.checkpoint import chunks, copies
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.folder import NAME, Folder
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
@@ -23,6 +23,7 @@ class _Written(NamedTuple):
 
     Attributes:
         shared: what the rank holds as all must.
+        sums: the checksums of what it holds as some others must.
     """
 
     name: str
@@ -30,6 +31,7 @@ class _Written(NamedTuple):
     sha256: list[str]
     pieces: list[Piece]
     shared: dict[str, str]
+    sums: copies.Sums
 
 
 def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
@@ -93,6 +95,8 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                     raise OSError(f"rank {rank}: {said}")
                 written.append(_Written(*record))
                 _compare(folder, written[0].shared, rank, written[-1].shared)
+            if said := copies.difference([own.sums for own in written]):
+                raise OSError(f"{folder.path}: {said}")
             _look(folder, written)
             manifest = _manifest(snapshot, board.token, written)
             still()
@@ -138,7 +142,8 @@ def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> _Written:
     with folder.writing(name, nbytes) as put:
         put(memoryview(header))
         said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put, snapshot.workers)]
-    return _Written(name, nbytes, said, [own._replace(offset=own.offset + len(header)) for own, _ in pieces], shared)
+    placed = [own._replace(offset=own.offset + len(header)) for own, _ in pieces]
+    return _Written(name, nbytes, said, placed, shared, snapshot.sums)
 
 
 def _look(folder: Folder, written: list[_Written]) -> None:

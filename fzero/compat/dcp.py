@@ -13,6 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.copies import need_same
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
@@ -77,10 +78,11 @@ def save_dcp(
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         writing = agreed(axis, lambda: Writing(folder, state, model, optim))
         axis.check_same(
-            f"{folder} {writing.known} update {state.step} seed {state.seed}",
+            f"{folder}\ncomponent {axis.who}\n{writing.known} update {state.step} seed {state.seed}",
             "The checkpoints",
             f"Call {who} alike on every rank.",
         )
+        need_same(axis, agreed(axis, writing.sums), "compat.save_dcp")
         writing.token = axis.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
         try:
             agreed(axis, writing.begin)

@@ -14,8 +14,7 @@ import torch
 from fzero.checkpoint import files
 from fzero.checkpoint.contents import share
 from fzero.checkpoint.manifest import CODES, DTYPES
-from fzero.checkpoint.snapshot import bytes_of
-from fzero.checkpoint.staging import on_host
+from fzero.checkpoint.staging import bytes_of, on_host
 from fzero.compat.headers import INDEX, SINGLE, Entry, index_of, planned
 from fzero.compat.models import NAMED
 from fzero.compat.names import Names, renamed

@@ -12,6 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.copies import need_same, sums_of
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
@@ -210,8 +211,9 @@ def save_safetensors(
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         export = agreed(axis, lambda: Export(target, tree, names, also or {}, dtype, most))
         of = f"update {state.step}, seed {state.seed}" if isinstance(state, TrainState) else f"a tree of {tree.kind}"
-        said = "\n".join([target, of, *map(str, export.tensors), str(most)])
+        said = "\n".join([target, f"component {axis.who}", of, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
+        need_same(axis, agreed(axis, lambda: sums_of(tree, "values")), "save_safetensors")
         export.token = axis.exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:
             for stage in (export.begin, export.write, export.end):

@@ -11,6 +11,7 @@ import torch
 
 from fzero.checkpoint import files
 from fzero.checkpoint.contents import share
+from fzero.checkpoint.copies import Sums, sums_of
 from fzero.checkpoint.staging import on_host
 from fzero.compat.moments import word_of
 from fzero.formats.formats import ALIGN
@@ -35,7 +36,7 @@ class Writing:
         from fzero.compat.planners import Save
 
         self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
-        self._pieces, self.token = {}, ""
+        self._pieces, self.token, self._trees = {}, "", list[tuple[Sharded, str]]()
         self._leads = state.params.axis.data_rank == 0
         self._add(state.params, lambda path: (model, path) if model else (path,))
         items = items_in("moments", state.moments) if optim is not None else []
@@ -79,6 +80,7 @@ class Writing:
             self._pieces[name, 0, value.numel()] = lambda start, stop: value.reshape(-1)[start:stop].clone()
 
     def _add(self, tree: Sharded, keys_of: Callable[[str], tuple[str, ...]]) -> None:
+        self._trees.append((tree, "params" if not self._trees else "moments"))
         for key in tree.groups:
             dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)
             for slot in tree.layout.groups[key].slots:
@@ -87,6 +89,13 @@ class Writing:
                 if start < stop:
                     make = functools.partial(_values, tree, key, slot.offset - base)
                     self._pieces[name, start - slot.offset, stop - slot.offset] = make
+
+    def sums(self) -> Sums:
+        """The checksums of what other ranks hold, too."""
+        out: Sums = {}
+        for number, (tree, what) in enumerate(self._trees):
+            out |= sums_of(tree, f"{what} {number}" if number else what)
+        return out
 
     def plan(self) -> str:
         from fzero.compat.planners import text_of

@@ -191,7 +191,7 @@ class Move:
         empty = params.with_buffers(
             {key: torch.empty(0, dtype=dtype, device=self.device) for key, dtype in dtypes.items()}
         )
-        return self._tree(empty.scaled(1 / self.origin.scale("grads")), "grads", "grads", None)
+        return self._tree(empty.replaced(scale=self.origin.scale("grads")), "grads", "grads", None)
 
     def _value(self, item: Item, kind: str | None, met: list[str]) -> object:
         """What the origin has of the name of an item, in the item's format."""
