@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Protocol
@@ -10,6 +11,7 @@ from typing import Protocol
 from fzero.base.arguments import need_path
 
 NAME = "manifest.json"
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 LOCK = "saving"  # there from before a save's first file until after its last
 
 
@@ -101,6 +103,11 @@ def not_ours(path: str) -> FileExistsError:
 def path_of(path: object, who: str) -> str:
     """The path of a folder that somebody gave: absolute, or a URL."""
     given = need_path(path, f"fz.{who}")
+    if not isinstance(path, str) and _URL.match(given):
+        raise ValueError(
+            f"fz.{who}: got {path!r}, expected a URL as a str: a Path takes one of its slashes away. Say ./ before a "
+            "folder of that name."
+        )
     if given.startswith(("file:/", "local://")):
         local = given.partition(":")[2].removeprefix("//").removeprefix("localhost")
         if not local.startswith("/"):

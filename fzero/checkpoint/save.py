@@ -24,9 +24,10 @@ from fzero.state.train_state import TrainState
 def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) -> None:
     """Writes a checkpoint of a state: when this returns, it is whole and on the disk.
 
-    Every rank calls it, with the same path, a folder that all ranks reach. Each writes one safetensors file, its own
-    slices as they are stored; the manifest, written last, names the files and their checksums. What lay there before
-    is whole until the new one is, and then goes.
+    Every rank of the state calls it, with the same path, a folder that all ranks reach; a state that is not sharded is
+    of one rank, which alone calls it. Each writes one safetensors file, its own slices as they are stored; the
+    manifest, written last, names the files and their checksums. What lay there before is whole until the new one is,
+    and then goes.
 
     Args:
         path: of the folder, which is made where it is missing; or its URL in a filesystem that fsspec knows, such as
@@ -37,7 +38,8 @@ def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) 
     Raises:
         TypeError, ValueError: `extra` is no JSON, or the ranks differ in path, step or `extra`.
         ImportError: the URL's filesystem needs a package that is not installed.
-        OSError: the disk is full, the folder cannot be written to, or another run saves there: on every rank.
+        OSError: the disk is full, the folder cannot be written to, another run saves there, or ranks that hold copies
+            hold different ones: on every rank.
 
     Example:
         >>> import tempfile
@@ -112,8 +114,7 @@ class Saving:
         try:
             write(self._folder, snapshot.pop(), self._board, then)
         except BaseException as error:
-            error.__traceback__ = None  # whose frames hold the state
-            self._error = error
+            self._error = _without_frames(error)  # which hold the state
         finally:
             self._ended.set()
 
@@ -137,6 +138,8 @@ class Saving:
         self._ended.wait()  # an interrupted join would count as the thread's end (bpo-45274)
         self._thread.join()
         told, self._told = self._told, True
+        for rank in [rank for rank, own in list(_last.items()) if own is self]:
+            _last.pop(rank, None)  # or it would hold the frames of whoever is told of its error
         return told
 
     def untold(self) -> BaseException | None:
@@ -147,7 +150,19 @@ class Saving:
         return f"Saving({self.path!r}, {'ended' if self.done else 'under way'})"
 
 
-_last: dict[int, Saving] = {}  # of each rank
+def _without_frames(error: BaseException) -> BaseException:
+    """The same error, and what led to it, without the frames that they came through."""
+    seen, todo = set[int](), [error]
+    while todo:
+        own = todo.pop()
+        if id(own) not in seen:
+            seen.add(id(own))
+            own.__traceback__ = None
+            todo += [other for other in (own.__cause__, own.__context__) if other is not None]
+    return error
+
+
+_last: dict[int, Saving] = {}  # of each rank, until somebody has waited for it
 
 
 def begin(
@@ -184,13 +199,8 @@ def begin(
         text = _as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written
-        said = [
-            f"component {axis.who}",
-            f"path {among or folder}",
-            f"state after update {state.step}",
-            f"seed {state.seed}",
-            f"extra {text}",
-        ]
+        said = [f"component {axis.who}", f"path {among or folder}", f"state after update {state.step}"]
+        said += [f"seed {state.seed}", f"extra {text}"]
     except Exception as found:
         error = found
     token = uuid.uuid4().hex[:12]
@@ -221,6 +231,9 @@ def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[st
     return None
 
 
+_BITS = 14_000  # of an int in `extra`: Python reads numbers of up to 4300 digits
+
+
 def _as_json(value: object, place: str) -> str:
     try:
         _need_json(value, place)
@@ -239,6 +252,11 @@ def _need_json(value: object, place: str) -> None:
     elif type(value) is list:
         for number, item in enumerate(value):
             _need_json(item, f"{place}[{number}]")
+    elif type(value) is int and value.bit_length() > _BITS:
+        raise ValueError(
+            f"{place}: got an int of {value.bit_length()} bits, expected at most {_BITS}: Python reads no longer ones "
+            "from text. Say hex(value)."
+        )
     elif type(value) not in (str, int, float, bool, type(None)):
         raise TypeError(
             f"{place}: got {named(value)}, expected what JSON can say: a dict, a list, a str, a number, True, False or "

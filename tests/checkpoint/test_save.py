@@ -416,3 +416,27 @@ def test_a_checkpoint_of_another_version(tmp_path: Path, field: str, other: str)
     path.write_bytes(manifest._head(body) + body)
     with pytest.raises(ValueError, match="got a checkpoint of another version"):
         fz.load(tmp_path, step_of())
+
+
+def test_ranks_that_hold_other_copies_are_refused(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(lambda p, x: (p["v"].sum() + p["w"].sum()) * x, fz.adamw(0.1)), pattern="v")
+        state = step.init({"v": torch.ones(3), "w": torch.ones(200)})
+        fz.save(tmp_path / "same", state)
+        other = state.replace(params=state.params.map(lambda values: values + rank))
+        for save in (fz.save, fz.save_safetensors, fz.compat.save_dcp):
+            with pytest.raises((OSError, ValueError), match=r"hold different values of .* of leaf 'w'"):
+                save(tmp_path / save.__name__, other)
+
+    run_ranks(rank_main, 2)
+
+
+def test_kept_grads_have_their_scale_to_the_bit(tmp_path: Path) -> None:
+    step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.adamw(0.1))
+    step = fz.loss_scale(step, 49.0)
+    state = step.init({"w": torch.ones(3, dtype=torch.float64)})
+    loss, pullback = step.vjp(state, torch.ones(3, dtype=torch.float64))
+    state = step.add_grads(state, pullback(torch.ones_like(loss))[0])
+    fz.save(tmp_path, state)
+    again = fz.load(tmp_path, step).grads
+    assert again is not None and state.grads is not None and again.scale == state.grads.scale
