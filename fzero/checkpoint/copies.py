@@ -5,32 +5,17 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
 
 import torch
 
-from fzero.checkpoint.contents import runs
+from fzero.checkpoint.contents import Run, runs
 from fzero.checkpoint.staging import bytes_of, on_host
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Format
 from fzero.state.sharded import Sharded
 from fzero.stores.away import tensor_of
 from fzero.table.layout import Key, Layout
 
 Sums = dict[str, str]  # what a rank holds -> its checksum
-
-
-class Slice(Protocol):
-    """A rank's buffer of one group, which begins at element `base` of it and has `size`."""
-
-    @property
-    def key(self) -> Key: ...
-    @property
-    def form(self) -> Format: ...
-    @property
-    def base(self) -> int: ...
-    @property
-    def size(self) -> int: ...
 
 
 def held(tree: Sharded, key: Key) -> int:
@@ -39,23 +24,15 @@ def held(tree: Sharded, key: Key) -> int:
     return tree.layout.shard_numel(key) if axis.ranks > axis.size else 0
 
 
-def sum_of(layout: Layout, own: Slice, name: str, part: int, buffer: torch.Tensor) -> Sums:
+def sum_of(layout: Layout, found: Sequence[Run], part: int, name: str, buffer: torch.Tensor) -> Sums:
     """The CRC-32 of the leaves in one part of a buffer, not of what lies between them; nothing where there are none."""
-    found = dict(runs(layout, own.key, own.form, own.base, own.base + own.size))[part]
     if not found:
         return {}
     total = 0
     for run in found:
         total = zlib.crc32(bytes_of(on_host(buffer[run.low : run.high])), total)
-    more = (f" from element {own.base} on" if own.base else "") + (f", part {part}" if part else "")
+    more = (f" from element {found[0].start} on" if found[0].start else "") + (f", part {part}" if part else "")
     return {f"{name} of leaf {layout.rows[found[0].leaf].path!r} and what is with it{more}": f"{total:08x}"}
-
-
-class _Slice(NamedTuple):
-    key: Key
-    form: Format
-    base: int
-    size: int
 
 
 def sums_of(tree: Sharded, name: str) -> Sums:
@@ -63,10 +40,9 @@ def sums_of(tree: Sharded, name: str) -> Sums:
     out: Sums = {}
     for key in tree.groups:
         if size := held(tree, key):
-            placed = tree.placed(key)
-            own = _Slice(key, placed.format, tree.rank_of(key) * size, size)
-            for part, buffer in enumerate(placed.parts):
-                out |= sum_of(tree.layout, own, name, part, tensor_of(buffer).detach())
+            placed, base = tree.placed(key), tree.rank_of(key) * size
+            for part, found in runs(tree.layout, key, placed.format, base, base + size):
+                out |= sum_of(tree.layout, found, part, name, tensor_of(placed.parts[part]).detach())
     return out
 
 

@@ -11,8 +11,8 @@ from typing import Protocol
 from fzero.base.arguments import need_path
 
 NAME = "manifest.json"
-_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 LOCK = "saving"  # there from before a save's first file until after its last
+_URL = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]+:/")
 
 
 class Folder(Protocol):

@@ -184,10 +184,10 @@ class Snapshot:
         while self.slices:
             own, buffers = self.slices.pop()
             buffers.reverse()
+            held = dict(runs(self.layout, own.key, own.form, own.base, own.base + own.size))
             for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
                 buffer = tensor_of(buffers.pop()).detach()
-                if own.size:
-                    self.sums.update(copies.sum_of(self.layout, own, self.kept[own.item].name, part, buffer))
+                self.sums |= copies.sum_of(self.layout, held[part], part, self.kept[own.item].name, buffer)
                 first = (own.low - own.base) // own.form.parts[part].every
                 for run in found:
                     yield buffer[first + run.low : first + run.high]

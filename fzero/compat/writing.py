@@ -36,14 +36,14 @@ class Writing:
         from fzero.compat.planners import Save
 
         self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
-        self._pieces, self.token, self._trees = {}, "", list[tuple[Sharded, str]]()
+        self._pieces, self.token, self._trees = {}, "", dict[str, Sharded]()
         self._leads = state.params.axis.data_rank == 0
-        self._add(state.params, lambda path: (model, path) if model else (path,))
+        self._add("params", state.params, lambda path: (model, path) if model else (path,))
         items = items_in("moments", state.moments) if optim is not None else []
         names = lambda path, word: (*([optim] if optim else []), "state", path, word)
         for item in items:
             if is_sharded(item.value):
-                self._add(item.value, functools.partial(names, word=word_of(item.name)))
+                self._add(item.name, item.value, functools.partial(names, word=word_of(item.name)))
             elif item.kind != "count" and item.value is not None:
                 raise ValueError(
                     f"fz.compat.save_dcp: state.{item.name} is {item.value!r}, for which torch's checkpoints have no "
@@ -79,8 +79,8 @@ class Writing:
         if self._leads:
             self._pieces[name, 0, value.numel()] = lambda start, stop: value.reshape(-1)[start:stop].clone()
 
-    def _add(self, tree: Sharded, keys_of: Callable[[str], tuple[str, ...]]) -> None:
-        self._trees.append((tree, "params" if not self._trees else "moments"))
+    def _add(self, what: str, tree: Sharded, keys_of: Callable[[str], tuple[str, ...]]) -> None:
+        self._trees[what] = tree
         for key in tree.groups:
             dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)
             for slot in tree.layout.groups[key].slots:
@@ -93,8 +93,8 @@ class Writing:
     def sums(self) -> Sums:
         """The checksums of what other ranks hold, too."""
         out: Sums = {}
-        for number, (tree, what) in enumerate(self._trees):
-            out |= sums_of(tree, f"{what} {number}" if number else what)
+        for name, tree in self._trees.items():
+            out |= sums_of(tree, name)
         return out
 
     def plan(self) -> str:
