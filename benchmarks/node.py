@@ -1,4 +1,4 @@
-"""How long one node of the outer derivative takes, forward and back, by torch's own `apply` and by `private.direct`.
+"""How long one node of the outer derivative takes, forward and back, by torch's own `apply` and by `direct`.
 
     OMP_NUM_THREADS=1 python benchmarks/node.py
 

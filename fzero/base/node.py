@@ -242,7 +242,34 @@ class Node(torch.autograd.Function):
         return out, (0,) * len(out)  # type: ignore[arg-type]
 
 
-apply = private.direct(Node)
+_OWNER = "_fzero_owner"  # set on what a node returned
+
+
+def direct(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply` of a Function, quick under a single vjp, of whose contexts Python's collector takes none for garbage.
+
+    From a tensor the collector goes on to its node's context only where nothing else owns either, which it finds out
+    twice. Where another thread, in an operation without the GIL, comes to own them in between, the collector takes the
+    context and all that it leads to for garbage: they survive, but weak references to them are cleared and finalizers
+    called. Where one more node leads there, which lives as long as the tensor, the collector never goes on to it.
+    """
+    quick = private.direct(function)
+
+    def apply(*operands: object) -> torch.Tensor | Tensors:
+        out: torch.Tensor | Tensors = quick(*operands)
+        outs = [x for x in ((out,) if isinstance(out, torch.Tensor) else out) if x.requires_grad]
+        viewed = next((x for x in outs if x.layout == torch.strided), None)
+        if viewed is not None:
+            with torch.enable_grad():
+                owner = viewed.view_as(viewed).grad_fn
+            for x in outs:
+                setattr(x, _OWNER, owner)
+        return out
+
+    return apply
+
+
+apply = direct(Node)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import hooks, private, texts
-from fzero.base.node import first_order
+from fzero.base.node import direct, first_order
 from fzero.capture.handle import storage_of
 from fzero.stores.away import Away, Wait
 from fzero.stores.put import Memory, put
@@ -222,5 +222,5 @@ class _Refill(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
-_stand_in: Callable[[torch.Tensor], torch.Tensor] = private.direct(_StandIn)
+_stand_in: Callable[[torch.Tensor], torch.Tensor] = direct(_StandIn)
 _refill: Callable[..., torch.Tensor] = _Refill.apply

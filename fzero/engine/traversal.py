@@ -15,7 +15,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.context import during, variable
-from fzero.base.node import Tensors, first_order
+from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
 from fzero.engine.delivery import Delivery
@@ -217,7 +217,7 @@ class _Full(torch.autograd.Function):
         return out, (0,) * len(out)
 
 
-_gate, _full = private.direct(_Gate), private.direct(_Full)
+_gate, _full = direct(_Gate), direct(_Full)
 
 
 def read(handle: Handle) -> torch.Tensor:

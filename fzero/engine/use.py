@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
-from fzero.base.node import first_order
+from fzero.base.node import direct, first_order
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
 from fzero.formats.formats import Blocks, Stored, decode, encode
@@ -152,4 +152,4 @@ class _Value(torch.autograd.Function):
         return use.spread(primal.movedim(in_dims[1], -1).contiguous()), -1
 
 
-_value = private.direct(_Value)
+_value = direct(_Value)

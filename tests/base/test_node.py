@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import gc
+import random
+import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 
-from fzero.base.node import Op, active, apply, gradients, joint_outputs, pulled, refuse_foreign_leaves
+from fzero.base.node import Op, active, apply, direct, gradients, joint_outputs, pulled, refuse_foreign_leaves
 
 X = torch.tensor([0.3, -1.2], dtype=torch.float64)
 
@@ -124,3 +129,76 @@ def test_outputs_that_depend_on_one_another() -> None:
     x = leaf(1.0)
     y = x.exp()
     assert joint_outputs([y, y * 2, x.sin()]) == {0: frozenset({1})}
+
+
+class _Holds(torch.autograd.Function):
+    """`apply(held, x)`: copies of x, whose node holds an object."""
+
+    @staticmethod
+    def forward(held: object, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return x.clone(), x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[object, torch.Tensor], _: object) -> None:
+        ctx.held = inputs[0]
+
+    @staticmethod
+    def backward(ctx: object, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
+        return None, sum(cotangents)
+
+
+held_by = direct(_Holds)
+
+
+def test_the_collector_never_goes_on_from_a_tensor_to_its_node() -> None:
+    """It would only where nothing else owns either, and another thread may change that between its two looks."""
+
+    def followed(x: torch.Tensor, apply: Any = held_by) -> list[bool]:
+        alone = [apply(object(), x)[which] for which in (0, 1)]  # of two outputs, the other is gone
+        return [any(reference is y.grad_fn for reference in gc.get_referents(y)) for y in alone]
+
+    plain = torch.ones(2, requires_grad=True)
+    assert followed(plain, _Holds.apply) == [True, True]
+    assert followed(plain) == [False, False]
+    under: list[list[bool]] = []
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        under.append(followed(x))
+        return x.sum()
+
+    with torch.no_grad():
+        torch.func.vjp(inner, torch.ones(2))  # a single level
+    torch.func.vjp(torch.func.grad(inner), torch.ones(2))
+    assert under == [[False, False]] * 2
+
+
+def test_what_a_node_holds_survives_collections_beside_other_threads() -> None:
+    """Its weak references too: fails within a second or two where the collector goes on from tensors to nodes."""
+    x, big, stop, cleared = torch.ones(1, requires_grad=True), torch.ones(4_000_000), threading.Event(), []
+
+    def use() -> None:
+        chance = random.Random(0)
+        while not stop.is_set():
+            held = Held()
+            reference, (y, _) = weakref.ref(held), held_by(held, x)
+            del held, _
+            y.float_power(big[: chance.randrange(500_000, len(big))])  # comes to own y in the midst of it
+            if reference() is None:
+                cleared.append(y.grad_fn)
+
+    threads = [threading.Thread(target=use) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        end = time.monotonic() + 2
+        while time.monotonic() < end and not cleared:
+            gc.collect()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not cleared
+
+
+class Held:
+    """What can be referred to weakly."""
