@@ -12,7 +12,7 @@ demo: .venv/.installed
 
 test: .venv/.installed
 	@echo "== tests"
-	@$(BIN)/python -m pytest -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -n 3 --dist worksteal
 
 lint: .venv/.installed
 	@echo "== ruff and pyright"

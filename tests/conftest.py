@@ -3,7 +3,7 @@ from __future__ import annotations
 import gc
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: two workers take both cores
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
 
 import torch
 from hypothesis import HealthCheck, settings

@@ -190,7 +190,7 @@ def test_a_loss_that_jumps_is_a_spike(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_resumed_run_is_one_that_was_never_stopped(tmp_path: Path) -> None:
     """To the bit, on the same number of ranks, wherever it was killed."""
-    options = ("--steps", "12", "--save-every", "3", "--dtype", "fp32", "--eval-every", "12")
+    options = ("--steps", "6", "--save-every", "2", "--dtype", "fp32", "--eval-every", "6")
     whole, stopped = tmp_path / "whole", tmp_path / "stopped"
     start(*options, out=whole).communicate(timeout=120)
     process = start(*options, out=stopped)

@@ -73,7 +73,7 @@ class Checkpoints:
     ) -> tuple[TrainState, Any] | None:
         """The state and the `extra` of the newest checkpoint that is whole; None where none was ever saved.
 
-        Where the newest is damaged, it is the one before, with a warning that says so.
+        Where the newest is damaged, or its subfolder empty, it is the one before, with a warning that says so.
 
         Args:
             step: as of `fz.load`.
@@ -87,7 +87,13 @@ class Checkpoints:
         asked = lambda name: Wanted("fz.load", f"{self.folder}/{name}", like, pattern, lossy, lenient)
         axis = step.axis()
         found, damaged = self._found(axis), dict[str, str]()
-        while names := [name for name, begun in found.items() if not begun and name not in damaged]:
+        if axis.data_rank == 0 and (newest := next(iter(found), None)) is not None and found[newest] is None:
+            warnings.warn(
+                f"fz.Checkpoints: {self.folder}/{newest} is empty, and passed over: a save was killed as it began, or "
+                "somebody has removed its files.",
+                stacklevel=2,
+            )
+        while names := [name for name, ended in found.items() if ended and name not in damaged]:
             try:
                 out = load_both(lambda: asked(names[0]), step, params_only)
             except (DamagedCheckpoint, FileNotFoundError) as error:
@@ -118,13 +124,14 @@ class Checkpoints:
         names = [name for name in self._there.folders() if _NAME.fullmatch(name)]
         return sorted(names, key=lambda name: int(name.split("-")[0]), reverse=True)
 
-    def _found(self, axis: Axis) -> dict[str, bool]:
-        """The subfolders that rank 0 sees, newest first, and whether each is a save that never ended."""
+    def _found(self, axis: Axis) -> dict[str, bool | None]:
+        """The subfolders that rank 0 sees, newest first, and whether each is a save that has ended; None if empty."""
 
         def look() -> str:
             self._need_folder()
             names = {name: self._there.child(name).names() for name in self._names()} if axis.data_rank == 0 else {}
-            return json.dumps({name: NAME not in own and (LOCK in own or not own) for name, own in names.items()})
+            ended = {name: (NAME in own or LOCK not in own) if own else None for name, own in names.items()}
+            return json.dumps(ended)
 
         return json.loads(axis.exchange(agreed(axis, look), "restore")[0])
 

@@ -289,6 +289,18 @@ def test_a_damaged_one_is_not_counted(tmp_path: Path) -> None:
     assert run_ranks(rank_main, 2) == [{"number": 4}] * 2
 
 
+def test_a_newest_one_that_was_emptied_is_told(tmp_path: Path) -> None:
+    kept = fz.Checkpoints(tmp_path)
+    for number in range(2):
+        kept.save(step_of().init(params()), number)
+    for path in tmp_path.glob("000002*/*"):
+        path.unlink()
+    with pytest.warns(UserWarning, match=r"000002-update-0 is empty, and passed over"):
+        found = kept.restore(step_of())
+    assert found is not None and found[1] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.* is empty, and passed over")  # between the folder and its first file
 def test_a_folder_that_is_restored_from_while_another_run_saves_there(tmp_path: Path) -> None:
     state, ended = step_of().init(params()), threading.Event()
     fz.Checkpoints(tmp_path, keep=1).save(state, 0)

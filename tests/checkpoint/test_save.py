@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import json
@@ -9,6 +10,7 @@ import os
 import random
 import shutil
 import threading
+import time
 import weakref
 from collections import OrderedDict, namedtuple
 from pathlib import Path
@@ -188,6 +190,46 @@ def test_nothing_of_the_state_is_held_after_it(tmp_path: Path) -> None:
     assert not any(ref() is not None for ref in seen)
 
 
+@pytest.mark.parametrize("told", [False, True])
+def test_a_failed_save_holds_nothing_of_the_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, told: bool) -> None:
+    def full(descriptor: int, data: memoryview, offset: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "write", full)
+    state = trained(step_of())
+    seen = [weakref.ref(buffer) for buffer in state.params.entries.values()]
+    saving = fz.save_async(tmp_path, state)
+    if told:
+        with pytest.raises(OSError, match="No space left"):
+            saving.wait()
+    else:
+        while not saving.done:
+            time.sleep(0.01)
+    del state
+    assert not any(ref() is not None for ref in seen)
+    with contextlib.suppress(OSError):
+        saving.wait()
+
+
+def test_a_hashing_thread_that_cannot_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error, and no thread is left that waits for work."""
+    before = threading.active_count()
+
+    class Short(threading.Thread):
+        made = 0
+
+        def start(self) -> None:
+            Short.made += 1
+            if Short.made == 2:
+                raise RuntimeError("can't start new thread")
+            super().start()
+
+    monkeypatch.setattr(chunks.threading, "Thread", Short)
+    with pytest.raises(RuntimeError, match="can't start new thread"):
+        list(chunks.hashed([memoryview(bytes(100))], lambda piece: None, workers=2))
+    assert threading.active_count() == before
+
+
 def test_what_fails_in_the_background_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write, fails = files.write, [True]
 
@@ -234,11 +276,12 @@ def test_nothing_grows(tmp_path: Path, ranks: int) -> None:
         ({"seen": (1, 2)}, r"extra\['seen'\]: got tuple"),
         ({1: 2}, "got the key 1, expected a str"),
         ([torch.ones(2)], r"extra\[0\]: got a tensor"),
+        ([1 << 20000], r"extra\[0\]: got an int of 20001 bits, expected at most 14000"),
         ({"a": {"b": {2}}}, r"extra\['a'\]\['b'\]: got set"),
     ],
 )
 def test_extra_is_json(tmp_path: Path, extra: Any, match: str) -> None:
-    with pytest.raises(TypeError, match=match):
+    with pytest.raises((TypeError, ValueError), match=match):
         fz.save(tmp_path, trained(step_of()), extra)
 
 
@@ -251,6 +294,24 @@ def test_ranks_that_save_different_things(tmp_path: Path) -> None:
             fz.save(tmp_path, state, rank)
 
     run_ranks(rank_main, 2)
+
+
+def saves_of_two_components(rank: int, folder: str) -> list[str]:
+    """What each kind of save says where the ranks give it states whose tables and counts are alike."""
+    states, said = [step_of(2).init(params()) for _ in range(2)], []
+    for save in (fz.save, fz.save_safetensors, fz.compat.save_dcp):
+        with fz.testing.checked_collectives(False), pytest.raises(ValueError) as caught:
+            save(f"{folder}/{save.__name__}", states[rank])
+        said.append(str(caught.value))
+    return said
+
+
+def test_states_of_two_components_are_no_one_state(tmp_path: Path) -> None:
+    fn = functools.partial(saves_of_two_components, folder=str(tmp_path))
+    for first, *others in run_ranks(fn, 2, backend="processes"):
+        assert "rank 0 has component 'loss' [" in first
+        assert all("Call" in said and "on every rank" in said for said in others)
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,6 +334,7 @@ def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (lambda p, s: fz.load_extra(p), FileNotFoundError, "manifest.json"),
         (lambda p, s: fz.save("", s), ValueError, "expected the path of a folder"),
         (lambda p, s: fz.save(3, s), TypeError, "expected the path of a folder"),  # pyright: ignore
+        (lambda p, s: fz.save(Path("s3://bucket/run"), s), ValueError, "expected a URL as a str"),
         (lambda p, s: fz.save(p, s.params), TypeError, "expected what step.init"),
         (lambda p, s: fz.load(p, s), TypeError, "expected a step"),
         (lambda p, s: fz.Checkpoints(p, keep=0), ValueError, "at least 1"),
