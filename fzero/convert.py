@@ -12,11 +12,11 @@ from fzero.base.interrupts import as_found
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
-from fzero.state.checks import constants
+from fzero.state.checks import check_buffers, constants
 from fzero.state.init import check_tables, checksum
 from fzero.state.items import items_of
 from fzero.state.origin import Move, Origin, Source
-from fzero.state.sharded import Sharded
+from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves
@@ -32,7 +32,8 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     Args:
         state: of another step, without kept grads.
         step: whose policy, units, sharding or frozen leaves differ.
-        lossy: whether values may be rounded; otherwise a leaf that would be is an error.
+        lossy: whether values may be rounded; otherwise a leaf that would be is an error. Moments of a leaf that the
+            step freezes go in any case, as such leaves have none.
 
     Raises:
         ValueError: something would be lost, and what; kept grads; moments of another optimizer; the step's ranks hold
@@ -100,8 +101,11 @@ class _State(Origin):
     anew = "step.init(fz.gather(state.params))"
 
     def __init__(self, state: TrainState, sums: bool) -> None:
-        self.device, self.extras = state.params.device, state.signature.extras
         self._items = {item.name: item for item in items_of(state)}
+        for name, value in self._items.values():
+            if is_sharded(value):
+                check_buffers("convert", f"state.{name}", value)
+        self.device, self.extras = state.params.device, state.signature.extras
         self.kinds = {name: item.kind for name, item in self._items.items()}
         self.said: list[str] = []  # checksums of the params, which all ranks of the new state must have
         self._sums = sums

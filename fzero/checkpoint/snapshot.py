@@ -19,6 +19,7 @@ from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
+from fzero.state.checks import check_buffers
 from fzero.state.items import Item, items_of
 from fzero.state.sharded import is_sharded
 from fzero.state.train_state import TrainState, being_saved
@@ -78,8 +79,10 @@ class Snapshot:
         Raises:
             TypeError, ValueError: something in it cannot be kept.
         """
-        params, device, items = state.params, state.params.device, items_of(state)
+        params, items = state.params, items_of(state)
         for name, value in items:
+            if is_sharded(value):
+                check_buffers("fz.save", f"state.{name}", value)
             if isinstance(value, torch.Tensor) and (value.dtype not in CODES or value.layout != torch.strided):
                 raise TypeError(
                     f"state.{name}: got {named(value)}, expected a dense tensor of {', '.join(map(str, CODES))}: no "
@@ -95,7 +98,9 @@ class Snapshot:
             extra=extra,
             workers=workers,
             items=[Item(name, x.replaced() if is_sharded(x) else x) for name, x in items],
-            ready=None if device.type == "cpu" else torch.accelerator.current_stream(device).record_event(),
+            ready=None
+            if (device := params.device).type == "cpu"
+            else torch.accelerator.current_stream(device).record_event(),
         )
         being_saved.add(snapshot)
         return snapshot

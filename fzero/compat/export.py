@@ -19,6 +19,7 @@ from fzero.compat.headers import INDEX, SINGLE, Entry, index_of, planned
 from fzero.compat.models import NAMED
 from fzero.compat.names import Names, renamed
 from fzero.formats.formats import ALIGN
+from fzero.state.checks import check_buffers
 from fzero.state.sharded import Sharded
 
 _AT_ONCE = 1 << 22  # elements that are decoded at a time
@@ -45,6 +46,7 @@ class Export:
     ) -> None:
         self._folder, single = os.path.split(target) if target.endswith(".safetensors") else (target, None)
         self._tree, self._also, self.token = tree, dict(also), ""
+        check_buffers("fz.save_safetensors", "the tree", tree)
         self._names = {path: path if names is None else renamed(names, path) for path in tree}
         own = {path: dtype or tree.format(tree.layout.key_of[path][0]).dtype for path in tree}
         rows = [row for row in tree.layout.rows if row.path in own]

@@ -15,6 +15,7 @@ from fzero.checkpoint.copies import Sums, sums_of
 from fzero.checkpoint.staging import on_host
 from fzero.compat.moments import word_of
 from fzero.formats.formats import ALIGN
+from fzero.state.checks import check_buffers
 from fzero.state.items import items_in
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
@@ -80,6 +81,7 @@ class Writing:
             self._pieces[name, 0, value.numel()] = lambda start, stop: value.reshape(-1)[start:stop].clone()
 
     def _add(self, what: str, tree: Sharded, keys_of: Callable[[str], tuple[str, ...]]) -> None:
+        check_buffers("fz.compat.save_dcp", f"state.{what}", tree)
         self._trees[what] = tree
         for key in tree.groups:
             dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)

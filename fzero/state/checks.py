@@ -14,9 +14,9 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.state.sharded import Sharded, is_sharded, trees_of
+from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.state.train_state import TrainState
-from fzero.stores.away import Buffer
+from fzero.stores.away import Away, Buffer
 from fzero.table.spec import Spec, need_step
 
 
@@ -45,14 +45,35 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
             "the mesh that the state was made with."
         )
     for tree in trees_of((state.params, state.moments)):
-        of_it = tree.layout == layout
-        for key in tree.groups if of_it else layout.groups:
-            if not (of_it and tree.fits(key)):
-                raise ValueError(
-                    f"step: the buffers of leaf {layout.groups[key].slots[0].path!r} and its group in the state's "
-                    f"{tree.kind} are not of this state's leaves or sizes, expected {layout.shard_numel(key)} elements."
-                    " Put trees of the same init together, and map functions that keep shapes."
-                )
+        kind = "params" if tree.kind == "params" else "moments"
+        if tree.layout != layout:
+            raise ValueError(
+                f"step: the slices of leaf {layout.rows[0].path!r} and others in state.{kind} are of another state's "
+                "leaves. Put trees of the same init together."
+            )
+        check_buffers("step", f"state.{kind}", tree)
+
+
+def check_buffers(who: str, name: str, tree: Sharded) -> None:
+    """Refuses buffers that a function mapped over them has made something else than a tree's slices."""
+    for entry, buffer in (*tree.entries.items(), *tree.held_entries.items()):
+        key = group_of(entry)
+        if not isinstance(buffer, (torch.Tensor, Away)):
+            expected = "a buffer"
+        elif (
+            tree.kind != "values"
+            and tree.format(key).plain
+            and not (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
+        ):
+            expected = "numbers that are no integers"
+        elif entry in tree.entries and not tree.fits(key):
+            expected = f"{tree.layout.shard_numel(key)} elements in one dimension"
+        else:
+            continue
+        raise ValueError(
+            f"{who}: the slice of leaf {tree.layout.groups[key].slots[0].path!r} and its group in {name}: got "
+            f"{named(buffer)}, expected {expected}. Map functions that keep shapes."
+        )
 
 
 def check_optimizer(step: Spec, state: TrainState) -> None:

@@ -12,7 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named
 from fzero.base.interrupts import as_found
 from fzero.comm.linear import Wire, summed
-from fzero.state.checks import constants
+from fzero.state.checks import check_buffers, constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
 
@@ -57,6 +57,7 @@ def _nodes(tree: object) -> Sequence[object]:
 
 def _gather_one(tree: Sharded) -> object:
     leaves: list[torch.Tensor | None] = [None] * len(tree.layout.rows)
+    check_buffers("gather", "the tree", tree)
     for key in tree.groups:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
         follows = own.requires_grad and torch.is_grad_enabled()  # plain autograd follows the shards

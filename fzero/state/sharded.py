@@ -148,7 +148,10 @@ class Sharded(Mapping[str, torch.Tensor]):
     def fits(self, key: Key) -> bool:
         """Tells whether a group's buffers have the sizes that its layout says."""
         stored, numel = self.placed(key), self.layout.shard_numel(key)
-        return all(x.numel() * own.every == numel for own, x in zip(stored.format.parts, stored.parts, strict=True))
+        return all(
+            x.numel() * own.every == numel and (isinstance(x, Away) or x.ndim == 1)
+            for own, x in zip(stored.format.parts, stored.parts, strict=True)
+        )
 
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""

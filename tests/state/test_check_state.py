@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from pathlib import Path
 from typing import Any
 
 import optree
@@ -61,7 +63,32 @@ def test_buffers_that_are_not_of_the_states_leaves_are_refused(change: str) -> N
         state = state.replace(moments=other.moments)
     else:
         state = state.replace(params=other.params)
-    with pytest.raises(
-        ValueError, match=r"(?s)leaf .w. and its group in the state.s \w+ are not of this state.s leaves"
-    ):
+    with pytest.raises(ValueError, match=r"leaf .w. and (its group in state.\w+: got|others in .* of another state.s)"):
         step(state)
+
+
+MAPS = {
+    "longer": lambda x: torch.cat([x, x]),
+    "shorter": lambda x: x[:64],
+    "two dimensions": lambda x: x.reshape(2, -1),
+    "integers": lambda x: x.long(),
+    "no tensors": lambda x: 1.0,
+}
+
+
+@pytest.mark.parametrize("change", MAPS)
+@pytest.mark.parametrize("kind", ["params", "moments"])
+def test_what_is_mapped_into_something_else_goes_nowhere(tmp_path: Path, change: str, kind: str) -> None:
+    step, state = big()
+    mapped = optree.tree_map(MAPS[change], getattr(state, kind))
+    other = state.replace(**{kind: mapped})
+    verbs = [fz.save, fz.compat.save_dcp, *([fz.save_safetensors] if kind == "params" else [])]
+    for verb in (
+        lambda: step(other),
+        lambda: fz.gather(mapped),
+        lambda: fz.convert(other, step),
+        *(functools.partial(save, tmp_path / "it", other) for save in verbs),
+    ):
+        with pytest.raises(ValueError, match=r"leaf .w. and its group in .*: got .*, expected .*shapes"):
+            verb()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
