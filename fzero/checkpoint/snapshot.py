@@ -81,8 +81,6 @@ class Snapshot:
         """
         params, items = state.params, items_of(state)
         for name, value in items:
-            if is_sharded(value):
-                check_buffers("fz.save", f"state.{name}", value)
             if isinstance(value, torch.Tensor) and (value.dtype not in CODES or value.layout != torch.strided):
                 raise TypeError(
                     f"state.{name}: got {named(value)}, expected a dense tensor of {', '.join(map(str, CODES))}: no "
@@ -114,6 +112,7 @@ class Snapshot:
             del item
             if is_sharded(value):
                 scale = value.scale
+                check_buffers("fz.save", f"state.{name}", value)
                 for key in value.groups:
                     own = value.placed(key)
                     if lost := [part.dtype for part in own.format.parts if part.dtype not in CODES]:

