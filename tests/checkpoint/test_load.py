@@ -79,13 +79,13 @@ def ema(step: fz.Step) -> fz.Step:
     return step.with_state(fz.Extra("ema", "ema", lambda params: params.map(lambda p: p), update))
 
 
-def step_of(stage: int, scheme: str, keeps: bool = True) -> fz.Step:
+def step_of(stage: int, scheme: str, keeps: bool = True, scale: float = 65536.0) -> fz.Step:
     optimizer = fz.chain(
         fz.clip_by_global_norm(1.0), fz.partition({"head*": fz.sgd(0.1, momentum=0.9), "*": fz.adamw(0.01)})
     )
     step = fz.train_step(loss, optimizer, SCHEMES[scheme])
     step = STAGES[stage](step)
-    return fz.loss_scale(ema(step)) if keeps else step
+    return fz.loss_scale(ema(step), scale) if keeps else step
 
 
 def batch(rank: int) -> torch.Tensor:
@@ -97,11 +97,18 @@ def values(state: fz.TrainState) -> Any:
     trees = {"params": state.params, "moments": state.moments, "ema": state.extra["ema"]}
     if state.grads is not None:
         trees["grads"] = state.grads
-    return {**fz.gather(trees), "scale": state.extra["loss_scale"], "step": state.step, "seed": state.seed}
+    kept = 1.0 if state.grads is None else state.grads.scale
+    return {
+        **fz.gather(trees),
+        "kept": kept,
+        "scale": state.extra["loss_scale"],
+        "step": state.step,
+        "seed": state.seed,
+    }
 
 
-def saved(rank: int, folder: str, stage: int, scheme: str, kept: bool) -> Any:
-    step = step_of(stage, scheme)
+def saved(rank: int, folder: str, stage: int, scheme: str, kept: bool, scale: float) -> Any:
+    step = step_of(stage, scheme, scale=scale)
     state = step.init(params(), seed=3)
     for _ in range(2):
         state, _ = step(state, batch(rank))
@@ -112,8 +119,8 @@ def saved(rank: int, folder: str, stage: int, scheme: str, kept: bool) -> Any:
     return values(state)
 
 
-def loaded(rank: int, folder: str, stage: int, scheme: str) -> Any:
-    step = step_of(stage, scheme)
+def loaded(rank: int, folder: str, stage: int, scheme: str, scale: float) -> Any:
+    step = step_of(stage, scheme, scale=scale)
     state = fz.load(folder, step)
     assert fz.load_extra(folder) == {"seen": 2}
     out = values(state)
@@ -121,11 +128,19 @@ def loaded(rank: int, folder: str, stage: int, scheme: str) -> Any:
     return out, values(new)
 
 
-def check(folder: Path, first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool, **how: Any) -> None:
+def check(
+    folder: Path,
+    first: tuple[int, int],
+    second: tuple[int, int],
+    scheme: str,
+    kept: bool,
+    scale: float = 65536.0,
+    **how: Any,
+) -> None:
     (world, stage), (others, new) = first, second
-    save = functools.partial(saved, folder=str(folder), stage=stage, scheme=scheme, kept=kept)
-    before = run_ranks(save, world, **how)[0]
-    after, _ = run_ranks(functools.partial(loaded, folder=str(folder), stage=new, scheme=scheme), others, **how)[0]
+    same = {"folder": str(folder), "scheme": scheme, "scale": scale}
+    before = run_ranks(functools.partial(saved, stage=stage, kept=kept, **same), world, **how)[0]
+    after, _ = run_ranks(functools.partial(loaded, stage=new, **same), others, **how)[0]
     assert_trees_equal(after, before)
 
 
@@ -135,14 +150,15 @@ def check(folder: Path, first: tuple[int, int], second: tuple[int, int], scheme:
     second=st.sampled_from(OVER),
     scheme=st.sampled_from([*SCHEMES]),
     kept=st.booleans(),
+    scale=st.sampled_from((65536.0, 49.0, 0.3)),
     chunk=st.sampled_from((64, 200, 4 << 20)),  # bytes; slices are of some hundreds
 )
 def test_the_same_bits_over_any_ranks(
-    first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool, chunk: int
+    first: tuple[int, int], second: tuple[int, int], scheme: str, kept: bool, scale: float, chunk: int
 ) -> None:
     with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunks, "CHUNK", chunk)
-        check(Path(folder) / "it", first, second, scheme, kept)
+        check(Path(folder) / "it", first, second, scheme, kept, scale)
 
 
 SEVERAL = st.sampled_from([each for each in OVER if each[0] > 1])
@@ -155,6 +171,44 @@ def test_on_real_processes(first: tuple[int, int], second: tuple[int, int], sche
         for one, other in ((first, second), (second, first)):  # over what lies there
             check(Path(folder), one, other, scheme, kept, backend="processes")
         assert len(os.listdir(folder)) == second[0] + 1
+
+
+PATHS = [*fz.train_step(loss, fz.sgd(0.1)).init(params()).params]
+
+
+@given(data=st.data(), world=st.integers(1, 4), stage=st.integers(1, 5), scheme=st.sampled_from([*SCHEMES]))
+def test_a_value_that_other_ranks_have_otherwise_is_refused(data: Any, world: int, stage: int, scheme: str) -> None:
+    """One bit of one element, on one rank: by name where others hold that element, and saved where nobody does."""
+    rank, kind = data.draw(st.integers(0, world - 1)), data.draw(st.sampled_from(["params", "ema"]))
+    path = data.draw(st.sampled_from(PATHS))
+
+    def rank_main(own: int) -> str:
+        step = step_of(stage, scheme)
+        state, _ = step(step.init(params()), batch(own))
+        tree = state.params if kind == "params" else state.extra["ema"]
+        key, slot = tree.layout.key_of[path]
+        low = tree.rank_of(key) * tree.layout.shard_numel(key)
+        at = max(slot.offset - low, 0)
+        alone = True
+        if own == rank and at < min(tree.layout.shard_numel(key), slot.offset + slot.numel - low):
+            first = tree.names(key)[0]
+            changed = tree.placed(key).parts[0].clone()
+            changed[at] = 1 - changed[at]
+            tree = tree.replaced(buffers={**tree.entries, first: changed})
+            state = state.replace(**({"params": tree} if kind == "params" else {"extra": {**state.extra, "ema": tree}}))
+            alone = tree.axis_of(key).ranks == tree.axis_of(key).size
+        alone = all(text == "True" for text in state.params.axis.exchange(str(alone), "test"))
+        if alone:
+            fz.save(folder, state)
+            assert_trees_equal(values(fz.load(folder, step)), values(state))
+            return "saved"
+        with pytest.raises(OSError, match="hold different values of") as caught:
+            fz.save(folder, state)
+        assert kind in str(caught.value), caught.value
+        return "refused"
+
+    with tempfile.TemporaryDirectory() as folder:
+        assert len({*run_ranks(rank_main, world)}) == 1
 
 
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
