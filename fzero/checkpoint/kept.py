@@ -7,6 +7,7 @@ import functools
 import json
 import os
 import re
+import time
 import warnings
 from typing import Any
 
@@ -23,6 +24,7 @@ from fzero.comm.axis import Axis
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec, need_step
 
+_GLANCES = 4  # at a newest subfolder that is empty
 _NAME = re.compile(r"(\d{6,})-update-\d+")
 
 
@@ -97,6 +99,8 @@ class Checkpoints:
             try:
                 out = load_both(lambda: asked(names[0]), step, params_only)
             except (DamagedCheckpoint, FileNotFoundError) as error:
+                if isinstance(error, FileNotFoundError) and self._has_manifest(names[0], axis):
+                    raise  # a callable's of `like`, say
                 damaged[names[0]] = str(error)
                 found = self._found(axis)  # in which it is no more, if a run that saves has removed it meanwhile
                 continue
@@ -129,11 +133,24 @@ class Checkpoints:
 
         def look() -> str:
             self._need_folder()
-            names = {name: self._there.child(name).names() for name in self._names()} if axis.data_rank == 0 else {}
+            names = self._look(_GLANCES) if axis.data_rank == 0 else {}
             ended = {name: (NAME in own or LOCK not in own) if own else None for name, own in names.items()}
             return json.dumps(ended)
 
         return json.loads(axis.exchange(agreed(axis, look), "restore")[0])
+
+    def _look(self, glances: int) -> dict[str, list[str]]:
+        """What lies in each subfolder, newest first, which may be empty for a moment, as a save begins or ends."""
+        names = {name: self._there.child(name).names() for name in self._names()}
+        if glances > 1 and names and not next(iter(names.values())):
+            time.sleep(0.05)
+            return self._look(glances - 1)
+        return names
+
+    def _has_manifest(self, name: str, axis: Axis) -> bool:
+        """Whether rank 0 sees one in a subfolder."""
+        there = agreed(axis, lambda: axis.data_rank == 0 and NAME in self._there.child(name).names())
+        return axis.exchange(str(there), "restore")[0] == "True"
 
     def _need_folder(self) -> None:
         """Refuses what is no folder of checkpoints: nothing begins anew where there was something."""
@@ -143,8 +160,13 @@ class Checkpoints:
                 f"{self.folder}: got a checkpoint of fz.save, expected a folder of such folders. Load it with fz.load, "
                 "or give the folder that it lies in."
             )
-        if not own and not is_url(self.folder) and os.path.lexists(self.folder) and not os.path.isdir(self.folder):
-            raise NotADirectoryError(f"{self.folder}: got a file or a link to nothing, expected a folder.")
+        if own or is_url(self.folder):
+            return
+        first = self.folder
+        while not os.path.lexists(first):
+            first = os.path.dirname(first)
+        if not os.path.isdir(first):
+            raise NotADirectoryError(f"{first}: got a file or a link to nothing, expected a folder.")
 
     def _tidy(self) -> None:
         """Removes what is more than `keep`, and what was being removed as a run was killed."""

@@ -6,13 +6,14 @@ import contextlib
 import errno
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import torch
 
-from fzero.checkpoint.folder import NAME
+from fzero.checkpoint.folder import NAME, is_url
 from fzero.checkpoint.places import folder_at
 
 FORMAT, VERSION = "fzero checkpoint", 2
@@ -154,6 +155,8 @@ def read_manifest(folder: str) -> Manifest:
         ValueError: it is of a newer version.
     """
     path, there = f"{folder}/{NAME}", folder_at(folder)
+    if not is_url(folder) and os.path.isfile(folder):
+        raise NotADirectoryError(f"{folder}: got a file, expected the folder of a checkpoint, with its {NAME}.")
     try:
         with readable(path):
             text = there.read(NAME)

@@ -94,6 +94,7 @@ class Saving:
     def __init__(self, folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
         self.path, self._folder, self._board = folder.path, folder, board
         self._error: BaseException | None = None
+        self._process = os.getpid()
         self._told, self._ended = False, threading.Event()
         # the interpreter waits for it, and nothing but it holds the state
         begun, self._cancelled = threading.Event(), False
@@ -119,6 +120,11 @@ class Saving:
             self._ended.set()
 
     @property
+    def here(self) -> bool:
+        """Whether this process began it; one that is forked meanwhile has no thread that writes."""
+        return os.getpid() == self._process
+
+    @property
     def done(self) -> bool:
         """Whether it has ended, well or not."""
         return self._ended.is_set()
@@ -135,6 +141,11 @@ class Saving:
 
     def _join(self) -> bool:
         """Waits for its end; whether somebody has done so before, and knows how it ended."""
+        if not self._ended.is_set() and not self.here:
+            raise RuntimeError(
+                f"{self.path}: got a wait for a save that another process, {self._process}, has begun and was forked "
+                "from; expected one there. Wait before the fork, or in that process."
+            )
         self._ended.wait()  # an interrupted join would count as the thread's end (bpo-45274)
         self._thread.join()
         told, self._told = self._told, True
@@ -190,7 +201,7 @@ def begin(
     before = _last.get(own)
     error, snapshot, folder, said = None, None, "", list[str]()
     try:
-        if before is not None and (failed := before.untold()) is not None:
+        if before is not None and before.here and (failed := before.untold()) is not None:
             raise OSError(
                 f"fz.{who}: the save before this one has failed, and nobody waited for it: {before.path}: {failed}"
             ) from failed
@@ -231,27 +242,30 @@ def _difference(who: str, first: list[str], heard: list[tuple[list[str], list[st
     return None
 
 
+_DEEP = 200  # levels of `extra`: the manifest around it has some more, and Python's stack an end
 _BITS = 14_000  # of an int in `extra`: Python reads numbers of up to 4300 digits
 
 
 def _as_json(value: object, place: str) -> str:
-    try:
-        _need_json(value, place)
-        return json.dumps(value)
-    except RecursionError:
-        raise ValueError(f"{place}: got one that is nested too deeply, or holds itself; expected less depth.") from None
+    _need_json(value, place, _DEEP)
+    return json.dumps(value)
 
 
-def _need_json(value: object, place: str) -> None:
+def _need_json(value: object, place: str, levels: int) -> None:
     """Refuses what JSON would give back as something else."""
+    if not levels:
+        raise ValueError(
+            f"{place.partition('[')[0]}: got one that is nested too deeply, or holds itself; expected at most {_DEEP} "
+            "levels."
+        )
     if type(value) is dict:
         for key, item in value.items():
             if type(key) is not str:
                 raise TypeError(f"{place}: got the key {key!r}, expected a str: JSON has no other keys.")
-            _need_json(item, f"{place}[{key!r}]")
+            _need_json(item, f"{place}[{key!r}]", levels - 1)
     elif type(value) is list:
         for number, item in enumerate(value):
-            _need_json(item, f"{place}[{number}]")
+            _need_json(item, f"{place}[{number}]", levels - 1)
     elif type(value) is int and value.bit_length() > _BITS:
         raise ValueError(
             f"{place}: got an int of {value.bit_length()} bits, expected at most {_BITS}: Python reads no longer ones "

@@ -111,11 +111,11 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
             with contextlib.suppress(OSError):
                 then()
     except BaseException as error:
-        _drop(folder, _name(0, ranks, board.token))
-        said = _words(error, folder)
+        said = _words(error, folder)  # told first: the others wait for it
         if not begun:
             board.post("begun", said)
         board.post("ended", said)
+        _drop(folder, _name(0, ranks, board.token))
         raise
     board.post("ended", _WELL)
 
@@ -203,7 +203,7 @@ def _names_before(folder: Folder) -> set[str] | None:
 
 def _drop(folder: Folder, name: str) -> None:
     """Removes a file of a save that has failed; not where the manifest names it, as it failed too late to matter."""
-    with contextlib.suppress(OSError):  # the next save removes it
+    with contextlib.suppress(Exception):  # the next save removes it
         keep = _names_before(folder)
         if keep is not None and name not in keep:
             folder.remove(name)

@@ -59,6 +59,12 @@ class Writing:
                 "updates: torch's checkpoints have one for each leaf. Say optim=None to leave the moments out."
             )
         count = next(iter(counts), state.step)
+        if optim is not None and (count != state.step or torch.tensor(float(count), device="cpu").item() != count):
+            raise ValueError(
+                f"fz.compat.save_dcp: state.step is {state.step} and the optimizer has counted {count} updates, "
+                "expected one number of at most 2**24: torch's checkpoints have the optimizer's alone, in float32. Say "
+                "optim=None to leave the moments out, or use fz.save."
+            )
         for path in state.params if optim is not None else ():
             self._one(names(path, "step"), torch.tensor(float(count), device="cpu"))
         self._planner = Save(self._pieces, self.known)
