@@ -35,9 +35,19 @@ def sum_of(layout: Layout, found: Sequence[Run], part: int, name: str, buffer: t
     return {f"{name} of leaf {layout.rows[found[0].leaf].path!r} and what is with it{more}": f"{total:08x}"}
 
 
+def whole_sums(tree: Sharded, name: str) -> Sums:
+    """The checksums of groups that every rank holds in full and nowhere else, as params in ZeRO-1 and 2."""
+    out: Sums = {}
+    for key, full in tree.held_entries.items():
+        if key not in tree.entries and tree.axis_of(key).size > 1:
+            for part, found in runs(tree.layout, key, tree.format(key), 0, tree.layout.groups[key].numel):
+                out |= sum_of(tree.layout, found, part, name, tensor_of(full).detach())
+    return out
+
+
 def sums_of(tree: Sharded, name: str) -> Sums:
     """The checksums of those groups of a tree that other ranks hold, too."""
-    out: Sums = {}
+    out: Sums = whole_sums(tree, name)
     for key in tree.groups:
         if size := held(tree, key):
             placed, base = tree.placed(key), tree.rank_of(key) * size

@@ -223,7 +223,9 @@ def begin(
     if error is not None:
         raise error
     assert snapshot is not None
-    _last[own] = saving = Saving(folder_at(folder), snapshot, Board(token, axis.ranks, axis.timeout), then)
+    _last[own] = saving = Saving(
+        folder_at(folder), snapshot, Board(token, axis.ranks, axis.timeout, axis.data_rank), then
+    )
     return saving
 
 

@@ -113,6 +113,7 @@ class Snapshot:
             if is_sharded(value):
                 scale = value.scale
                 check_buffers("fz.save", f"state.{name}", value)
+                self.sums |= copies.whole_sums(value, f"{name} in full")
                 for key in value.groups:
                     own = value.placed(key)
                     if lost := [part.dtype for part in own.format.parts if part.dtype not in CODES]:

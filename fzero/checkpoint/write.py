@@ -57,15 +57,15 @@ def abandon(board: Board, rank: int, ranks: int) -> None:
 
 def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: int) -> None:
     lead = lambda: f"{folder.path}: rank 0 of this save has not been heard of"
-    if (said := board.read("begun", lead)) != _WELL:
+    if (said := board.read("begun", 0, lead)) != _WELL:
         raise OSError(said)
     try:
-        board.post(str(rank), json.dumps([_WELL, *_write_own(folder, snapshot, board.token)]))
+        board.post(str(rank), json.dumps([_WELL, *_write_own(folder, snapshot, board)]))
     except BaseException as error:
         board.post(str(rank), json.dumps([_words(error, folder)]))
         raise
     finally:
-        if (said := board.read("ended", lead)) != _WELL:
+        if (said := board.read("ended", 0, lead)) != _WELL:
             _drop(folder, _name(rank, ranks, board.token))
     if said != _WELL:
         raise OSError(said)
@@ -87,10 +87,10 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                 _clear(folder, before)
             board.post("begun", _WELL)
             begun = True
-            written = [_write_own(folder, snapshot, board.token)]
+            written = [_write_own(folder, snapshot, board)]
             for rank in range(1, ranks):
                 late = lambda rank=rank: f"{folder.path}: rank {rank} has not written its file"
-                said, *record = json.loads(board.read(str(rank), late))
+                said, *record = json.loads(board.read(str(rank), rank, late))
                 if said != _WELL:
                     raise OSError(f"rank {rank}: {said}")
                 written.append(_Written(*record))
@@ -100,6 +100,7 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
             _look(folder, written)
             manifest = _manifest(snapshot, board.token, written)
             still()
+            board.need_all()
             folder.replace(NAME, manifest.text())
             with contextlib.suppress(OSError):  # it is whole; what is left over goes with the next save
                 if folder.guarded:
@@ -131,17 +132,22 @@ def _name(rank: int, ranks: int, token: str) -> str:
     return f"{rank:05d}-of-{ranks:05d}.{token}.safetensors"
 
 
-def _write_own(folder: Folder, snapshot: Snapshot, token: str) -> _Written:
+def _write_own(folder: Folder, snapshot: Snapshot, board: Board) -> _Written:
     """Writes this rank's file."""
     snapshot.unfold()
     shared = snapshot.shared()
     pieces = snapshot.pieces()
     header = snapshot.header(pieces)
-    name = _name(snapshot.axis.data_rank, snapshot.axis.ranks, token)
+    name = _name(snapshot.axis.data_rank, snapshot.axis.ranks, board.token)
     nbytes = len(header) + sum(piece.nbytes for piece, _ in pieces)
     with folder.writing(name, nbytes) as put:
+
+        def put_next(piece: memoryview) -> None:
+            put(piece)
+            board.go_on()
+
         put(memoryview(header))
-        said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put, snapshot.workers)]
+        said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put_next, snapshot.workers)]
     placed = [own._replace(offset=own.offset + len(header)) for own, _ in pieces]
     return _Written(name, nbytes, said, placed, shared, snapshot.sums)
 

@@ -42,14 +42,14 @@ def traversal_of(
     params, table = state.params, step.table(state.layout)
     uses, primals, fixed = {}, {}, {}
     # in ZeRO-1 and 2 one rank alone may run forward
-    numbered = derived or table.gathers
+    numbered = derived or table.gathers or bool(params.stale)
     axis = params.axis.of_next_run(state.step) if numbered and params.axis.ranks > 1 else params.axis
     for key in params.groups:
         row = params.layout.groups[key].row
         policy = row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
         later = unreduced and sums_whole(params, key)
-        held = params.held_entries.get(key)
+        held = params.held_entries.get(key) if key not in params.stale else None
         shard = params.placed(key) if key in params.entries else _stand_in(params, key)
         rounded = not row.frozen and (later or policy.reduce != policy.param)
         placeholder = fused or not shard.format.plain or shard.away or rounded

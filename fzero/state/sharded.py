@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
@@ -33,6 +34,8 @@ class Sharded(Mapping[str, torch.Tensor]):
         scale: what these values are multiplied by (the loss scale, for grads).
         kind: "params", or "signed" or "nonnegative" (moments), stored in their policy's formats; otherwise "values".
         draw: what an update of these params rounds with.
+        stale: the groups whose full buffers are no longer made of the slices, as a function was mapped over both: runs
+            gather the slices instead, until an update does.
     """
 
     def __init__(
@@ -45,9 +48,10 @@ class Sharded(Mapping[str, torch.Tensor]):
         scale: float = 1.0,
         kind: str = "values",
         draw: Draw | None = None,
+        stale: frozenset[Key] = frozenset(),
     ) -> None:
         self.layout, self.axis, self.structure, self.scale = layout, axis, structure, scale
-        self.kind, self.draw = kind, draw
+        self.kind, self.draw, self.stale = kind, draw, stale
         self._buffers = {name: owned(x) for name, x in buffers.items()}
         self._held = {name: owned(x) for name, x in (held or {}).items()}
         self.away = any(isinstance(x, Away) for own in (self._buffers, self._held) for x in own.values())
@@ -210,7 +214,7 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def replaced(self, **changes: Any) -> Sharded:
         """A new tree with some of the constructor's arguments changed; buffers are shared."""
-        names = ("layout", "axis", "structure", "scale", "kind", "draw")
+        names = ("layout", "axis", "structure", "scale", "kind", "draw", "stale")
         own: dict[str, Any] = {name: getattr(self, name) for name in names}
         return Sharded(**{**own, "buffers": self.entries, "held": self.held_entries, **changes})
 
@@ -246,14 +250,19 @@ class Sharded(Mapping[str, torch.Tensor]):
 
 
 def _flatten(tree: Sharded) -> tuple[tuple[torch.Tensor, ...], object]:
-    rest = pytree.Unseen((tree.structure, tree.scale, tree.kind, tree.draw))
-    metadata = _Static(tree.layout, tree.axis, tuple(tree.entries), tuple(tree.held_entries), rest)
-    return (*tree.buffers.values(), *tree.held.values()), metadata
+    children = (*tree.buffers.values(), *tree.held.values())
+    twice = frozenset(tree.held_entries.keys() & tree.entries.keys())  # stored in slices, and in full beside
+    those = [weakref.ref(child) for child in children if isinstance(child, torch.Tensor)] if twice else []
+    rest = pytree.Unseen(((tree.structure, tree.scale, tree.kind, tree.draw, tree.stale), twice, those))
+    return children, _Static(tree.layout, tree.axis, tuple(tree.entries), tuple(tree.held_entries), rest)
 
 
 def _unflatten(metadata: _Static, children: tuple[torch.Tensor, ...]) -> Sharded:
     layout, axis, names, held, rest = metadata
-    structure, *others = rest.value
+    (structure, *others, stale), twice, those = rest.value
+    if twice and not (len(those) == len(children) and all(x is ref() for x, ref in zip(children, those, strict=True))):
+        stale = stale | twice
+    others.append(stale)
     buffers = dict(zip(names, children, strict=False))
     tree = Sharded(layout, axis, structure, buffers, dict(zip(held, children[len(names) :], strict=True)), *others)
     for key in tree.groups if tree.kind != "values" else ():

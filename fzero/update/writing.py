@@ -112,7 +112,9 @@ class Writing:
         return memory_of(self.tree.layout.groups[group_of(name)].row, self.kind)
 
     def finished(self) -> Sharded:
-        return self.tree.replaced(buffers=self.entries, held=self.held)
+        return self.tree.replaced(
+            buffers=self.entries, held=self.held, stale=self.tree.stale - frozenset(self.tree.layout.trainable)
+        )
 
     def forget(self) -> None:
         """Leaves what was brought and not written."""

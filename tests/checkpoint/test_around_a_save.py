@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import datetime
 import errno
+import functools
 import os
 import random
 import signal
@@ -17,7 +19,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.checkpoint import files
+from fzero.checkpoint import chunks, files
 from fzero.testing import assert_trees_equal, run_ranks
 
 
@@ -341,3 +343,123 @@ def test_local_urls(tmp_path: Path, path: str, is_folder: bool) -> None:
     else:
         with pytest.raises(ValueError, match="the URL of an absolute path"):
             fz.save(own, state)
+
+
+# ---- ranks that take their time
+
+
+def slow_save(rank: int, folder: str, slow: int, pieces: float) -> str:
+    """What a save says where one rank's writes take so many times the process group's timeout."""
+    timeout, write = 2.0, files.write
+    group: Any = torch.distributed.new_group(timeout=datetime.timedelta(seconds=timeout))
+    mesh = torch.distributed.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
+
+    def slowly(descriptor: int, data: memoryview, offset: int) -> None:
+        if rank == slow and len(data) > 1000:
+            time.sleep(timeout * pieces)
+        write(descriptor, data, offset)
+
+    step = fz.shard_zero3(fz.train_step(lambda p: p["w"].sum(), fz.sgd(0.1)), mesh=mesh)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(chunks, "CHUNK", 4096)
+        patch.setattr(files, "write", slowly)
+        try:
+            fz.save(folder, step.init({"w": torch.ones(8000)}))
+            return "saved"
+        except OSError as error:
+            return str(error)
+
+
+@pytest.mark.parametrize("slow", [0, 1])
+@pytest.mark.parametrize(("pieces", "saved"), [(0.5, True), (2.5, False)])
+def test_a_rank_that_is_slower_than_the_timeout(tmp_path: Path, slow: int, pieces: float, saved: bool) -> None:
+    """Who gets on is waited for; otherwise it has failed on every rank."""
+    fn = functools.partial(slow_save, folder=str(tmp_path), slow=slow, pieces=pieces)
+    said = run_ranks(fn, 2, backend="processes")
+    assert all((text == "saved") == saved for text in said), said
+    assert (tmp_path / "manifest.json").exists() == saved
+
+
+# ---- what was found by others
+
+
+def test_a_file_that_a_callable_misses_is_no_damage(tmp_path: Path) -> None:
+    kept = fz.Checkpoints(tmp_path)
+    for number in range(2):
+        kept.save(step_of().init(params()), number)
+
+    def missing() -> torch.Tensor:
+        calls.append(1)
+        if len(calls) > 1:
+            raise FileNotFoundError("/data/head.pt")
+        return torch.ones(5)
+
+    calls: list[int] = []
+    with pytest.raises(FileNotFoundError, match=r"/data/head.pt"):
+        kept.restore(step_of(), like={**params(), "head": missing}, pattern="blocks*")
+
+
+def test_a_forked_process_does_not_wait_for_its_parents_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    go, write = threading.Event(), files.write
+
+    def late(*given: Any) -> None:
+        go.wait(60)
+        write(*given)
+
+    monkeypatch.setattr(files, "write", late)
+    state = step_of().init(params())
+    saving = fz.save_async(tmp_path / "it", state)
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            signal.alarm(20)
+            go.set()
+            try:
+                saving.wait()
+            except RuntimeError as error:
+                code = 0 if "another process" in str(error) else 2
+            fz.save(tmp_path / "own", state)
+        except BaseException:
+            code = 3
+        os._exit(code)
+    _, status = os.waitpid(child, 0)
+    go.set()
+    saving.wait()
+    assert status == 0 and fz.load(tmp_path / "own", step_of()).step == 0
+
+
+def test_ranks_at_different_verbs_are_told(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        state = step_of(2).init(params())
+        fz.save(tmp_path, state)
+        with (
+            fz.testing.checked_collectives(False),
+            pytest.raises(RuntimeError, match=r"diverged: rank 0 is at 'save', rank 1 at 'load'"),
+        ):
+            fz.save(tmp_path, state) if rank == 0 else fz.load(tmp_path, step_of(2))
+
+    run_ranks(rank_main, 2)
+
+
+def test_counts_that_dcp_has_no_place_for(tmp_path: Path) -> None:
+    state = step_of().init(params())
+    with pytest.raises(ValueError, match=r"state.step is 100 and the optimizer has counted 0"):
+        fz.compat.save_dcp(tmp_path, state.replace(step=100))
+    fz.compat.save_dcp(tmp_path, state.replace(step=100), optim=None)
+
+
+def test_paths_of_files(tmp_path: Path) -> None:
+    fz.save(tmp_path / "it", step_of().init(params()))
+    with pytest.raises(NotADirectoryError, match="got a file, expected the folder of a checkpoint"):
+        fz.load(tmp_path / "it" / "manifest.json", step_of())
+    with pytest.raises(NotADirectoryError, match="got a file or a link to nothing, expected a folder"):
+        fz.Checkpoints(tmp_path / "it" / "manifest.json" / "run").restore(step_of())
+
+
+def test_an_extra_that_is_too_deep(tmp_path: Path) -> None:
+    extra: Any = 0
+    for _ in range(900):
+        extra = [extra]
+    with pytest.raises(ValueError, match=r"fz.save: extra: got one that is nested too deeply"):
+        fz.save(tmp_path, step_of().init(params()), extra)

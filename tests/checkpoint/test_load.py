@@ -190,7 +190,12 @@ def test_a_value_that_other_ranks_have_otherwise_is_refused(data: Any, world: in
         low = tree.rank_of(key) * tree.layout.shard_numel(key)
         at = max(slot.offset - low, 0)
         alone = True
-        if own == rank and at < min(tree.layout.shard_numel(key), slot.offset + slot.numel - low):
+        if own == rank and key not in tree.entries:  # it is held in full, by every rank
+            changed = tree.held[key].clone()
+            changed[slot.offset] = 1 - changed[slot.offset]
+            state = state.replace(params=tree.replaced(held={**tree.held_entries, key: changed}))
+            alone = tree.axis_of(key).ranks == 1
+        elif own == rank and at < min(tree.layout.shard_numel(key), slot.offset + slot.numel - low):
             first = tree.names(key)[0]
             changed = tree.placed(key).parts[0].clone()
             changed[at] = 1 - changed[at]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import fzero as fz
+from fzero.testing import run_ranks
 
 PARAMS = {"w": torch.ones(2)}
 
@@ -92,3 +93,38 @@ def test_what_is_mapped_into_something_else_goes_nowhere(tmp_path: Path, change:
         with pytest.raises((ValueError, OSError), match=r"leaf .w. and its group in .*: got .*, expected .*shapes"):
             verb()
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and path.name != "saving"]
+
+
+@pytest.mark.parametrize("policy", [fz.Policy(compute=torch.bfloat16), fz.Policy.compact24(), fz.Policy.exact()])
+@pytest.mark.parametrize("remat", [False, True])
+def test_what_is_mapped_is_the_same_at_every_stage_and_from_every_file(
+    tmp_path: Path, policy: fz.Policy, remat: bool
+) -> None:
+    """Also where ranks keep slices, and beside them full copies that a function is mapped over, too."""
+
+    def value(step: fz.Step, state: fz.TrainState) -> list[float]:
+        after, _ = step(state, x)
+        return [step.forward(state, x).item(), step.forward(after, x).item(), *fz.gather(after.params)["w"].tolist()]
+
+    def rank_main(rank: int) -> None:
+        plain = fz.train_step(lambda p, x: (p["w"] * x.to(p["w"].dtype)).sum().float(), fz.adamw(0.1), policy)
+        plain = fz.remat(plain) if remat else plain
+        expected = None
+        for stage in (fz.shard_zero3, fz.shard_zero2, fz.shard_zero1):
+            step = stage(plain)
+            state = step.init({"w": torch.linspace(0.0, 1.0, 200)})
+            change = (
+                (lambda t: t.flip(0)) if state.params.format(state.params.groups[0]).plain else (lambda t: t.roll(1))
+            )
+            for mapped in (state, mapped_by(change, state.params), mapped_by(torch.clone, state.params)):
+                mapped = state if mapped is state else state.replace(params=mapped)
+                fz.save(tmp_path / "it", mapped)
+                own = value(step, mapped)
+                assert value(step, fz.load(tmp_path / "it", step)) == own
+                assert value(step, fz.convert(mapped, step)) == own
+            expected = expected or own
+            assert own == expected  # of the values as they began
+
+    mapped_by: Any = optree.tree_map
+    x = torch.linspace(1.0, 3.0, 200)
+    run_ranks(rank_main, 2)
