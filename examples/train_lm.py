@@ -116,9 +116,10 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     held_out_curve: list[tuple[int, float]] = [(done, loss) for done, loss in progress["held out"]]
     seen: int = progress["seen"]  # examples, over all ranks
 
-    def save() -> fz.Saving:
-        curves = {"train": train_curve, "held out": [list(pair) for pair in held_out_curve]}
-        return kept.save_async(state, {"seen": seen, **curves, "options": kept_options(args)})
+    def save(state: fz.TrainState, done: int, seen: int, skipped: int) -> fz.Saving:
+        held_out = [list(pair) for pair in held_out_curve if pair[0] <= done]
+        curves = {"train": train_curve[:done], "held out": held_out}
+        return kept.save_async(state, {"seen": seen, "skipped": skipped, **curves, "options": kept_options(args)})
 
     bar = tqdm(
         total=args.steps,
@@ -127,23 +128,24 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         disable=rank != 0,
         mininterval=0.5 if sys.stderr.isatty() else 10,
     )
-    seconds, taken, skipped, stopped = 0.0, 0, 0, False
+    seconds, taken, stopped = 0.0, 0, False
+    skipped: int = progress.get("skipped", 0)  # batches in a row
     saving: fz.Saving | None = None
     saved = seen
-    before: deque[tuple[fz.TrainState, int]] = deque(maxlen=GIVES_UP)  # states, and how many losses there were
+    before: deque[tuple[fz.TrainState, int, int, int]] = deque(maxlen=GIVES_UP)  # as `save` takes them
     while len(train_curve) < args.steps and not (stopped := any_rank(stop(), device)):
         started = time.perf_counter()
         tokens, targets = batch_at(train_text, seen + rank * args.batch, args, device)
-        seen += ranks * args.batch
         if args.rollback:
-            before.append((state, len(train_curve)))
+            before.append((state, len(train_curve), seen, skipped))
+        seen += ranks * args.batch
         state, metrics = step(state, tokens, targets)
         loss = metrics["loss"].item()
         if args.rollback and is_spike(loss, train_curve):
             skipped, after = skipped + 1, before[-1][0].step
             if skipped > 1 and len(before) > 1:
                 before.pop()  # not the batch raised the loss, but the update before
-            state, done = before.pop()
+            state, done, *_ = before.pop()
             del train_curve[done:]
             held_out_curve = [pair for pair in held_out_curve if pair[0] <= done]
             bar.update(done - bar.n)
@@ -158,7 +160,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         if done % args.eval_every == 0:
             held_out_curve.append((done, held_out_loss(step, state, held_out)))
         if done % args.save_every == 0:
-            saving, saved = save(), seen
+            saving, saved = save(state, done, seen, skipped), seen
             before.clear()  # a run that is resumed here has no others
         speed = taken * ranks * tokens.numel() / seconds
         bar.set_postfix_str(
@@ -168,8 +170,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         )
         bar.update()
     bar.close()
-    if saved != seen:
-        saving = save()
+    if saved != seen:  # a run that is resumed has no states to go back to, so that it begins at the oldest
+        saving = save(*(before[0] if before and stopped else (state, len(train_curve), seen, skipped)))
     if saving is not None:
         saving.wait()
     if held_out_curve[-1][0] < len(train_curve):
