@@ -9,6 +9,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
 from fzero.base.interrupts import as_found
+from fzero.checkpoint.copies import Sums, need_same, sums_of
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
@@ -61,6 +62,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         moves = axis != old.axis  # to other ranks
         axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
         origin = _State(state, sums=moves and axis.ranks > 1)
+        need_same(old.axis, origin.copies(), "convert")
         move = Move(origin, step, old.device, lossy)
         layout = Layout.build(rows, axis.size)
         check_tables(step, layout, axis, f"update {state.step}, lossy {lossy}")
@@ -109,6 +111,11 @@ class _State(Origin):
         self.kinds = {name: item.kind for name, item in self._items.items()}
         self.said: list[str] = []  # checksums of the params, which all ranks of the new state must have
         self._sums = sums
+
+    def copies(self) -> Sums:
+        """The checksums of what other ranks hold, too."""
+        trees = {name: value for name, value in self._items.values() if is_sharded(value)}
+        return {said: own for name, tree in trees.items() for said, own in sums_of(tree, name).items()}
 
     def tree(self, name: str) -> Source:
         return _Tree(self._items[name].value, self.said if self._sums and name == "params" else None)

@@ -18,10 +18,15 @@ from fzero.table.layout import Key, Layout
 Sums = dict[str, str]  # what a rank holds -> its checksum
 
 
+def _is_whole(tree: Sharded, key: Key) -> bool:
+    """Tells whether every rank holds a group in full and nowhere else, as params in ZeRO-1 and 2."""
+    return key in tree.held_entries and key not in tree.entries and tree.axis_of(key).size > 1
+
+
 def held(tree: Sharded, key: Key) -> int:
-    """The elements of this rank's buffer of a group that other ranks hold, too; 0 where it is the only one."""
+    """The elements of this rank's slice of a group that other ranks hold, too; 0 where none does, or all in full."""
     axis = tree.axis_of(key)
-    return tree.layout.shard_numel(key) if axis.ranks > axis.size else 0
+    return tree.layout.shard_numel(key) if axis.ranks > axis.size and not _is_whole(tree, key) else 0
 
 
 def sum_of(layout: Layout, found: Sequence[Run], part: int, name: str, buffer: torch.Tensor) -> Sums:
@@ -36,10 +41,10 @@ def sum_of(layout: Layout, found: Sequence[Run], part: int, name: str, buffer: t
 
 
 def whole_sums(tree: Sharded, name: str) -> Sums:
-    """The checksums of groups that every rank holds in full and nowhere else, as params in ZeRO-1 and 2."""
+    """The checksums of groups that every rank holds in full."""
     out: Sums = {}
     for key, full in tree.held_entries.items():
-        if key not in tree.entries and tree.axis_of(key).size > 1:
+        if _is_whole(tree, key):
             for part, found in runs(tree.layout, key, tree.format(key), 0, tree.layout.groups[key].numel):
                 out |= sum_of(tree.layout, found, part, name, tensor_of(full).detach())
     return out

@@ -100,10 +100,7 @@ class Writing:
 
     def sums(self) -> Sums:
         """The checksums of what other ranks hold, too."""
-        out: Sums = {}
-        for name, tree in self._trees.items():
-            out |= sums_of(tree, name)
-        return out
+        return {said: own for name, tree in self._trees.items() for said, own in sums_of(tree, name).items()}
 
     def plan(self) -> str:
         from fzero.compat.planners import text_of
