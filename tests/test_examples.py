@@ -206,20 +206,7 @@ def test_a_run_that_rolls_back_is_resumed_as_if_never_stopped(
     monkeypatch.setattr(module, "batch_at", noted)
     monkeypatch.setattr(module, "is_spike", lambda loss, curve: at[0] // batch in spikes)
     monkeypatch.setattr(module, "standard_library", lambda *_: (text, text[:5000]))
-    options = [
-        *TINY,
-        "--ranks",
-        "1",
-        "--stage",
-        "0",
-        "--dtype",
-        "fp32",
-        "--rollback",
-        "--steps",
-        "9",
-        "--save-every",
-        "50",
-    ]
+    options = [*TINY, *"--ranks 1 --stage 0 --dtype fp32 --rollback --steps 9 --save-every 50".split()]
 
     def rank_main(rank: int, stop_at: int) -> Any:
         out, asked = tmp_path / str(stop_at), itertools.count(1)

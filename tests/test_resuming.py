@@ -130,7 +130,8 @@ def check_as_if_it_had_not_been(demo: Demo, tmp_path: Path, skipped: int, stops:
         extra = demo.run(out, 2, *FIT, "--resume", steps=steps)
     seen = sorted(itertools.chain(*demo.batches))
     assert sorted({*seen}) == list(range(4 * (20 + skipped)))
-    assert stops or len(seen) == len({*seen}), "each is seen once; a resumed run begins at what it could go back to"
+    again = 4 * demo.module.GIVES_UP * len(stops)  # a resumed run begins at what the one before could go back to
+    assert len(seen) - len({*seen}) <= again, "each is seen once"
     demo.jump = lambda first: first + 4 * skipped * (first >= BAD.start)
     expected = demo.run(plain, 2, *FIT)
     assert extra["train"] == expected["train"] and len(extra["train"]) == 20

@@ -14,7 +14,7 @@ import torch
 
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
-from fzero.comm.divergence import ADVICE, announce, explained
+from fzero.comm.divergence import announce, explained, need_alike
 from fzero.comm.known import GroupName, group_of, name_of_group, need_here
 
 P = ParamSpec("P")
@@ -234,12 +234,7 @@ class Axis:
     def _by_all(self, text: str, what: str, group: Group) -> list[str]:
         gather = self._announced("exchange", what, torch.empty(0, device="cpu"), group)(backend.gather_strings)
         heard = [own.partition("\n") for own in gather(f"{what}\n{text}", group)]
-        if (other := next((i for i, own in enumerate(heard) if own[0] != heard[0][0]), 0)) > 0:
-            first, members = heard[0][0], backend.members(group)
-            raise RuntimeError(
-                f"The ranks have diverged: rank {members[0]} is at {first!r}, rank {members[other]} at "
-                f"{heard[other][0]!r}. {ADVICE}"
-            )
+        need_alike([verb for verb, _, _ in heard], group)
         return [own for _, _, own in heard]
 
     def exchange(self, text: str, what: str) -> list[str]:

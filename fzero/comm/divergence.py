@@ -12,7 +12,7 @@ import contextvars
 import datetime
 import json
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
 from fzero.base import private
@@ -72,7 +72,11 @@ def announce(operation: str, tag: Hashable, size: int, words: Callable[[], str],
     watch = _watch.get()
     if watch is None:
         return
-    by_all = watch.agree(words(), group)
+    need_alike(watch.agree(words(), group), group)
+
+
+def need_alike(by_all: Sequence[str], group: backend.Group) -> None:
+    """Raises RuntimeError where the ranks of a group say different things, and which."""
     if len(set(by_all)) > 1:
         listing = "; ".join(f"rank {rank}: {text}" for rank, text in zip(backend.members(group), by_all, strict=True))
         raise RuntimeError(f"The ranks have diverged: {listing}. {ADVICE}")

@@ -122,6 +122,7 @@ class Layout:
     groups: Mapping[Key, Group]
     # as far as asked for: (kind of state, group key) -> its format and its buffers' names
     formats: dict[tuple[str, Key], tuple[Format, tuple[object, ...]]] = field(default_factory=dict, repr=False)
+    # kind of state -> its buffers' names -> as `Sharded.sizes`
     sizes: dict[str, dict[object, tuple[int, bool]]] = field(default_factory=dict, repr=False)
     # as far as asked for: rules -> the table that they make of these leaves, as steps may share a state
     tables: dict[tuple[Rule, ...], Table] = field(default_factory=dict, repr=False)

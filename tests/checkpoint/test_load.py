@@ -226,6 +226,24 @@ def test_a_value_that_other_ranks_have_otherwise_is_refused(data: Any, world: in
         assert len({*run_ranks(rank_main, world)}) == 1
 
 
+@pytest.mark.parametrize("shard", [fz.shard_zero1, fz.shard_zero2, fz.shard_zero3])
+def test_equal_copies_go_into_every_kind_of_file(tmp_path: Path, shard: Any) -> None:
+    def rank_main(rank: int) -> None:
+        step = replicated(fz.train_step(loss, fz.adamw(0.1)), shard)
+        state, _ = step(step.init(params()), batch(rank))
+        expected = fz.gather(state.params)
+        for save, load in (
+            (fz.save, lambda folder: fz.load(folder, step)),
+            (fz.save_safetensors, lambda folder: fz.load_safetensors(step, folder, like=params())),
+            (fz.compat.save_dcp, lambda folder: fz.compat.load_dcp(folder, step, like=params())),
+        ):
+            save(tmp_path / save.__name__, state)
+            assert_trees_equal(fz.gather(load(tmp_path / save.__name__).params), expected)
+        assert_trees_equal(fz.gather(fz.convert(state, step).params), expected)
+
+    run_ranks(rank_main, 4)
+
+
 @pytest.mark.filterwarnings("ignore:fz.offload to 'host'")
 @pytest.mark.parametrize("memory", ["host", "disk"])
 def test_state_that_is_away(tmp_path: Path, memory: str) -> None:

@@ -276,12 +276,11 @@ def test_nothing_grows(tmp_path: Path, ranks: int) -> None:
         ({"seen": (1, 2)}, r"extra\['seen'\]: got tuple"),
         ({1: 2}, "got the key 1, expected a str"),
         ([torch.ones(2)], r"extra\[0\]: got a tensor"),
-        ([1 << 20000], r"extra\[0\]: got an int of 20001 bits, expected at most 14000"),
         ({"a": {"b": {2}}}, r"extra\['a'\]\['b'\]: got set"),
     ],
 )
 def test_extra_is_json(tmp_path: Path, extra: Any, match: str) -> None:
-    with pytest.raises((TypeError, ValueError), match=match):
+    with pytest.raises(TypeError, match=match):
         fz.save(tmp_path, trained(step_of()), extra)
 
 
@@ -334,6 +333,11 @@ def test_a_second_writer_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         (lambda p, s: fz.load_extra(p), FileNotFoundError, "manifest.json"),
         (lambda p, s: fz.save("", s), ValueError, "expected the path of a folder"),
         (lambda p, s: fz.save(3, s), TypeError, "expected the path of a folder"),  # pyright: ignore
+        (
+            lambda p, s: fz.save(p, s, [1 << 20000]),
+            ValueError,
+            r"extra\[0\]: got an int of 20001 bits, expected at most",
+        ),
         (lambda p, s: fz.save(Path("s3://bucket/run"), s), ValueError, "expected a URL as a str"),
         (lambda p, s: fz.save(p, s.params), TypeError, "expected what step.init"),
         (lambda p, s: fz.load(p, s), TypeError, "expected a step"),
