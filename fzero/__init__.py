@@ -2,6 +2,7 @@
 
 from fzero import compat as compat
 from fzero import optim as optim
+from fzero import parallel as parallel
 from fzero import testing as testing
 from fzero import transforms as transforms
 from fzero.bandwidth import Bandwidth as Bandwidth

@@ -18,7 +18,7 @@ ROOT = Path(fz.__file__).parent
 # each wing imports from those before it, and from itself
 WINGS = (
     *("base", "comm", "formats", "kernels", "stores", "table", "state", "transforms", "optim"),
-    *("capture", "engine", "modules", "update", "checkpoint", "compat"),
+    *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat"),
 )
 TOP = ("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plan", "fits")
 FILES = sorted(ROOT.rglob("*.py"))

@@ -16,6 +16,10 @@ def variable(name: str, default: T) -> contextvars.ContextVar[T]:
     return own
 
 
+# the ranks of each process group that the running step takes means over
+averaged: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("averaged", ())
+
+
 class during(Generic[T]):
     """Inside, a context variable has this value."""
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, refusals, texts
+from fzero.base.context import averaged, during
 from fzero.base.pytree import is_real
 from fzero.base.random import seeded
 
@@ -30,8 +31,8 @@ def first_order() -> bool:
 class Op:
     """`fn(*tensors) -> tuple of tensors`, with the surroundings it was called in.
 
-    The surroundings (seed, autocast) are taken when the op is made, not when it runs: under vmap another op runs than
-    the one that was called, and a recomputation must see what the first run saw.
+    The surroundings (seed, autocast, the axes that are averaged over) are taken when the op is made, not when it runs:
+    under vmap another op runs than the one that was called, and a recomputation must see what the first run saw.
     """
 
     name = "a unit"
@@ -44,6 +45,7 @@ class Op:
         self.fn, self.seed, self.device = fn, seed, device
         self.autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         self.default_dtype = torch.get_default_dtype()
+        self.averaged = averaged.get()
         self.node: weakref.ref[torch.autograd.graph.Node] | None = None  # of the graph
 
     @contextlib.contextmanager
@@ -53,7 +55,7 @@ class Op:
         if before != self.default_dtype:  # it is the process's: other threads may have set it meanwhile
             torch.set_default_dtype(self.default_dtype)
         try:
-            with seeded(self.seed):
+            with seeded(self.seed), during(averaged, self.averaged):
                 if enabled or torch.is_autocast_enabled(self.device):
                     with torch.autocast(self.device, dtype=dtype, enabled=enabled, cache_enabled=False):
                         yield
@@ -66,6 +68,7 @@ class Op:
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)
         op.autocast, op.default_dtype, op.reduced = self.autocast, self.default_dtype, self.reduced
+        op.averaged = self.averaged
         return op
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:

@@ -48,17 +48,20 @@ class Axis:
         self.records: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
 
     @staticmethod
-    def of(mesh: Mesh | None, axis: str, replicate: str | None, who: str) -> Axis:
-        """The axis of a mesh, or of the default process group where there is no mesh."""
+    def of(mesh: Mesh | None, axis: str | Sequence[str], replicate: str | Sequence[str] | None, who: str) -> Axis:
+        """The axis of a mesh (or several as one), or of the default process group where there is no mesh."""
         if not backend.initialized():
             raise RuntimeError(
-                f"{who}: there is no process group, and this step is sharded. Start one with "
+                f"{who}: there is no process group, which what is sharded needs. Start one with "
                 "torch.distributed.init_process_group('gloo') under torchrun, run on ranks with fz.testing.run_ranks, "
                 "or take the sharding transform out."
             )
+        name = axis if isinstance(axis, str) else ", ".join(axis)
         if mesh is None:
-            return Axis(backend.world(), name=axis)
-        return Axis(mesh.get_group(axis), mesh.get_group(replicate) if replicate else None, axis)
+            return Axis(backend.world(), name=name)
+        need_axes(mesh, (*axes_in(axis), *axes_in(replicate)), who)
+        replicas = backend.group_over(mesh, axes_in(replicate)) if replicate else None
+        return Axis(backend.group_over(mesh, axes_in(axis)), replicas, name)
 
     def of_component(self, label: str) -> Axis:
         """This axis for one component, with an identity that its ranks agree on."""
@@ -97,6 +100,16 @@ class Axis:
         if len(self._runs) > 8:  # older states are gone back to rarely
             del self._runs[next(iter(self._runs))]
         return self._with(_run=f"{self._runs[step]} after update {step}", _counts={})
+
+    @property
+    def fake(self) -> bool:
+        """True where one rank stands for all, and nothing is sent."""
+        return backend.is_fake(self.group)
+
+    @property
+    def device(self) -> torch.device:
+        """The device whose tensors are sent."""
+        return backend.device_of(self.group)
 
     @property
     def who(self) -> str:
@@ -138,16 +151,20 @@ class Axis:
     # ---- what is said about a collective
 
     def _announced(
-        self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Group
+        self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Group, sent: int | None = None
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """Announces a collective; the result makes calls that name it where they fail."""
-        shape, dtype = tensor.shape, tensor.dtype
+        """Announces a collective; the result makes calls that name it where they fail.
+
+        Args:
+            sent: bytes that go to other ranks, of a collective whose tensors differ between ranks in their shapes.
+        """
+        dtype, shape = tensor.dtype, f"{tuple(tensor.shape)}, " if sent is None else ""
 
         def words() -> str:
             run = f", run {self._run}" if self._run else ""
-            return f"{operation} of {tag} ({tuple(shape)}, {dtype}) of {self.who} over axis {self.name!r}{run}"
+            return f"{operation} of {tag} ({shape}{dtype}) of {self.who} over axis {self.name!r}{run}"
 
-        announce(operation, tag, tensor.numel() * tensor.element_size(), words, group)
+        announce(operation, tag, tensor.numel() * tensor.element_size() if sent is None else sent, words, group)
         return lambda call: explained(call, words, group)
 
     def _number(self, operation: str, tag: Hashable) -> int:
@@ -261,6 +278,22 @@ class Axis:
                         f"{what} differ between the ranks of axis {self.name!r}: rank 0 has {ours}, rank {rank} has "
                         f"{theirs}. {advice}"
                     )
+
+
+def axes_in(axis: str | Sequence[str] | None) -> tuple[str, ...]:
+    """The names of one mesh axis or of several."""
+    return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
+
+
+def need_axes(mesh: Mesh, wanted: Sequence[str], who: str) -> None:
+    """Refuses axes that a mesh does not have, or that are said twice or in another order than the mesh's."""
+    known = mesh.mesh_dim_names or ()
+    for name in wanted:
+        if name not in known:
+            raise ValueError(
+                f"{who}: the mesh has no axis {name!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
+                "axis=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+            )
 
 
 def _first_difference(text: str, other: str) -> str:

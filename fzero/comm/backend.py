@@ -59,6 +59,13 @@ def groups_of(mesh: Mesh) -> list[Group]:
     return mesh.get_all_groups()
 
 
+def group_over(mesh: Mesh, axes: Sequence[str]) -> Group:
+    """The process group of this rank along one axis of a mesh; along several, which every rank makes, once."""
+    if len(axes) == 1:
+        return mesh.get_group(axes[0])
+    return mesh[tuple(axes)]._flatten().get_group()
+
+
 def mesh_of(
     groups: Sequence[Group], device: str, ranks: Sequence[int], shape: Sequence[int], axes: Sequence[str]
 ) -> Mesh:
@@ -179,9 +186,39 @@ def done() -> None:
     """Waits for nothing."""
 
 
-def all_reduce(tensor: torch.Tensor, group: Group) -> None:
-    dist.all_reduce(tensor, group=group)
+def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:
+    dist.all_reduce(tensor, dist.ReduceOp.MAX if op == "max" else dist.ReduceOp.SUM, group=group)
     _settle(group)
+
+
+def adds_here(group: Group) -> bool:
+    """Tells whether sums are best added up here, in rank order, of what the ranks send one another."""
+    return dist.get_backend(group) in ("gloo", "threaded")
+
+
+def start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Group, number: int) -> Wait:
+    """send[r] goes to rank r, receive[r] comes from it, also this rank's own; the result waits for all of them.
+
+    Args:
+        send, receive: contiguous, of any sizes that both sides know.
+        number: only messages of the same number meet, in order.
+    """
+    backend, own = dist.get_backend(group), rank_in(group)
+    if backend == "gloo":
+        wait = _start_exchange(send, receive, group, number)
+        if receive[own].data_ptr() != send[own].data_ptr():
+            receive[own].copy_(send[own])  # while the others' come
+        return wait
+    if backend == "fake":  # one rank that stands for all
+        return done
+    work = dist.all_to_all(list(receive), list(send), group=group, async_op=backend != "threaded")
+    _settle(group)
+    return functools.partial(_finish_all, work, send) if work is not None else done
+
+
+def _finish_all(work: dist.Work, sources: Sequence[torch.Tensor]) -> None:
+    """Waits for a backend's own collective, whose sources live until then."""
+    work.wait()
 
 
 def _settle(group: Group) -> None:
@@ -200,8 +237,8 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
     own = rank_in(group)
     peers = [rank for rank in range(len(send)) if rank != own]
     # what dist.irecv and dist.isend come down to, which look the group up ten times a message
-    works = [group.recv([receive[rank]], rank, number) for rank in peers]
-    works += [group.send([send[rank]], rank, number) for rank in peers]
+    works = [group.recv([receive[rank]], rank, number) for rank in peers if receive[rank].numel()]
+    works += [group.send([send[rank]], rank, number) for rank in peers if send[rank].numel()]
 
     def wait() -> None:
         for work in works:
@@ -209,6 +246,18 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
         works.clear()
 
     return wait
+
+
+def is_fake(group: Group | None) -> bool:
+    """Tells whether one rank stands for all of a group, and nothing is sent."""
+    return group is not None and dist.get_backend(group) == "fake"
+
+
+def device_of(group: Group | None) -> torch.device:
+    """The device whose tensors a group sends."""
+    if group is None or dist.get_backend(group) != "nccl":
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def gather_strings(text: str, group: Group) -> list[str]:

@@ -15,12 +15,14 @@ _Map = Callable[[torch.Tensor], torch.Tensor]
 
 
 class _Linear(torch.autograd.Function):
-    """`apply(fn, transpose, tensor)`: a linear map of a buffer along dim 0, which any functorch level may transform."""
+    """`apply(fn, transpose, tensor)`: a linear map that any functorch level may transform.
+
+    It knows dims by their numbers from the front: what is mapped over comes behind them.
+    """
 
     @staticmethod
     def forward(fn: _Map, transpose: _Map, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        out = fn(tensor)
-        return out.clone() if out is tensor else out
+        return fn(tensor)
 
     @staticmethod
     def setup_context(ctx: private.Context, inputs: Sequence[object], output: object) -> None:
@@ -39,6 +41,11 @@ class _Linear(torch.autograd.Function):
         info: object, in_dims: Sequence[int], fn: _Map, transpose: _Map, tensor: torch.Tensor
     ) -> tuple[object, int]:
         return _Linear.apply(fn, transpose, tensor.movedim(in_dims[2], -1).contiguous()), -1
+
+
+def linear(fn: _Map, transpose: _Map, tensor: torch.Tensor) -> torch.Tensor:
+    """A linear map as a differentiable function of a tensor."""
+    return _Linear.apply(fn, transpose, tensor)
 
 
 @dataclass(eq=False, slots=True)

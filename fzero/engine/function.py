@@ -77,7 +77,7 @@ def traversal_of(
             whole=whole is not None,
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
-    return Traversal(params.layout, table, uses, seed, params.device.type), primals, fixed
+    return Traversal(params.layout, table, uses, seed, params.device.type, params.axis), primals, fixed
 
 
 def sums_whole(params: Sharded, key: Key) -> bool:

@@ -14,10 +14,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from fzero.base import private
-from fzero.base.context import during, variable
+from fzero.base.context import averaged, during, variable
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
+from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
@@ -50,9 +51,10 @@ class Traversal:
     """One run of the step's function: what its units share. Lives as long as that run's graph, never longer."""
 
     def __init__(
-        self, layout: Layout, table: Table, uses: Mapping[Key, Use], seed: tuple[int, ...], device: str
+        self, layout: Layout, table: Table, uses: Mapping[Key, Use], seed: tuple[int, ...], device: str, axis: Axis
     ) -> None:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
+        self.averaged = tuple([members for members in (axis.members, axis.others) if len(members) > 1])
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
@@ -119,7 +121,12 @@ class Traversal:
         """Units that are called inside draw their seeds from here."""
         self.records = torch.is_grad_enabled()
         try:
-            with during(current, self), during(running, self.layout), seeded(self.next_seed()):
+            with (
+                during(current, self),
+                during(running, self.layout),
+                during(averaged, self.averaged),
+                seeded(self.next_seed()),
+            ):
                 yield
         finally:
             self.origins = {}

@@ -1,0 +1,125 @@
+"""Pieces of any sizes between the ranks of one axis, and their sums in rank order, which are the same on every rank."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Hashable, Sequence
+
+import torch
+
+from fzero.base import private
+from fzero.comm import backend
+from fzero.comm.axis import Axis
+from fzero.comm.backend import Wait, done
+
+SMALL = 1 << 15  # elements of a sum that every rank sends whole: one message each way costs less than two
+
+
+def start_exchange(axis: Axis, send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], tag: Hashable) -> Wait:
+    """Begins to send `send[r]` to rank r and to fill `receive[r]` from it; the result waits for the end.
+
+    Args:
+        send, receive: a contiguous tensor for each rank, those of this rank too. What is empty is not sent.
+    """
+    if axis.size == 1:
+        receive[0].copy_(send[0])
+        return done
+    assert axis.group is not None
+    sent = sum([piece.nbytes for rank, piece in enumerate(send) if rank != axis.rank])
+    call = axis._announced("exchange", tag, send[0], axis.group, sent)
+    wait = call(backend.start_exchange)(send, receive, axis.group, axis._number("exchange", tag))
+    return call(wait)
+
+
+def exchange(
+    axis: Axis, send: Sequence[torch.Tensor], shapes: Sequence[Sequence[int]], tag: Hashable
+) -> list[torch.Tensor]:
+    """What every rank has sent to this one, in rank order: new tensors of these shapes."""
+    like = send[axis.rank]
+    receive = [like.new_empty(tuple(shape)) for shape in shapes]
+    start_exchange(axis, [piece.contiguous() for piece in send], receive, tag)()
+    return receive
+
+
+def told(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[tuple[int, ...]]:
+    """The numbers of every rank, in rank order: equally many on each."""
+    if axis.size == 1 or axis.fake:
+        return [tuple(numbers)] * axis.size
+    with private.below_transforms():
+        own = torch.tensor(numbers, dtype=torch.int64, device=axis.device)
+        return [tuple(x.tolist()) for x in exchange(axis, [own] * axis.size, [own.shape] * axis.size, tag)]
+
+
+def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.Tensor:
+    """The elementwise sum (or maximum) over the ranks, a new tensor: in rank order, 16-bit floats in float32."""
+    if axis.size == 1:
+        return x.clone()
+    assert axis.group is not None
+    if not backend.adds_here(axis.group):
+        out, words = x.clone(memory_format=torch.contiguous_format), f"all_reduce {op}"
+        axis._announced(words, tag, out, axis.group)(backend.all_reduce)(out, axis.group, op)
+        return out
+    flat = x.reshape(-1)
+    if axis.size == 2 or flat.numel() < SMALL:
+        return _combined(exchange(axis, [flat] * axis.size, [flat.shape] * axis.size, tag), op).view(x.shape)
+    pieces = flat.tensor_split(axis.size)
+    own = pieces[axis.rank]
+    mine = _combined(exchange(axis, pieces, [own.shape] * axis.size, tag), op)
+    parts = exchange(axis, [mine] * axis.size, [piece.shape for piece in pieces], tag)
+    return torch.cat(parts).view(x.shape)
+
+
+def scattered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: Hashable) -> torch.Tensor:
+    """This rank's piece along `dim` of the sum over the ranks, added in rank order."""
+    pieces = x.split(list(sizes), dim)
+    shape = pieces[axis.rank].shape
+    return _combined(exchange(axis, pieces, [shape] * axis.size, tag), "sum").view(shape)
+
+
+def gathered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: Hashable) -> torch.Tensor:
+    """The ranks' tensors one after the other along `dim`, in rank order."""
+    shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
+    if axis.size == 1:
+        return x.clone()
+    leads = math.prod(x.shape[:dim]) == 1  # then the pieces lie one after the other in memory, too
+    full = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])) if leads else None
+    receive = list(full.split(list(sizes), dim)) if full is not None else [x.new_empty(shape) for shape in shapes]
+    start_exchange(axis, [x.contiguous()] * axis.size, receive, tag)()
+    return torch.cat(receive, dim) if full is None else full
+
+
+def _combined(terms: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The sum or the maximum of tensors, in their order; 16-bit floats are added in float32."""
+    first, *others = terms
+    if op == "max":
+        for term in others:
+            first = torch.maximum(first, term)
+        return first
+    wide = torch.float32 if first.dtype in (torch.bfloat16, torch.float16) else first.dtype
+    if first.dtype == torch.bool:
+        raise TypeError("A sum over ranks got a tensor of torch.bool, expected numbers. Convert it with .to(...).")
+    if wide == first.dtype:
+        out = torch.add(first, others[0]) if others else first
+        for term in others[1:]:
+            out.add_(term)
+        return out
+    out = torch.empty_like(first)
+    parts = zip(*[x.reshape(-1).split(backend.CHUNK) for x in (out, *terms)], strict=True)
+    for target, begin, *more in parts:
+        sums = begin.to(wide)
+        for term in more:
+            sums.add_(term)
+        target.copy_(sums)
+    return out
+
+
+def starts(sizes: Sequence[int]) -> list[int]:
+    """Where each of some pieces begins, and the last one ends."""
+    return [0, *itertools.accumulate(sizes)]
+
+
+def balanced(count: int, parts: int) -> list[int]:
+    """The sizes of `parts` pieces of `count` elements, the first ones larger by one where that does not divide."""
+    size, more = divmod(count, parts)
+    return [size + (part < more) for part in range(parts)]

@@ -1,0 +1,70 @@
+"""fz.parallel.axis: one mesh axis, or several as one, over which a function's own maps go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fzero.base.arguments import need_int, wrong
+from fzero.base.context import averaged
+from fzero.comm.axis import Axis
+from fzero.comm.backend import Mesh
+
+
+def axis(mesh: Mesh | None, name: str | Sequence[str]) -> Axis:
+    """An axis of a mesh, for the maps of `fz.parallel`. Every rank of the mesh makes it, in the same order.
+
+    Args:
+        mesh: a torch DeviceMesh; None takes the default process group.
+        name: the name of a mesh axis; several are taken as one, the first of them slowest.
+
+    Returns:
+        The axis: `ax.size` is its number of ranks, `ax.rank` this one's among them.
+
+    Raises:
+        RuntimeError: there is no process group.
+        ValueError: the mesh has no such axis.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     ax = fz.parallel.axis(None, "tp")
+        ...     return fz.parallel.sum(torch.tensor(float(rank)), ax).item()
+        >>> fz.testing.run_ranks(rank_main, 3)
+        [3.0, 3.0, 3.0]
+    """
+    return Axis.of(mesh, name, None, "parallel.axis")
+
+
+def need_axis(ax: object, who: str) -> Axis:
+    if not isinstance(ax, Axis):
+        raise wrong(f"parallel.{who}", "ax", ax, "an axis that fz.parallel.axis(mesh, name) made")
+    return ax
+
+
+def need_dim(dim: object, ndim: int, who: str, argument: str = "dim") -> int:
+    """A dim of a tensor, counted from the front."""
+    number = need_int(dim, f"parallel.{who}", argument, "a dim of the tensor")
+    if not -ndim <= number < ndim:
+        raise ValueError(
+            f"parallel.{who}: got {argument}={number} of a tensor with {ndim} dims, expected one from {-ndim} to "
+            f"{ndim - 1}."
+        )
+    return number % ndim
+
+
+def is_averaged(ax: Axis) -> bool:
+    """Tells whether the running step takes means over the ranks of an axis, each of which then has its own values.
+
+    Raises:
+        ValueError: it does so over some of the ranks only.
+    """
+    for members in averaged.get():
+        common = set(members).intersection(ax.members)
+        if len(common) > 1:
+            if len(common) < len(ax.members):
+                raise ValueError(
+                    f"parallel: axis {ax.name!r} goes over ranks {list(ax.members)}, and the running step takes means "
+                    f"over some of them only, {list(members)}; expected all of them or none. Take the axes of the mesh "
+                    "one by one."
+                )
+            return True
+    return False

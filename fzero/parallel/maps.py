@@ -1,0 +1,289 @@
+"""Linear maps between the ranks of an axis, each with its transpose, tangents and vmap, of any order.
+
+A value is *invariant* on an axis where it is the same on all of its ranks, and so is its cotangent; it is *varying*
+where each rank has its own, and its own cotangent (of the sum over ranks of what they compute). Of these maps `copy`
+(invariant to varying) and `sum` (varying to invariant) are transposes of one another, `split` and `gather` are, and
+`all_to_all` and `ring_shift` are those of their inverses (Megatron-LM's f and g, arXiv 1909.08053).
+
+On an axis that the running step takes means over every value is varying: each rank has its own loss. There the same
+maps have the transposes of that: a sum is its own.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import need_int, wrong
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.comm.linear import linear
+from fzero.parallel.axis import is_averaged, need_axis, need_dim
+
+Map = Callable[[torch.Tensor], torch.Tensor]
+Sizes = Sequence[int]
+
+
+def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    """An invariant tensor as each rank's own: where ranks compute different things with the same values.
+
+    The values stay; cotangents are summed over the ranks.
+
+    Args:
+        x: the same on all ranks.
+        ax: of `fz.parallel.axis`.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     ax = fz.parallel.axis(None, "tp")
+        ...     grad = torch.func.grad(lambda x: (rank + 1) * fz.parallel.copy(x, ax))(torch.tensor(1.0))
+        ...     return grad.item()
+        >>> fz.testing.run_ranks(rank_main, 2)
+        [3.0, 3.0]
+    """
+    _need_tensor(x, "copy")
+    need_axis(ax, "copy")
+    return x if is_averaged(ax) else _map("copy", x, ax, _same, functools.partial(_total, ax))
+
+
+def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    """The sum over the ranks of an axis, in rank order: an invariant tensor. 16-bit floats are added in float32.
+
+    Args:
+        x: of the same shape on all ranks.
+        ax: of `fz.parallel.axis`.
+
+    Example:
+        >>> fz.testing.run_ranks(
+        ...     lambda rank: fz.parallel.sum(torch.tensor([1.0, rank]), fz.parallel.axis(None, "tp")).tolist(), 3
+        ... )
+        [[3.0, 3.0], [3.0, 3.0], [3.0, 3.0]]
+    """
+    _need_tensor(x, "sum")
+    need_axis(ax, "sum")
+    total = functools.partial(_total, ax)
+    return _map("sum", x, ax, total, total if is_averaged(ax) else _same)
+
+
+def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
+    """The ranks' tensors one after the other along a dim: an invariant tensor.
+
+    Args:
+        x: its other dims are the same on all ranks.
+        ax: of `fz.parallel.axis`.
+        dim: along which they are joined; sizes may differ between ranks.
+        sizes: of that dim on every rank, where they are known; otherwise the ranks tell each other, in one more
+            message.
+
+    Raises:
+        ValueError: shapes do not fit, on every rank.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     return fz.parallel.gather(torch.full((rank + 1,), rank), fz.parallel.axis(None, "tp"), 0).tolist()
+        >>> fz.testing.run_ranks(rank_main, 2)
+        [[0, 1, 1], [0, 1, 1]]
+    """
+    dim = _need_dim(x, ax, dim, "gather")
+    sizes = _own_sizes(x, ax, dim, sizes, "gather")
+    back = _scattered if is_averaged(ax) else _cut
+    return _map("gather", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_joined, back)])
+
+
+def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
+    """This rank's piece of an invariant tensor along a dim; nothing is sent, until cotangents are gathered.
+
+    Args:
+        x: the same on all ranks.
+        ax: of `fz.parallel.axis`.
+        dim: that is cut, in rank order.
+        sizes: of the pieces; by default as equal as they can be, the first ones larger by one.
+
+    Example:
+        >>> fz.testing.run_ranks(
+        ...     lambda rank: fz.parallel.split(torch.arange(5), fz.parallel.axis(None, "tp"), 0).tolist(), 2
+        ... )
+        [[0, 1, 2], [3, 4]]
+    """
+    dim = _need_dim(x, ax, dim, "split")
+    sizes = _need_sizes(sizes, x, ax, dim, "split")
+    back = _padded if is_averaged(ax) else _joined
+    return _map("split", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_cut, back)])
+
+
+def reduce_scatter(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
+    """This rank's piece along a dim of the sum over the ranks: `split(sum(x))` in half the messages.
+
+    Args:
+        x: of the same shape on all ranks.
+        ax: of `fz.parallel.axis`.
+        dim: that is cut, in rank order.
+        sizes: of the pieces; by default as equal as they can be, the first ones larger by one.
+
+    Example:
+        >>> fz.testing.run_ranks(
+        ...     lambda rank: fz.parallel.reduce_scatter(torch.ones(3), fz.parallel.axis(None, "tp"), 0).tolist(), 2
+        ... )
+        [[2.0, 2.0], [2.0]]
+    """
+    dim = _need_dim(x, ax, dim, "reduce_scatter")
+    sizes = _need_sizes(sizes, x, ax, dim, "reduce_scatter")
+    return _map("reduce_scatter", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_scattered, _joined)])
+
+
+def all_to_all(
+    x: torch.Tensor, ax: Axis, split: int, concat: int, sizes: Sizes | None = None, concat_sizes: Sizes | None = None
+) -> torch.Tensor:
+    """Cuts one dim into a piece for each rank, and joins what comes from the ranks along another one.
+
+    Args:
+        x: whose dim `split` is the same on all ranks; `concat` may differ.
+        ax: of `fz.parallel.axis`.
+        split: the dim that is cut, in rank order.
+        concat: the dim along which the pieces from all ranks are joined, in rank order.
+        sizes: of the pieces of `split`; by default as equal as they can be, the first ones larger by one.
+        concat_sizes: of dim `concat` on every rank, where they are known; otherwise the ranks tell each other.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     x = torch.tensor([[10 * rank, 10 * rank + 1, 10 * rank + 2]])
+        ...     return fz.parallel.all_to_all(x, fz.parallel.axis(None, "sp"), split=1, concat=0).tolist()
+        >>> fz.testing.run_ranks(rank_main, 2)
+        [[[0, 1], [10, 11]], [[2], [12]]]
+    """
+    cut = _need_dim(x, ax, split, "all_to_all", "split")
+    join = _need_dim(x, ax, concat, "all_to_all", "concat")
+    if cut == join:
+        raise ValueError(f"parallel.all_to_all: got split and concat both {cut}, expected two dims.")
+    sizes = _need_sizes(sizes, x, ax, cut, "all_to_all")
+    joined = _own_sizes(x, ax, join, concat_sizes, "all_to_all")
+    there = functools.partial(_exchanged, ax, cut, join, sizes, joined)
+    return _map("all_to_all", x, ax, there, functools.partial(_exchanged, ax, join, cut, joined, sizes))
+
+
+def ring_shift(x: torch.Tensor, ax: Axis, by: int = 1) -> torch.Tensor:
+    """The tensor of the rank `by` places before this one, round the ring.
+
+    Args:
+        x: of the same shape on all ranks.
+        ax: of `fz.parallel.axis`.
+        by: how far each rank's tensor goes.
+
+    Example:
+        >>> fz.testing.run_ranks(
+        ...     lambda rank: fz.parallel.ring_shift(torch.tensor(rank), fz.parallel.axis(None, "sp")).item(), 3
+        ... )
+        [2, 0, 1]
+    """
+    _need_tensor(x, "ring_shift")
+    need_axis(ax, "ring_shift")
+    by = need_int(by, "parallel.ring_shift", "by")
+    return _map("ring_shift", x, ax, functools.partial(_shifted, ax, by), functools.partial(_shifted, ax, -by))
+
+
+def _map(name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map) -> torch.Tensor:
+    """Applies a linear map, which every derivative goes through; `back` is its transpose."""
+    return linear(there, back, x) if pytree.is_real(x) else there(x)
+
+
+# ---- what is sent, on plain tensors, whose further dims at the end are mapped over
+
+
+def _same(x: torch.Tensor) -> torch.Tensor:
+    return x
+
+
+def _total(ax: Axis, x: torch.Tensor) -> torch.Tensor:
+    return pieces.total(ax, x, "parallel.sum")
+
+
+def _joined(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
+    return pieces.gathered(ax, x, dim, sizes, "parallel.gather")
+
+
+def _scattered(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
+    return pieces.scattered(ax, x, dim, sizes, "parallel.reduce_scatter")
+
+
+def _cut(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
+    return x.narrow(dim, pieces.starts(sizes)[ax.rank], sizes[ax.rank]).clone(memory_format=torch.contiguous_format)
+
+
+def _padded(ax: Axis, dim: int, sizes: Sizes, x: torch.Tensor) -> torch.Tensor:
+    full = x.new_zeros((*x.shape[:dim], pieces.starts(sizes)[-1], *x.shape[dim + 1 :]))
+    full.narrow(dim, pieces.starts(sizes)[ax.rank], sizes[ax.rank]).copy_(x)
+    return full
+
+
+def _exchanged(ax: Axis, cut: int, join: int, sizes: Sizes, joined: Sizes, x: torch.Tensor) -> torch.Tensor:
+    shapes = []
+    for size in joined:
+        shape = list(x.shape)
+        shape[cut], shape[join] = sizes[ax.rank], size
+        shapes.append(shape)
+    return torch.cat(pieces.exchange(ax, x.split(list(sizes), cut), shapes, "parallel.all_to_all"), join)
+
+
+def _shifted(ax: Axis, by: int, x: torch.Tensor) -> torch.Tensor:
+    to, empty = (ax.rank + by) % ax.size, x.new_empty((0, *x.shape))
+    source = (ax.rank - by) % ax.size
+    send = [x if rank == to else empty for rank in range(ax.size)]
+    shapes = [x.shape if rank == source else empty.shape for rank in range(ax.size)]
+    return pieces.exchange(ax, send, shapes, "parallel.ring_shift")[source]
+
+
+# ---- arguments
+
+
+def _need_tensor(x: object, who: str) -> None:
+    if not isinstance(x, torch.Tensor):
+        raise wrong(f"parallel.{who}", "x", x, "a tensor")
+
+
+def _need_dim(x: torch.Tensor, ax: Axis, dim: int, who: str, argument: str = "dim") -> int:
+    _need_tensor(x, who)
+    need_axis(ax, who)
+    return need_dim(dim, x.ndim, who, argument)
+
+
+def _need_sizes(sizes: Sizes | None, x: torch.Tensor, ax: Axis, dim: int, who: str) -> list[int]:
+    """The sizes of the pieces that a dim is cut into."""
+    count = x.shape[dim]
+    if sizes is None:
+        return pieces.balanced(count, ax.size)
+    out = [need_int(size, f"parallel.{who}", "sizes", "sizes of pieces", least=0) for size in sizes]
+    if len(out) != ax.size or pieces.starts(out)[-1] != count:
+        raise ValueError(
+            f"parallel.{who}: got sizes={out}, expected {ax.size} of them, one for each rank of axis {ax.name!r}, that "
+            f"add up to {count}, the size of dim {dim} of a tensor of shape {tuple(x.shape)}."
+        )
+    return out
+
+
+def _own_sizes(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None, who: str) -> list[int]:
+    """The sizes of a dim on all ranks: those that are given, or those that the ranks tell each other."""
+    if sizes is not None:
+        out = [need_int(size, f"parallel.{who}", "sizes", "sizes of pieces", least=0) for size in sizes]
+        if len(out) != ax.size or out[ax.rank] != x.shape[dim]:
+            raise ValueError(
+                f"parallel.{who}: got sizes={out}, expected {ax.size} of them, one for each rank of axis {ax.name!r}, "
+                f"this rank's {x.shape[dim]}, the size of dim {dim} of a tensor of shape {tuple(x.shape)}."
+            )
+        return out
+    shapes = pieces.told(ax, [x.ndim, *(list(x.shape) + [0] * 8)[:8]], f"parallel.{who} sizes")
+    first = _without(shapes[0], dim)
+    for rank, shape in enumerate(shapes):
+        if _without(shape, dim) != first:
+            got = [tuple(shape[1 : 1 + shape[0]]) for shape in shapes]
+            raise ValueError(
+                f"parallel.{who}: got tensors of shapes {got} from the ranks of axis {ax.name!r}, expected shapes that "
+                f"differ in dim {dim} only (rank {rank} differs from rank 0)."
+            )
+    return [shape[1 + dim] for shape in shapes]
+
+
+def _without(shape: Sizes, dim: int) -> list[int]:
+    return [size for place, size in enumerate(shape) if place != dim + 1]
