@@ -52,14 +52,15 @@ class Axis:
         """The axis of a mesh (or several as one), or of the default process group where there is no mesh."""
         if not backend.initialized():
             raise RuntimeError(
-                f"{who}: there is no process group, which what is sharded needs. Start one with "
+                f"{who}: there is no process group, and this step is sharded. Start one with "
                 "torch.distributed.init_process_group('gloo') under torchrun, run on ranks with fz.testing.run_ranks, "
                 "or take the sharding transform out."
             )
         name = axis if isinstance(axis, str) else ", ".join(axis)
         if mesh is None:
             return Axis(backend.world(), name=name)
-        need_axes(mesh, (*axes_in(axis), *axes_in(replicate)), who)
+        need_axes(mesh, axes_in(axis), who)
+        need_axes(mesh, axes_in(replicate), who, "replicate")
         replicas = backend.group_over(mesh, axes_in(replicate)) if replicate else None
         return Axis(backend.group_over(mesh, axes_in(axis)), replicas, name)
 
@@ -285,15 +286,20 @@ def axes_in(axis: str | Sequence[str] | None) -> tuple[str, ...]:
     return () if axis is None else (axis,) if isinstance(axis, str) else tuple(axis)
 
 
-def need_axes(mesh: Mesh, wanted: Sequence[str], who: str) -> None:
-    """Refuses axes that a mesh does not have, or that are said twice or in another order than the mesh's."""
+def need_axes(mesh: Mesh, wanted: Sequence[str], who: str, argument: str = "axis") -> None:
+    """Refuses axes that a mesh does not have, or that come in another order than the mesh's."""
     known = mesh.mesh_dim_names or ()
     for name in wanted:
         if name not in known:
             raise ValueError(
                 f"{who}: the mesh has no axis {name!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
-                "axis=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+                f"{argument}=, or name it in init_device_mesh(..., mesh_dim_names=...)."
             )
+    if [*wanted] != sorted(wanted, key=known.index):
+        raise ValueError(
+            f"{who}: got {argument}={tuple(wanted)}, expected the axes in the mesh's order, {tuple(known)}: the first "
+            "is the slowest."
+        )
 
 
 def _first_difference(text: str, other: str) -> str:

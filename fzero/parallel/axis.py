@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from fzero.base.arguments import need_int, wrong
 from fzero.base.context import averaged
+from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Mesh
 
@@ -31,7 +32,20 @@ def axis(mesh: Mesh | None, name: str | Sequence[str]) -> Axis:
         >>> fz.testing.run_ranks(rank_main, 3)
         [3.0, 3.0, 3.0]
     """
-    return Axis.of(mesh, name, None, "parallel.axis")
+    names = (name,) if isinstance(name, str) else tuple(name) if isinstance(name, (tuple, list)) else ()
+    if not names or not all(isinstance(each, str) for each in names):
+        raise wrong("parallel.axis", "name", name, "the name of a mesh axis, or a tuple of names")
+    if mesh is not None and not hasattr(mesh, "mesh_dim_names"):
+        raise wrong(
+            "parallel.axis", "mesh", mesh, "a DeviceMesh (torch.distributed.init_device_mesh makes one) or None"
+        )
+    if not backend.initialized():
+        raise RuntimeError(
+            f"parallel.axis: there is no process group whose ranks axis {', '.join(names)!r} could go over. Start one "
+            "with torch.distributed.init_process_group('gloo') under torchrun, or run on ranks with "
+            "fz.testing.run_ranks."
+        )
+    return Axis.of(mesh, names, None, "parallel.axis")
 
 
 def need_axis(ax: object, who: str) -> Axis:

@@ -37,28 +37,28 @@ class Rule:
 
 @dataclass(frozen=True)
 class Sharding:
-    """The value of the axis column: which mesh axis a leaf's state is cut over, and from which ZeRO stage on."""
+    """The value of the axis column: which mesh axes a leaf's state is cut over as one, and from which ZeRO stage on."""
 
     stage: int
     mesh: Mesh | None
-    axis: str
-    replicate: str | None
+    axes: tuple[str, ...]
+    replicate: tuple[str, ...]
 
     def __deepcopy__(self, memo: object) -> Sharding:
         return self  # the same ranks
 
     def __reduce__(self) -> tuple[object, ...]:
         mesh = self.mesh if self.mesh is None else name_of_mesh(self.mesh)
-        return _again, (self.stage, mesh, self.axis, self.replicate)
+        return _again, (self.stage, mesh, self.axes, self.replicate)
 
 
-def _again(stage: int, name: MeshName | None, axis: str, replicate: str | None) -> Sharding:
+def _again(stage: int, name: MeshName | None, axes: tuple[str, ...], replicate: tuple[str, ...]) -> Sharding:
     """A pickled value, over the mesh of this process that it was over; the default process group is any run's."""
     if name is None:
-        return Sharding(stage, None, axis, replicate)
+        return Sharding(stage, None, axes, replicate)
     instead = "Make the step anew there, with a mesh of that run; one without mesh= is pickled for any run."
     need_here("step", name.groups, name.rank, instead)
-    return Sharding(stage, mesh_of(name), axis, replicate)
+    return Sharding(stage, mesh_of(name), axes, replicate)
 
 
 KINDS = ("params", "grads", "moments")  # of state
@@ -264,7 +264,7 @@ def resolve(
         assert resolved.grad and resolved.moment
         memory = {kind: said[f"{kind} in"] or DEVICE for kind in KINDS}
         stage = sharding.stage if sharding else 0
-        cuts = (Cut(sharding.axis),) if sharding else ()
+        cuts = tuple([Cut(axis) for axis in sharding.axes]) if sharding else ()
         rows.append(
             Row(
                 path=path,

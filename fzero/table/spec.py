@@ -164,7 +164,7 @@ class Spec:
         sharding = self.sharding
         if sharding is None:
             return Axis()
-        return Axis.of(sharding.mesh, sharding.axis, sharding.replicate, f"shard_zero{sharding.stage}")
+        return Axis.of(sharding.mesh, sharding.axes, sharding.replicate, f"shard_zero{sharding.stage}")
 
     def label(self, path: str) -> str:
         """The name of the optimizer that a leaf gets."""

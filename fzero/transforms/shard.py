@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
-from fzero.base.arguments import need_str, wrong
+from fzero.base.arguments import wrong
 from fzero.base.patterns import also
+from fzero.comm.axis import need_axes
 from fzero.comm.backend import Mesh
 from fzero.table.rows import Sharding
 from fzero.table.spec import S, need_step
 
+Axes = str | Sequence[str]
+
 
 def shard_zero1(
-    step: S, mesh: Mesh | None = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*"
+    step: S, mesh: Mesh | None = None, axis: Axes = "dp", replicate: Axes | None = None, pattern: str = "*"
 ) -> S:
     """Shards the moments (and, where dtypes differ, the master params) over a mesh axis: ZeRO stage 1.
 
@@ -22,8 +26,9 @@ def shard_zero1(
     Args:
         step: any step.
         mesh: a torch DeviceMesh; None takes the default process group, looked up when first needed.
-        axis: the mesh axis to shard over.
-        replicate: a second mesh axis, over which the shards are replicated and gradients averaged too.
+        axis: the mesh axis to shard over; several, in the mesh's order, are taken as one: `("dp", "sp")`, where ranks
+            of `sp` have pieces of one sequence.
+        replicate: another mesh axis or several, over which the shards are replicated and gradients averaged too.
         pattern: fnmatch over dotted paths: the leaves that are sharded so. Other leaves stay whole on every rank, and
             their gradients are means over the same ranks.
 
@@ -39,7 +44,7 @@ def shard_zero1(
 
 
 def shard_zero2(
-    step: S, mesh: Mesh | None = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*"
+    step: S, mesh: Mesh | None = None, axis: Axes = "dp", replicate: Axes | None = None, pattern: str = "*"
 ) -> S:
     """Shards moments and grads over a mesh axis: ZeRO stage 2.
 
@@ -56,7 +61,7 @@ def shard_zero2(
 
 
 def shard_zero3(
-    step: S, mesh: Mesh | None = None, axis: str = "dp", replicate: str | None = None, pattern: str = "*"
+    step: S, mesh: Mesh | None = None, axis: Axes = "dp", replicate: Axes | None = None, pattern: str = "*"
 ) -> S:
     """Shards params, grads and moments over a mesh axis: ZeRO stage 3.
 
@@ -72,30 +77,40 @@ def shard_zero3(
     return _shard(step, 3, mesh, axis, replicate, pattern)
 
 
-def _shard(step: S, stage: int, mesh: Mesh | None, axis: str, replicate: str | None, pattern: str) -> S:
+def _shard(step: S, stage: int, mesh: Mesh | None, axis: Axes, replicate: Axes | None, pattern: str) -> S:
     """A step whose state is cut over `axis`, from this ZeRO stage on."""
     name = f"shard_zero{stage}"
     need_step(step, name, pattern)
-    need_str(axis, name, "axis", "the name of a mesh axis")
-    need_str(replicate, name, "replicate", "the name of a mesh axis or None", or_none=True)
+    axes, copies = _need_axes(axis, name, "axis"), () if replicate is None else _need_axes(replicate, name, "replicate")
     if mesh is not None and not (hasattr(mesh, "mesh_dim_names") and hasattr(mesh, "get_group")):
         raise wrong(name, "mesh", mesh, "a DeviceMesh (torch.distributed.init_device_mesh makes one) or None")
-    if replicate == axis:
-        raise ValueError(f"{name}: got replicate={replicate!r}, which is the axis too; expected another mesh axis.")
-    if replicate is not None and mesh is None:
-        raise ValueError(f"{name}: got replicate={replicate!r} without a mesh; expected a mesh that has both axes.")
-    known = getattr(mesh, "mesh_dim_names", None) or ()
-    for wanted in (axis, replicate) if mesh is not None else ():
-        if wanted not in (None, *known):
+    if mesh is None and (replicate is not None or len(axes) > 1):
+        said = f"replicate={replicate!r}" if replicate is not None else f"axis={axis!r}"
+        raise ValueError(f"{name}: got {said} without a mesh; expected a mesh that has these axes.")
+    if mesh is not None:
+        need_axes(mesh, axes, name)
+        need_axes(mesh, copies, name, "replicate")
+        if twice := [each for each in copies if each in axes]:
             raise ValueError(
-                f"{name}: the mesh has no axis {wanted!r}; its axes are {', '.join(known) or 'unnamed'}. Pass "
-                "axis=, or name it in init_device_mesh(..., mesh_dim_names=...)."
+                f"{name}: got replicate={replicate!r}, of which {twice[0]!r} is the axis too; expected another mesh "
+                "axis."
             )
-    own, other = Sharding(stage, mesh, axis, replicate), step.sharding
+    own, other = Sharding(stage, mesh, axes, copies), step.sharding
     if other is not None and dataclasses.replace(other, stage=stage) != own:
         raise ValueError(
-            f"{name}: this step is sharded over axis {other.axis!r} already, and got axis={axis!r}, "
+            f"{name}: this step is sharded over axis {', '.join(other.axes)!r} already, and got axis={axis!r}, "
             f"replicate={replicate!r} or another mesh; expected one for all of its leaves. Keep one."
         )
-    said = f"{name}(axis={axis!r}" + (f", replicate={replicate!r}" if replicate else "") + also(pattern) + ")"
+    given = f"axis={(axes[0] if len(axes) == 1 else axes)!r}"
+    said = f"{name}({given}" + (f", replicate={replicate!r}" if replicate else "") + also(pattern) + ")"
     return step.with_rule("axis", own, said, pattern)
+
+
+def _need_axes(axis: Axes, who: str, argument: str) -> tuple[str, ...]:
+    """The names of one mesh axis or of several, none twice."""
+    axes = (axis,) if isinstance(axis, str) else tuple(axis) if isinstance(axis, (tuple, list)) else ()
+    if not axes or not all(isinstance(name, str) for name in axes):
+        raise wrong(who, argument, axis, "the name of a mesh axis, or a tuple of names")
+    if len(set(axes)) < len(axes):
+        raise ValueError(f"{who}: got {argument}={axis!r}, expected every mesh axis once.")
+    return axes
