@@ -60,6 +60,7 @@ from fzero.transforms import fuse_update as fuse_update
 from fzero.transforms import loss_scale as loss_scale
 from fzero.transforms import offload as offload
 from fzero.transforms import remat as remat
+from fzero.transforms import shard_tensor as shard_tensor
 from fzero.transforms import shard_zero1 as shard_zero1
 from fzero.transforms import shard_zero2 as shard_zero2
 from fzero.transforms import shard_zero3 as shard_zero3

@@ -20,7 +20,7 @@ from fzero.state.origin import Move, Origin, Source
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
-from fzero.table.module_params import frozen_leaves
+from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.spec import Spec, need_step
 
 
@@ -57,14 +57,15 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         old = state.params
         _need_together(old.axis, step)
-        rows = step.rows([(row.path, row.shape, row.dtype) for row in old.layout.rows], frozen_leaves(old.structure))
+        specs = [(row.path, row.shape, row.dtype) for row in old.layout.rows]
+        rows = step.rows(specs, frozen_leaves(old.structure), hints_of(old.structure))
         axis = step.axis()
         moves = axis != old.axis  # to other ranks
         axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
         origin = _State(state, sums=moves and axis.ranks > 1)
         need_same(old.axis, origin.copies(), "convert")
         move = Move(origin, step, old.device, lossy)
-        layout = Layout.build(rows, axis.size)
+        layout = Layout.build(rows, axis.size, axis.place_on_tensor)
         check_tables(step, layout, axis, f"update {state.step}, lossy {lossy}")
         params = move.held(move.params(layout, axis, old.structure, None))
         if moves:

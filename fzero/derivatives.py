@@ -21,6 +21,7 @@ from fzero.engine.traversal import autocast, running
 from fzero.state.checks import check_grads, check_state, constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
+from fzero.state.whole import whole_of
 from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
@@ -173,7 +174,8 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
     mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *dims), randomness="different")
     with as_found(), torch.no_grad(), seeded(traversal.next_seed()):
         grads = mapped({i: leaves[i] for i in chosen}, *flat)
-    found = [grads[i].to(row.policy.grad) if i in grads else None for i, row in enumerate(rows)]
+    axis = state.params.axis
+    found = [whole_of(row, axis, grads[i], 1).to(row.policy.grad) if i in grads else None for i, row in enumerate(rows)]
     return pytree.unflatten(state.params.structure, found)
 
 

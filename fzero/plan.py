@@ -22,7 +22,7 @@ from fzero.state.moments import filled
 from fzero.state.sharded import Sharded
 from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Layout
-from fzero.table.module_params import frozen_leaves
+from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.rows import Kept, Row
 from fzero.table.spec import Spec, need_step
 from fzero.traffic import DISK
@@ -199,7 +199,7 @@ def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
     if world_size is None:
         world_size = step.axis().size if step.sharding and backend.initialized() else 1
     frozen = frozen_leaves(structure)
-    rows = step.rows(specs, frozen)
+    rows = step.rows(specs, frozen, hints_of(structure))
     size = world_size if step.sharding else 1
     layout = Layout.build(rows, size)
     sent, gathered = 0, collections.Counter[str]()

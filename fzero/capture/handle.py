@@ -125,9 +125,18 @@ class Handle(Valueless):
 
     @staticmethod
     def __new__(
-        cls, owner: object, key: object, index: int, row: Row, dtype: torch.dtype, primal: torch.Tensor
+        cls,
+        owner: object,
+        key: object,
+        index: int,
+        row: Row,
+        dtype: torch.dtype,
+        primal: torch.Tensor,
+        shape: Sequence[int] | None = None,
     ) -> Handle:
-        self = torch.Tensor._make_wrapper_subclass(cls, row.shape, dtype=dtype, device=primal.device)
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, row.shape if shape is None else shape, dtype=dtype, device=primal.device
+        )
         self.owner, self.key, self.index, self.primal = owner, key, index, primal
         self.path, self.unit = row.path, row.unit
         return self

@@ -14,7 +14,7 @@ from fzero.base.patterns import matches, unmatched
 from fzero.comm.axis import Axis
 from fzero.state.init import leaf_specs
 from fzero.table.layout import Layout
-from fzero.table.module_params import frozen_leaves
+from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec
 
@@ -146,5 +146,5 @@ def choose(
             f"{wanted.who}: leaf {missing[0]!r} is not read from {wanted.place}, and has no values in like either, as "
             "it is on the meta device. Give it values there, or read it."
         )
-    layout = Layout.build(step.rows(specs, frozen_leaves(own)), axis.size)
+    layout = Layout.build(step.rows(specs, frozen_leaves(own), hints_of(own)), axis.size, axis.place_on_tensor)
     return Choice(layout, own, frozenset(taken), device, tuple(others))

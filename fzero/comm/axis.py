@@ -31,6 +31,7 @@ class Axis:
         size, rank: of the axis that buffers are cut over.
         ranks: how many ranks hold different data: the size of the mean.
         data_rank: which of those this one is.
+        tensor: the axis that leaves are cut over, whose ranks hold the same data; None where there is none.
     """
 
     def __init__(self, group: Group | None = None, replicas: Group | None = None, name: str = "") -> None:
@@ -42,6 +43,7 @@ class Axis:
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
         self.members, self.others = backend.members(group), backend.members(replicas)
         self.component, self.identity = "", ""
+        self.tensor: Axis | None = None
         self._runs: dict[int, int] = {}  # update -> runs of the function since then
         self._run, self._counts = "", dict[str, int]()
         # function -> what its last run showed: the units that it called, which the next will probably call too
@@ -64,15 +66,24 @@ class Axis:
         replicas = backend.group_over(mesh, axes_in(replicate)) if replicate else None
         return Axis(backend.group_over(mesh, axes_in(axis)), replicas, name)
 
+    def beside(self, tensor: Axis) -> Axis:
+        """This axis of ranks that have different data, and beside it one over which leaves are cut."""
+        return self._with(tensor=tensor)
+
+    @property
+    def place_on_tensor(self) -> tuple[int, int]:
+        """This rank's number on the axis that leaves are cut over, and the number of ranks there."""
+        return (self.tensor.rank, self.tensor.size) if self.tensor is not None else (0, 1)
+
     def of_component(self, label: str) -> Axis:
         """This axis for one component, with an identity that its ranks agree on."""
         identity = uuid.uuid4().hex
-        for group in self._groups:
+        for group in self._all_groups:
             identity = self._by_all(identity, f"init of {label!r}", group)[0]
         return self._with(component=label, identity=identity)._noted()
 
     def _noted(self) -> Axis:
-        _alive[self.identity, self.data_rank] = self
+        _alive[self.identity, self.data_rank, self.place_on_tensor[0]] = self
         return self
 
     def _with(self, **changes: object) -> Axis:
@@ -83,7 +94,7 @@ class Axis:
 
     def of_component_of(self, other: Axis) -> Axis:
         """This axis for the component of an equal one, over whose ranks it goes too."""
-        if self.group is other.group and self.replicas == other.replicas:
+        if self.group is other.group and self.replicas == other.replicas and self.tensor == other.tensor:
             return other  # which counts its runs
         return self._with(component=other.component, identity=other.identity, records=other.records)
 
@@ -123,16 +134,24 @@ class Axis:
         return self.replicas if self.group is None or self.size == 1 else (self.group, *self.replicas)
 
     @property
+    def _all_groups(self) -> tuple[Group, ...]:
+        """The same, and that of the axis that leaves are cut over."""
+        return (*self._groups, *(self.tensor._groups if self.tensor is not None else ()))
+
+    @property
     def place(self) -> str:
         """The ranks in words."""
         ranks = f"ranks {list(self.members)} of axis {self.name!r}" if self.members else "one rank"
-        return f"{ranks}, replicated over ranks {list(self.others)}" if self.others else ranks
+        if self.others:
+            ranks = f"{ranks}, replicated over ranks {list(self.others)}"
+        return f"{ranks}, leaves cut over {self.tensor.place}" if self.tensor is not None else ranks
 
     def __eq__(self, other: object) -> bool:
         """Two axes are equal that go over the same ranks in the same order, for the same purpose."""
         if not isinstance(other, Axis):
             return False
-        return (self.name, self.members, self.others) == (other.name, other.members, other.others)
+        names = (self.name, self.members, self.others) == (other.name, other.members, other.others)
+        return names and self.tensor == other.tensor
 
     def __hash__(self) -> int:
         return hash((self.name, self.members, self.others))
@@ -144,7 +163,7 @@ class Axis:
         group = self.group and name_of_group(self.group)
         replicas = [name_of_group(each) for each in self.replicas]
         rank = backend.global_rank() if group or replicas else 0
-        return _again, (group, replicas, rank, self.name, self.component, self.identity, self.data_rank)
+        return _again, (group, replicas, rank, self.name, self.component, self.identity, self.data_rank, self.tensor)
 
     def __repr__(self) -> str:
         return f"Axis({self.name!r}, rank {self.rank} of {self.size}, {self.ranks // self.size} copies)"
@@ -245,7 +264,7 @@ class Axis:
 
     def broadcast(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """Rank 0's tensor, written into this one."""
-        for group in self._groups:
+        for group in self._all_groups:
             self._announced("broadcast", tag, tensor, group)(backend.broadcast)(tensor, group)
         return tensor
 
@@ -270,7 +289,7 @@ class Axis:
 
     def check_same(self, text: str, what: str, advice: str) -> None:
         """Raises ValueError on every rank where the ranks' texts differ."""
-        for group in self._groups:
+        for group in self._all_groups:
             first, *others = self._by_all(text, what, group)
             for rank, other in enumerate(others, 1):
                 if other != first:
@@ -307,8 +326,8 @@ def _first_difference(text: str, other: str) -> str:
     return repr(next((line for line in lines if line not in others), "nothing more"))
 
 
-# (identity, data rank) -> the axis of a component, which counts its runs
-_alive: weakref.WeakValueDictionary[tuple[str, int], Axis] = weakref.WeakValueDictionary()
+# (identity, data rank, rank on the tensor axis) -> the axis of a component, which counts its runs
+_alive: weakref.WeakValueDictionary[tuple[str, int, int], Axis] = weakref.WeakValueDictionary()
 
 
 def _again(
@@ -319,14 +338,15 @@ def _again(
     component: str,
     identity: str,
     data_rank: int,
+    tensor: Axis | None,
 ) -> Axis:
     """A pickled axis, over the groups of this process that it was over."""
     names = [name for name in (group, *replicas) if name]
     need_here("state", names, rank, "To keep a state for another run, use fz.save and fz.load.")
-    if (alive := _alive.get((identity, data_rank))) is not None:
+    if (alive := _alive.get((identity, data_rank, tensor.rank if tensor else 0))) is not None:
         return alive
     axis = Axis(group_of(group) if group else None, group_of(replicas[0]) if replicas else None, name)
-    return axis._with(component=component, identity=identity)._noted()
+    return axis._with(component=component, identity=identity, tensor=tensor)._noted()
 
 
 def finish_all(waits: Sequence[Callable[[], object]]) -> None:

@@ -83,3 +83,8 @@ def summed(axis: Axis, part: torch.Tensor) -> torch.Tensor:
     """The sum over shards, replicated, as a differentiable function of this rank's part."""
     total, mean = (functools.partial(each, tag="global_norm") for each in (axis.sum, axis.mean))
     return _Linear.apply(total, mean, part)
+
+
+def summed_pieces(axis: Axis, part: torch.Tensor) -> torch.Tensor:
+    """The sum over ranks that hold pieces of one value, replicated, as a differentiable function of this rank's."""
+    return _Linear.apply(functools.partial(axis.sum, tag="global_norm"), torch.clone, part)

@@ -22,7 +22,7 @@ from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
-from fzero.table.layout import Key, Layout
+from fzero.table.layout import Key, Layout, Slot
 from fzero.table.rows import Table
 
 # the leaves of the step whose function runs, also inside its units
@@ -54,6 +54,7 @@ class Traversal:
         self, layout: Layout, table: Table, uses: Mapping[Key, Use], seed: tuple[int, ...], device: str, axis: Axis
     ) -> None:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
+        self.tensor = axis.tensor
         self.averaged = tuple([members for members in (axis.members, axis.others) if len(members) > 1])
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
@@ -76,7 +77,7 @@ class Traversal:
             if group.unit in self.table.acting:
                 self.tokens[key] = primal = _gate(self, key, primal) if differentiated else primal
                 for slot in group.slots:
-                    out[slot.leaf] = self._handle(key, slot.leaf, primal)
+                    out[slot.leaf] = self._handle(key, slot, primal)
             else:
                 views = _full(self, key, True, primal)
                 primal = views[0]
@@ -89,11 +90,12 @@ class Traversal:
 
     def handle(self, index: int) -> Handle:
         """A handle of a leaf of a unit."""
-        key, _ = self.layout.key_of[self.layout.rows[index].path]
-        return self._handle(key, index, self.tokens[key])
+        key, slot = self.layout.key_of[self.layout.rows[index].path]
+        return self._handle(key, slot, self.tokens[key])
 
-    def _handle(self, key: Key, index: int, token: torch.Tensor) -> Handle:
-        return Handle(self, key, index, self.layout.rows[index], self.uses[key].compute, token)
+    def _handle(self, key: Key, slot: Slot, token: torch.Tensor) -> Handle:
+        row = self.layout.rows[slot.leaf]
+        return Handle(self, key, slot.leaf, row, self.uses[key].compute, token, slot.shape)
 
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for the cotangent of a group."""

@@ -1,6 +1,7 @@
 """Tensor and sequence parallelism: linear maps between the ranks of a mesh axis, and what is made of them."""
 
 from fzero.parallel.axis import axis as axis
+from fzero.parallel.cut import cut as cut
 from fzero.parallel.maps import all_to_all as all_to_all
 from fzero.parallel.maps import copy as copy
 from fzero.parallel.maps import gather as gather

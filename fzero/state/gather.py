@@ -11,10 +11,11 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named
 from fzero.base.interrupts import as_found
-from fzero.comm.linear import Wire, summed
+from fzero.comm.linear import Wire, summed, summed_pieces
 from fzero.state.checks import check_buffers, constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
+from fzero.state.whole import whole_of
 
 ROW = 1024  # elements
 
@@ -63,7 +64,9 @@ def _gather_one(tree: Sharded) -> object:
         follows = own.requires_grad and torch.is_grad_enabled()  # plain autograd follows the shards
         full = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own) if follows else axis.gather(own, tag)
         for index, view in tree.layout.groups[key].views(full).items():
-            leaves[index] = view / tree.scale if tree.scale != 1.0 else view.clone()
+            row = tree.layout.rows[index]
+            leaf = whole_of(row, axis, view) if row.slices is not None else view
+            leaves[index] = leaf / tree.scale if tree.scale != 1.0 else leaf.clone() if leaf is view else leaf
     return pytree.unflatten(tree.structure, leaves)
 
 
@@ -145,4 +148,10 @@ def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.
         follows = parts.requires_grad and torch.is_grad_enabled()
         parts = summed(like.axis, parts) if follows else like.axis.sum(parts, "global_norm")
         total.update(zip(cut, parts.unbind(), strict=True))
+    sliced = [leaf for leaf in sorted(total) if like.layout.rows[leaf].slices is not None]
+    if sliced and like.axis.tensor is not None:
+        parts = torch.stack([total[leaf] for leaf in sliced])
+        follows = parts.requires_grad and torch.is_grad_enabled()
+        parts = summed_pieces(like.axis.tensor, parts) if follows else like.axis.tensor.sum(parts, "global_norm")
+        total.update(zip(sliced, parts.unbind(), strict=True))
     return torch.stack([total[leaf] for leaf in sorted(total)]).sum() if total else as_float64(0.0)

@@ -17,10 +17,11 @@ from fzero.formats.formats import Blocks, decode, encode
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
 from fzero.state.train_state import TrainState
+from fzero.state.whole import slice_of
 from fzero.stores.away import Buffer
 from fzero.stores.put import name_of, put
 from fzero.table.layout import Key, Layout
-from fzero.table.module_params import frozen_leaves
+from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.policy import Policy
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec
@@ -87,7 +88,8 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     """The state for these params, once the ranks agree on the table and on the values."""
     specs, leaves, structure = leaf_specs(params)
     axis = step.axis().of_component(step.name)
-    layout = Layout.build(step.rows(specs, frozen_leaves(structure)), axis.size)
+    rows = step.rows(specs, frozen_leaves(structure), hints_of(structure))
+    layout = Layout.build(rows, axis.size, axis.place_on_tensor)
     check_tables(step, layout, axis, f"seed {seed} sync {sync}")
     buffers: dict[object, Buffer] = {}
     held: dict[Key, Buffer] = {}
@@ -98,8 +100,9 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         for slot in group.slots if sync else ():
             own = made[slot.leaf].detach().clone().contiguous()
             made[slot.leaf] = axis.broadcast(own, f"leaf {slot.path!r}")
-        if axis.ranks > 1 and not sync:
+        if (axis.ranks > 1 or axis.place_on_tensor[1] > 1) and not sync:
             said += [f"{slot.path} with checksum {checksum(made[slot.leaf])}" for slot in group.slots]
+        made = {index: slice_of(layout.rows[index], axis, leaf.detach()) for index, leaf in made.items()}
         full = layout.pack(key, made, form.dtype)
         del made
         own = full if size == group.numel else full.narrow(0, axis.rank * size, size).clone()
@@ -127,6 +130,7 @@ def check_tables(step: Spec, layout: Layout, axis: Axis, more: str) -> None:
     table = "\n".join(
         f"{row.path} {row.shape} {row.policy} {row.optimizer} unit {row.unit!r} gathered for {row.lifetime}, "
         f"autocast {row.autocast}, remat {row.remat}, in {', '.join(map(name_of, row.memories))}"
+        + (f", cut {row.slices}" if row.slices is not None else "")
         for row in layout.rows
     )
     axis.check_same(

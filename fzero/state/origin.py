@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -12,12 +13,14 @@ import torch
 
 from fzero.base import pytree
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Format, decode, encode, entries, zeros
+from fzero.formats.formats import ALIGN, Format, decode, encode, entries, zeros
 from fzero.state.init import as_held
 from fzero.state.items import Item, entry_of, escaped, items_in, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
+from fzero.state.regrouped import Regrouping
 from fzero.state.sharded import Sharded, is_sharded, part_names
+from fzero.state.sliced import Sliced, sliced_in
 from fzero.stores.away import Buffer, tensor_of
 from fzero.stores.put import DEVICE
 from fzero.table.layout import Key, Layout, Slot
@@ -36,14 +39,23 @@ class Source(Protocol):
         """What a leaf is stored as; None where there is none."""
         ...
 
-    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
-        """The parts of elements [start, stop) of a leaf; start is a multiple of 64, the range may be empty.
+    def sliced(self, path: str) -> Sliced | None:
+        """How a leaf that there is is cut into slices; None where it is whole."""
+        ...
 
-        Every rank asks for its range of every leaf, in the same order.
+    def read(
+        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
+        """The parts of elements [start, stop) of a slice of a leaf, or of the whole leaf; the range may be empty.
+
+        Every rank asks for its range of every leaf, in the same order; and at least once for something of each slice
+        where it needs another one than that of its own number.
 
         Args:
+            start: a multiple of 64 where elements share an entry of a part.
             into: where they may be written, of exactly their sizes, until the origin's `wait` returns; what is
                 returned without it has arrived.
+            rank: which slice.
         """
         ...
 
@@ -90,7 +102,7 @@ class _Taken:
     """A source of which only some leaves are taken."""
 
     def __init__(self, source: Source, taken: frozenset[str]) -> None:
-        self._source, self._taken, self.read = source, taken, source.read
+        self._source, self._taken, self.read, self.sliced = source, taken, source.read, source.sliced
 
     def format(self, path: str) -> Format | None:
         return self._source.format(path) if path in self._taken else None
@@ -261,12 +273,23 @@ class Move:
         source = source if self.taken is None else _Taken(source, self.taken)
         for key, slot in [(own, slot) for own in keys for slot in tree.layout.groups[own].slots]:
             form, have = tree.format(key), source.format(slot.path)
-            if have is not None and not (self.lossy or form.keeps(have)):
+            if have is None or self.lossy:
+                continue
+            if not form.keeps(have):
                 what = name.split(".")[0] if name.split(".")[0] != "extra" else f"state.{name}"
                 raise ValueError(
                     f"{self.origin.place}: the {what} of leaf {slot.path!r} are stored as {have}, and would be "
                     f"rounded to {form}. Say {self.origin.call} to round them to nearest, or use a step whose policy "
                     "keeps them, such as fz.Policy.exact()."
+                )
+            old, new = source.sliced(slot.path), sliced_in(tree.layout, slot.leaf)
+            if old != new and form.group > 1 and not _keep_blocks(tree.layout.rows[slot.leaf].shape, old, new):
+                raise ValueError(
+                    f"{self.origin.place}: the {name} of leaf {slot.path!r} are stored as {have}, with a scale for "
+                    f"every {form.group} elements of a slice, and the step cuts the leaf into slices of other elements "
+                    f"of its shape {tree.layout.rows[slot.leaf].shape}: they would be rounded anew. Say "
+                    f"{self.origin.call} to round them to nearest, or cut it in pieces of whole scales, with "
+                    "fz.parallel.cut(dim, multiple=...)."
                 )
         return source
 
@@ -292,17 +315,67 @@ class Move:
                 target[at // part.every :][: entries(form, part, last - first)]
                 for part, target in zip(form.parts, out, strict=True)
             ]
-            alike = have.parts == form.parts
-            got = source.read(slot.path, first, last, into if alike else None)
+            alike, old, new = have.parts == form.parts, source.sliced(slot.path), sliced_in(tree.layout, slot.leaf)
+            if old != new:
+                _regroup(form, have, tree.layout, slot, source, first, last, into)
+                continue
+            rank = tree.layout.tensor[0] if new is not None else 0
+            got = source.read(slot.path, first, last, into if alike else None, rank)
             if first == last:
                 continue
             if not alike:
-                wide = torch.float64 if form.parts[0].dtype == torch.float64 else torch.float32
-                got = encode(form, decode(have, got, wide))
+                got = encode(form, decode(have, got, _wide(form)))
             for target, value in zip(into, got, strict=True):
                 if value is not target:
                     target.copy_(value[: target.numel()])
         return out
+
+
+def _wide(form: Format) -> torch.dtype:
+    """The dtype that values are decoded to for a format."""
+    return torch.float64 if form.parts[0].dtype == torch.float64 else torch.float32
+
+
+def _keep_blocks(shape: Sequence[int], *cuts: Sliced | None) -> bool:
+    """Tells whether elements that share a scale stay together in all of these cuts."""
+    last = max(cut.dim for cut in cuts if cut is not None)
+    return math.prod(shape[last:]) % ALIGN == 0 and all(
+        cut is None or cut.dim < last or cut.keeps_blocks(shape, ALIGN) for cut in cuts
+    )
+
+
+def _regroup(
+    form: Format,
+    have: Format,
+    layout: Layout,
+    slot: Slot,
+    source: Source,
+    first: int,
+    last: int,
+    into: Sequence[torch.Tensor],
+) -> None:
+    """Fills the parts of elements [first, last) of this rank's slice of a leaf from slices that are cut otherwise."""
+    old, new, shape = source.sliced(slot.path), sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape
+    for rank in range(len(old.pieces) if old is not None else 1):
+        source.read(slot.path, 0, 0, None, rank)  # who needs none of it takes part
+    if have.parts == form.parts and (form.group == 1 or _keep_blocks(shape, old, new)):
+
+        def parts(rank: int, start: int, stop: int) -> Sequence[torch.Tensor]:
+            got = source.read(slot.path, start, stop, None, rank)
+            return [x[: entries(have, part, stop - start)] for part, x in zip(have.parts, got, strict=True)]
+
+        regrouping = Regrouping(shape, old, new, layout.tensor[0], 1 if form.group == 1 else ALIGN)
+        regrouping.fill(into, [part.every for part in form.parts], first, last, parts)
+        return
+
+    def values(rank: int, start: int, stop: int) -> Sequence[torch.Tensor]:
+        low = start // ALIGN * ALIGN
+        return [decode(have, source.read(slot.path, low, stop, None, rank), _wide(form))[start - low : stop - low]]
+
+    own = torch.zeros(-(-(last - first) // ALIGN) * ALIGN, dtype=_wide(form), device=into[0].device)
+    Regrouping(shape, old, new, layout.tensor[0]).fill([own], [1], first, last, values)
+    for target, value in zip(into, encode(form, own), strict=True):
+        target.copy_(value[: target.numel()])
 
 
 def _between(form: Format, slots: Sequence[Slot], low: int, size: int, device: torch.device) -> list[torch.Tensor]:

@@ -32,7 +32,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one leaf in its group's buffer, in elements."""
+    """The place of one leaf, or of this rank's slice of it, in its group's buffer, in elements."""
 
     leaf: int
     path: str
@@ -115,11 +115,16 @@ class Group:
 
 @dataclass(frozen=True)
 class Layout:
-    """All groups of a tree of params, where the sharded axis has `shards` ranks."""
+    """All groups of a tree of params, where the sharded axis has `shards` ranks.
+
+    Attributes:
+        tensor: this rank's number on the axis that leaves are cut over, and the number of ranks there.
+    """
 
     rows: tuple[Row, ...]
     shards: int
     groups: Mapping[Key, Group]
+    tensor: tuple[int, int] = (0, 1)
     # as far as asked for: (kind of state, group key) -> its format and its buffers' names
     formats: dict[tuple[str, Key], tuple[Format, tuple[object, ...]]] = field(default_factory=dict, repr=False)
     # kind of state -> its buffers' names -> as `Sharded.sizes`
@@ -129,21 +134,29 @@ class Layout:
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return Layout, (self.rows, self.shards, self.groups)  # not the tables, which know steps
+        return Layout, (self.rows, self.shards, self.groups, self.tensor)  # not the tables, which know steps
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.rows, self.shards))
+        return hash((self.rows, self.shards, self.tensor))
 
     def __hash__(self) -> int:
         return self._hash
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Layout) and self.rows == other.rows and self.shards == other.shards)
+        if self is other:
+            return True
+        if not isinstance(other, Layout):
+            return False
+        return (self.shards, self.tensor, self.rows) == (other.shards, other.tensor, other.rows)
 
     @staticmethod
-    def build(rows: Sequence[Row], shards: int) -> Layout:
-        """Packs the leaves in their order; leaves and shards start on multiples of `ALIGN` elements."""
+    def build(rows: Sequence[Row], shards: int, tensor: tuple[int, int] = (0, 1)) -> Layout:
+        """Packs the leaves in their order; leaves and shards start on multiples of `ALIGN` elements.
+
+        Args:
+            tensor: this rank's number on the axis that leaves are cut over, and the number of ranks there.
+        """
         members: dict[tuple[str, tuple[object, ...]], list[int]] = {}
         for index, row in enumerate(rows):
             members.setdefault((row.unit, row.group), []).append(index)
@@ -153,10 +166,12 @@ class Layout:
             own, slots, end = shards if first.cuts else 1, [], 0
             for index in indices:
                 row = rows[index]
-                slots.append(Slot(index, row.path, end, row.numel, row.shape))
-                end = _aligned(end + row.numel)
-            groups[key] = Group(key, _aligned(end, ALIGN * own), own, tuple(slots), first)
-        return Layout(tuple(rows), shards, groups)
+                shape = row.shape if row.slices is None else row.slices.shape(row.shape, *tensor)
+                slots.append(Slot(index, row.path, end, math.prod(shape), shape))
+                end = _aligned(end + slots[-1].numel)
+            # a buffer is never empty, also where this rank has no piece of its leaves
+            groups[key] = Group(key, _aligned(max(end, 1), ALIGN * own), own, tuple(slots), first)
+        return Layout(tuple(rows), shards, groups, tensor)
 
     @cached_property
     def key_of(self) -> dict[str, tuple[Key, Slot]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from fzero.base import pytree
 from fzero.table.layout import Layout
 from fzero.table.rows import Row
+from fzero.table.slices import Hint
 
 
 class ModuleParams(dict[str, Any]):
@@ -20,6 +22,7 @@ class ModuleParams(dict[str, Any]):
 
     Attributes:
         frozen: names of the params with `requires_grad=False`.
+        hints: name -> what the module says of a param, for `fz.shard_tensor`.
 
     Example:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1).requires_grad_(False))
@@ -28,12 +31,17 @@ class ModuleParams(dict[str, Any]):
     """
 
     frozen: tuple[str, ...] = ()
+    hints: tuple[tuple[str, Hint], ...] = ()
 
     def __init__(
-        self, leaves: Mapping[str, object] | Iterable[tuple[str, object]] = (), *, frozen: Iterable[str] = ()
+        self,
+        leaves: Mapping[str, object] | Iterable[tuple[str, object]] = (),
+        *,
+        frozen: Iterable[str] = (),
+        hints: Mapping[str, Hint] = MappingProxyType({}),
     ) -> None:
         super().__init__(leaves)
-        self.frozen = tuple(sorted(frozen))
+        self.frozen, self.hints = tuple(sorted(frozen)), tuple(sorted(hints.items()))
 
     def __reduce__(self) -> object:
         return ModuleParams, (dict(self),), vars(self)
@@ -47,6 +55,7 @@ class ModuleParams(dict[str, Any]):
             return NotImplemented
         out = _like(vars(self), {**self, **other}.items())
         out.frozen = tuple(sorted({*self.frozen, *getattr(other, "frozen", ())}))
+        out.hints = tuple(sorted({**dict(self.hints), **dict(getattr(other, "hints", ()))}.items()))
         return out
 
     def __ror__(self, other: object) -> object:
@@ -71,6 +80,19 @@ def frozen_leaves(structure: pytree.Spec, start: int = 0) -> frozenset[int]:
     found: frozenset[int] = frozenset()
     for child in structure.children():
         found |= frozen_leaves(child, start)
+        start += child.num_leaves
+    return found
+
+
+def hints_of(structure: pytree.Spec, start: int = 0) -> dict[int, Hint]:
+    """Index, from `start` on, of a leaf in a tree of params -> what the module says of it that it is a param of."""
+    if structure.type is ModuleParams:
+        numbers = pytree.unflatten(structure, list(range(start, start + structure.num_leaves)))
+        hints = [(numbers.get(name), hint) for name, hint in numbers.hints]
+        return {number: hint for number, hint in hints if isinstance(number, int)}
+    found: dict[int, Hint] = {}
+    for child in structure.children():
+        found |= hints_of(child, start)
         start += child.num_leaves
     return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from types import UnionType
+from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -17,6 +17,7 @@ from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 from fzero.formats.formats import Format
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.policy import ByPath, Policy
+from fzero.table.slices import Cut, Hint, Slices, TensorAxis, slices_of
 
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # path, shape, own dtype
 FROZEN = "frozen"
@@ -71,11 +72,13 @@ COLUMNS: dict[str, tuple[bool, type | UnionType]] = {
     "compile": (True, bool),
     **{f"{kind} in": (False, Memory) for kind in KINDS},
     "activations in": (True, Memory),
+    "tensor axis": (False, TensorAxis),
+    "tensor": (False, Cut),
 }
 RUNNING = ("remat", "compile", "activations in")  # of those, what says how a unit runs and nothing of a state
 
 
-class Cut(NamedTuple):
+class Shard(NamedTuple):
     """A rank keeps its slice along a mesh axis: of dim `dim`, or of the flat buffer where that is None."""
 
     axis: str
@@ -86,7 +89,7 @@ class Kept(NamedTuple):
     """How one kind of state of a leaf is kept between steps: as what, cut over which mesh axes, in which memory."""
 
     stored: torch.dtype | str | Format  # moments in 8 or 4 bits by that name, as the two have formats of their own
-    cuts: tuple[Cut, ...] = ()
+    cuts: tuple[Shard, ...] = ()
     memory: Memory = DEVICE
 
 
@@ -99,6 +102,8 @@ class Row:
         policy: the leaf's, with every column filled in.
         params, grads, moments: how these are kept; None of a frozen leaf's grads and moments.
         cuts: a rank's slice of the leaf, where any of its state is cut.
+        slices: how the leaf is cut over the tensor axis, before anything else; None where it is whole.
+        hint: what its module says of it.
         lifetime: of a gathered copy: "one use", "the step" (it is held between steps too), or "always", ungathered.
         autocast: the dtype of torch.autocast while the leaf's unit runs, or None.
     """
@@ -112,9 +117,11 @@ class Row:
     params: Kept
     grads: Kept | None
     moments: Kept | None
-    cuts: tuple[Cut, ...]
+    cuts: tuple[Shard, ...]
     lifetime: str
     autocast: torch.dtype | None = None
+    slices: Slices | None = None
+    hint: Hint | None = field(default=None, compare=False)
     remat: bool = field(default=False, compare=False)  # which say nothing of what is kept
     compile: bool = field(default=False, compare=False)
     activations: Memory = field(default=DEVICE, compare=False)
@@ -222,9 +229,14 @@ def _twice(of: str, rule: Rule, other: Rule) -> ValueError:
     )
 
 
+def _meets(rule: Rule, path: str) -> bool:
+    """Tells whether a rule says something of a leaf: a plan of tensors names modules, too."""
+    return matches(rule.pattern, path) or (rule.column == "tensor" and matches(rule.pattern, path.rpartition(".")[0]))
+
+
 def _value_of(rules: Sequence[Rule], column: str, path: str) -> Any:
     """The value that the rules give one column of the leaf at `path`; None where none does."""
-    found = [rule for rule in rules if rule.column == column and matches(rule.pattern, path)]
+    found = [rule for rule in rules if rule.column == column and _meets(rule, path)]
     for other in found[1:]:
         if other.value != found[0].value:
             raise _twice(f"of leaf {path!r}", found[0], other)
@@ -238,9 +250,16 @@ def resolve(
     units: Sequence[str] | None,
     label: Callable[[str], str],
     frozen: Container[int] = (),
+    hints: Mapping[int, Hint] = MappingProxyType({}),
 ) -> Table:
-    """The table of leaves whose optimizers `label(path)` names; modules do not train those at the `frozen` indices."""
+    """The table of leaves whose optimizers `label(path)` names.
+
+    Args:
+        frozen: indices of the leaves that modules do not train.
+        hints: index -> what a leaf's module says of it.
+    """
     _check_patterns([path for path, _, _ in leaves], rules, policy, units)
+    over = _value_of(rules, "tensor axis", "")
     rows = []
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}  # unit -> its first leaf and what the rules say of it
     for index, (path, shape, own) in enumerate(leaves):
@@ -264,7 +283,14 @@ def resolve(
         assert resolved.grad and resolved.moment
         memory = {kind: said[f"{kind} in"] or DEVICE for kind in KINDS}
         stage = sharding.stage if sharding else 0
-        cuts = tuple([Cut(axis) for axis in sharding.axes]) if sharding else ()
+        source = ", ".join(rule.source for rule in rules if rule.column == "tensor" and _meets(rule, path))
+        slices = said["tensor"] and slices_of(path, shape, said["tensor"], source, hints.get(index))
+        if slices and sharding and over.axis in (*sharding.axes, *sharding.replicate):
+            raise ValueError(
+                f"{source}: got axis={over.axis!r}, over which the state of leaf {path!r} is sharded or replicated, "
+                "too; expected another axis of the mesh for each."
+            )
+        cuts = tuple([Shard(axis) for axis in sharding.axes]) if sharding else ()
         rows.append(
             Row(
                 path=path,
@@ -279,6 +305,8 @@ def resolve(
                 cuts=cuts,
                 lifetime="one use" if stage == 3 else "the step" if stage else "always",
                 autocast=said["compute"],
+                slices=slices,
+                hint=hints.get(index),
                 remat=bool(said["remat"]),
                 compile=bool(said["compile"]),
                 activations=said["activations in"] or DEVICE,
@@ -291,7 +319,12 @@ def resolve(
 def _check_patterns(
     paths: list[str], rules: Sequence[Rule], policy: Policy | ByPath, units: Sequence[str] | None
 ) -> None:
-    lost = [(rule.source, part) for rule in rules for part in unmatched(rule.pattern, paths)]
+    owners = [path.rpartition(".")[0] for path in paths]
+    lost = [
+        (rule.source, part)
+        for rule in rules
+        for part in unmatched(rule.pattern, [*paths, *(owners if rule.column == "tensor" else ())])
+    ]
     for pattern, _ in policy.policies if isinstance(policy, ByPath) else ():
         lost += [("Policy.by_path", pattern)] if not any(matches(pattern, path) for path in paths) else []
     for pattern in units or ():

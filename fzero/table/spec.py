@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeVar
 
 from fzero.base.arguments import need_str, wrong
@@ -16,6 +17,7 @@ from fzero.table.microbatch import Microbatches
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.policy import ByPath, Policy
 from fzero.table.rows import RUNNING, Leaf, Row, Rule, Sharding, Table, add_rule, resolve
+from fzero.table.slices import Hint, TensorAxis
 
 METRICS = ("loss", "grad_norm", "lr", "skipped", "aux")
 
@@ -134,6 +136,11 @@ class Spec:
         return next((rule.value for rule in self.rules if isinstance(rule.value, Sharding)), None)
 
     @property
+    def tensor_axis(self) -> TensorAxis | None:
+        """The mesh axis that leaves are cut over."""
+        return next((rule.value for rule in self.rules if isinstance(rule.value, TensorAxis)), None)
+
+    @property
     def fused_norm(self) -> str:
         """How a fused update comes to know the norm of all gradients: "once" where nothing needs it."""
         if self.fusion not in (None, "auto"):
@@ -146,7 +153,7 @@ class Spec:
         """The fields that a state's step must share; a mesh's name and sizes say nothing of the ranks."""
         rules = [
             dataclasses.replace(rule, value=dataclasses.replace(rule.value, mesh=None))
-            if isinstance(rule.value, Sharding)
+            if isinstance(rule.value, (Sharding, TensorAxis))
             else rule
             for rule in self.rules
             if rule.column not in RUNNING
@@ -161,18 +168,25 @@ class Spec:
 
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""
-        sharding = self.sharding
-        if sharding is None:
-            return Axis()
-        return Axis.of(sharding.mesh, sharding.axes, sharding.replicate, f"shard_zero{sharding.stage}")
+        sharding, over = self.sharding, self.tensor_axis
+        own = Axis()
+        if sharding is not None:
+            own = Axis.of(sharding.mesh, sharding.axes, sharding.replicate, f"shard_zero{sharding.stage}")
+        return own if over is None else own.beside(Axis.of(over.mesh, (over.axis,), None, "shard_tensor"))
 
     def label(self, path: str) -> str:
         """The name of the optimizer that a leaf gets."""
         return self.optimizer.label(path) if self.optimizer.label else "optimizer"
 
-    def rows(self, leaves: Sequence[Leaf], frozen: Container[int] = ()) -> tuple[Row, ...]:
-        """The rows of the table for leaves, of which `frozen` are the indices of those that no module trains."""
-        return resolve(leaves, self.rules, self.policy, self.units, self.label, frozen).rows
+    def rows(
+        self, leaves: Sequence[Leaf], frozen: Container[int] = (), hints: Mapping[int, Hint] = MappingProxyType({})
+    ) -> tuple[Row, ...]:
+        """The rows of the table for leaves, of which `frozen` are the indices of those that no module trains.
+
+        Args:
+            hints: index -> what a leaf's module says of it.
+        """
+        return resolve(leaves, self.rules, self.policy, self.units, self.label, frozen, hints).rows
 
     def table(self, layout: Layout) -> Table:
         """The table for the leaves of a state, which another step may have made."""
@@ -180,7 +194,8 @@ class Spec:
         if known is None:
             leaves = [(row.path, row.shape, row.dtype) for row in layout.rows]
             frozen = [index for index, row in enumerate(layout.rows) if row.frozen]
-            known = resolve(leaves, self.rules, self.policy, self.units, self.label, frozen)
+            hints = {index: row.hint for index, row in enumerate(layout.rows) if row.hint is not None}
+            known = resolve(leaves, self.rules, self.policy, self.units, self.label, frozen, hints)
             layout.tables[self.rules] = known
         return known
 

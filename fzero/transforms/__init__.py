@@ -12,3 +12,4 @@ from fzero.transforms.remat import remat as remat
 from fzero.transforms.shard import shard_zero1 as shard_zero1
 from fzero.transforms.shard import shard_zero2 as shard_zero2
 from fzero.transforms.shard import shard_zero3 as shard_zero3
+from fzero.transforms.shard_tensor import shard_tensor as shard_tensor

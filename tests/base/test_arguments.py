@@ -227,6 +227,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "pattern": (lambda v: fz.offload(STEP, params="host", pattern=v), {"a string"}),
     },
     "remat": {"step": (fz.remat, {"a step"}), "pattern": (lambda v: fz.remat(STEP, v), {"a string"})},
+    "shard_tensor": {
+        "step": (lambda v: fz.shard_tensor(v, {"w": 0}), {"a step"}),
+        "plan": (lambda v: fz.shard_tensor(STEP, v), {"a dict"}),
+        "mesh": (lambda v: fz.shard_tensor(STEP, {"w": 0}, v), {"None"}),
+        "axis": (lambda v: fz.shard_tensor(STEP, {"w": 0}, None, v), {"a string"}),
+    },
     **{
         f"shard_zero{stage}": {
             "step": (lambda v, shard=shard: shard(v), {"a step"}),

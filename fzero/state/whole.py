@@ -1,0 +1,56 @@
+"""Leaves that are cut over a tensor axis: this rank's slice of a whole leaf, and the whole of all ranks' slices."""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.comm.linear import linear
+from fzero.table.rows import Row
+from fzero.table.slices import Slices
+
+
+def slice_of(row: Row, axis: Axis, full: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a whole leaf; the leaf itself where it is not cut.
+
+    Args:
+        axis: of the state that the leaf is of.
+    """
+    return full if row.slices is None else cut(row.slices, *axis.place_on_tensor, 0, full)
+
+
+def whole_of(row: Row, axis: Axis, own: torch.Tensor, leading: int = 0) -> torch.Tensor:
+    """The whole leaf, of this rank's slice and the others', as a differentiable function of this one.
+
+    Args:
+        leading: dims of the slice before the leaf's own.
+    """
+    over = axis.tensor
+    if row.slices is None or over is None or over.size == 1:
+        return own
+    there = functools.partial(joined, row.slices, over, leading, f"gather of leaf {row.path!r}")
+    back = functools.partial(cut, row.slices, over.rank, over.size, leading)
+    return linear(there, back, own)
+
+
+def cut(slices: Slices, rank: int, ranks: int, leading: int, full: torch.Tensor) -> torch.Tensor:
+    """A rank's pieces of a whole leaf, one after the other."""
+    dim = slices.dim + leading
+    return torch.cat([full.narrow(dim, start, size) for start, size in slices.ranges(ranks)[rank]], dim)
+
+
+def joined(slices: Slices, over: Axis, leading: int, tag: str, own: torch.Tensor) -> torch.Tensor:
+    """The whole leaf of all ranks' pieces."""
+    dim, ranges = slices.dim + leading, slices.ranges(over.size)
+    sizes = slices.sizes(over.size)
+    every = pieces.gathered(over, own, dim, sizes, tag)
+    if len(slices.parts) == 1:
+        return every
+    out = torch.empty_like(every)
+    for part, rank_ranges in zip(every.split(sizes, dim), ranges, strict=True):
+        for piece, (start, size) in zip(part.split([size for _, size in rank_ranges], dim), rank_ranges, strict=True):
+            out.narrow(dim, start, size).copy_(piece)
+    return out
