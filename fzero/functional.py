@@ -20,7 +20,10 @@ from fzero.capture.handle import Function, Handle, reading
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, call_unit, plain_call
-from fzero.engine.traversal import here, origins_of, running
+from fzero.engine.traversal import here, origins_of, running, tensor_axis_of
+from fzero.modules.conversion import CutLeaf, fresh
+from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
+from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched
@@ -28,6 +31,7 @@ from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
+COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
 # index of a unit's leaf -> {name: leaf}, as the modules around that unit read it; for the apply that is running
@@ -50,8 +54,8 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
         (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
-        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`. Both are pickled where
-        the module can be.
+        which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`; and what
+        `fz.shard_tensor` asks of a module. Both are pickled where the module can be.
 
     Raises:
         ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
@@ -67,11 +71,20 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         raise wrong("functional", "module", module, "a torch.nn.Module")
     refuse_kinds(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
-    params = ModuleParams(((name, param.detach()) for name, param in module.named_parameters()), frozen=frozen)
+    leaves = ((name, param.detach()) for name, param in module.named_parameters())
+    params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))
     memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
     pristine, holdings, _ = private_copy(module, memo)
     places_of(pristine, holdings)  # what cannot be put anywhere is refused here
     return _Apply(pristine, tuple(frozen)), params
+
+
+class _Structure(NamedTuple):
+    """What apply finds out about its params once: their modules that are units, their leaves of the step, cut ones."""
+
+    units: dict[str, dict[str, str]]
+    origins: dict[str, Row | None]
+    cut: tuple[CutLeaf, ...]
 
 
 class _Apply:
@@ -90,7 +103,9 @@ class _Apply:
         # every name, also a tied weight's second one -> the leaf's one name
         self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
         self._known = dict.fromkeys(names.values())  # in order, so that every rank says the same
-        self._structures: dict[object, tuple[dict[str, dict[str, str]], dict[str, Row | None]]] = {}
+        self._structures: dict[
+            object, tuple[dict[str, dict[str, str]], dict[str, Row | None], tuple[CutLeaf, ...]]
+        ] = {}
         self._threads = threading.local()  # swapping a module's params is not safe across threads
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -101,9 +116,6 @@ class _Apply:
 
     def __call__(self, params: Params, *args: object, **kwargs: object) -> Any:
         _check_names(params, self._known)
-        own: _Copy | None = getattr(self._threads, "copy", None)
-        if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
-            own = self._threads.copy = _Copy(self._pristine)
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)
         structure = self._structures.get(key)
@@ -111,9 +123,13 @@ class _Apply:
             rows, named = layout.rows if layout else (), list(zip(params, numbers, strict=True))
             origins = {name: rows[abs(number) - 1] if number else None for name, number in named}
             handles = {name for name, number in named if number < 0}
-            structure = _module_units(origins, handles, self._aliases, own.module), origins
-            self._structures[key] = structure
-        paths, origins = structure
+            paths = _module_units(origins, handles, self._aliases, self._pristine)
+            cut = cut_leaves(origins, self._aliases, self._pristine) if layout and layout.tensor[1] > 1 else ()
+            structure = self._structures[key] = _Structure(paths, origins, cut)
+        paths, origins, cut = structure
+        if layout is not None and layout.tensor[1] > 1:
+            need_slices(params, origins, self._pristine)
+        own = self._copy(Cuts.over(cut, tensor_axis_of(list(params.values()))) if cut else None)
         if self._frozen and (rows := running.get()) is not None:
             refuse_lost(params, origins, self._frozen, rows)
         for path in paths:
@@ -130,7 +146,19 @@ class _Apply:
                 if isinstance(leaf, Handle):
                     by_index.setdefault(leaf.index, {})[name] = leaf
             with during(_outside, by_index), during(reading, full):
-                return own.root.places.call(own.module, outside, args, kwargs)
+                return own.root.places.call(own._fresh(own.module), outside, args, kwargs)
+
+    def _copy(self, cuts: Cuts | None) -> _Copy:
+        """This thread's copy of the module, converted for what is cut."""
+        copies: dict[Cuts | None, _Copy] = vars(self._threads).setdefault("copies", {})
+        own = copies.pop(cuts, None)
+        if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
+            own = _Copy(self._pristine, cuts)
+        copies[cuts] = own  # the last one
+        for other in list(copies)[:-COPIES]:
+            if not copies[other].untouched.depth:
+                del copies[other]
+        return own
 
 
 class _Unit(NamedTuple):
@@ -151,9 +179,10 @@ class _Copy:
         root: the whole module as one unit: none below it is one, also where it runs again.
     """
 
-    def __init__(self, pristine: nn.Module) -> None:
+    def __init__(self, pristine: nn.Module, cuts: Cuts | None) -> None:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self.module, self.elsewhere = module, places_of(module, holdings)
+        self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
         self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
         self.untouched = Untouched(module, holdings, sources)
@@ -161,9 +190,13 @@ class _Copy:
         self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
-        places, around = Places(module, self.elsewhere), self.untouched.around
-        call, fast = (around(functools.partial(places.call, own)) for own in (run, compiled(run, module)))
+        apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
+        places, around = Places(module, self.elsewhere, apart), self.untouched.around
+        call, fast = (around(functools.partial(places.call, self._fresh(own))) for own in (run, compiled(run, module)))
         return _Unit(prefix, places, Surroundings(module), call, fast)
+
+    def _fresh(self, run: Function) -> Function:
+        return fresh(run) if self.converts else run
 
     def patch(self, path: str) -> None:
         self.paths.add(path)

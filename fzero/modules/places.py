@@ -9,6 +9,7 @@ import operator
 import types
 import weakref
 from collections.abc import Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -31,14 +32,21 @@ class Places:
 
     Args:
         elsewhere: `places_of` the copy that the module is part of.
+        apart: name of a param -> where it is read instead of from its module.
     """
 
-    def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        elsewhere: Mapping[int, list[Place]],
+        apart: Mapping[str, tuple[dict[str, Any], str]] = MappingProxyType({}),
+    ) -> None:
         self.of: dict[str, tuple[dict[str, Any], str]] = {
             (f"{path}.{name}" if path else name): (owner._parameters, name)
             for path, owner in module.named_modules(remove_duplicate=False)
             for name in owner._parameters
         }
+        self.of.update(apart)
         held = {name: param for name, (owner, own) in self.of.items() if (param := owner[own]) is not None}
         self.elsewhere = {name: (p, elsewhere[id(p)]) for name, p in held.items() if id(p) in elsewhere}
 

@@ -11,7 +11,7 @@ import torch
 from fzero.base import pytree
 from fzero.table.layout import Layout
 from fzero.table.rows import Row
-from fzero.table.slices import Hint
+from fzero.table.slices import Hint, Use
 
 
 class ModuleParams(dict[str, Any]):
@@ -31,7 +31,7 @@ class ModuleParams(dict[str, Any]):
     """
 
     frozen: tuple[str, ...] = ()
-    hints: tuple[tuple[str, Hint], ...] = ()
+    hints: tuple[tuple[str, tuple[tuple[Any, ...], ...]], ...] = ()  # plain, so that `torch.load` takes them
 
     def __init__(
         self,
@@ -41,7 +41,8 @@ class ModuleParams(dict[str, Any]):
         hints: Mapping[str, Hint] = MappingProxyType({}),
     ) -> None:
         super().__init__(leaves)
-        self.frozen, self.hints = tuple(sorted(frozen)), tuple(sorted(hints.items()))
+        self.frozen = tuple(sorted(frozen))
+        self.hints = tuple(sorted((name, tuple(map(tuple, uses))) for name, uses in hints.items()))
 
     def __reduce__(self) -> object:
         return ModuleParams, (dict(self),), vars(self)
@@ -88,8 +89,8 @@ def hints_of(structure: pytree.Spec, start: int = 0) -> dict[int, Hint]:
     """Index, from `start` on, of a leaf in a tree of params -> what the module says of it that it is a param of."""
     if structure.type is ModuleParams:
         numbers = pytree.unflatten(structure, list(range(start, start + structure.num_leaves)))
-        hints = [(numbers.get(name), hint) for name, hint in numbers.hints]
-        return {number: hint for number, hint in hints if isinstance(number, int)}
+        hints = [(numbers.get(name), uses) for name, uses in numbers.hints]
+        return {number: tuple([Use(*use) for use in uses]) for number, uses in hints if isinstance(number, int)}
     found: dict[int, Hint] = {}
     for child in structure.children():
         found |= hints_of(child, start)

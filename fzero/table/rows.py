@@ -17,7 +17,7 @@ from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 from fzero.formats.formats import Format
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.policy import ByPath, Policy
-from fzero.table.slices import Cut, Hint, Slices, TensorAxis, slices_of
+from fzero.table.slices import AUTO, Cut, Hint, Said, Slices, Styles, TensorAxis, Use, slices_of
 
 Leaf = tuple[str, tuple[int, ...], torch.dtype]  # path, shape, own dtype
 FROZEN = "frozen"
@@ -103,6 +103,7 @@ class Row:
         params, grads, moments: how these are kept; None of a frozen leaf's grads and moments.
         cuts: a rank's slice of the leaf, where any of its state is cut.
         slices: how the leaf is cut over the tensor axis, before anything else; None where it is whole.
+        styles: name -> what its module does there with a leaf that is cut, or copied for each rank.
         hint: what its module says of it.
         lifetime: of a gathered copy: "one use", "the step" (it is held between steps too), or "always", ungathered.
         autocast: the dtype of torch.autocast while the leaf's unit runs, or None.
@@ -121,6 +122,7 @@ class Row:
     lifetime: str
     autocast: torch.dtype | None = None
     slices: Slices | None = None
+    styles: Styles = ()
     hint: Hint | None = field(default=None, compare=False)
     remat: bool = field(default=False, compare=False)  # which say nothing of what is kept
     compile: bool = field(default=False, compare=False)
@@ -229,18 +231,43 @@ def _twice(of: str, rule: Rule, other: Rule) -> ValueError:
     )
 
 
-def _meets(rule: Rule, path: str) -> bool:
-    """Tells whether a rule says something of a leaf: a plan of tensors names modules, too."""
-    return matches(rule.pattern, path) or (rule.column == "tensor" and matches(rule.pattern, path.rpartition(".")[0]))
-
-
 def _value_of(rules: Sequence[Rule], column: str, path: str) -> Any:
     """The value that the rules give one column of the leaf at `path`; None where none does."""
-    found = [rule for rule in rules if rule.column == column and _meets(rule, path)]
+    found = [rule for rule in rules if rule.column == column and matches(rule.pattern, path)]
+    return _one(found, path).value if found else None
+
+
+def _one(found: Sequence[Rule], path: str) -> Rule:
     for other in found[1:]:
         if other.value != found[0].value:
             raise _twice(f"of leaf {path!r}", found[0], other)
-    return found[0].value if found else None
+    return found[0]
+
+
+def _plan_of(rules: Sequence[Rule], path: str, uses: Sequence[Use]) -> dict[str, Said]:
+    """Name of a leaf -> what the plan of tensors says of it, or of the module that has it."""
+    out = {}
+    for name, full in _full_names(path, uses).items():
+        owner = full.rpartition(".")[0]
+        met = [rule for rule in rules if rule.column == "tensor"]
+        met = [rule for rule in met if matches(rule.pattern, full) or matches(rule.pattern, owner)]
+        cuts: dict[int, Any] = {number: rule.value for number, rule in enumerate(met)}
+        found = [number for number, cut in cuts.items() if cut.how != "experts"]
+        found = [number for number in found if cuts[number].how != AUTO] or found  # what is said comes first
+        if found:
+            rule = _one([met[number] for number in found], full)
+            experts = any(cut.how == "experts" for cut in cuts.values())
+            out[name] = Said(cuts[found[0]], rule.source, experts)
+    return out
+
+
+def _full_names(path: str, uses: Sequence[Use]) -> dict[str, str]:
+    """Name of a leaf in its module -> the path that a pattern is held against."""
+    first = uses[0].name
+    if not path.endswith(first):  # it was put under another name
+        return {first: path}
+    prefix = path.removesuffix(first)
+    return {use.name: prefix + use.name for use in uses}
 
 
 def resolve(
@@ -258,12 +285,15 @@ def resolve(
         frozen: indices of the leaves that modules do not train.
         hints: index -> what a leaf's module says of it.
     """
-    _check_patterns([path for path, _, _ in leaves], rules, policy, units)
+    uses = {index: hints.get(index) or (Use(path, ""),) for index, (path, _, _) in enumerate(leaves)}
+    names = [name for index, (path, _, _) in enumerate(leaves) for name in _full_names(path, uses[index]).values()]
+    planned = [*names, *[name.rpartition(".")[0] for name in names]]
+    _check_patterns([path for path, _, _ in leaves], planned, rules, policy, units)
     over = _value_of(rules, "tensor axis", "")
     rows = []
     first: dict[str, tuple[str, Mapping[str, Any]]] = {}  # unit -> its first leaf and what the rules say of it
     for index, (path, shape, own) in enumerate(leaves):
-        said = {column: _value_of(rules, column, path) for column in COLUMNS}
+        said = {column: _value_of(rules, column, path) for column in COLUMNS if column != "tensor"}
         unit, sharding = unit_of(path, units), said["axis"]
         other, theirs = first.setdefault(unit, (path, said))
         for column, (whole, _kind) in COLUMNS.items():
@@ -283,12 +313,12 @@ def resolve(
         assert resolved.grad and resolved.moment
         memory = {kind: said[f"{kind} in"] or DEVICE for kind in KINDS}
         stage = sharding.stage if sharding else 0
-        source = ", ".join(rule.source for rule in rules if rule.column == "tensor" and _meets(rule, path))
-        slices = said["tensor"] and slices_of(path, shape, said["tensor"], source, hints.get(index))
+        plan = _plan_of(rules, path, uses[index])
+        slices, styles = slices_of(path, shape, plan, uses[index]) if over else (None, ())
         if slices and sharding and over.axis in (*sharding.axes, *sharding.replicate):
             raise ValueError(
-                f"{source}: got axis={over.axis!r}, over which the state of leaf {path!r} is sharded or replicated, "
-                "too; expected another axis of the mesh for each."
+                f"shard_tensor: got axis={over.axis!r}, over which the state of leaf {path!r} is sharded or "
+                "replicated, too; expected another axis of the mesh for each."
             )
         cuts = tuple([Shard(axis) for axis in sharding.axes]) if sharding else ()
         rows.append(
@@ -306,6 +336,7 @@ def resolve(
                 lifetime="one use" if stage == 3 else "the step" if stage else "always",
                 autocast=said["compute"],
                 slices=slices,
+                styles=styles,
                 hint=hints.get(index),
                 remat=bool(said["remat"]),
                 compile=bool(said["compile"]),
@@ -317,14 +348,12 @@ def resolve(
 
 
 def _check_patterns(
-    paths: list[str], rules: Sequence[Rule], policy: Policy | ByPath, units: Sequence[str] | None
+    paths: list[str], planned: list[str], rules: Sequence[Rule], policy: Policy | ByPath, units: Sequence[str] | None
 ) -> None:
-    owners = [path.rpartition(".")[0] for path in paths]
-    lost = [
-        (rule.source, part)
-        for rule in rules
-        for part in unmatched(rule.pattern, [*paths, *(owners if rule.column == "tensor" else ())])
-    ]
+    """Refuses patterns that match nothing; those of a plan of tensors may match modules and other names, `planned`."""
+    lost = []
+    for rule in rules:
+        lost += [(rule.source, part) for part in unmatched(rule.pattern, planned if rule.column == "tensor" else paths)]
     for pattern, _ in policy.policies if isinstance(policy, ByPath) else ():
         lost += [("Policy.by_path", pattern)] if not any(matches(pattern, path) for path in paths) else []
     for pattern in units or ():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,14 +11,16 @@ from fzero.comm.backend import Mesh
 from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 
 AUTO = "auto"
-STYLES = ("column", "column_gather", "row", "vocabulary", "whole")
+STYLES = ("column", "column_gather", "row", "vocabulary", "whole", "copied", "experts")
 # what Hugging Face's tp_plan calls them
 THEIRS = {
-    **dict.fromkeys(("colwise",), "column"),
+    **dict.fromkeys(("colwise", "packed_colwise", "embedding_colwise"), "column"),
     **dict.fromkeys(("colwise_rep", "colwise_gather_output"), "column_gather"),
-    **dict.fromkeys(("rowwise",), "row"),
-    **dict.fromkeys(("embedding_rowwise", "vocabulary"), "vocabulary"),
-    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), "whole"),
+    **dict.fromkeys(("rowwise", "packed_rowwise", "rowwise_split_input"), "row"),
+    "embedding_rowwise": "vocabulary",
+    "replicate": "whole",
+    "replicated_with_grad_allreduce": "copied",
+    "moe_tp_experts": "experts",
 }
 
 
@@ -48,7 +50,7 @@ class Cut:
     """What a plan says of a leaf; made by `fz.parallel.cut`.
 
     Attributes:
-        how: a style (column, row, vocabulary, whole, auto), or a dim.
+        how: a style, or a dim.
         parts: sizes of what is fused along the dim (query, key and value; gate and up), each of which is cut by itself.
         multiple: the pieces are whole multiples of this many elements: of a head, say.
     """
@@ -64,20 +66,27 @@ class Cut:
         return f"{self.how!r}{more}"
 
 
-class Hint(NamedTuple):
-    """What a module says of one of its params.
+class Use(NamedTuple):
+    """One name of a module's param, and what the module there does with it.
 
     Attributes:
-        kind: of the module that has it: "linear", "transposed" (a weight [in, out]), "embedding", "convolution", "".
-        names: all of its names in the module, of a tied one several.
+        name: in the whole module; a tied param has several.
+        kind: of the module that has it: "linear", "transposed" (a weight [in, out]), "embedding", "convolution", or "".
         style: that of the module's own tp_plan, for `auto`; "" where there is none.
+        owner: the same of the module that has the param.
         multiple: elements that belong together along the dim that is cut: those of a head, with what shares its keys.
+        fine: of how many there must be multiples where there are fewer of the others than ranks.
     """
 
+    name: str
     kind: str
-    names: tuple[str, ...]
     style: str = ""
+    owner: str = ""
     multiple: int = 1
+    fine: int = 1
+
+
+Hint = tuple[Use, ...]  # what a module says of one of its params
 
 
 class Slices(NamedTuple):
@@ -85,17 +94,18 @@ class Slices(NamedTuple):
 
     dim: int
     parts: tuple[int, ...]  # sizes along the dim, each cut by itself
-    multiple: int
-    style: str
+    multiple: int = 1
+    fine: int = 1  # the multiple where there are fewer of the others than ranks
 
     def ranges(self, ranks: int) -> list[list[tuple[int, int]]]:
         """Rank -> the (start, size) of its pieces along the dim."""
         out: list[list[tuple[int, int]]] = [[] for _ in range(ranks)]
         for begin, part in zip(itertools.accumulate((0, *self.parts)), self.parts, strict=False):
-            count, more = divmod(part // self.multiple, ranks)
+            unit = self.multiple if part // self.multiple >= ranks else self.fine
+            count, more = divmod(part // unit, ranks)
             start = begin
             for rank in range(ranks):
-                size = (count + (rank < more)) * self.multiple
+                size = (count + (rank < more)) * unit
                 out[rank].append((start, size))
                 start += size
         return out
@@ -109,49 +119,116 @@ class Slices(NamedTuple):
         return (*shape[: self.dim], self.sizes(ranks)[rank], *shape[self.dim + 1 :])
 
 
-def slices_of(path: str, shape: Sequence[int], said: Cut, source: str, hint: Hint | None) -> Slices | None:
-    """How a leaf is cut, by what its plan says; None where every rank has all of it.
+class Said(NamedTuple):
+    """What a plan says of one name of a leaf, and which rule does."""
+
+    cut: Cut
+    source: str
+    experts: bool = False
+
+
+Styles = tuple[tuple[str, str], ...]  # name of a leaf -> what the module there does with it
+
+
+def slices_of(
+    path: str, shape: Sequence[int], said: Mapping[str, Said], uses: Sequence[Use]
+) -> tuple[Slices | None, Styles]:
+    """How a leaf is cut, None where every rank has all of it; and the style of each of its names.
+
+    Args:
+        said: name -> what a plan says of it.
+        uses: all names of the leaf.
 
     Raises:
-        ValueError: the leaf has no such dim, or its parts or multiples do not fit.
+        ValueError: the leaf has no such dim, its parts or multiples do not fit, or its names want different cuts.
     """
-    how, parts, multiple = said.how, said.parts, said.multiple
-    if how == AUTO:
-        if hint is None or not hint.style:
-            return None
-        if hint.style not in THEIRS:
+    found: dict[str, tuple[str, Slices | None, str]] = {}
+    for use in uses:
+        if (own := said.get(use.name)) is not None and (style := _style_of(path, use, own)) is not None:
+            found[use.name] = (style, _cut(path, shape, use, own, style), own.source)
+    if not found:
+        return None, ()
+    (_, slices, source), *others = found.values()
+    for _, other, by in others:
+        if other != slices:
             raise ValueError(
-                f"{source}: the model's tp_plan has {hint.style!r} for leaf {path!r}, which has no counterpart here; "
-                f"expected one of {', '.join(map(repr, THEIRS))}. Say a plan for it in place of 'auto'."
+                f"leaf {path!r} is tied, and got two cuts, {_in_words(slices)} by {source} and {_in_words(other)} by "
+                f"{by}; expected one for all of its names."
             )
-        how = THEIRS[hint.style]
-    style, dim = (how, _dim_of(how, len(shape), hint)) if isinstance(how, str) else ("", how)
+    styles = {name: style for name, (style, _, _) in found.items()}
+    for use in uses:  # a dim is said of it, or it is tied to one that is cut
+        if slices is not None and not styles.get(use.name):
+            styles[use.name] = style_of_dim(use.kind, slices.dim, len(shape), tied=use.name not in styles)
+    owners = [use.owner for use in uses if use.name in said and said[use.name].cut.how == AUTO]
+    if any(own.experts for own in said.values()) or any(THEIRS.get(owner) == "experts" for owner in owners):
+        styles = dict.fromkeys(styles, "experts")
+    return slices, tuple(sorted(styles.items()))
+
+
+def _in_words(slices: Slices | None) -> str:
+    return "whole" if slices is None else f"dim {slices.dim} in parts {slices.parts}"
+
+
+def _style_of(path: str, use: Use, said: Said) -> str | None:
+    """The style of one name, "" where a dim is said, and None where nothing is."""
+    how = said.cut.how
+    if how != AUTO:
+        return how if isinstance(how, str) else ""
+    if use.style and use.style not in THEIRS:
+        raise ValueError(
+            f"{said.source}: the model's tp_plan has {use.style!r} for leaf {path!r}, which has no counterpart here; "
+            f"expected one of {', '.join(map(repr, THEIRS))}. Say a plan for it beside 'auto': "
+            f"{{'*': 'auto', {path!r}: 'whole'}}."
+        )
+    return THEIRS.get(use.style)
+
+
+def _cut(path: str, shape: Sequence[int], use: Use, said: Said, style: str) -> Slices | None:
+    parts, multiple, fine = said.cut.parts, said.cut.multiple, said.cut.multiple
+    dim = _dim_of(style, len(shape), use.kind) if style else said.cut.how
     if dim is None:
         return None
+    assert isinstance(dim, int)
     if not -len(shape) <= dim < len(shape):
         raise ValueError(
-            f"{source}: leaf {path!r} has shape {tuple(shape)}, and got dim {dim}; expected one of its dims, from "
+            f"{said.source}: leaf {path!r} has shape {tuple(shape)}, and got dim {dim}; expected one of its dims, from "
             f"{-len(shape)} to {len(shape) - 1}."
         )
     dim %= len(shape)
-    if hint is not None and multiple == 1 and style in ("column", "row"):
-        multiple = hint.multiple if shape[dim] % hint.multiple == 0 else 1
-    parts = parts or (shape[dim],)
+    if use.multiple > 1 and multiple == 1 and shape[dim] % use.multiple == 0 and not parts:
+        multiple, fine = use.multiple, use.fine
+    packed = said.cut.how == AUTO and use.style.startswith("packed")
+    parts = parts or ((shape[dim] // 2,) * 2 if packed else (shape[dim],))
     if sum(parts) != shape[dim] or any(part % multiple for part in parts):
         raise ValueError(
-            f"{source}: leaf {path!r} has {shape[dim]} elements in dim {dim}, and got parts {parts} in multiples of "
-            f"{multiple}; expected parts that add up to {shape[dim]}, each of whole multiples."
+            f"{said.source}: leaf {path!r} has {shape[dim]} elements in dim {dim}, and got parts {parts} in multiples "
+            f"of {multiple}; expected parts that add up to {shape[dim]}, each of whole multiples."
         )
-    return Slices(dim, tuple(parts), multiple, style)
+    return Slices(dim, tuple(parts), multiple, fine)
 
 
-def _dim_of(style: str, ndim: int, hint: Hint | None) -> int | None:
-    """The dim that a style cuts: of weights [out, in], or [in, out] where the module's are."""
-    last = hint is not None and hint.kind == "transposed"
-    if style == "whole" or ndim == 0:
+def _dim_of(style: str, ndim: int, kind: str) -> int | None:
+    """The dim that a style cuts: of weights [out, in], of several [..., out, in], or [in, out] where theirs are."""
+    if style in ("whole", "copied", "experts") or ndim == 0:
         return None
     if ndim == 1:  # a bias, whose elements belong to outputs
         return None if style == "row" else 0
     if style == "vocabulary":
         return 0
-    return int(last) if style in ("column", "column_gather") else int(not last)
+    outputs, inputs = (1, 0) if kind in ("transposed", "embedding") else (0, 1)
+    if kind == "" and ndim > 2:
+        outputs, inputs = ndim - 2, ndim - 1
+    return outputs if style in ("column", "column_gather") else inputs
+
+
+def style_of_dim(kind: str, dim: int, ndim: int, tied: bool) -> str:
+    """What a module does with a leaf that is cut along a dim.
+
+    Args:
+        tied: the plan names it elsewhere.
+    """
+    if kind == "embedding" and dim == 0:
+        return "vocabulary"
+    if dim == _dim_of("row", ndim, kind) and ndim > 1:
+        return "row"
+    return "column_gather" if tied or kind == "embedding" else "column"

@@ -1,0 +1,309 @@
+"""One module whose leaves are cut over a tensor axis: its forward with the maps between ranks that these need."""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from fzero.base import private
+from fzero.base.context import during, variable
+from fzero.capture.handle import Handle
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.modules.hints import kind_of
+from fzero.modules.places import Absent, full
+from fzero.parallel import maps
+from fzero.table.slices import Slices
+
+Forward = Callable[..., object]
+Take = Callable[[torch.Tensor], torch.Tensor]
+# the last tensor that a module made each rank's own, which others read too: (it, its version, its copy)
+_last: contextvars.ContextVar[list[tuple[torch.Tensor, int, torch.Tensor]]] = variable("last_copied", [])
+
+
+class CutLeaf(NamedTuple):
+    """A leaf of a module under one of its names: how it is cut, what the module does with it, and its whole shape."""
+
+    name: str
+    style: str
+    slices: Slices | None
+    shape: tuple[int, ...]
+
+
+class _Apart(Absent):
+    """A leaf that is cut, where its module's own forward does not run."""
+
+    axis: str
+
+    def refusal(self, func: object) -> RuntimeError:
+        return RuntimeError(
+            f"Leaf {self.path!r} of a module is cut over axis {self.axis!r} by fz.shard_tensor, and is read other than "
+            "by the forward of its module, where nothing is known of how ranks exchange values. Let the plan leave it "
+            "whole, or call its module."
+        )
+
+
+def fresh(run: Forward) -> Forward:
+    """`run`, which knows of no tensor that was copied before it."""
+
+    def call(*args: object, **kwargs: object) -> object:
+        with during(_last, []):
+            return run(*args, **kwargs)
+
+    return call
+
+
+class Converted:
+    """One module whose leaves are cut.
+
+    Attributes:
+        leaves: name -> this rank's slice, while a function of the module runs; empty where the module has them itself.
+        then: what is done to its results.
+    """
+
+    def __init__(self, path: str, module: nn.Module, cut: Sequence[CutLeaf], axis: Axis) -> None:
+        self.path, self.module, self.axis = path, module, axis
+        self.before = path + "." if path else ""
+        self.cut = {leaf.name.removeprefix(self.before): leaf for leaf in cut}
+        self.leaves: dict[str, object] = {}
+        self.then: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.forward = module.forward
+        self.run = self._made()
+
+    def _made(self) -> Forward:
+        """The forward with its conversions; its own, where there are none."""
+        styles = {leaf.style for leaf in self.cut.values()}
+        if styles <= {"copied"}:
+            return self._copied if styles else self.forward
+        if "experts" in styles:
+            return self._experts()
+        kind, weight = kind_of(self.module), self.cut.get("weight")
+        if kind and weight is not None and weight.slices is not None:
+            made = {"linear": self._linear, "transposed": self._linear, "embedding": self._embedding}
+            run = made.get(kind, self._convolution)(weight.slices, kind)
+            for name, leaf in self.cut.items():
+                own = self.module._parameters[name]
+                assert own is not None
+                apart = _Apart.like(own, path=leaf.name, axis=self.axis.name)
+                self.leaves[name] = self.module._parameters[name] = apart  # type: ignore[assignment]
+            return run
+        own = type(self.module)
+        known = isinstance(self.module, (nn.Linear, nn.Embedding, nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        if known or own.__module__.startswith("torch.nn."):
+            other = " with a forward of its own" if known and not kind else ""
+            raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
+        return self.forward  # what it does with slices is its own affair
+
+    def refused(self, why: str) -> ValueError:
+        leaf = next(iter(self.cut.values()))
+        return ValueError(
+            f"apply: leaf {leaf.name!r} is cut over axis {self.axis.name!r}, and {why}. Let the plan of "
+            "fz.shard_tensor leave it whole, or cut it in a pure function that uses the maps of fz.parallel."
+        )
+
+    def install(self) -> None:
+        """Puts the conversion into the module."""
+        run, then = self.run, self.then
+        if run == self.forward and then is None:
+            return
+
+        @functools.wraps(self.forward)
+        def forward(*args: object, **kwargs: object) -> object:
+            out = run(*args, **kwargs)
+            return out if then is None else then(out)  # type: ignore[arg-type]
+
+        self.module.forward = forward
+
+    # ---- the forwards
+
+    def _linear(self, slices: Slices, kind: str) -> Forward:
+        leaf = self.cut["weight"]
+        outputs = int(kind == "transposed")
+
+        def weight() -> torch.Tensor:
+            own = _value(self.leaves["weight"])
+            return own.t() if kind == "transposed" else own
+
+        def column(input: torch.Tensor) -> torch.Tensor:
+            self._need_whole(input, -1, leaf.shape[1 - outputs])
+            out = F.linear(self._shared(input), weight(), self._bias(slices))
+            return out if self.cut["weight"].style == "column" else self._gathered(out, -1, slices)
+
+        def row(input: torch.Tensor) -> torch.Tensor:
+            return self._sum(F.linear(self._piece(input, -1, slices), weight()), 1)
+
+        return self._checked(column if slices.dim == outputs else row, slices)
+
+    def _convolution(self, slices: Slices, _: str) -> Forward:
+        module, leaf = self.module, self.cut["weight"]
+        assert isinstance(module, (nn.Conv1d, nn.Conv2d, nn.Conv3d))
+        dim = 1 - len(leaf.shape)  # of channels, from the end
+        if module.groups != 1:
+            raise self.refused(f"its convolution has {module.groups} groups")
+        if slices.dim > 1:
+            raise self.refused(f"dim {slices.dim} of its weight is no channel")
+        if not all(slices.sizes(self.axis.size)):
+            raise self.refused(f"its {leaf.shape[slices.dim]} channels are fewer than the {self.axis.size} ranks")
+
+        def column(input: torch.Tensor) -> torch.Tensor:
+            self._need_whole(input, dim, leaf.shape[1])
+            out = module._conv_forward(self._shared(input), _value(self.leaves["weight"]), self._bias(slices))
+            return out if leaf.style == "column" else self._gathered(out, dim, slices)
+
+        def row(input: torch.Tensor) -> torch.Tensor:
+            return self._sum(
+                module._conv_forward(self._piece(input, dim, slices), _value(self.leaves["weight"]), None), -dim
+            )
+
+        return self._checked(row if slices.dim else column, slices)
+
+    def _checked(self, run: Forward, slices: Slices) -> Forward:
+        """`run`, if its bias is cut as its weight is."""
+        bias = self.cut.get("bias")
+        if bias is None:
+            return run
+        sizes = None if bias.slices is None else bias.slices.ranges(self.axis.size)
+        if run.__name__ == "row" or sizes != slices.ranges(self.axis.size):
+            raise self.refused("its bias is cut otherwise than its outputs")
+        return run
+
+    def _embedding(self, slices: Slices, _: str) -> Forward:
+        module, leaf = self.module, self.cut["weight"]
+        assert isinstance(module, nn.Embedding)
+        for name, value in (("max_norm", None), ("scale_grad_by_freq", False), ("sparse", False)):
+            if getattr(module, name) != value:
+                raise self.refused(f"its embedding has {name}={getattr(module, name)}")
+
+        def features(input: torch.Tensor) -> torch.Tensor:
+            out = F.embedding(input, _value(self.leaves["weight"]), module.padding_idx)
+            return out if leaf.style == "column" else self._gathered(out, -1, slices)
+
+        if slices.dim == 1:
+            return features
+        if len(slices.parts) > 1:
+            raise self.refused(f"its vocabulary is cut in parts {slices.parts}")
+        ((start, size),) = slices.ranges(self.axis.size)[self.axis.rank]
+        count, padding = leaf.shape[0], module.padding_idx
+        own_padding = padding - start if padding is not None and 0 <= padding - start < size else None
+
+        def rows(input: torch.Tensor) -> torch.Tensor:
+            weight = _value(self.leaves["weight"])
+            known = (input >= 0) & (input < count)  # what is not is left to F.embedding, which refuses it
+            inside = (input >= start) & (input < start + size)
+            place = torch.where(inside, input - start, torch.where(known, 0, -1))
+            table = weight if size else weight.new_zeros(1, leaf.shape[1])
+            out = F.embedding(place, table, own_padding)
+            return maps.sum(out.masked_fill(~inside.unsqueeze(-1), 0.0), self.axis)
+
+        return rows
+
+    def _copied(self, *args: object, **kwargs: object) -> object:
+        own = self.module._parameters
+        before = {name: own[name] for name in self.cut}
+        try:
+            for name, leaf in before.items():
+                own[name] = maps.copy(_value(leaf), self.axis)  # type: ignore[assignment]
+            return self.forward(*args, **kwargs)
+        finally:
+            own.update(before)
+
+    def _experts(self) -> Forward:
+        whole = [name for name, _ in self.module.named_parameters() if name not in self.cut]
+        whole += [name for name, leaf in self.cut.items() if leaf.slices is None]
+        if whole:
+            raise self.refused(f"its leaf {whole[0]!r} is not, which every rank would add to what it gives")
+
+        def forward(*args: object, **kwargs: object) -> object:
+            args = tuple([self._own(x) for x in args])
+            out = self.forward(*args, **{name: self._own(x) for name, x in kwargs.items()})
+            if not isinstance(out, torch.Tensor):
+                raise self.refused(f"it returns a {type(out).__name__} in place of a tensor that could be summed")
+            return maps.sum(out, self.axis)
+
+        return forward
+
+    def _own(self, x: object) -> object:
+        return maps.copy(_value(x), self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+
+    # ---- their parts
+
+    def _bias(self, slices: Slices) -> torch.Tensor | None:
+        """This rank's slice of the bias of outputs."""
+        if "bias" in self.cut:
+            return _value(self.leaves["bias"])
+        bias = self.module.bias
+        return None if bias is None else self._slice(_value(bias), 0, slices)
+
+    def _sum(self, out: torch.Tensor, dims: int) -> torch.Tensor:
+        """The sum over ranks, and then the bias, which all have; it belongs to the `dims`-th dim from the end."""
+        out, bias = maps.sum(out, self.axis), self.module.bias
+        return out if bias is None else out + _value(bias).view(-1, *[1] * (dims - 1)).to(out.dtype)
+
+    def _piece(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
+        """This rank's piece of what a row takes, which it is already if a column came before."""
+        sizes, count = slices.sizes(self.axis.size), x.shape[dim]
+        own, whole = sizes[self.axis.rank], sum(sizes)
+        if whole in sizes:  # one rank has all, and cannot tell alone whether the others have it too
+            every = [said for (said,) in pieces.told(self.axis, [count], f"inputs of {self.path!r}")]
+            own = -1 if every == [whole] * len(sizes) else own
+        if count == own:
+            return x
+        if count != whole:
+            raise ValueError(
+                f"apply: module {self.path!r}, whose inputs are cut over axis {self.axis.name!r}, got a tensor of "
+                f"shape {tuple(x.shape)}, expected {sizes[self.axis.rank]} elements in dim {dim}, this rank's, or all "
+                f"{whole}."
+            )
+        return self._slice(x, dim, slices)
+
+    def _slice(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
+        return maps.split(_by_rank(x, dim, slices, self.axis.size), self.axis, dim, slices.sizes(self.axis.size))
+
+    def _gathered(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
+        return _in_order(maps.gather(x, self.axis, dim, slices.sizes(self.axis.size)), dim, slices, self.axis.size)
+
+    def _need_whole(self, x: torch.Tensor, dim: int, count: int) -> None:
+        if x.shape[dim] != count:
+            raise ValueError(
+                f"apply: module {self.path!r}, whose outputs are cut over axis {self.axis.name!r}, got a tensor of "
+                f"shape {tuple(x.shape)}, expected {count} elements in dim {dim}. If a module before it gives slices, "
+                "let a 'row' follow that, or say 'column_gather' of it in the plan of fz.shard_tensor."
+            )
+
+    def _shared(self, x: torch.Tensor) -> torch.Tensor:
+        """The input as each rank's own, one copy for all modules that read it: its cotangents are summed once."""
+        last = _last.get()
+        if last and last[0][0] is x and last[0][1] == private.version(x):
+            return last[0][2]
+        out = maps.copy(_value(x), self.axis)
+        last[:] = [(x, private.version(x), out)]
+        return out
+
+
+def _value(leaf: object) -> torch.Tensor:
+    assert isinstance(leaf, torch.Tensor)
+    return full(leaf) if isinstance(leaf, Handle) else leaf
+
+
+def _by_rank(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:
+    """Elements of a whole dim in the order of ranks' slices."""
+    if len(slices.parts) == 1:
+        return x
+    return torch.cat([x.narrow(dim, *piece) for own in slices.ranges(ranks) for piece in own], dim)
+
+
+def _in_order(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:
+    """Ranks' slices of a dim, one after the other, in the order of the whole."""
+    if len(slices.parts) == 1:
+        return x
+    starts, end = {}, 0
+    for own in slices.ranges(ranks):
+        for start, size in own:
+            starts[start, size], end = end, end + size
+    return torch.cat([x.narrow(dim, place, size) for (_, size), place in sorted(starts.items())], dim)

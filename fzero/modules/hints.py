@@ -1,0 +1,104 @@
+"""What a module says of its params for `fz.shard_tensor`: what is computed with them, heads, its own tp_plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from torch import nn
+
+from fzero.table.slices import Hint, Use
+
+_CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_KEYS, _QUERY = ("k_proj", "v_proj"), "q_proj"
+
+
+class Heads(NamedTuple):
+    """A module whose projections have heads.
+
+    Attributes:
+        dim: elements of a head.
+        groups: heads of queries that share one of keys and values.
+        out: name of the projection of what the heads give.
+    """
+
+    dim: int
+    groups: int
+    out: str
+
+
+def kind_of(module: nn.Module) -> str:
+    """What a module computes with its weight; "" where that is its own affair.
+
+    A class that is derived from one of torch's, with a forward of its own, is another one.
+    """
+    forward = type(module).forward
+    if forward is nn.Linear.forward:
+        return "linear"
+    if forward is nn.Embedding.forward:
+        return "embedding"
+    if any(forward is kind.forward for kind in _CONVOLUTIONS):
+        return "convolution"
+    name = f"{type(module).__module__}.{type(module).__name__}"
+    return "transposed" if name == "transformers.pytorch_utils.Conv1D" else ""
+
+
+def heads_of(module: nn.Module) -> Heads | None:
+    """The heads of an attention module as Hugging Face writes them, whose code counts heads by what it is given."""
+    dim, groups = getattr(module, "head_dim", None), getattr(module, "num_key_value_groups", 1)
+    children = dict(module.named_children())
+    if not isinstance(dim, int) or not isinstance(groups, int):
+        return None
+    if any(kind_of(children[name]) != "linear" if name in children else True for name in (_QUERY, *_KEYS)):
+        return None
+    query = children[_QUERY]
+    assert isinstance(query, nn.Linear)
+    width = query.out_features
+    others = [n for n, m in children.items() if n not in (_QUERY, *_KEYS) and kind_of(m) == "linear"]
+    outs = [name for name in others if getattr(children[name], "in_features", None) == width]
+    return Heads(dim, groups, outs[0]) if len(outs) == 1 and width % (dim * groups) == 0 else None
+
+
+def hints_of_module(module: nn.Module) -> dict[str, Hint]:
+    """Name of a param -> what the module does with it, under each of its names."""
+    firsts = {id(param): name for name, param in module.named_parameters()}
+    modules = dict(module.named_modules(remove_duplicate=False))
+    plan, multiples = _plan_of(modules), dict[str, tuple[int, int]]()
+    for path, own in modules.items():
+        if (heads := heads_of(own)) is not None:
+            before = path + "." if path else ""
+            multiples |= dict.fromkeys((before + _QUERY, before + heads.out), (heads.dim * heads.groups, heads.dim))
+            multiples |= dict.fromkeys([before + name for name in _KEYS], (heads.dim, 1))
+    out: dict[str, list[Use]] = {}
+    for name, param in module.named_parameters(remove_duplicate=False):
+        path, _, _own = name.rpartition(".")
+        of_module = _found(plan, path)
+        style = _found(plan, name) or (of_module if of_module != "moe_tp_experts" else "")
+        use = Use(name, kind_of(modules[path]), style, of_module, *multiples.get(path, (1, 1)))
+        out.setdefault(firsts[id(param)], []).append(use)
+    return {name: tuple(uses) for name, uses in out.items()}
+
+
+def _plan_of(modules: Mapping[str, nn.Module]) -> dict[str, str]:
+    """Pattern over names -> style, of all modules that have a tp_plan; that of the outermost comes first."""
+    out: dict[str, str] = {}
+    for path, module in sorted(modules.items(), key=lambda pair: -pair[0].count(".") - bool(pair[0])):
+        plan = getattr(module, "_tp_plan", None)
+        if isinstance(plan, Mapping):
+            before = path + "." if path else ""
+            out |= {before + str(pattern): str(style) for pattern, style in plan.items()}
+    return out
+
+
+def _found(plan: Mapping[str, str], name: str) -> str:
+    """The style of a name; stars of patterns are numbers."""
+    if name in plan:
+        return plan[name]
+    words = name.split(".")
+    for pattern, style in plan.items():
+        parts = pattern.split(".")
+        if len(parts) == len(words) and all(
+            part == word or (part == "*" and word.isdigit()) for part, word in zip(parts, words, strict=True)
+        ):
+            return style
+    return ""
