@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named
 from fzero.base.interrupts import as_found
 from fzero.comm.linear import Wire, summed, summed_pieces
+from fzero.comm.pieces import gathered
 from fzero.state.checks import check_buffers, constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
@@ -148,10 +150,42 @@ def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.
         follows = parts.requires_grad and torch.is_grad_enabled()
         parts = summed(like.axis, parts) if follows else like.axis.sum(parts, "global_norm")
         total.update(zip(cut, parts.unbind(), strict=True))
-    sliced = [leaf for leaf in sorted(total) if like.layout.rows[leaf].slices is not None]
-    if sliced and like.axis.tensor is not None:
-        parts = torch.stack([total[leaf] for leaf in sliced])
-        follows = parts.requires_grad and torch.is_grad_enabled()
-        parts = summed_pieces(like.axis.tensor, parts) if follows else like.axis.tensor.sum(parts, "global_norm")
-        total.update(zip(sliced, parts.unbind(), strict=True))
+    over = like.axis.tensor
+    if over is not None and over.size > 1 and total:
+        leaves = sorted(total)
+        parts = torch.stack([total[leaf] for leaf in leaves])
+        sliced = [place for place, leaf in enumerate(leaves) if like.layout.rows[leaf].slices is not None]
+        if (parts.requires_grad and torch.is_grad_enabled()) or private.is_wrapped(parts):
+            summed_up = summed_pieces(over, parts) if sliced else parts
+        else:
+            every = gathered(over, parts.unsqueeze(0), 0, [1] * over.size, "global_norm")
+            _need_alike(every, leaves, like)
+            summed_up = functools.reduce(torch.add, every.unbind())  # in rank order
+        total.update({leaves[place]: summed_up[place] for place in sliced})
     return torch.stack([total[leaf] for leaf in sorted(total)]).sum() if total else as_float64(0.0)
+
+
+def _need_alike(squares: torch.Tensor, leaves: Sequence[int], like: Sharded) -> None:
+    """Refuses leaves that are whole on every rank of the tensor axis, and of which the ranks have something else.
+
+    Only on the CPU, as an accelerator would have to be waited for.
+
+    Args:
+        squares: [ranks, leaves], of each leaf's values.
+    """
+    over = like.axis.tensor
+    if over is None or squares.device.type != "cpu":
+        return
+    low, high = squares.amin(0), squares.amax(0)
+    apart = high - low > 1e-6 * high + 1e-16 * squares.sum(1).amax()  # not where they are no numbers
+    for place in apart.nonzero().view(-1).tolist():
+        row = like.layout.rows[leaves[place]]
+        if row.slices is None:
+            norms = ", ".join(f"{norm:.4g}" for norm in squares[:, place].sqrt().tolist())
+            raise ValueError(
+                f"The values (of grads, in a step) of leaf {row.path!r}, which all ranks of axis {over.name!r} have in "
+                f"full, differ between them: their norms are {norms}; expected the same on all. What ranks compute "
+                "apart must be put together again (fz.parallel.sum or gather), and what all have must be made each "
+                "rank's own before it meets that (fz.parallel.copy; 'copied' in a plan of fz.shard_tensor). "
+                "fz.parallel.check names the place."
+            )

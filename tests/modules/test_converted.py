@@ -200,3 +200,159 @@ def batches_of(name: str, count: int) -> list[Any]:
 def test_models_of_hugging_face(name: str, sizes: tuple[int, int], stage: int, remat: bool) -> None:
     near = 1e-10 if name == "vit" else 1e-6  # the others' norms and routers compute in float32
     check(model_of(name), batches_of(name, sizes[0]), sizes, stage, MODELS[name][1], remat, near)
+
+
+def gpt2() -> nn.Module:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=17, n_positions=8, n_embd=16, n_layer=1, n_head=2, use_cache=False, resid_pdrop=0.0, embd_pdrop=0.0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def qwen3() -> nn.Module:
+    """With norms of heads, whose weights all ranks use for other heads."""
+    transformers = pytest.importorskip("transformers")
+    config = transformers.Qwen3Config(
+        vocab_size=17,
+        hidden_size=16,
+        intermediate_size=11,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=4,
+        use_cache=False,
+    )
+    return transformers.Qwen3ForCausalLM(config)
+
+
+MODELS["gpt2"] = (gpt2, {"*.mlp.c_fc": "column", "*.mlp.c_proj": "row", "*.wte": "vocabulary"})
+MODELS["qwen3"] = (qwen3, "auto")
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen3"])
+def test_weights_that_are_transposed_or_shared_by_heads(name: str) -> None:
+    check(model_of(name), batches_of(name, 1), (1, 3), 3, MODELS[name][1], True, 1e-10 if name == "gpt2" else 1e-6)
+
+
+# ---- what is refused
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+class ReadsTheWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, self.own.weight)
+
+
+class Pairs(nn.Module):
+    """A column whose outputs the next layer takes for whole ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))
+
+
+class SelfAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.MultiheadAttention(4, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.own(x, x, x)[0]
+
+
+WRONG: dict[str, tuple[Any, Any, str]] = {
+    "derived": (
+        lambda: Scaled(4, 4),
+        {"weight": 0, "bias": 0},
+        "no conversions for what a Scaled with a forward of its",
+    ),
+    "read": (
+        ReadsTheWeight,
+        {"own": "column"},
+        "Leaf 'own.weight' of a module is cut over axis 'tp'.* and is read other",
+    ),
+    "column, column": (
+        Pairs,
+        {"first": "column", "second": "column"},
+        "module 'second', whose outputs .*expected 4 elem",
+    ),
+    "attention": (SelfAttention, {"own.in_proj_*": 0}, "no conversions for what a MultiheadAttention does"),
+    "attention's output": (
+        SelfAttention,
+        {"own.out_proj": "column"},
+        "Leaf 'own.out_proj.weight' .* is read other than",
+    ),
+    "groups": (lambda: nn.Conv1d(4, 4, 1, groups=2), {"weight": 0, "bias": 0}, "its convolution has 2 groups"),
+    "kernel": (lambda: nn.Conv1d(4, 4, 2), {"weight": 2}, "dim 2 of its weight is no channel"),
+    "channels": (lambda: nn.Conv1d(4, 1, 1), {"*": "column"}, "its 1 channels are fewer than the 2 ranks"),
+    "bias": (lambda: nn.Linear(4, 4), {"weight": 1, "bias": 0}, "its bias is cut otherwise than its outputs"),
+    "max_norm": (lambda: nn.Embedding(4, 4, max_norm=1.0), {"weight": 0}, r"its embedding has max_norm=1\.0"),
+    "norm": (lambda: nn.LayerNorm(4), {"weight": 0}, "no conversions for what a LayerNorm does"),
+}
+
+
+@pytest.mark.parametrize("name", sorted(WRONG))
+def test_what_has_no_conversion_is_refused(name: str) -> None:
+    make, plan, match = WRONG[name]
+    model = make().to(F64)
+    apply, params = fz.functional(model)
+    embeds = isinstance(model, nn.Embedding)
+    x = torch.tensor([[1, 2]]) if embeds else torch.ones(2, 4, 4, dtype=F64)
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_tensor(fz.train_step(lambda p, x: apply(p, x).sum(), fz.sgd(0.1)), plan)
+        state = step.init(params)
+        with pytest.raises((ValueError, RuntimeError), match=match):
+            step(state, x)
+
+    run_ranks(rank_main, 2)
+
+
+def test_params_that_are_computed_from_slices_are_refused() -> None:
+    apply, params = fz.functional(nn.Linear(4, 4).to(F64))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return apply({name: leaf * 1 for name, leaf in p.items()}, x).sum()
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), {"*": "column"})
+        with pytest.raises(ValueError, match=r"param 'weight' has shape \(2, 4\), and the module's \(4, 4\)"):
+            step(step.init(params), torch.ones(2, 4, dtype=F64))
+
+    run_ranks(rank_main, 2)
+
+
+def test_fewer_heads_than_ranks_are_refused() -> None:
+    model = zoo.made((("Attention", 2, False),), True)  # with 3 heads of keys
+
+    def rank_main(rank: int) -> None:
+        plan = model.plan([True])
+        apply, params = fz.functional(model)
+        step = fz.shard_tensor(fz.train_step(zoo.loss_of(apply), fz.sgd(0.1)), plan)
+        step(step.init(params), *zoo.batches(1)[0])
+
+    run_ranks(rank_main, 4)  # 6 of queries are enough
+    few = zoo.Attention(2, False)
+    few.q_proj, few.k_proj, few.v_proj = (nn.Linear(zoo.WIDTH, 2) for _ in range(3))
+    few.out, few.num_key_value_groups = nn.Linear(2, zoo.WIDTH), 1
+    apply, params = fz.functional(few)
+
+    def refused(rank: int) -> None:
+        plan = {"?_proj": "column", "out": "row"}
+        step = fz.shard_tensor(fz.train_step(lambda p, x: apply(p, x).sum(), fz.sgd(0.1)), plan)
+        with pytest.raises(ValueError, match="its 1 heads are fewer than the 2 ranks"):
+            step(step.init(params), torch.ones(1, 3, zoo.WIDTH))
+
+    run_ranks(refused, 2)
