@@ -1,43 +1,51 @@
-"""fz.plan: the rows of the table with bytes and traffic per rank, before anything is allocated; and their plot."""
+"""fz.plan: the rows of the table with bytes and traffic of a rank, before anything is allocated; and their plot."""
 
 from __future__ import annotations
 
 import collections
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cached_property
 
 import torch
 
-from fzero import traffic
+from fzero import plotting, traffic
 from fzero.bandwidth import Bandwidth, need_bandwidth
-from fzero.base.arguments import need_int, need_number, wrong
-from fzero.base.patterns import ROOT
-from fzero.comm import backend
+from fzero.base.arguments import need_int, need_number, need_str, wrong
+from fzero.base.patterns import PATTERN, ROOT, matches
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Blocks, Plain, nbytes
+from fzero.formats.formats import Plain
+from fzero.plotting import STACKED, Axes
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sharded import Sharded
 from fzero.stores.put import DEVICE, HOST, name_of
+from fzero.table.held import Held, Holdings, cuts_of
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
+from fzero.table.ranks import AnyMesh, Ranks, joined, ranks_of
 from fzero.table.rows import Kept, Row
 from fzero.table.spec import Spec, need_step
-from fzero.traffic import DISK
+from fzero.traffic import DISK, Sent
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The resolved table; `print` it. All numbers are bytes per rank, alignment included.
+    """The resolved table; `print` it. All numbers are bytes of one rank, alignment included.
 
     Attributes:
         rows: one per leaf.
+        world_size: all ranks of the mesh.
+        ranks: the mesh by numbers: `ranks.sizes` are those of its axes.
+        rank: whose numbers these are; other ranks of a tensor axis may have smaller slices.
         params, grads, moments, extra: state between updates (grads: as many as live at once, reduced).
         gathered: the largest unit's full params, and `root`, those of the leaves outside any unit (where they are made
             for each use: in ZeRO-3, and of offloaded params).
-        sent: per step without accumulation, by the params' gathers and the gradients' reduction.
+        sent: per step without accumulation, by the params' gathers and the gradients' reduction, over all axes.
+        messages: what is sent per step without accumulation, axis by axis, for each purpose: those two, the means of
+            replicas, the norm and a loss in float32. Units are counted as in `moved`. What a function sends by its own
+            maps of `fz.parallel` is not: `fz.parallel.check` counts that.
         device, host, disk: the same state by the memory that it lies in.
         moved: per step without accumulation, by memory: `moved["host"]` is (to the device, from the device),
             `moved["disk"]` (read, written). Counted are params, grads and moments of a step after the first, as if each
@@ -52,6 +60,8 @@ class Plan:
     rows: tuple[Row, ...]
     header: tuple[str, ...]
     world_size: int
+    ranks: Ranks
+    rank: int
     layout: Layout
     params: int
     grads: int
@@ -60,11 +70,52 @@ class Plan:
     gathered: int
     root: int
     sent: int
+    messages: tuple[Sent, ...]
     device: int
     host: int
     disk: int
     moved: Mapping[str, tuple[int, int]] = field(hash=False)
     peak: Mapping[str, int] = field(hash=False)
+
+    @property
+    def mesh(self) -> Mapping[str, int]:
+        """Axis -> its number of ranks."""
+        return self.ranks.sizes
+
+    @property
+    def by_axis(self) -> dict[str, tuple[int, int]]:
+        """Axis (`dp×sp` where two are taken as one) -> the bytes that a rank sends over it in a step, and in how many
+        collectives.
+        """
+        axes = dict.fromkeys(each.axis for each in self.messages)
+        own = {axis: [each for each in self.messages if each.axis == axis] for axis in axes}
+        return {axis: (sum(e.nbytes for e in some), sum(e.messages for e in some)) for axis, some in own.items()}
+
+    @cached_property
+    def holdings(self) -> Holdings:
+        """The parts of all leaves on all ranks."""
+        return Holdings(self.rows, self.ranks)
+
+    def held(self, path: str, rank: int) -> Held:
+        """A rank's part of a leaf: its slice along a dim, and the flat piece of that slice.
+
+        Args:
+            path: of the leaf.
+            rank: its number in the mesh, whose first axis is the slowest.
+
+        Raises:
+            KeyError: there is no such leaf.
+
+        Example:
+            >>> step = fz.shard_zero3(fz.shard_tensor(fz.train_step(lambda p, x: x, fz.sgd(0.1)), {"w": 1}))
+            >>> plan = fz.plan(step, {"w": torch.empty(64, 8)}, mesh={"dp": 2, "tp": 4})
+            >>> plan.held("w", rank=7)
+            Held(dim=1, ranges=((6, 2),), shape=(64, 2), start=64, stop=128)
+        """
+        if not any(row.path == path for row in self.rows):
+            raise KeyError(f"no leaf {path!r}; the leaves are {', '.join(row.path for row in self.rows)}")
+        rank = need_int(rank, "Plan.held", "rank", "a number of a rank", least=0)
+        return self.holdings.of(path, _need_rank(rank, self.ranks, "Plan.held"))
 
     def seconds(self, bandwidth: Bandwidth, compute: float | None = None) -> float:
         """Estimates the seconds of a step at best, whose transfers run while it computes: the longest of them.
@@ -97,6 +148,9 @@ class Plan:
     def __str__(self) -> str:
         head = ("leaf", "shape", "unit", "params", "grads", "moments", "compute", "reduce", "gathered for", "optimizer")
         body = [_cells(row) for row in self.rows]
+        if any(row.slices is not None for row in self.rows):
+            head = (*head[:2], "cut", *head[2:])
+            body = [(*own[:2], cuts_of(row, self.ranks), *own[2:]) for own, row in zip(body, self.rows, strict=True)]
         widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
         body = [head, ["-" * width for width in widths], *body]
         lines = ["  ".join(map(str.ljust, line, widths)).rstrip() for line in body]
@@ -106,11 +160,14 @@ class Plan:
             "",
             *self.header,
             f"{len(self.rows)} leaves, {total:,} parameters, {len({row.unit for row in self.rows})} units, "
-            f"{self.world_size} ranks",
-            f"per rank: params {_bytes(self.params)}, grads {_bytes(self.grads)}, moments {_bytes(self.moments)}"
+            f"{self.world_size} ranks" + (f" ({self.ranks})" if len(self.mesh) > 1 else ""),
+            f"{f'rank {self.rank}' if self.ranks.tensor else 'per rank'}: params {_bytes(self.params)}, "
+            f"grads {_bytes(self.grads)}, moments {_bytes(self.moments)}"
             f"{extra}; gathered at once: root {_bytes(self.root)} + largest unit {_bytes(self.gathered)}; "
             f"sent per step {_bytes(self.sent)}",
         ]
+        if len(self.by_axis) > 1:
+            lines += [_line(axis, [each for each in self.messages if each.axis == axis]) for axis in self.by_axis]
         if any(memory != DEVICE for row in self.rows for memory in row.memories):
             places = {"device": self.device, HOST: self.host, DISK: self.disk}
             lines += [
@@ -145,9 +202,17 @@ def _kept(kept: Kept | None) -> str:
     if kept is None:
         return "none"
     stored = str(Plain(kept.stored) if isinstance(kept.stored, torch.dtype) else kept.stored)
-    return ", ".join(
-        [stored, *(cut.axis for cut in kept.cuts), *([name_of(kept.memory)] if kept.memory != DEVICE else [])]
-    )
+    over, memory = joined([cut.axis for cut in kept.cuts]), name_of(kept.memory)
+    return ", ".join([stored, *([over] if over else []), *([memory] if kept.memory != DEVICE else [])])
+
+
+def _line(axis: str, sent: Sequence[Sent]) -> str:
+    """What goes over one axis, in words."""
+    parts = [
+        f"{each.purpose} {_bytes(each.nbytes)} in {each.messages} message{'s' if each.messages != 1 else ''}"
+        for each in sent
+    ]
+    return f"sent per step over {axis}: {', '.join(parts)}"
 
 
 def transfers(plan: Plan, bandwidth: Bandwidth) -> list[float]:
@@ -176,43 +241,43 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
+def plan(step: Spec, params: object, world_size: int | None = None, mesh: AnyMesh | None = None, rank: int = 0) -> Plan:
     """The state that `init` would make of these params, counted and not made: no process group, no memory.
 
     Args:
         step: any step.
         params: the pytree given to `init` (real, fake or meta tensors, or callables).
         world_size: ranks of the sharded axis; that of the process group by default, or 1.
+        mesh: the sizes of all axes, `{"dp": 64, "tp": 8}`, the first one slowest, or a DeviceMesh: of any number of
+            ranks, in place of `world_size`. By default those of the step's own meshes.
+        rank: whose bytes are counted, by its number in the mesh. Rank 0 has the largest pieces of every leaf.
 
     Raises:
-        ValueError: a pattern that matches no leaf, a column set twice.
+        ValueError: a pattern that matches no leaf, a column set twice, a mesh without an axis of the step.
 
     Example:
         >>> step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3)))
         >>> fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, world_size=4).params
         4096
+        >>> step = fz.shard_tensor(step, {"w": 1})
+        >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, mesh={"dp": 4, "tp": 2})
+        >>> plan.params, plan.by_axis
+        (2048, {'dp': (12306, 4), 'tp': (8, 1)})
     """
     need_step(step, "plan")
     if world_size is not None:
         need_int(world_size, "plan", "world_size", "a number of ranks or None", least=1)
+    ranks = ranks_of(step, world_size, mesh, "plan")
+    rank = _need_rank(need_int(rank, "plan", "rank", "a number of a rank", least=0), ranks, "plan")
     specs, _, structure = leaf_specs(params)
-    if world_size is None:
-        world_size = step.axis().size if step.sharding and backend.initialized() else 1
     frozen = frozen_leaves(structure)
     rows = step.rows(specs, frozen, hints_of(structure))
-    size = world_size if step.sharding else 1
-    layout = Layout.build(rows, size)
-    sent, gathered = 0, collections.Counter[str]()
+    layout = Holdings(rows, ranks).layout(rank)
+    messages, gathered = traffic.sent_by(step, layout, ranks), collections.Counter[str]()
     for group in layout.groups.values():
-        row, policy = group.row, group.row.policy
-        assert policy.compute and policy.reduce
-        share, full = group.numel * (size - 1) // size, group.numel * policy.compute.itemsize
-        if row.params.cuts or row.fetched:
-            gathered[group.unit] += full
-        if not row.frozen:  # what is whole on every rank goes round twice
-            sent += share * policy.wire.itemsize if row.cuts else 2 * share * policy.reduce.itemsize
-        gathers = (2 if group.unit else 1) if row.params.cuts else int(row.held and not row.frozen)
-        sent += gathers * (nbytes(Blocks(), share) if policy.gather else share * policy.compute.itemsize)
+        if group.row.params.cuts or group.row.fetched:
+            assert group.row.policy.compute
+            gathered[group.unit] += group.numel * group.row.policy.compute.itemsize
     empty = Sharded(layout, Axis(), structure, {}, kind="params")
     like = filled(empty, dict.fromkeys(layout.groups, torch.device("meta")))
     pieces = traffic.pieces_of(step, layout, like)
@@ -224,56 +289,86 @@ def plan(step: Spec, params: object, world_size: int | None = None) -> Plan:
     return Plan(
         rows=rows,
         header=(*step.header(), *([f"frozen, as their module has requires_grad=False: {some}"] if paths else [])),
-        world_size=world_size,
+        world_size=ranks.count,
+        ranks=ranks,
+        rank=rank,
         layout=layout,
         params=traffic.total(p for p in pieces if p.kind in ("params", "held")),
         **by_kind,
         gathered=max((n for unit, n in gathered.items() if unit), default=0),
         root=gathered[ROOT],
-        sent=sent,
+        sent=sum(each.nbytes for each in messages if each.purpose in traffic.OF_PARAMS),
+        messages=tuple(messages),
         **by_memory,
         moved=traffic.moved(alone),
         peak=traffic.peak(step, pieces, layout, like, gathered),
     )
 
 
-def plot_plan(plans: Mapping[str, Plan], axes: Any = None) -> object:
-    """Draws the bytes a parameter of each plan, over all ranks, stacked by kind of state.
+def _need_rank(rank: int, ranks: Ranks, who: str) -> int:
+    if rank >= ranks.count:
+        raise ValueError(f"{who}: got rank={rank}, expected one from 0 to {ranks.count - 1}, of the mesh {ranks}.")
+    return rank
 
-    Grads are those that live at most at once, reduced; gathered params and activations are not counted.
+
+def plot_plan(plans: Plan | Mapping[str, Plan], axes: Axes = None, leaves: str | None = None) -> object:
+    """Draws who holds what of one plan, or the bytes a parameter of several.
+
+    Of one plan each rank is a cell of the mesh, for each of some leaves: its slice along a dim, and of that its own
+    flat piece. Up to 64 ranks are drawn, the first ones of a larger mesh. Of several plans, by label, the bars are
+    bytes a parameter over all ranks, stacked by kind of state. Grads are those that live at most at once, reduced;
+    gathered params and activations are not counted.
 
     Args:
-        plans: label -> what `fz.plan` returned.
+        plans: what `fz.plan` returned; or label -> what it returned.
         axes: of matplotlib, to draw into; new ones by default.
+        leaves: a pattern (fnmatch over dotted paths) for those that are drawn of one plan, up to 6; by default the
+            largest leaf of each way in which leaves are cut, up to 3.
 
     Returns:
         The axes.
 
     Example:
-        >>> step = fz.train_step(lambda p: p, fz.adamw(1e-3), fz.Policy.compact16())
+        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3), fz.Policy.compact16())
         >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")})
         >>> len(fz.plot_plan({"compact16": plan}).patches)
         3
+        >>> step = fz.shard_zero3(fz.shard_tensor(step, {"w": 1}))
+        >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, mesh={"dp": 4, "tp": 2})
+        >>> fz.plot_plan(plan).get_title(loc="left")
+        '8 ranks: dp 4 × tp 2'
     """
+    if isinstance(plans, Plan):
+        if leaves is not None:
+            need_str(leaves, "plot_plan", "leaves", PATTERN, or_none=True)
+        return _who_holds_what(plans, _need_axes(axes, "add_patch"), leaves)
     if not isinstance(plans, Mapping) or not all(isinstance(plan, Plan) for plan in plans.values()):
-        raise wrong("plot_plan", "plans", plans, "a dict of labels to what fz.plan returned")
+        raise wrong("plot_plan", "plans", plans, "what fz.plan returned, or a dict of labels to that")
+    if leaves is not None:
+        raise wrong("plot_plan", "leaves", leaves, "None where several plans are drawn, as bars")
     if not plans:
         raise ValueError("plot_plan: got no plans; give at least one, {'label': fz.plan(step, params)}.")
-    if axes is not None and not hasattr(axes, "barh"):
-        raise wrong("plot_plan", "axes", axes, "axes of matplotlib or None")
-    if axes is None:
-        from matplotlib.figure import Figure  # matplotlib is no dependency of fzero
+    numels = {name: sum(row.numel for row in plan.rows) / plan.world_size for name, plan in plans.items()}
+    sizes = {name: [getattr(plan, kind) / numels[name] for kind in STACKED] for name, plan in plans.items()}
+    return plotting.draw_bars(_need_axes(axes, "barh"), sizes)
 
-        axes = Figure(figsize=(7, 0.8 + 0.4 * len(plans)), layout="constrained").add_subplot()
-    left = [0.0] * len(plans)
-    for kind in ("params", "moments", "grads"):
-        sizes = [getattr(plan, kind) * plan.world_size / sum(row.numel for row in plan.rows) for plan in plans.values()]
-        axes.barh(list(plans), sizes, left=left, label=kind)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    for place, size in enumerate(left):
-        axes.text(size, place, f" {size:.1f}", va="center")
-    axes.set_xlim(0, 1.12 * max(left))
-    axes.invert_yaxis()
-    axes.set_xlabel("bytes a parameter, over all ranks")
-    axes.legend(loc="lower right")
+
+def _need_axes(axes: Axes, method: str) -> Axes:
+    if axes is not None and not hasattr(axes, method):
+        raise wrong("plot_plan", "axes", axes, "axes of matplotlib or None")
     return axes
+
+
+def _who_holds_what(plan: Plan, axes: Axes, leaves: str | None) -> object:
+    """The picture of a plan's mesh with some leaves."""
+    if leaves is None:
+        largest: dict[object, Row] = {}
+        for row in sorted(plan.rows, key=lambda row: -row.numel):
+            largest.setdefault((row.slices and row.slices.dim, bool(row.cuts), row.lifetime), row)
+        return plotting.draw_mesh(axes, plan.holdings, list(largest.values())[:3])
+    found = [row for row in plan.rows if matches(leaves, row.path)]
+    if not found:
+        some = ", ".join(row.path for row in plan.rows[:6])
+        raise ValueError(f"plot_plan: got leaves={leaves!r}, expected a pattern that matches some: {some}, ...")
+    notes = [f"6 of {len(found)} leaves that match {leaves!r}"] if len(found) > 6 else []
+    return plotting.draw_mesh(axes, plan.holdings, found[:6], notes)

@@ -1,4 +1,4 @@
-"""Where a step's state lies between updates, piece by piece, and how often one step moves each piece."""
+"""Where a step's state lies between updates, how often one step moves each piece, and what its ranks send."""
 
 from __future__ import annotations
 
@@ -7,17 +7,19 @@ import heapq
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from fzero.base import pytree
 from fzero.base.patterns import ROOT
-from fzero.formats.formats import Companded, Format, Plain
+from fzero.formats.formats import Blocks, Companded, Format, Plain, nbytes
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of
 from fzero.table.layout import Key, Layout
+from fzero.table.ranks import Ranks, joined
 from fzero.table.rows import Row
 from fzero.table.spec import Spec
 from fzero.update.update import in_place, on_host
@@ -175,6 +177,66 @@ def _extras(step: Spec, like: Sharded) -> list[Piece]:
 
 def _sizes(form: Format, numel: int) -> tuple[int, ...]:
     return tuple(numel // part.every * part.dtype.itemsize for part in form.parts)
+
+
+# ---- between ranks
+
+OF_PARAMS = ("params", "grads", "replicas")  # what is sent for the sake of params
+
+
+class Sent(NamedTuple):
+    """What a rank sends over one axis for one purpose.
+
+    Attributes:
+        axis: a mesh axis, or several that are taken as one, `dp×sp`.
+        purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "norm" or "loss".
+        messages: collectives that it takes part in.
+        nbytes: that it sends in them; of a sum over n ranks as many as go round a ring, 2 (n - 1) / n of its size.
+    """
+
+    axis: str
+    purpose: str
+    messages: int
+    nbytes: int
+
+
+def sent_by(step: Spec, layout: Layout, ranks: Ranks) -> list[Sent]:
+    """All that a rank sends in a step of one microbatch, whose units run once, in the order of their names."""
+    size, copies, slices = (ranks.size(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
+    over, replicas, tensor = (joined(axes) for axes in (ranks.sharded, ranks.copies, ranks.tensor))
+    pullbacks, counts = _pullbacks(step), collections.Counter[tuple[str, str]]()
+    sizes = collections.Counter[tuple[str, str]]()
+
+    def add(axis: str, purpose: str, messages: int, each: int, among: int) -> None:
+        if among > 1 and messages:
+            counts[axis, purpose] += messages
+            sizes[axis, purpose] += messages * each
+
+    for key, group in layout.groups.items():
+        row, policy, own = group.row, group.row.policy, layout.shard_numel(key)
+        assert policy.compute and policy.reduce
+        shard = nbytes(Blocks(), own) if policy.gather else own * policy.compute.itemsize
+        gathers = _uses(step, layout, key.unit) if row.params.cuts else int(row.held and not row.frozen)
+        add(over, "params", gathers, (size - 1) * shard, size)
+        if row.frozen:
+            continue
+        reduced = own * policy.reduce.itemsize
+        each = (size - 1) * own * policy.wire.itemsize if row.cuts else _round_a_ring(reduced, size)
+        add(over, "grads", pullbacks, each, size)
+        add(replicas, "replicas", pullbacks, _round_a_ring(reduced, copies), copies)
+    rows = [row for row in layout.rows if not row.frozen]
+    cut = [row for row in rows if row.cuts]
+    add(over, "norm", int(bool(cut)), _round_a_ring(len(cut) * torch.float64.itemsize, size), size)
+    # those of whole leaves too, which must be the same: every rank sends all to each other one
+    add(tensor, "norm", int(bool(rows)), (slices - 1) * len(rows) * torch.float64.itemsize, slices)
+    for axis, among in ((over, size), (replicas, copies)):
+        add(axis, "loss", 1, _round_a_ring(torch.float32.itemsize, among), among)
+    return [Sent(axis, purpose, count, sizes[axis, purpose]) for (axis, purpose), count in counts.items()]
+
+
+def _round_a_ring(size: int, ranks: int) -> int:
+    """Bytes that a rank sends for the sum over all of them."""
+    return 2 * size * (ranks - 1) // ranks
 
 
 # ---- sums

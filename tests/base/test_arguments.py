@@ -98,6 +98,8 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "step": (lambda v: fz.plan(v, PARAMS), {"a step"}),
         "params": (lambda v: fz.plan(STEP, v), {"full params", "a tensor", "a 0-d tensor", "a function"}),
         "world_size": (lambda v: fz.plan(STEP, PARAMS, v), {"an int", "None"}),
+        "mesh": (lambda v: fz.plan(STEP, PARAMS, mesh=v), {"None", "a dict"}),
+        "rank": (lambda v: fz.plan(STEP, PARAMS, rank=v), set()),
     },
     "Plan.seconds": {
         "bandwidth": (fz.plan(STEP, PARAMS).seconds, {"a bandwidth"}),
@@ -130,6 +132,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "plot_plan": {
         "plans": (fz.plot_plan, set()),
         "axes": (lambda v: fz.plot_plan({"plain": fz.plan(STEP, PARAMS)}, v), {"None"}),
+        "leaves": (lambda v: fz.plot_plan(fz.plan(STEP, PARAMS), leaves=v), {"None"}),
     },
     "gather": {"tree": (fz.gather, {"sharded params", "moments", "grads"})},
     "global_norm": {"trees": (fz.global_norm, {*TREE, "sharded params", "moments", "grads"})},
