@@ -9,8 +9,9 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, wrong
 from fzero.base.interrupts import as_found
-from fzero.checkpoint.copies import Sums, need_same, sums_of
-from fzero.comm import backend
+from fzero.checkpoint.copies import Copies, need_same
+from fzero.checkpoint.everyone import Everyone
+from fzero.comm import backend, pieces
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
 from fzero.state.checks import check_buffers, constants
@@ -18,6 +19,7 @@ from fzero.state.init import check_tables, checksum
 from fzero.state.items import items_of
 from fzero.state.origin import Move, Origin, Source
 from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves, hints_of
@@ -28,7 +30,8 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     """The state in the formats, units and sharding of `step`, whose leaves and optimizer are the same.
 
     Params and moments are moved one unit at a time, so no rank holds the full model. What is stored alike is moved as
-    it is; otherwise values are decoded, and rounded to nearest.
+    it is, also into slices of other dims or over another number of ranks; otherwise values are decoded, and rounded to
+    nearest.
 
     Args:
         state: of another step, without kept grads.
@@ -62,7 +65,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
         axis = step.axis()
         moves = axis != old.axis  # to other ranks
         axis = axis.of_component(step.name) if moves else axis.of_component_of(old.axis)
-        origin = _State(state, sums=moves and axis.ranks > 1)
+        origin = _State(state, sums=moves and Everyone(axis).count > 1)
         need_same(old.axis, origin.copies(), "convert")
         move = Move(origin, step, old.device, lossy)
         layout = Layout.build(rows, axis.size, axis.place_on_tensor)
@@ -83,11 +86,13 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
 
 def _need_together(axis: Axis, step: Spec) -> None:
     """Raises ValueError on every rank of a state where one's step would wait for ranks whose own does not."""
-    if axis.ranks == 1:
+    everyone = Everyone(axis)
+    if everyone.count == 1:
         return
     new = step.axis()
-    said = json.dumps([backend.global_rank(), new.members, new.others, new.place])
-    heard = [json.loads(text) for text in axis.exchange(said, "convert")]
+    tensor = new.tensor.members if new.tensor is not None else ()
+    said = json.dumps([backend.global_rank(), new.members, new.others, tensor, new.place])
+    heard = [json.loads(text) for text in everyone.exchange(said, "convert")]
     for rank, *groups, place in heard:
         for other, *theirs, there in heard:
             if any(other in own and own != its for own, its in zip(groups, theirs, strict=True)):
@@ -113,10 +118,9 @@ class _State(Origin):
         self.said: list[str] = []  # checksums of the params, which all ranks of the new state must have
         self._sums = sums
 
-    def copies(self) -> Sums:
+    def copies(self) -> Copies:
         """The checksums of what other ranks hold, too."""
-        trees = {name: value for name, value in self._items.values() if is_sharded(value)}
-        return {said: own for name, tree in trees.items() for said, own in sums_of(tree, name).items()}
+        return Copies.of({name: value for name, value in self._items.values() if is_sharded(value)})
 
     def tree(self, name: str) -> Source:
         return _Tree(self._items[name].value, self.said if self._sums and name == "params" else None)
@@ -129,30 +133,60 @@ class _State(Origin):
         return value.value if isinstance(value, pytree.Count) else value
 
 
+_Full = dict[int, list[torch.Tensor]]  # rank on the tensor axis -> the full parts of a group, of its slices
+
+
 class _Tree:
     """One of its trees, gathered a group at a time."""
 
     def __init__(self, tree: Sharded, said: list[str] | None) -> None:
         self._tree, self._said, self._groups = tree, said, frozenset(tree.groups)
-        self._gathered: dict[Key, list[torch.Tensor]] = {}
+        self._gathered: dict[Key, _Full] = {}
+        layout, (self._rank, ranks) = tree.layout, tree.layout.tensor
+        self._layouts = [Layout.build(layout.rows, layout.shards, (rank, ranks)) for rank in range(ranks)]
 
     def format(self, path: str) -> Format | None:
         key, _ = self._tree.layout.key_of[path]
         return self._tree.format(key) if key in self._groups else None  # it was frozen
 
-    def read(self, path: str, start: int, stop: int, into: object) -> list[torch.Tensor]:
-        key, slot = self._tree.layout.key_of[path]
-        low, high = slot.offset + start, slot.offset + -(-stop // ALIGN) * ALIGN
-        parts = zip(self._tree.format(key).parts, self._full(key), strict=True)
-        return [full[low // part.every : high // part.every] for part, full in parts]
+    def sliced(self, path: str) -> Sliced | None:
+        return sliced_in(self._tree.layout, self._tree.layout.key_of[path][1].leaf)
 
-    def _full(self, key: Key) -> list[torch.Tensor]:
-        """The full parts of a group."""
+    def read(self, path: str, start: int, stop: int, into: object, rank: int = 0) -> list[torch.Tensor]:
+        rank = rank if self.sliced(path) is not None else self._rank
+        key, slot = self._layouts[rank].key_of[path]
+        full = self._full(key)
+        if rank not in full:
+            full |= self._others(key, full[self._rank])
+        low, high = slot.offset + start, slot.offset + -(-stop // ALIGN) * ALIGN
+        parts = zip(self._tree.format(key).parts, full[rank], strict=True)
+        return [own[low // part.every : high // part.every] for part, own in parts]
+
+    def _full(self, key: Key) -> _Full:
+        """The full parts of a group, at least those of this rank's slices of the leaves."""
         if key not in self._gathered:
             self._gathered = {own: parts for own, parts in self._gathered.items() if own.unit == key.unit}
-            axis, parts = self._tree.axis_of(key), self._tree.stored(key).parts
-            full = self._gathered[key] = [axis.gather(part, f"convert of {key}") for part in parts]
+            axis, parts, slots = (
+                self._tree.axis_of(key),
+                self._tree.stored(key).parts,
+                self._layouts[0].groups[key].slots,
+            )
+            own = [axis.gather(part, f"convert of {key}") for part in parts]
+            full = self._gathered[key] = {self._rank: own}
             if self._said is not None:
-                leaf = self._tree.layout.groups[key].slots[0].path
-                self._said.append(f"{leaf} and others with checksums {[checksum(part) for part in full]}")
+                if any(sliced_in(self._tree.layout, slot.leaf) is not None for slot in slots):
+                    full |= self._others(key, own)
+                sums = [checksum(part) for rank in sorted(full) for part in full[rank]]
+                self._said.append(f"{slots[0].path} and others with checksums {sums}")
         return self._gathered[key]
+
+    def _others(self, key: Key, own: list[torch.Tensor]) -> _Full:
+        """The full parts of a group of which each rank has its slices, by rank."""
+        tensor, out = self._tree.axis.tensor, [list[torch.Tensor]() for _ in self._layouts]
+        assert tensor is not None
+        for part, x in zip(self._tree.format(key).parts, own, strict=True):
+            sizes = [layout.groups[key].numel // part.every for layout in self._layouts]
+            every = pieces.gathered(tensor, x, 0, sizes, f"convert of {key}")
+            for rank, piece in enumerate(every.split(sizes)):
+                out[rank].append(piece)
+        return dict(enumerate(out))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,13 @@ from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.capture.handle import Handle
 from fzero.capture.surroundings import Surroundings
+from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
+from fzero.engine.traversal import origins_of, tensor_axis_of
+from fzero.parallel import maps
 from fzero.state.sharded import is_sharded
 from fzero.table.needs import need_function
+from fzero.table.slices import Slices
 
 
 def unit(fn: Callable[..., object]) -> Callable[..., Any]:
@@ -43,7 +47,9 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
 def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
     """The sum of `fn(leaf)` over all leaves of a tree of params: a regulariser, such as a weight decay in the loss.
 
-    Inside a step's function it gathers the leaves unit by unit, one unit at a time; elsewhere it is the plain sum.
+    Inside a step's function it gathers the leaves unit by unit, one unit at a time, also those that are cut over a
+    tensor axis: `fn` is given whole leaves, and the sum is the same on all ranks of that axis. Elsewhere it is the
+    plain sum.
 
     Args:
         params: the params that the step's function is given, or any part of them.
@@ -60,14 +66,15 @@ def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torc
     leaves = [leaf for leaf in pytree.flatten(params, is_leaf=is_sharded)[0] if leaf is not None]
     if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
         raise wrong("sum_over", "params", params, "a tree of tensors: the params of a step, or a part of them")
-    groups: dict[str | None, list[torch.Tensor]] = {}
-    for leaf in leaves:
-        groups.setdefault(leaf.unit if isinstance(leaf, Handle) else None, []).append(leaf)
+    groups: dict[str | None, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        groups.setdefault(leaf.unit if isinstance(leaf, Handle) else None, []).append(number)
+    whole = _wholes(leaves)
 
-    def summed(group: list[torch.Tensor]) -> torch.Tensor:
+    def summed(group: list[torch.Tensor], numbers: list[int]) -> torch.Tensor:
         total: Any = 0
-        for leaf in group:
-            value = fn(leaf)
+        for number, leaf in zip(numbers, group, strict=True):
+            value = fn(whole[number](leaf) if number in whole else leaf)
             if not isinstance(value, torch.Tensor) or value.ndim:
                 got = f"shape {tuple(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
                 raise ValueError(f"sum_over: fn(leaf): got {got}, expected a 0-d tensor. Reduce it, e.g. .sum().")
@@ -75,8 +82,30 @@ def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torc
         return total
 
     reached = Surroundings(fn)
-    parts = [
-        summed(own) if unit is None else call_unit(summed, (own,), {}, surroundings=reached)
-        for unit, own in groups.items()
-    ]
+    parts = []
+    for unit, numbers in groups.items():
+        args = [leaves[number] for number in numbers], numbers
+        parts.append(summed(*args) if unit is None else call_unit(summed, args, {}, surroundings=reached))
     return functools.reduce(torch.add, parts)
+
+
+def _wholes(leaves: Sequence[torch.Tensor]) -> dict[int, Callable[[torch.Tensor], torch.Tensor]]:
+    """The numbers of leaves that are cut over a tensor axis, and what makes each of them whole."""
+    layout, origins = origins_of(leaves)
+    if layout is None or layout.tensor[1] == 1:
+        return {}
+    rows = [layout.rows[abs(origin) - 1] if origin else None for origin in origins]
+    ax = tensor_axis_of(leaves)
+    return {
+        number: functools.partial(_joined, row.slices, ax)
+        for number, row in enumerate(rows)
+        if row is not None and row.slices is not None
+    }
+
+
+def _joined(slices: Slices, ax: Axis, own: torch.Tensor) -> torch.Tensor:
+    """A whole leaf of the ranks' slices, the same on all of them."""
+    full = maps.gather(own, ax, slices.dim, slices.sizes(ax.size))
+    pieces = [piece for ranges in slices.ranges(ax.size) for piece in ranges]
+    parts = full.split([size for _, size in pieces], slices.dim)
+    return torch.cat([parts[number] for number in sorted(range(len(parts)), key=pieces.__getitem__)], slices.dim)

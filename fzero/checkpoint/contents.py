@@ -12,11 +12,11 @@ from fzero.table.layout import Key, Layout
 
 
 class Run(NamedTuple):
-    """Consecutive elements of a leaf, in one part of its format.
+    """Consecutive elements of a leaf, or of this rank's slice of it, in one part of its format.
 
     Attributes:
         leaf: its index.
-        start, stop: in elements of the leaf, row by row; start is a multiple of 64.
+        start, stop: in elements of the leaf or the slice, row by row; start is a multiple of 64.
         low, high: in entries of the part, from where the range begins.
     """
 
@@ -37,6 +37,12 @@ def runs(layout: Layout, key: Key, form: Format, low: int, high: int) -> Iterato
                 at, count = (start - low) // part.every, entries(form, part, stop - start)
                 found.append(Run(slot.leaf, start - slot.offset, stop - slot.offset, at, at + count))
         yield number, found
+
+
+def written(layout: Layout, leaf: int) -> bool:
+    """Tells whether this rank of the tensor axis writes its part of a leaf: of copies one does, by turns."""
+    rank, ranks = layout.tensor
+    return layout.rows[leaf].slices is not None or leaf % ranks == rank
 
 
 def share(tree: Sharded, key: Key) -> tuple[int, int, int]:

@@ -12,6 +12,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.checkpoint.choice import Choice, Wanted
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.axis import Axis
 from fzero.state.init import check_tables, init_state
@@ -29,9 +30,9 @@ def agreed(axis: Axis, job: Callable[[], T]) -> T:
         out = job()
     except Exception as own:
         error = own
-    if axis.ranks > 1:
+    if Everyone(axis).count > 1:
         said = json.dumps([type(error).__name__, str(error)] if error else [])
-        for rank, text in enumerate(axis.exchange(said, "load")):
+        for rank, text in enumerate(Everyone(axis).exchange(said, "load")):
             if error is None and (theirs := json.loads(text)):
                 error = as_said(theirs[0], f"rank {rank}: {theirs[1]}")
     try:

@@ -13,6 +13,7 @@ from typing import Any
 
 from fzero.base.arguments import need_int
 from fzero.checkpoint.choice import Wanted
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed
 from fzero.checkpoint.folder import LOCK, NAME, is_url, path_of
 from fzero.checkpoint.load import load_both
@@ -87,9 +88,9 @@ class Checkpoints:
         """
         need_step(step, "Checkpoints.restore")
         asked = lambda name: Wanted("fz.load", f"{self.folder}/{name}", like, pattern, lossy, lenient)
-        axis = step.axis()
+        axis, leads = step.axis(), Everyone(step.axis()).leads
         found, damaged = self._found(axis), dict[str, str]()
-        if axis.data_rank == 0 and (newest := next(iter(found), None)) is not None and found[newest] is None:
+        if leads and (newest := next(iter(found), None)) is not None and found[newest] is None:
             warnings.warn(
                 f"fz.Checkpoints: {self.folder}/{newest} is empty, and passed over: a save was killed as it began, or "
                 "somebody has removed its files.",
@@ -104,7 +105,7 @@ class Checkpoints:
                 damaged[names[0]] = str(error)
                 found = self._found(axis)  # in which it is no more, if a run that saves has removed it meanwhile
                 continue
-            if (newer := [said for name, said in damaged.items() if name in found]) and axis.data_rank == 0:
+            if (newer := [said for name, said in damaged.items() if name in found]) and leads:
                 warnings.warn(
                     f"fz.Checkpoints: {names[0]} is restored, as newer ones are damaged. {newer[0]}", stacklevel=2
                 )
@@ -133,11 +134,11 @@ class Checkpoints:
 
         def look() -> str:
             self._need_folder()
-            names = self._look(_GLANCES) if axis.data_rank == 0 else {}
+            names = self._look(_GLANCES) if Everyone(axis).leads else {}
             ended = {name: (NAME in own or LOCK not in own) if own else None for name, own in names.items()}
             return json.dumps(ended)
 
-        return json.loads(axis.exchange(agreed(axis, look), "restore")[0])
+        return json.loads(Everyone(axis).exchange(agreed(axis, look), "restore")[0])
 
     def _look(self, glances: int) -> dict[str, list[str]]:
         """What lies in each subfolder, newest first, which may be empty for a moment, as a save begins or ends."""
@@ -149,8 +150,8 @@ class Checkpoints:
 
     def _has_manifest(self, name: str, axis: Axis) -> bool:
         """Whether rank 0 sees one in a subfolder."""
-        there = agreed(axis, lambda: axis.data_rank == 0 and NAME in self._there.child(name).names())
-        return axis.exchange(str(there), "restore")[0] == "True"
+        there = agreed(axis, lambda: Everyone(axis).leads and NAME in self._there.child(name).names())
+        return Everyone(axis).exchange(str(there), "restore")[0] == "True"
 
     def _need_folder(self) -> None:
         """Refuses what is no folder of checkpoints: nothing begins anew where there was something."""

@@ -13,6 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Choice, Wanted, choose
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, Manifest, read_manifest
@@ -21,6 +22,7 @@ from fzero.checkpoint.structure import Unnamed, built
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
 from fzero.state.origin import Origin, Source
+from fzero.state.sliced import Sliced
 from fzero.state.train_state import TrainState
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec, need_step
@@ -85,7 +87,7 @@ def load_both(asked: Callable[[], Wanted], step: Spec, params_only: bool) -> tup
     wanted = agreed(step.axis(), check)
     with as_found(), private.of_normal_tensors(), private.below_transforms():
         state, extra, choice = _newest(wanted, step, params_only)
-        if state.params.axis.data_rank == 0:
+        if Everyone(state.params.axis).leads:
             choice.warn(wanted, 3)
         return state, extra
 
@@ -108,8 +110,8 @@ def _token(folder: str, axis: Axis) -> str:
     """Of the checkpoint that rank 0 sees there now; "" where it sees none."""
     token = ""
     with contextlib.suppress(OSError, ValueError):
-        token = read_manifest(folder).token if axis.data_rank == 0 else ""
-    return axis.exchange(token, "load")[0]
+        token = read_manifest(folder).token if Everyone(axis).leads else ""
+    return Everyone(axis).exchange(token, "load")[0]
 
 
 def _read(
@@ -117,7 +119,7 @@ def _read(
 ) -> tuple[TrainState, object, Choice]:
     folder = wanted.place
     with contextlib.closing(_Checkpoint(folder, manifest)) as origin:
-        agreed(axis, lambda: origin.reader.check(axis.data_rank, axis.ranks))
+        agreed(axis, lambda: origin.reader.check(Everyone(axis).number, Everyone(axis).count))
         choice = agreed(axis, lambda: choose(wanted, origin.leaves, origin.structure, step, axis))
         state = filled(origin, choice, wanted, step, axis, manifest.seed, None if params_only else manifest.step)
     return state, manifest.extra, choice
@@ -190,7 +192,12 @@ class _Tree:
     def format(self, path: str) -> Format | None:
         return self.reader.format(self.number, self.numbers[path]) if path in self.numbers else None
 
-    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    def sliced(self, path: str) -> Sliced | None:
+        return self.reader.manifest.leaves[self.numbers[path]].sliced
+
+    def read(
+        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
         form = self.format(path)
         assert form is not None
-        return self.reader.read(self.number, self.numbers[path], start, stop, form, into)
+        return self.reader.read(self.number, self.numbers[path], start, stop, form, into, rank)

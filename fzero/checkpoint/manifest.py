@@ -15,8 +15,9 @@ import torch
 
 from fzero.checkpoint.folder import NAME, is_url
 from fzero.checkpoint.places import folder_at
+from fzero.state.sliced import Sliced
 
-FORMAT, VERSION = "fzero checkpoint", 2
+FORMAT, VERSION, READ = "fzero checkpoint", 3, (2, 3)  # of 2 none has slices of leaves
 DTYPES = {  # as safetensors calls them
     **{"F64": torch.float64, "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16},
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8},
@@ -32,14 +33,15 @@ class DamagedCheckpoint(OSError):
 
 
 class Piece(NamedTuple):
-    """A slice of one leaf of one tree, in one part of its format; of a tensor that is no tree, all of it.
+    """A range of one leaf of one tree, in one part of its format; of a tensor that is no tree, all of it.
 
     Attributes:
         item: which of the manifest's items.
         leaf: which of its leaves; 0 of a tensor.
         part: which part of the leaf's format.
-        start, stop: in elements of the leaf, row by row.
+        start, stop: in elements of the leaf, or of a slice of it, row by row.
         offset, nbytes: where it lies in its file.
+        rank: which slice, of a leaf that is cut.
     """
 
     item: int
@@ -49,6 +51,7 @@ class Piece(NamedTuple):
     stop: int
     offset: int
     nbytes: int
+    rank: int = 0
 
 
 @dataclass(frozen=True)
@@ -67,12 +70,20 @@ class File:
 
 @dataclass(frozen=True)
 class Leaf:
-    """A leaf of the params: its dotted path, its shape, its own dtype; `row` says in words how it was kept."""
+    """A leaf of the params.
+
+    Attributes:
+        path: dotted.
+        dtype: its own.
+        row: how it was kept, in words.
+        sliced: how it was cut over a tensor axis; None of a leaf that was whole.
+    """
 
     path: str
     shape: tuple[int, ...]
     dtype: str
     row: str
+    sliced: Sliced | None = None
 
 
 @dataclass(frozen=True)
@@ -172,7 +183,7 @@ def read_manifest(folder: str) -> Manifest:
             "expected a whole manifest. Load an older checkpoint."
         )
     fields = json.loads(text)["checkpoint"]
-    if fields.pop("format") != FORMAT or fields.pop("version") != VERSION:
+    if fields.pop("format") != FORMAT or fields.pop("version") not in READ:
         raise ValueError(
             f"{path}: got a checkpoint of another version, expected version {VERSION}. Load it with the version of "
             "fzero that has written it, or a newer one."
@@ -181,7 +192,10 @@ def read_manifest(folder: str) -> Manifest:
         **{
             **fields,
             "extras": tuple((name, kind, lost) for name, kind, lost in fields["extras"]),
-            "leaves": tuple(Leaf(**{**leaf, "shape": tuple(leaf["shape"])}) for leaf in fields["leaves"]),
+            "leaves": tuple(
+                Leaf(**{**leaf, "shape": tuple(leaf["shape"]), "sliced": _sliced(leaf.get("sliced"))})
+                for leaf in fields["leaves"]
+            ),
             "items": tuple(
                 Kept(**{**item, "formats": {int(leaf): form for leaf, form in item["formats"].items()}})
                 for item in fields["items"]
@@ -192,3 +206,8 @@ def read_manifest(folder: str) -> Manifest:
             ),
         }
     )
+
+
+def _sliced(said: tuple[int, list[list[list[int]]]] | None) -> Sliced | None:
+    """A cut as JSON has it."""
+    return None if said is None else Sliced(said[0], tuple(tuple((a, n) for a, n in own) for own in said[1]))

@@ -41,11 +41,12 @@ class Reader:
         self.folder, self.manifest = folder, manifest
         self._there, self._reading = folder_at(folder), list[Future[None]]()
         self._pool = ThreadPoolExecutor(chunks.workers() + 1, "fzero-load")  # one waits for the disk
-        self._places: dict[tuple[int, int, int], list[_Place]] = {}
+        self._places: dict[tuple[int, int, int, int], list[_Place]] = {}
         for file in manifest.files:
             first = 1
             for piece in file.pieces:
-                self._places.setdefault((piece.item, piece.leaf, piece.part), []).append(_Place(piece, file, first))
+                where = piece.item, piece.leaf, piece.part, piece.rank
+                self._places.setdefault(where, []).append(_Place(piece, file, first))
                 first += chunks.count(piece.nbytes)
         for found in self._places.values():
             found.sort(key=lambda own: own.piece.start)
@@ -68,21 +69,29 @@ class Reader:
         return form
 
     def read(
-        self, item: int, leaf: int, start: int, stop: int, form: Format, into: Sequence[torch.Tensor] | None = None
+        self,
+        item: int,
+        leaf: int,
+        start: int,
+        stop: int,
+        form: Format,
+        into: Sequence[torch.Tensor] | None = None,
+        rank: int = 0,
     ) -> Sequence[torch.Tensor]:
-        """The parts of elements [start, stop) of a leaf.
+        """The parts of elements [start, stop) of a leaf, or of a slice of it.
 
         Args:
-            start: a multiple of 64.
+            start: a multiple of 64 where elements share an entry of a part.
             into: for the parts, which arrive there until `wait` returns; by default they are new ones, of a multiple
                 of 64 elements, and have arrived.
+            rank: which slice.
 
         Raises:
             DamagedCheckpoint: they are not there, or not what was saved, and in which file.
         """
         out = zeros(form, -(-(stop - start) // ALIGN) * ALIGN, "cpu") if into is None else into
         for number, (part, target) in enumerate(zip(form.parts, out, strict=True)):
-            for place in self._over(item, leaf, number, start, stop):
+            for place in self._over(item, leaf, number, rank, start, stop):
                 low, high = max(start, place.piece.start), min(stop, place.piece.stop)
                 count, size = entries(form, part, high - low), part.dtype.itemsize
                 at = (low - start) // part.every
@@ -95,7 +104,7 @@ class Reader:
         """A tensor that is in no tree."""
         code, shape = self.manifest.items[item].value
         out = torch.zeros(shape, dtype=DTYPES[code], device="cpu")
-        for place in self._places.get((item, 0, 0), ()):
+        for place in self._places.get((item, 0, 0, 0), ()):
             self._into(out.reshape(-1), place, 0)
         self.wait()
         return out
@@ -114,9 +123,9 @@ class Reader:
         """Ends the threads, whatever they are at."""
         self._pool.shutdown(cancel_futures=True)
 
-    def _over(self, item: int, leaf: int, part: int, start: int, stop: int) -> list[_Place]:
+    def _over(self, item: int, leaf: int, part: int, rank: int, start: int, stop: int) -> list[_Place]:
         """The pieces that lie in a range."""
-        found = self._places.get((item, leaf, part), [])
+        found = self._places.get((item, leaf, part, rank), [])
         first = bisect.bisect_right(found, start, key=lambda own: own.piece.stop)
         last = bisect.bisect_left(found, stop, key=lambda own: own.piece.start)
         out, end = found[first:last], start

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fzero.base.arguments import named, wrong
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.fill import as_said
 from fzero.checkpoint.folder import Folder, path_of
 from fzero.checkpoint.places import folder_at
@@ -103,7 +104,7 @@ class Saving:
             self._thread.start()
         except BaseException:  # an interrupt, perhaps with the thread there: the other ranks would wait for this one
             self._cancelled = True
-            abandon(board, snapshot.axis.data_rank, snapshot.axis.ranks)
+            abandon(board, Everyone(snapshot.axis).number, Everyone(snapshot.axis).count)
             raise
         finally:
             begun.set()
@@ -196,7 +197,7 @@ def begin(
     if not isinstance(state, TrainState):
         raise wrong(f"fz.{who}", "state", state, "what step.init or a step returned")
     (state,) = constants(f"fz.{who}", state=state)
-    axis = state.params.axis
+    axis, everyone = state.params.axis, Everyone(state.params.axis)
     own = backend.global_rank() if backend.initialized() else 0
     before = _last.get(own)
     error, snapshot, folder, said = None, None, "", list[str]()
@@ -215,17 +216,16 @@ def begin(
     except Exception as found:
         error = found
     token = uuid.uuid4().hex[:12]
-    if axis.ranks > 1:
+    if everyone.count > 1:
         mine = [token, folder, said, [type(error).__name__, str(error)] if error else []]
-        heard = [json.loads(text) for text in axis.exchange(json.dumps(mine), who)]
+        heard = [json.loads(text) for text in everyone.exchange(json.dumps(mine), who)]
         token, folder, first, _ = heard[0]
         error = error or _difference(who, first, [(theirs, failed) for _, _, theirs, failed in heard])
     if error is not None:
         raise error
     assert snapshot is not None
-    _last[own] = saving = Saving(
-        folder_at(folder), snapshot, Board(token, axis.ranks, axis.timeout, axis.data_rank), then
-    )
+    board = Board(token, everyone.count, everyone.timeout, everyone.number)
+    _last[own] = saving = Saving(folder_at(folder), snapshot, board, then)
     return saving
 
 

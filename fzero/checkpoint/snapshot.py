@@ -11,9 +11,10 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
-from fzero.checkpoint import copies
 from fzero.checkpoint.chunks import digest
-from fzero.checkpoint.contents import runs, share
+from fzero.checkpoint.contents import Run, runs, share, written
+from fzero.checkpoint.copies import Copies, held, sum_of, totals_of, whole_sums
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import CODES, Kept, Leaf, Piece
 from fzero.checkpoint.staging import bytes_of, on_host, staged
 from fzero.checkpoint.structure import described
@@ -22,6 +23,7 @@ from fzero.formats.formats import Format
 from fzero.state.checks import check_buffers
 from fzero.state.items import Item, items_of
 from fzero.state.sharded import is_sharded
+from fzero.state.sliced import sliced_in
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Buffer, tensor_of
 from fzero.table.layout import Key, Layout
@@ -54,7 +56,7 @@ class Snapshot:
         kept: the state's items, as the manifest has them.
         slices: with the buffers of each, which are let go as they are written.
         tensors: those that are in no tree, by the number of their item, which all ranks hold alike; rank 0 saves them.
-        sums: the checksums of slices that other ranks hold, too, known once they are written.
+        alike: the checksums of what other ranks hold, too, known once it is written.
     """
 
     layout: Layout
@@ -70,7 +72,7 @@ class Snapshot:
     kept: list[Kept] = field(default_factory=list)
     slices: list[tuple[Slice, list[Buffer]]] = field(default_factory=list)
     tensors: dict[int, torch.Tensor] = field(default_factory=dict)
-    sums: copies.Sums = field(default_factory=dict)
+    alike: Copies = field(default_factory=lambda: Copies({}, {}))
 
     @staticmethod
     def of(state: TrainState, extra: object, workers: int) -> Snapshot:
@@ -113,7 +115,7 @@ class Snapshot:
             if is_sharded(value):
                 scale = value.scale
                 check_buffers("fz.save", f"state.{name}", value)
-                self.sums |= copies.whole_sums(value, f"{name} in full")
+                self.alike.sums.update(whole_sums(value, f"{name} in full"))
                 for key in value.groups:
                     own = value.placed(key)
                     if lost := [part.dtype for part in own.format.parts if part.dtype not in CODES]:
@@ -122,7 +124,7 @@ class Snapshot:
                             f"expected one of {', '.join(map(str, CODES))}: no other is kept in a checkpoint."
                         )
                     self.slices.append(
-                        (Slice(number, key, own.format, *share(value, key), copies.held(value, key)), list(own.parts))
+                        (Slice(number, key, own.format, *share(value, key), held(value, key)), list(own.parts))
                     )
                     forms.update({slot.leaf: str(own.format) for slot in self.layout.groups[key].slots})
                     del own
@@ -137,7 +139,7 @@ class Snapshot:
     def shared(self) -> dict[str, str]:
         """What all ranks must hold alike, by its name: numbers, and checksums of tensors."""
         said = {kept.name: f"{kept.kind} {kept.value} {kept.scale}" for kept in self.kept}
-        table = [(leaf.path, leaf.shape, leaf.dtype, leaf.row) for leaf in self.leaves()]
+        table = [(leaf.path, leaf.shape, leaf.dtype, leaf.row, leaf.sliced) for leaf in self.leaves()]
         formats = [sorted(kept.formats.items()) for kept in self.kept]
         said["layout"] = f"a table with SHA-256 {digest(repr((table, formats)).encode())[:12]}"
         for number, tensor in self.tensors.items():
@@ -147,9 +149,13 @@ class Snapshot:
     def leaves(self) -> tuple[Leaf, ...]:
         return tuple(
             Leaf(
-                row.path, row.shape, CODES[row.dtype], f"{row.policy} {row.optimizer} unit {row.unit!r} cuts {row.cuts}"
+                row.path,
+                row.shape,
+                CODES[row.dtype],
+                f"{row.policy} {row.optimizer} unit {row.unit!r} cuts {row.cuts}",
+                sliced_in(self.layout, index),
             )
-            for row in self.layout.rows
+            for index, row in enumerate(self.layout.rows)
         )
 
     def containers(self) -> object:
@@ -160,7 +166,8 @@ class Snapshot:
         out, offset = [], 0
         for item, _, leaf, part, dtype, start, stop, low, high in self._runs():
             nbytes = (high - low) * dtype.itemsize
-            out.append((Piece(item, leaf, part, start, stop, offset, nbytes), dtype))
+            rank = self.layout.tensor[0] if self._is_sliced(item, leaf) else 0
+            out.append((Piece(item, leaf, part, start, stop, offset, nbytes, rank), dtype))
             offset += nbytes
         return out
 
@@ -172,7 +179,8 @@ class Snapshot:
             name = kept.name
             if kept.kind not in ("tensor", "count", "number"):
                 path, part = self.layout.rows[piece.leaf].path, f" part {piece.part}" if piece.part else ""
-                name = f"{name}/{path}[{piece.start}:{piece.stop}]{part}"
+                number = f" of slice {piece.rank}" if self._is_sliced(piece.item, piece.leaf) else ""
+                name = f"{name}/{path}[{piece.start}:{piece.stop}]{number}{part}"
             begin, end = piece.offset, piece.offset + piece.nbytes
             shape = [piece.nbytes // dtype.itemsize]
             said[name] = {"dtype": CODES[dtype], "shape": shape, "data_offsets": [begin, end]}
@@ -189,12 +197,13 @@ class Snapshot:
         while self.slices:
             own, buffers = self.slices.pop()
             buffers.reverse()
-            held = dict(runs(self.layout, own.key, own.form, own.base, own.base + own.size))
+            own_runs = dict(runs(self.layout, own.key, own.form, own.base, own.base + own.size))
             for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
                 buffer = tensor_of(buffers.pop()).detach()
-                self.sums |= copies.sum_of(self.layout, held[part], part, self.kept[own.item].name, buffer)
-                first = (own.low - own.base) // own.form.parts[part].every
-                for run in found:
+                name, first = self.kept[own.item].name, (own.low - own.base) // own.form.parts[part].every
+                self.alike.sums.update(sum_of(self.layout, own_runs[part], part, name, buffer))
+                self.alike.totals.update(totals_of(self.layout, found, own.form, part, name, buffer[first:]))
+                for run in self._written(found):
                     yield buffer[first + run.low : first + run.high]
                 del buffer
         for number in self._own_tensors():
@@ -203,12 +212,19 @@ class Snapshot:
     def _runs(self) -> Iterator[tuple[int, Key | None, int, int, torch.dtype, int, int, int, int]]:
         for own, _ in self.slices:
             for part, found in runs(self.layout, own.key, own.form, own.low, own.high):
-                for run in found:
+                for run in self._written(found):
                     yield own.item, own.key, run.leaf, part, own.form.parts[part].dtype, *run[1:]
         for item in self._own_tensors():
             tensor = self.tensors[item]
             yield item, None, 0, 0, tensor.dtype, 0, tensor.numel(), 0, tensor.numel()
 
+    def _written(self, found: list[Run]) -> list[Run]:
+        """Those of some runs that this rank saves."""
+        return [run for run in found if written(self.layout, run.leaf)]
+
+    def _is_sliced(self, item: int, leaf: int) -> bool:
+        return bool(self.kept[item].formats) and sliced_in(self.layout, leaf) is not None
+
     def _own_tensors(self) -> list[int]:
         """The tensors that this rank saves."""
-        return list(self.tensors) if self.axis.data_rank == 0 else []
+        return list(self.tensors) if Everyone(self.axis).leads else []

@@ -7,6 +7,7 @@ from typing import Any
 
 from fzero.base import pytree
 from fzero.table.module_params import ModuleParams
+from fzero.table.slices import Use
 
 _KEYS = (str, int, bool, type(None))
 
@@ -25,8 +26,8 @@ def _described(node: Any) -> Any:
     if kind is int:
         return node
     if kind in (dict, OrderedDict, ModuleParams) and all(type(key) in _KEYS for key in node):
-        frozen = {"frozen": list(node.frozen)} if kind is ModuleParams else {}
-        return {"kind": kind.__name__, "keys": list(node), "items": [_described(x) for x in node.values()], **frozen}
+        said = {"frozen": list(node.frozen), "hints": list(node.hints)} if kind is ModuleParams else {}
+        return {"kind": kind.__name__, "keys": list(node), "items": [_described(x) for x in node.values()], **said}
     if kind in (list, tuple):
         return {"kind": kind.__name__, "items": [_described(x) for x in node]}
     return {"kind": f"{kind.__module__}.{kind.__qualname__}"}
@@ -51,5 +52,6 @@ def _built(node: Any) -> Any:
         raise Unnamed(kind)
     pairs = list(zip(node["keys"], items, strict=True))
     if kind == "ModuleParams":
-        return ModuleParams(pairs, frozen=node["frozen"])
+        hints = {name: tuple(Use(*use) for use in hint) for name, hint in node.get("hints", ())}
+        return ModuleParams(pairs, frozen=node["frozen"], hints=hints)
     return OrderedDict(pairs) if kind == "OrderedDict" else dict(pairs)

@@ -8,8 +8,10 @@ import re
 from collections.abc import Callable
 from typing import NamedTuple
 
-from fzero.checkpoint import chunks, copies
+from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
+from fzero.checkpoint.copies import Copies, difference
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.folder import NAME, Folder
 from fzero.checkpoint.manifest import File, Manifest, Piece, is_foreign, read_manifest
 from fzero.checkpoint.snapshot import Snapshot
@@ -23,7 +25,7 @@ class _Written(NamedTuple):
 
     Attributes:
         shared: what the rank holds as all must.
-        sums: the checksums of what it holds as some others must.
+        alike: the checksums of what it holds as some others must.
     """
 
     name: str
@@ -31,7 +33,7 @@ class _Written(NamedTuple):
     sha256: list[str]
     pieces: list[Piece]
     shared: dict[str, str]
-    sums: copies.Sums
+    alike: Copies
 
 
 def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
@@ -40,7 +42,7 @@ def write(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
     Raises:
         OSError: it has failed, and where.
     """
-    rank, ranks = snapshot.axis.data_rank, snapshot.axis.ranks
+    rank, ranks = Everyone(snapshot.axis).number, Everyone(snapshot.axis).count
     try:
         _lead(folder, snapshot, board, then) if rank == 0 else _follow(folder, snapshot, board, rank, ranks)
     finally:
@@ -73,7 +75,7 @@ def _follow(folder: Folder, snapshot: Snapshot, board: Board, rank: int, ranks: 
 
 def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], None] | None) -> None:
     """What rank 0 does besides: it begins, and writes the manifest once every rank has written its file."""
-    ranks, begun = snapshot.axis.ranks, False
+    ranks, begun = Everyone(snapshot.axis).count, False
     try:
         folder.make()
         with folder.only_writer(board.token) as still:
@@ -95,7 +97,7 @@ def _lead(folder: Folder, snapshot: Snapshot, board: Board, then: Callable[[], N
                     raise OSError(f"rank {rank}: {said}")
                 written.append(_Written(*record))
                 _compare(folder, written[0].shared, rank, written[-1].shared)
-            if said := copies.difference([own.sums for own in written]):
+            if said := difference([Copies(*own.alike) for own in written], snapshot.axis.ranks):
                 raise OSError(f"{folder.path}: {said}")
             _look(folder, written)
             manifest = _manifest(snapshot, board.token, written)
@@ -138,7 +140,8 @@ def _write_own(folder: Folder, snapshot: Snapshot, board: Board) -> _Written:
     shared = snapshot.shared()
     pieces = snapshot.pieces()
     header = snapshot.header(pieces)
-    name = _name(snapshot.axis.data_rank, snapshot.axis.ranks, board.token)
+    everyone = Everyone(snapshot.axis)
+    name = _name(everyone.number, everyone.count, board.token)
     nbytes = len(header) + sum(piece.nbytes for piece, _ in pieces)
     with folder.writing(name, nbytes) as put:
 
@@ -149,7 +152,7 @@ def _write_own(folder: Folder, snapshot: Snapshot, board: Board) -> _Written:
         put(memoryview(header))
         said = [chunks.digest(header), *chunks.hashed(snapshot.data(), put_next, snapshot.workers)]
     placed = [own._replace(offset=own.offset + len(header)) for own, _ in pieces]
-    return _Written(name, nbytes, said, placed, shared, snapshot.sums)
+    return _Written(name, nbytes, said, placed, shared, snapshot.alike)
 
 
 def _look(folder: Folder, written: list[_Written]) -> None:
@@ -183,7 +186,7 @@ def _manifest(snapshot: Snapshot, token: str, written: list[_Written]) -> Manife
         token=token,
         step=snapshot.step,
         seed=snapshot.seed,
-        ranks=snapshot.axis.ranks,
+        ranks=Everyone(snapshot.axis).count,
         axis=snapshot.axis.place,
         extras=snapshot.extras,
         structure=snapshot.containers(),

@@ -14,6 +14,7 @@ from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
 from fzero.checkpoint.copies import need_same
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import DamagedCheckpoint
@@ -67,7 +68,7 @@ def save_dcp(
     if not isinstance(state, TrainState):
         raise wrong(who, "state", state, "what step.init or a step returned")
     (state,) = constants(who, state=state)
-    axis = state.params.axis
+    axis, everyone = state.params.axis, Everyone(state.params.axis)
 
     def asked() -> str:
         need_str(model, who, "model", "a prefix of names")
@@ -82,13 +83,13 @@ def save_dcp(
             "The checkpoints",
             f"Call {who} alike on every rank.",
         )
-        need_same(axis, agreed(axis, writing.sums), "compat.save_dcp")
-        writing.token = axis.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
+        need_same(axis, agreed(axis, writing.copies), "compat.save_dcp")
+        writing.token = everyone.exchange(uuid.uuid4().hex[:12], "save_dcp")[0]
         try:
             agreed(axis, writing.begin)
-            plans = axis.exchange(writing.plan(), "save_dcp")
-            result = agreed(axis, lambda: writing.write(plans, axis.data_rank))
-            results = axis.exchange(result, "save_dcp")
+            plans = everyone.exchange(writing.plan(), "save_dcp")
+            result = agreed(axis, lambda: writing.write(plans, everyone.number))
+            results = everyone.exchange(result, "save_dcp")
             agreed(axis, lambda: writing.finish(results))
         finally:
             writing.leave()
@@ -153,7 +154,7 @@ def load_dcp(
         count = agreed(axis, lambda: None if optim is None else origin.count(choice.trained))
         state = filled(origin, choice, wanted, step, axis, seed, count)
         agreed(axis, origin.check)
-        if axis.data_rank == 0:
+        if Everyone(axis).leads:
             choice.warn(wanted, 2)
         return state
 
@@ -319,7 +320,12 @@ class _Tree:
             )
         return Plain(dtype)
 
-    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    def sliced(self, path: str) -> None:
+        return None
+
+    def read(
+        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
         name = self._names[path]
         out = into or [torch.zeros(-(-(stop - start) // ALIGN) * ALIGN, dtype=self._origin.dtype(name), device="cpu")]
         if start < stop:

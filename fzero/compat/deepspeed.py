@@ -12,6 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_bool, need_int, need_str
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.compat.moments import kinds_of, one_count, word_of
@@ -97,11 +98,11 @@ def load_deepspeed(
         choice = agreed(axis, lambda: choose(wanted, origin.leaves(like, names), origin.structure, step, axis))
         count = agreed(axis, lambda: origin.count(choice.trained) if optim else None)
         with ThreadPoolExecutor(1, "fzero-load") as beside:  # files are held against their sums while they are read
-            files = [*found.files][axis.data_rank :: axis.ranks]
+            files = [*found.files][Everyone(axis).number :: Everyone(axis).count]
             verified = beside.submit(lambda: [verify(file) for file in files])
             state = filled(origin, choice, wanted, step, axis, seed, count)
             agreed(axis, verified.result)
-        if axis.data_rank == 0:
+        if Everyone(axis).leads:
             choice.warn(wanted, 2)
         return state
 
@@ -193,7 +194,12 @@ class _Tree:
             )
         return Plain(spread.parts[0].dtype)
 
-    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    def sliced(self, path: str) -> None:
+        return None
+
+    def read(
+        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
         spread = self._spreads[path]
         assert spread is not None
         out = into or [torch.zeros(-(-(stop - start) // ALIGN) * ALIGN, dtype=spread.parts[0].dtype, device="cpu")]

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 import torch
 
 from fzero.checkpoint import files
-from fzero.checkpoint.contents import share
+from fzero.checkpoint.contents import share, written
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.manifest import CODES, DTYPES
 from fzero.checkpoint.staging import bytes_of, on_host
 from fzero.compat.headers import INDEX, SINGLE, Entry, index_of, planned
@@ -21,6 +22,8 @@ from fzero.compat.names import Names, renamed
 from fzero.formats.formats import ALIGN
 from fzero.state.checks import check_buffers
 from fzero.state.sharded import Sharded
+from fzero.state.sliced import sliced_in
+from fzero.table.layout import Slot
 
 _AT_ONCE = 1 << 22  # elements that are decoded at a time
 _MODEL = re.compile(r"model(-([0-9a-f]{12}-)?\d+-of-\d+)?\.safetensors")
@@ -61,7 +64,7 @@ class Export:
             _check(name, form)
         self._files = planned(self._folder, single, self.tensors, most)
         self._places = {own.name: own for file in self._files for own in file.entries}
-        self._leads = tree.axis.data_rank == 0
+        self._leads = Everyone(tree.axis).leads
         self._named = {file.name: file.name for file in self._files}  # as they are planned -> as they will be
         self._index: bytes | None = None
         self._begun, self._met, self._done = list[str](), False, False  # who has a name; whether loaders may meet them
@@ -105,20 +108,30 @@ class Export:
         for key in tree.groups:
             stored = tree.stored(key)
             base, low, high = share(tree, key)
-            for slot in tree.layout.groups[key].slots:
+            for slot in [slot for slot in tree.layout.groups[key].slots if written(tree.layout, slot.leaf)]:
                 place = self._places[self._names[slot.path]]
                 dtype, end = DTYPES[place.dtype], min(high, slot.offset + slot.numel)
                 for start in range(max(low, slot.offset), end, _AT_ONCE):
                     stop = min(start + _AT_ONCE, end)
                     values = stored.cut(start - base, -(-stop // ALIGN) * ALIGN - base).to(stored.dtype)[: stop - start]
                     values = values if tree.scale == 1.0 else values / tree.scale
-                    self._put(place, values.to(dtype), (start - slot.offset) * dtype.itemsize)
+                    self._put_piece(slot, place, values.to(dtype), start - slot.offset)
             del stored
         for name, x in self._also.items() if self._leads else ():
             self._put(self._places[name], x.reshape(-1), 0)
         for name, descriptor in self._open.items():
             with files.naming(self._unfinished(name)):
                 files.sync(descriptor)
+
+    def _put_piece(self, slot: Slot, place: Entry, values: torch.Tensor, start: int) -> None:
+        """Writes elements of a leaf, or of this rank's slice of it, from `start` on."""
+        layout, values = self._tree.layout, on_host(values)
+        cut, shape = sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape
+        ranges = [(start, start, values.numel())]
+        if cut is not None:
+            ranges = cut.runs(shape, layout.tensor[0], start, start + values.numel())
+        for own, at, count in ranges:
+            self._put(place, values[own - start : own - start + count], at * values.itemsize)
 
     def _put(self, place: Entry, values: torch.Tensor, offset: int) -> None:
         name = os.path.basename(place.file)

@@ -30,6 +30,8 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
+from fzero.state.sliced import Sliced
+
 T = TypeVar("T")
 Make = Callable[[int, int], torch.Tensor]  # elements [start, stop) of a tensor, flat
 _KNOWN = {  # of the pickle that its metadata is, which could otherwise run anything
@@ -76,25 +78,30 @@ class Save(SavePlanner):
     Args:
         pieces: the tensors' names and where each begins and stops in its tensor -> what makes the values, flat.
         known: the name of every tensor -> its shape, its dtype, and its keys in the nested state dict.
+        slices: the names of tensors of which this rank has a slice -> how they are cut, and which slice; its pieces
+            begin and stop there.
     """
 
     def __init__(
         self,
         pieces: Mapping[tuple[str, int, int], Make],
         known: Mapping[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]],
+        slices: Mapping[str, tuple[Sliced, int]],
     ) -> None:
         self._known = known
         self._parts: dict[tuple[str, tuple[int, ...]], Callable[[], torch.Tensor]] = {}
         self._items: list[WriteItem] = []
         for (name, start, stop), make in pieces.items():
             shape, dtype, _ = known[name]
+            cut, rank = slices.get(name, (None, 0))
             at = start
-            for own in boxes(shape, start, stop):
+            for own in boxes(shape if cut is None else cut.shape(shape, rank), start, stop):
                 end = at + own.sizes.numel()
-                index = MetadataIndex(name, own.offsets)
-                data = TensorWriteData(own, TensorProperties(dtype=dtype), torch.Size(shape))
-                self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-                self._parts[name, tuple(own.offsets)] = _part(make, at, end, own.sizes)
+                for place, box in _placed(own, cut, rank):
+                    index = MetadataIndex(name, place.offsets)
+                    data = TensorWriteData(place, TensorProperties(dtype=dtype), torch.Size(shape))
+                    self._items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+                    self._parts[name, tuple(place.offsets)] = _part(make, at, end, own.sizes, box)
                 at = end
 
     def set_up_planner(self, *args: object, **kwargs: object) -> None:
@@ -122,10 +129,32 @@ class Save(SavePlanner):
         return self._parts[write_item.index.fqn, tuple(write_item.index.offset or ())]()
 
 
+def _placed(
+    own: ChunkStorageMetadata, cut: Sliced | None, rank: int
+) -> Iterator[tuple[ChunkStorageMetadata, tuple[int, int, int]]]:
+    """The boxes of a tensor that a box of a slice of it is; with the dim, start and size of each in that box."""
+    if cut is None:
+        yield own, (0, 0, own.sizes[0] if own.sizes else 0)
+        return
+    dim, at = cut.dim, -own.offsets[cut.dim]  # where a piece begins in the box
+    for start, size in cut.pieces[rank]:
+        low, high = max(0, at), min(own.sizes[dim], at + size)
+        if low < high:
+            put = lambda old, new: torch.Size((*old[:dim], new, *old[dim + 1 :]))
+            place = ChunkStorageMetadata(put(own.offsets, start + low - at), put(own.sizes, high - low))
+            yield place, (dim, low, high - low)
+        at += size
+
+
 def _part(
-    make: Callable[[int, int], torch.Tensor], start: int, stop: int, sizes: torch.Size
+    make: Callable[[int, int], torch.Tensor], start: int, stop: int, sizes: torch.Size, box: tuple[int, int, int]
 ) -> Callable[[], torch.Tensor]:
-    return lambda: make(start, stop).view(sizes)
+    def values() -> torch.Tensor:
+        own = make(start, stop).view(sizes)
+        # what is written is all of a tensor's memory
+        return own if not sizes or box[2] == sizes[box[0]] else own.narrow(*box).clone()
+
+    return values
 
 
 class Load(LoadPlanner):

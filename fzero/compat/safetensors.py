@@ -12,7 +12,8 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_path, wrong
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Wanted, choose
-from fzero.checkpoint.copies import need_same, sums_of
+from fzero.checkpoint.copies import Copies, need_same
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.files import folder_of
 from fzero.checkpoint.fill import agreed, filled
 from fzero.checkpoint.manifest import CODES, DTYPES
@@ -86,7 +87,7 @@ def load_safetensors(
         opened = Opened(paths)
         try:
             agreed(axis, opened.open)
-            said = agreed(axis, lambda: opened.said() if axis.ranks > 1 else "")
+            said = agreed(axis, lambda: opened.said() if Everyone(axis).count > 1 else "")
             advice = "Give every rank the same ones, and let nobody save over them meanwhile."
             axis.check_same(f"{said}\nseed {seed}", "The files", advice)
             origin = _Files(wanted.place, opened)
@@ -95,7 +96,7 @@ def load_safetensors(
             agreed(axis, opened.check)
         finally:
             opened.close()
-        if axis.data_rank == 0:
+        if Everyone(axis).leads:
             choice.warn(wanted, 2)
         return state
 
@@ -141,7 +142,12 @@ class _Files(Origin):
             )
         return Plain(DTYPES[own.dtype]) if own is not None else None
 
-    def read(self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None) -> Sequence[torch.Tensor]:
+    def sliced(self, path: str) -> None:
+        return None
+
+    def read(
+        self, path: str, start: int, stop: int, into: Sequence[torch.Tensor] | None, rank: int = 0
+    ) -> Sequence[torch.Tensor]:
         own = self.found[path]
         dtype = DTYPES[own.dtype]
         out = into or [torch.zeros(-(-(stop - start) // 64) * 64, dtype=dtype, device="cpu")]
@@ -213,8 +219,8 @@ def save_safetensors(
         of = f"update {state.step}, seed {state.seed}" if isinstance(state, TrainState) else f"a tree of {tree.kind}"
         said = "\n".join([target, f"component {axis.who}", of, *map(str, export.tensors), str(most)])
         axis.check_same(said, "The files", f"Call {who} on every rank with the same arguments.")
-        need_same(axis, agreed(axis, lambda: sums_of(tree, "values")), "save_safetensors")
-        export.token = axis.exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
+        need_same(axis, agreed(axis, lambda: Copies.of({"values": tree})), "save_safetensors")
+        export.token = Everyone(axis).exchange(uuid.uuid4().hex[:12], "save_safetensors")[0]
         try:
             for stage in (export.begin, export.write, export.end):
                 agreed(axis, stage)

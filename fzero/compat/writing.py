@@ -10,14 +10,16 @@ from typing import TYPE_CHECKING
 import torch
 
 from fzero.checkpoint import files
-from fzero.checkpoint.contents import share
-from fzero.checkpoint.copies import Sums, sums_of
+from fzero.checkpoint.contents import share, written
+from fzero.checkpoint.copies import Copies
+from fzero.checkpoint.everyone import Everyone
 from fzero.checkpoint.staging import on_host
 from fzero.compat.moments import word_of
 from fzero.formats.formats import ALIGN
 from fzero.state.checks import check_buffers
 from fzero.state.items import items_in
 from fzero.state.sharded import Sharded, is_sharded
+from fzero.state.sliced import Sliced, sliced_in
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 
@@ -38,7 +40,8 @@ class Writing:
 
         self.known: dict[str, tuple[tuple[int, ...], torch.dtype, tuple[str, ...]]] = {}
         self._pieces, self.token, self._trees = {}, "", dict[str, Sharded]()
-        self._leads = state.params.axis.data_rank == 0
+        self._slices: dict[str, tuple[Sliced, int]] = {}
+        self._leads = Everyone(state.params.axis).leads
         self._add("params", state.params, lambda path: (model, path) if model else (path,))
         items = items_in("moments", state.moments) if optim is not None else []
         names = lambda path, word: (*([optim] if optim else []), "state", path, word)
@@ -67,7 +70,7 @@ class Writing:
             )
         for path in state.params if optim is not None else ():
             self._one(names(path, "step"), torch.tensor(float(count), device="cpu"))
-        self._planner = Save(self._pieces, self.known)
+        self._planner = Save(self._pieces, self.known, self._slices)
         self._folder, self._locked, self._naming = folder, contextlib.ExitStack(), False
         self._writer: Writer | None = None
 
@@ -92,15 +95,19 @@ class Writing:
         for key in tree.groups:
             dtype, (base, low, high) = tree.format(key).dtype, share(tree, key)
             for slot in tree.layout.groups[key].slots:
-                name = self._named(keys_of(slot.path), slot.shape, dtype)
+                name = self._named(keys_of(slot.path), tree.layout.rows[slot.leaf].shape, dtype)
+                if not written(tree.layout, slot.leaf):
+                    continue
+                if (cut := sliced_in(tree.layout, slot.leaf)) is not None:
+                    self._slices[name] = cut, tree.layout.tensor[0]
                 start, stop = max(low, slot.offset), min(high, slot.offset + slot.numel)
                 if start < stop:
                     make = functools.partial(_values, tree, key, slot.offset - base)
                     self._pieces[name, start - slot.offset, stop - slot.offset] = make
 
-    def sums(self) -> Sums:
+    def copies(self) -> Copies:
         """The checksums of what other ranks hold, too."""
-        return {said: own for name, tree in self._trees.items() for said, own in sums_of(tree, name).items()}
+        return Copies.of(self._trees)
 
     def plan(self) -> str:
         from fzero.compat.planners import text_of

@@ -8,13 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 
 from fzero.formats.formats import ALIGN
+from fzero.formats.ops import TorchOps
 
 Shift = Callable[[torch.Tensor, int], torch.Tensor]  # to the right, logically
-_GOLDEN, _STREAM = 0x9E3779B9 - (1 << 32), 0x632BE5AB
+_GOLDEN, _STREAM, _BITS = 0x9E3779B9 - (1 << 32), 0x632BE5AB, ALIGN.bit_length() - 1
+
+
+class Scattered(NamedTuple):
+    """Elements [start, stop) of a buffer that do not lie in blocks of their leaf, as those of a slice of it may not.
+
+    Attributes:
+        counter: that of the leaf's first block.
+        places: `places(low, high)`, where elements from `start + low` to `start + high` lie in the leaf.
+    """
+
+    start: int
+    stop: int
+    counter: int
+    places: Callable[[int, int], torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -24,23 +40,42 @@ class Counters:
     Attributes:
         runs: (first block, its counter, what every next one adds); the padding behind the last leaf counts nothing.
         count: blocks.
+        scattered: what is counted by elements instead.
     """
 
     runs: tuple[tuple[int, int, int], ...] = ()
     count: int = 0
+    scattered: tuple[Scattered, ...] = ()
+
+    def keys(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> torch.Tensor:
+        """What the random bits of the elements from start to stop, multiples of 64, are drawn by; all by default.
+
+        Returns:
+            int32[blocks], their counters; or int32[blocks, 64] where some are counted by elements: see `drawn_by`.
+        """
+        blocks = self.blocks(device, start, stop)
+        if not self.scattered:
+            return blocks
+        end, out = start + blocks.numel() * ALIGN, drawn_by(blocks)
+        for own in self.scattered:
+            low, high = max(own.start, start), min(own.stop, end)
+            if low < high:
+                places = own.places(low - own.start, high - own.start).to(device)
+                numbers = (places >> _BITS).to(torch.int32).mul_(_GOLDEN).add_(own.counter)
+                lanes = places.to(torch.int32).bitwise_and_(ALIGN - 1).mul_(_GOLDEN)
+                out.view(-1)[low - start : high - start] = hashed(numbers, TorchOps.shift) + lanes
+        return out
 
     def blocks(self, device: torch.device | str, start: int = 0, stop: int | None = None) -> torch.Tensor:
         """int32[blocks] of the elements from start to stop, multiples of 64; all by default."""
         begin, end = start // ALIGN, self.count if stop is None else stop // ALIGN
-        out = torch.empty(max(0, min(end, self.count) - begin), dtype=torch.int32, device=device)
-        ends = [run[0] for run in self.runs[1:]] + [self.count]
-        for (first, counter, rise), last in zip(self.runs, ends, strict=False):
-            low, high = max(first, begin), min(last, end)
-            if low < high:
-                numbers = out[low - begin : high - begin]
-                torch.arange(low - first, high - first, out=numbers, device=out.device)
-                numbers.mul_(rise).add_(counter)
-        return out
+        out = torch.arange(begin, max(begin, min(end, self.count)), dtype=torch.int32, device=device)
+        if len(self.runs) == 1:
+            ((first, counter, rise),) = self.runs
+            return out.sub_(first).mul_(rise).add_(counter)
+        table = self.table.to(device)
+        run = torch.searchsorted(table[:, 0].contiguous(), out, right=True).sub_(1)
+        return out.sub_(table[run, 0]).mul_(table[run, 2]).add_(table[run, 1])
 
     @cached_property
     def table(self) -> torch.Tensor:
@@ -53,7 +88,15 @@ def _signed(x: int) -> int:
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
 
 
-def word(block: torch.Tensor, lane: torch.Tensor, stream: int, shift: Shift) -> torch.Tensor:
+def drawn_by(keys: torch.Tensor) -> torch.Tensor:
+    """int32[blocks, 64], the sum of a block's hashed counter and of its lane's share, for every element."""
+    if keys.ndim == 2:
+        return keys
+    lanes = torch.arange(ALIGN, dtype=torch.int32, device=keys.device)
+    return hashed(keys.view(-1, 1), TorchOps.shift) + lanes * _GOLDEN
+
+
+def word(block: torch.Tensor, lane: torch.Tensor | int, stream: int, shift: Shift) -> torch.Tensor:
     """32 random bits for lane 0 to 63 of a block, an int32; streams are independent.
 
     Args:

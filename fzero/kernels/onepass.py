@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from fzero.base import private
-from fzero.formats.bits import Counters, Fields, hashed, word
+from fzero.formats.bits import Counters, Fields, drawn_by, word
 from fzero.formats.formats import CHUNK, GROUP, Format, Stored, chunks, load, store
 from fzero.formats.ops import TorchOps
 from fzero.kernels import build
@@ -31,9 +31,7 @@ def _drawn(keys: torch.Tensor) -> Fields:
 
     def read(number: int) -> torch.Tensor:
         if number not in words:
-            lanes = torch.arange(64, dtype=torch.int32, device=keys.device)
-            blocks = hashed(keys.view(-1, 1), TorchOps.shift)
-            words[number] = word(blocks, lanes, number, TorchOps.shift).view(-1, GROUP)
+            words[number] = word(drawn_by(keys), 0, number, TorchOps.shift).view(-1, GROUP)
         return words[number]
 
     return Fields(read, TorchOps.shift)
@@ -116,11 +114,12 @@ def run(
             part = params.cut(start, stop)
             value = part.to(dtype)
             kernel(value, grads[start:stop], *[m[start:stop] for m in own])
-            write(part, value, counters.blocks(value.device, start, stop))
+            write(part, value, counters.keys(value.device, start, stop))
         return
     formats = tuple([stored.format for stored in buffers])
     numbers = torch.tensor(hyper, dtype=dtype, device=grads.device)
-    if large and by_formula and build.carries(formats, grads.dtype):
+    # a kernel counts by blocks
+    if large and by_formula and not counters.scattered and build.carries(formats, grads.dtype):
         fake = private.is_fake(grads)
         if fake and build.compiler() is not None:
             return  # of fake tensors only the memory counts, and a kernel takes none
@@ -132,4 +131,4 @@ def run(
     block, chunk = (_compiled(), grads.numel()) if compiled else (_block, CHUNK if cpu else ON_CUDA)
     for start, stop in chunks(grads, chunk):
         parts = [stored.cut(start, stop).parts for stored in buffers]
-        block(formula, formats, parts, grads[start:stop], counters.blocks(grads.device, start, stop), numbers)
+        block(formula, formats, parts, grads[start:stop], counters.keys(grads.device, start, stop), numbers)

@@ -144,7 +144,7 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 def write_values(tree: Sharded, key: Key, value: torch.Tensor, draw: Draw) -> None:
     """Encodes values into a group of a tree, in its format."""
     counters = draw.counters(tree.layout, key, tree.rank_of(key))
-    write(tree.stored(key), value, counters.blocks(value.device))
+    write(tree.stored(key), value, counters.keys(value.device))
 
 
 def call_update(

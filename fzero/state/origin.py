@@ -285,10 +285,10 @@ class Move:
             old, new = source.sliced(slot.path), sliced_in(tree.layout, slot.leaf)
             if old != new and form.group > 1 and not _keep_blocks(tree.layout.rows[slot.leaf].shape, old, new):
                 raise ValueError(
-                    f"{self.origin.place}: the {name} of leaf {slot.path!r} are stored as {have}, with a scale for "
+                    f"{self.origin.place}: state.{name} of leaf {slot.path!r} is stored as {have}, with a scale for "
                     f"every {form.group} elements of a slice, and the step cuts the leaf into slices of other elements "
-                    f"of its shape {tree.layout.rows[slot.leaf].shape}: they would be rounded anew. Say "
-                    f"{self.origin.call} to round them to nearest, or cut it in pieces of whole scales, with "
+                    f"of its shape {tree.layout.rows[slot.leaf].shape}: it would be rounded anew. Say "
+                    f"{self.origin.call} to round to nearest, or cut the leaf in pieces of whole scales, with "
                     "fz.parallel.cut(dim, multiple=...)."
                 )
         return source

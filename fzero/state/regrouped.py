@@ -45,9 +45,7 @@ class Regrouping:
         unit: elements that stay together, 1 or more: then all cuts must keep blocks of so many.
     """
 
-    def __init__(
-        self, shape: Sequence[int], old: Sliced | None, new: Sliced | None, rank: int, unit: int = 1
-    ) -> None:
+    def __init__(self, shape: Sequence[int], old: Sliced | None, new: Sliced | None, rank: int, unit: int = 1) -> None:
         last = max(own.dim for own in (old, new) if own is not None)
         inner = math.prod(shape[last + 1 :])
         scaled = lambda size: size * inner // unit

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeGuard
 
@@ -12,8 +13,9 @@ import torch
 
 from fzero.base import pytree
 from fzero.comm.axis import Axis
-from fzero.formats.bits import _GOLDEN, Counters, _signed
+from fzero.formats.bits import _GOLDEN, Counters, Scattered, _signed
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
+from fzero.state.sliced import Sliced, sliced_in
 from fzero.stores.away import Away, Buffer, Placed, owned, shown
 from fzero.table.layout import Key, Layout, Slot
 
@@ -292,19 +294,33 @@ class Draw:
     compiled: frozenset[str] = frozenset()
 
     def counters(self, layout: Layout, key: Key, rank: int) -> Counters:
-        """The counters of rank's shard of a group."""
+        """The counters of rank's shard of a group: those of whole leaves, also where it has slices of them."""
         low, count = rank * layout.shard_numel(key), layout.shard_numel(key) // ALIGN
-        runs, end = [], 0
+        runs, scattered, end = list[tuple[int, int, int]](), list[Scattered](), 0
         for slot, start, stop in layout.pieces(key, rank):
-            if start < stop:
-                said = f"{self.seed} {self.count} {slot.path}".encode()
-                own = int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
-                number = (low + start - slot.offset) // ALIGN
-                runs.append((start // ALIGN, _signed(number * _GOLDEN + own), _GOLDEN))
-                end = -(-stop // ALIGN)
+            if start >= stop:
+                continue
+            said = f"{self.seed} {self.count} {slot.path}".encode()
+            own = int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
+            first, end = low + start - slot.offset, -(-stop // ALIGN)
+            cut, shape, number = sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape, layout.tensor[0]
+            if cut is None:
+                runs.append((start // ALIGN, _signed(first // ALIGN * _GOLDEN + own), _GOLDEN))
+            elif cut.keeps_blocks(shape, ALIGN):
+                for at, place, _ in cut.runs(shape, number, first, first + stop - start):
+                    block = (start + at - first) // ALIGN
+                    runs.append((block, _signed(place // ALIGN * _GOLDEN + own), _GOLDEN))
+            else:
+                places = functools.partial(_places, cut, shape, number, first)
+                scattered.append(Scattered(start, stop, own, places))
+                runs.append((start // ALIGN, 0, 0))
         if end < count:
             runs.append((end, 0, 0))
-        return Counters(tuple(runs), count)
+        return Counters(tuple(runs), count, tuple(scattered))
+
+
+def _places(cut: Sliced, shape: Sequence[int], rank: int, first: int, low: int, high: int) -> torch.Tensor:
+    return cut.positions(shape, rank, first + low, first + high)
 
 
 class Part(NamedTuple):

@@ -50,13 +50,15 @@ class Sliced(NamedTuple):
         """int64[stop - start], the places in the leaf of elements [start, stop) of a rank's slice."""
         inner = math.prod(shape[self.dim + 1 :])
         own, whole = math.prod(self.shape(shape, rank)[self.dim :]), shape[self.dim] * inner
+        if start >= stop:
+            return torch.empty(0, dtype=torch.int64, device="cpu")
         ends = [0, *itertools.accumulate(size * inner for _, size in self.pieces[rank])]
+        rows = torch.arange(start // own, -(-stop // own), device="cpu").unsqueeze(1)
+        bounds = (rows * own + torch.tensor(ends, device="cpu")).clamp_(start, stop)
         moves = [begin * inner - end for (begin, _), end in zip(self.pieces[rank], ends, strict=False)]
+        moved = rows * (whole - own) + torch.tensor(moves, device="cpu")
         places = torch.arange(start, stop, device="cpu")
-        rows, rest = places // max(own, 1), places % max(own, 1)
-        bounds = torch.tensor(ends[1:-1], dtype=torch.int64, device="cpu")
-        piece = torch.bucketize(rest, bounds, right=True)
-        return rows * whole + rest + torch.tensor(moves or [0], device="cpu")[piece]
+        return places.add_(torch.repeat_interleave(moved.view(-1), bounds.diff(dim=1).view(-1)))
 
     def keeps_blocks(self, shape: Sequence[int], size: int) -> bool:
         """Tells whether all elements of a block of `size` elements of the leaf are, in their order, one of a slice."""
