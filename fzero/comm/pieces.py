@@ -21,6 +21,8 @@ def start_exchange(axis: Axis, send: Sequence[torch.Tensor], receive: Sequence[t
 
     Args:
         send, receive: a contiguous tensor for each rank, those of this rank too. What is empty is not sent.
+        tag: the same on all ranks. With the sizes in it that all must agree on, ranks that do not never read each
+            other's messages, which gloo ends a process for.
     """
     if axis.size == 1:
         receive[0].copy_(send[0])
@@ -28,7 +30,7 @@ def start_exchange(axis: Axis, send: Sequence[torch.Tensor], receive: Sequence[t
     assert axis.group is not None
     sent = sum([piece.nbytes for rank, piece in enumerate(send) if rank != axis.rank])
     call = axis._announced("exchange", tag, send[0], axis.group, sent)
-    wait = call(backend.start_exchange)(send, receive, axis.group, axis._number("exchange", tag))
+    wait = call(backend.start_exchange)(send, receive, axis.group, axis._number("exchange", (tag, send[0].dtype)))
     return call(wait)
 
 
@@ -56,6 +58,7 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.
     if axis.size == 1:
         return x.clone()
     assert axis.group is not None
+    tag = f"{tag} of {tuple(x.shape)}"
     if not backend.adds_here(axis.group):
         out, words = x.clone(memory_format=torch.contiguous_format), f"all_reduce {op}"
         axis._announced(words, tag, out, axis.group)(backend.all_reduce)(out, axis.group, op)
@@ -73,7 +76,7 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.
 def scattered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: Hashable) -> torch.Tensor:
     """This rank's piece along `dim` of the sum over the ranks, added in rank order."""
     pieces = x.split(list(sizes), dim)
-    shape = pieces[axis.rank].shape
+    shape, tag = pieces[axis.rank].shape, f"{tag} of {tuple(x.shape)} cut into {list(sizes)} along dim {dim}"
     return _combined(exchange(axis, pieces, [shape] * axis.size, tag), "sum").view(shape)
 
 
@@ -82,6 +85,8 @@ def gathered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: H
     shapes = [(*x.shape[:dim], size, *x.shape[dim + 1 :]) for size in sizes]
     if axis.size == 1:
         return x.clone()
+    others = (*x.shape[:dim], *x.shape[dim + 1 :])
+    tag = f"{tag} of {list(sizes)} along dim {dim} beside {others}"
     leads = math.prod(x.shape[:dim]) == 1  # then the pieces lie one after the other in memory, too
     full = x.new_empty((*x.shape[:dim], sum(sizes), *x.shape[dim + 1 :])) if leads else None
     receive = list(full.split(list(sizes), dim)) if full is not None else [x.new_empty(shape) for shape in shapes]

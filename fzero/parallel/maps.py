@@ -22,9 +22,11 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.parallel.axis import is_averaged, need_axis, need_dim
+from fzero.parallel.types import running
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Sizes = Sequence[int]
+MOST_DIMS = 64  # that a tensor may have
 
 
 def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
@@ -158,8 +160,8 @@ def all_to_all(
     join = _need_dim(x, ax, concat, "all_to_all", "concat")
     if cut == join:
         raise ValueError(f"parallel.all_to_all: got split and concat both {cut}, expected two dims.")
-    sizes = _need_sizes(sizes, x, ax, cut, "all_to_all")
     joined = _own_sizes(x, ax, join, concat_sizes, "all_to_all")
+    sizes = _need_sizes(sizes, x, ax, cut, "all_to_all")
     there = functools.partial(_exchanged, ax, cut, join, sizes, joined)
     return _map("all_to_all", x, ax, there, functools.partial(_exchanged, ax, join, cut, joined, sizes))
 
@@ -186,6 +188,8 @@ def ring_shift(x: torch.Tensor, ax: Axis, by: int = 1) -> torch.Tensor:
 
 def _map(name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map) -> torch.Tensor:
     """Applies a linear map, which every derivative goes through; `back` is its transpose."""
+    if (run := running.get()) is not None:
+        there, back = run.typed(name, ax, there, back)
     return linear(there, back, x) if pytree.is_real(x) else there(x)
 
 
@@ -224,7 +228,9 @@ def _exchanged(ax: Axis, cut: int, join: int, sizes: Sizes, joined: Sizes, x: to
         shape = list(x.shape)
         shape[cut], shape[join] = sizes[ax.rank], size
         shapes.append(shape)
-    return torch.cat(pieces.exchange(ax, x.split(list(sizes), cut), shapes, "parallel.all_to_all"), join)
+    others = [size for dim, size in enumerate(x.shape) if dim not in (cut, join)]
+    tag = f"parallel.all_to_all of {list(sizes)} along dim {cut} to {list(joined)} along dim {join} beside {others}"
+    return torch.cat(pieces.exchange(ax, x.split(list(sizes), cut), shapes, tag), join)
 
 
 def _shifted(ax: Axis, by: int, x: torch.Tensor) -> torch.Tensor:
@@ -232,7 +238,7 @@ def _shifted(ax: Axis, by: int, x: torch.Tensor) -> torch.Tensor:
     source = (ax.rank - by) % ax.size
     send = [x if rank == to else empty for rank in range(ax.size)]
     shapes = [x.shape if rank == source else empty.shape for rank in range(ax.size)]
-    return pieces.exchange(ax, send, shapes, "parallel.ring_shift")[source]
+    return pieces.exchange(ax, send, shapes, f"parallel.ring_shift of {tuple(x.shape)} by {by}")[source]
 
 
 # ---- arguments
@@ -273,7 +279,9 @@ def _own_sizes(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None, who: st
                 f"this rank's {x.shape[dim]}, the size of dim {dim} of a tensor of shape {tuple(x.shape)}."
             )
         return out
-    shapes = pieces.told(ax, [x.ndim, *(list(x.shape) + [0] * 8)[:8]], f"parallel.{who} sizes")
+    if (run := running.get()) is not None:
+        return run.sizes(ax, x.shape[dim])
+    shapes = pieces.told(ax, [x.ndim, *(list(x.shape) + [0] * MOST_DIMS)[:MOST_DIMS]], f"parallel.{who} sizes")
     first = _without(shapes[0], dim)
     for rank, shape in enumerate(shapes):
         if _without(shape, dim) != first:

@@ -13,5 +13,6 @@ from fzero.testing._asserts import assert_trees_close as assert_trees_close
 from fzero.testing._asserts import assert_trees_equal as assert_trees_equal
 from fzero.testing._memory import LiveBytes as LiveBytes
 from fzero.testing._memory import assert_peak_bytes as assert_peak_bytes
+from fzero.testing._mesh import fake_mesh as fake_mesh
 from fzero.testing._ranks import RankError as RankError
 from fzero.testing._ranks import run_ranks as run_ranks

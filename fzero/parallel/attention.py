@@ -1,0 +1,264 @@
+"""Attention functions with exact derivatives of any order: values and pullbacks tile by tile, the rest from a formula.
+
+The first derivative backwards keeps what is computed anyway: inputs, output, and one number for each row. Derivatives
+of it, and tangents, are those of the plain formula (softmax of all scores), written with the maps of `fz.parallel`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fzero.base import private
+from fzero.base.arguments import wrong
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.parallel.types import running
+from fzero.parallel.visible import Options, options_of
+
+Shapes = Sequence[Sequence[int]]  # of q, k and v
+Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+class Plan(Protocol):
+    """How one call is computed. Tensors are q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's tokens."""
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output, and logarithms for `pull`, of plain tensors."""
+        ...
+
+    def pull(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        logarithms: torch.Tensor,
+        inner: torch.Tensor,
+        cotangent: torch.Tensor,
+    ) -> Three:
+        """The cotangents of q, k and v, on plain tensors.
+
+        Args:
+            inner: [b, heads, t], the inner products of outputs and their cotangents.
+        """
+        ...
+
+    def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The output by operations that every derivative goes through."""
+        ...
+
+
+class Attention:
+    """An attention function of tensors [b, heads, t, d]; `fixed` are options that calls need not repeat."""
+
+    name = "attention"
+
+    def __init__(self, **fixed: object) -> None:
+        options_of(f"parallel.{self.name}", **fixed)
+        self.fixed = fixed
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
+        """The attention of this rank's tokens.
+
+        Args:
+            q: [b, heads, t, d].
+            k, v: [b, kv_heads, t, d]; `kv_heads` divides `heads`, whose neighbours share one.
+            more: `causal`, `window`, `documents`, `scale`: see `fz.parallel.attention`.
+
+        Returns:
+            [b, heads, t, d].
+        """
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                raise wrong(f"parallel.{self.name}", name, x, "a tensor of floats [b, heads, t, d]")
+        q, k, v = [_autocast(x) for x in (q, k, v)]
+        if len({x.dtype for x in (q, k, v)}) > 1:
+            raise TypeError(f"parallel.{self.name}: got dtypes {q.dtype}, {k.dtype} and {v.dtype}, expected one.")
+        plan = self.planned((q.shape, k.shape, v.shape), str(q.dtype), {**self.fixed, **more})
+        if running.get() is not None:  # a dry run, which looks at the maps
+            return plan.formula(q, k, v)
+        return _Attend.apply(plan, q, k, v)[0]
+
+    def places(self, count: int) -> torch.Tensor:
+        """Where so many tokens of this rank lie in the whole sequence; all ranks ask."""
+        raise NotImplementedError
+
+    def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> Plan:
+        """How a call with such tensors is computed, on which the ranks agree."""
+        raise NotImplementedError
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """A tensor as torch's own attention would take it."""
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))
+
+
+class Agreed(NamedTuple):
+    """What the ranks of an axis have told each other about a call: the lengths of their pieces, and the options."""
+
+    lengths: list[int]
+    options: Options
+
+
+def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[str, object]) -> Agreed:
+    """Compares what the ranks call an attention function with.
+
+    Raises:
+        TypeError, ValueError: on every rank, where it is wrong on one.
+    """
+    options, failed = None, None
+    try:
+        options = options_of(who, **given)
+    except (TypeError, ValueError) as error:
+        failed = error
+    told, run = [_numbers(shapes, dtype, options)], running.get()
+    if ax is not None and run is None:
+        told = pieces.told(ax, told[0], f"{who} shapes")
+    if failed is not None:
+        raise failed
+    for rank, numbers in enumerate(told):
+        by = f"{who}: rank {rank} of axis {ax.name!r} got" if ax is not None and ax.size > 1 else f"{who}: got"
+        if not numbers[0]:
+            raise ValueError(f"{by} options that it refuses; its own error says why.")
+        _need_shapes([_shape(numbers[start : start + 6]) for start in (1, 7, 13)], by)
+    first = _without_length(told[0])
+    for rank, numbers in enumerate(told):
+        if _without_length(numbers) != first:
+            shapes_by_rank = [tuple(_shape(each[start : start + 6]) for start in (1, 7, 13)) for each in told]
+            what = (
+                "dtypes or options (causal, window, documents, scale) that differ"
+                if first[:-1] == _without_length(numbers)[:-1]
+                else f"tensors of shapes {shapes_by_rank}"
+            )
+            raise ValueError(
+                f"{who}: got {what} from the ranks of axis {ax.name if ax else ''!r}, expected the same but for the "
+                f"number of tokens, dim 2 (rank {rank} differs from rank 0)."
+            )
+    assert options is not None
+    if ax is not None and run is not None:
+        return Agreed(run.sizes(ax, shapes[0][2]), options)
+    return Agreed([numbers[1 + 3] for numbers in told], options)
+
+
+def _numbers(shapes: Shapes, dtype: str, options: Options | None) -> list[int]:
+    """A call in numbers: whether options are valid, three shapes of six numbers, and what else must be the same."""
+    padded = [[len(shape), *(list(shape) + [0] * 5)[:5]] for shape in shapes]
+    return [options is not None, *padded[0], *padded[1], *padded[2], zlib.crc32(f"{dtype} {options}".encode())]
+
+
+def _shape(numbers: Sequence[int]) -> tuple[int, ...]:
+    return tuple(numbers[1 : 1 + numbers[0]])
+
+
+def _without_length(numbers: Sequence[int]) -> list[int]:
+    return [number for place, number in enumerate(numbers) if place not in (4, 10, 16)]
+
+
+def _need_shapes(shapes: Shapes, by: str) -> None:
+    """Refuses shapes that no attention has."""
+    for name, shape in zip("qkv", shapes, strict=True):
+        if len(shape) != 4:
+            raise ValueError(f"{by} {name} of shape {tuple(shape)}, expected [b, heads, t, d].")
+    q, k, v = [tuple(shape) for shape in shapes]
+    if not (q[0] == k[0] == v[0] and q[2] == k[2] == v[2] and k[1] == v[1] and q[3] == k[3]):
+        raise ValueError(
+            f"{by} q, k and v of shapes {q}, {k} and {v}, expected the same tokens in all of them, k and v with the "
+            "same heads, and q and k with the same d (there is no cache of earlier keys)."
+        )
+    if q[1] < 1 or k[1] < 1 or q[1] % k[1]:
+        raise ValueError(f"{by} {q[1]} heads and {k[1]} KV heads, expected heads that are a multiple of KV heads.")
+
+
+def _folded(dims: Sequence[int | None], size: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of a vmap, whose dim becomes part of their first one."""
+    moved = [
+        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for dim, x in zip(dims, tensors, strict=True)
+    ]
+    return [x.flatten(0, 1) for x in moved]
+
+
+def _zeros(tangents: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Tangents, of which those of what does not depend on anything are missing."""
+    return tuple(torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))
+
+
+class _Attend(torch.autograd.Function):
+    """`apply(plan, q, k, v)`: the output and the logarithms."""
+
+    @staticmethod
+    def forward(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        with private.without_autocast():
+            return plan.run(q, k, v)
+
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: Sequence[torch.Tensor], output: Sequence[torch.Tensor]) -> None:
+        ctx.plan, *tensors = inputs
+        ctx.save_for_backward(*tensors, *output)
+        ctx.save_for_forward(*tensors)
+        ctx.mark_non_differentiable(output[1])
+
+    @staticmethod
+    def backward(ctx: private.Context, cotangent: torch.Tensor, _: object) -> object:  # type: ignore[override]
+        q, k, v, out, logarithms = ctx.saved_tensors
+        return None, *_Pull.apply(ctx.plan, q, k, v, cotangent, out.detach(), logarithms)
+
+    @staticmethod
+    def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        return torch.func.jvp(ctx.plan.formula, tensors[:3], _zeros(tangents, tensors[:3]))[1], None
+
+    @staticmethod
+    def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
+        outs = _Attend.apply(plan, *_folded(in_dims[1:], info.batch_size, tensors))
+        return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0)
+
+
+class _Pull(torch.autograd.Function):
+    """`apply(plan, q, k, v, cotangent, out, logarithms)`: the cotangents of q, k and v.
+
+    The last two are functions of the first three, and help to compute; derivatives do not go through them.
+    """
+
+    @staticmethod
+    def forward(plan: Plan, *tensors: torch.Tensor) -> Three:  # type: ignore[override]
+        q, k, v, cotangent, out, logarithms = tensors
+        with private.without_autocast():
+            inner = (out.to(logarithms.dtype) * cotangent).sum(-1)
+            return plan.pull(q, k, v, logarithms, inner, cotangent)
+
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: Sequence[torch.Tensor], output: object) -> None:
+        ctx.plan, *tensors = inputs
+        ctx.save_for_backward(*tensors[:4])
+        ctx.save_for_forward(*tensors[:4])
+
+    @staticmethod
+    def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
+        pair: Any = torch.func.vjp(_pullback(ctx.plan), *ctx.saved_tensors)
+        return None, *pair[1](cotangents), None, None
+
+    @staticmethod
+    def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
+        tensors = ctx.saved_tensors
+        return torch.func.jvp(_pullback(ctx.plan), tuple(tensors), _zeros(tangents[:4], tensors))[1]
+
+    @staticmethod
+    def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
+        outs = _Pull.apply(plan, *_folded(in_dims[1:], info.batch_size, tensors))
+        return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0, 0)
+
+
+class _pullback:
+    """The cotangents of q, k and v as a function of these and of that of the output, by the formula."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cotangent: torch.Tensor) -> Three:
+        return torch.func.vjp(self.plan.formula, q, k, v)[1](cotangent)

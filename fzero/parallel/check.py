@@ -1,0 +1,225 @@
+"""fz.parallel.check: types on axes, inferred in a dry run that names the place where a conversion is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.arguments import need_bool, need_str, wrong
+from fzero.base.context import during
+from fzero.base.patterns import PATTERN, unmatched
+from fzero.comm.axis import axes_in
+from fzero.comm.divergence import recorded_collectives
+from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, patterns_of
+from fzero.parallel.dry import Conversion, DryRun
+from fzero.parallel.forms import CONSTANT
+from fzero.parallel.types import (
+    WHO,
+    Axes,
+    AxisTypeError,
+    Place,
+    Type,
+    Watch,
+    form_of,
+    place_of,
+    running,
+    set_type,
+    tensors_in,
+    type_of,
+)
+
+
+class Report(NamedTuple):
+    """What `fz.parallel.check` has found.
+
+    Attributes:
+        conversions: in the order in which they run, those of the pullback behind the others.
+        outputs: path -> the axes on which an output varies, in their order.
+    """
+
+    conversions: tuple[Conversion, ...]
+    outputs: dict[str, tuple[str, ...]]
+
+    def sent(self, axis: str | None = None) -> int:
+        """Bytes that a rank sends over an axis, or over all."""
+        return sum([each.sent for each in self.conversions if axis in (None, each.axis)])
+
+    def messages(self, axis: str | None = None) -> int:
+        """Exchanges over an axis, or over all."""
+        return sum([each.messages for each in self.conversions if axis in (None, each.axis)])
+
+    def __str__(self) -> str:
+        rows = [
+            f"{each.name + ('^T' if each.transposed else ''):17}{each.axis:8}{each.shape!s:18}{each.messages:3} "
+            f"messages {each.sent:12,} bytes  {each.place}"
+            for each in self.conversions
+        ]
+        ends = [f"{path or 'the output'}: {_words(axes)}" for path, axes in self.outputs.items()]
+        return "\n".join([*rows, *ends])
+
+
+def check(
+    fn: Callable[..., object],
+    *inputs: object,
+    varying: Patterns | None = None,
+    outputs: Patterns | None = None,
+    constants: str = "",
+    averaged: str | Sequence[str] = (),
+    values: bool = False,
+) -> Report:
+    """Runs a function once without values, messages or other ranks, and checks the types of all values on all axes.
+
+    On an axis a value is invariant (the same on all ranks, and its cotangent too) or varying (each rank has its own,
+    and its own cotangent). The maps of `fz.parallel` convert between the two: `copy` and `split` take what is invariant
+    and give what varies, `sum` and `gather` the other way round, the others take and give what varies. A function with
+    a conversion missing, or with one too many, has other values or gradients than one process; it is refused here. Its
+    pullback runs too, and the cotangent of an input must have the type of that input.
+
+    Where it can be told, a varying value is more: replicated (a copy), a piece along a dim, or partial, a summand on
+    each rank (a matmul over a dim that is cut). To sum what is replicated, or to add a bias or a piece to what is
+    partial, is refused too. Say the dims of inputs, `varying={"down": {"tp": 0}}`, for it to be known.
+
+    Where ranks differ in what is no tensor, no type tells: `x * ax.rank` counts as `x` does. Random numbers are those
+    of one stream, which is the same on all ranks: what is dropped out of a value has its type. Whose piece comes
+    (`ring_shift` left out, another piece than the rank's own) is a matter of values, not of types. Sizes that ranks
+    tell each other are taken to be those that a map has cut before, or else the same on all ranks.
+
+    Args:
+        fn: such as the function of a step; it calls the maps over axes of a mesh, real or of `fz.testing.fake_mesh`.
+        inputs: pytrees of tensors (real, fake or meta ones) as this rank has them; only shapes are read.
+        varying: pattern (fnmatch over dotted paths, which begin with the name of the argument: "params.w1") -> the
+            axes on which these inputs vary: weights that are cut, this rank's tokens; or a dict of the axes to the
+            dims that are cut over them. All others are invariant.
+        outputs: the same for outputs; by default all are invariant, as a loss is.
+        constants: a pattern of floating inputs that nothing is differentiated by, such as masks; integers are so
+            anyway.
+        averaged: axes that the step takes means over (`shard_zero3(step, axis=...)`): there all values are varying,
+            and nothing is checked.
+        values: runs on the inputs' values, for a function that reads some (`x.item()`, a mask as an index). What other
+            ranks send is made up: as if all of them had what this one has.
+
+    Returns:
+        The conversions that were met, with what they send, and the types of the outputs.
+
+    Raises:
+        AxisTypeError: a conversion is missing or too much; a ValueError that names the line.
+        ValueError: a pattern matches nothing.
+        TypeError: the function reads values, and there are none.
+
+    Example:
+        >>> def mlp(x, up, down, ax):
+        ...     hidden = torch.relu(fz.parallel.copy(x, ax) @ up)
+        ...     return fz.parallel.sum(hidden @ down, ax)
+        >>> with fz.testing.fake_mesh({"tp": 4}) as mesh:
+        ...     ax = fz.parallel.axis(mesh, "tp")
+        ...     inputs = torch.empty(8, 16), torch.empty(16, 8), torch.empty(8, 16), ax
+        ...     report = fz.parallel.check(mlp, *inputs, varying={"up|down": "tp"})
+        >>> [each.name for each in report.conversions], report.outputs
+        (['copy', 'sum', 'sum', 'copy'], {'': ()})
+    """
+    if not callable(fn):
+        raise wrong(WHO, "fn", fn, "a function")
+    need_str(constants, WHO, "constants", PATTERN)
+    need_bool(values, WHO, "values")
+    run = DryRun(frozenset(axes_in(averaged)), check.__code__)
+    leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values)
+    watch = Watch(run.where, run.ignored)
+    with torch.enable_grad(), _modes(values), watch, during(running, run), recorded_collectives() as unseen:
+        given = leaves.make()
+        try:
+            out = fn(*given)
+            found = _outputs(out, patterns_of(outputs, "outputs"), run.ignored)
+            _pull_back(out, leaves, run)
+        except RuntimeError as error:
+            if type(error).__name__ in _READS:
+                raise TypeError(_reads(place_of(error))) from error
+            error.add_note(f"in the dry run of fz.{WHO}, at {place_of(error)}")
+            raise
+    if unseen:
+        operation, tag, _ = unseen[0]
+        raise TypeError(
+            f"{WHO}: the function communicates by itself ({operation} of {tag}), and no type is known of what comes; "
+            "expected the maps of fz.parallel alone."
+        )
+    return Report(tuple(run.conversions), found)
+
+
+_READS = ("DataDependentOutputException", "DynamicOutputShapeException")
+
+
+def _reads(where: Place) -> str:
+    return (
+        f"{WHO}: {where}: the function reads a tensor's value, or makes a tensor whose shape depends on values, and a "
+        "dry run has none. Take fz.parallel.check(..., values=True) and inputs with values of this rank, or an "
+        "operator that needs none (torch.where, a mask in place of an index)."
+    )
+
+
+def _modes(values: bool) -> AbstractContextManager[object]:
+    return contextlib.nullcontext() if values else private.without_values()
+
+
+def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[str, tuple[str, ...]]:
+    """Path -> axes of each output, which must be as declared."""
+    paths, leaves, _ = pytree.named_leaves(out)
+    pairs = [(path, leaf) for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+    if unknown := [part for pattern in declared for part in unmatched(pattern, [path for path, _ in pairs])]:
+        raise ValueError(
+            f"{WHO}: got outputs with {unknown[0]!r}, which matches no output; there are "
+            f"{', '.join(repr(path) for path, _ in pairs) or 'none'} ('' is a single tensor, which '*' matches)."
+        )
+    found = {}
+    for path, leaf in pairs:
+        own, name = type_of(leaf), f"output {path!r}" if path else "the output"
+        dims = dims_of(path, leaf, declared, "outputs")
+        said = frozenset(dims)
+        if more := own.varying - said - ignored:
+            raise AxisTypeError(
+                f"{WHO}: {name} varies on axis {min(more)!r} (from {own.source}), and was expected to be invariant: "
+                f"fz.parallel.sum or gather is missing behind it. If each rank is to have its own, say "
+                f"outputs={{{path or '*'!r}: {min(more)!r}}}."
+            )
+        if (less := said - own.varying - ignored) and not own.constant:
+            raise AxisTypeError(
+                f"{WHO}: {name} is invariant on axis {min(less)!r} (from {own.source}), and was expected to vary, as "
+                "outputs= says: a conversion is one too many, or fz.parallel.split is missing."
+            )
+        for axis, dim in dims.items():
+            form = form_of(leaf, axis)
+            if dim is not None and form not in (dim, None, CONSTANT):
+                words = f"a piece along dim {form}" if isinstance(form, int) else form
+                raise AxisTypeError(
+                    f"{WHO}: {name} is {words} on axis {axis!r} (from {own.source}), and was expected to be a piece "
+                    f"along dim {dim}, as outputs= says: a conversion is missing."
+                )
+        found[path] = tuple(sorted(own.varying))
+    return found
+
+
+def _words(axes: Sequence[str]) -> str:
+    return f"varies on {', '.join(axes)}" if axes else "invariant"
+
+
+def _pull_back(out: object, inputs: Inputs, run: DryRun) -> None:
+    """The pullback, whose cotangents must have the types of the inputs."""
+    given = [tensor for tensor in tensors_in(out) if tensor.requires_grad]
+    if not given or not inputs.tracked:
+        return
+    cotangents = []
+    for tensor in given:
+        own = type_of(tensor)
+        cotangents.append(set_type(torch.ones_like(tensor), Type(own.varying, False, "an output's cotangent")))
+    run.pulls_back = True
+    found = torch.autograd.grad(given, [*inputs.tracked.values()], cotangents, allow_unused=True)
+    for (path, tensor), cotangent in zip(inputs.tracked.items(), found, strict=True):
+        more = type_of(cotangent).varying - type_of(tensor).varying - run.ignored if cotangent is not None else None
+        if more:
+            raise AxisTypeError(
+                f"{WHO}: {path!r} is invariant on axis {min(more)!r}, and its cotangent is partial there, a summand on "
+                "each rank, which nothing sums: fz.parallel.copy is missing before it is used."
+            )

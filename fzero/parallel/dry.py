@@ -1,0 +1,247 @@
+"""A dry run: maps that check types and send nothing, and what each of them would send."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.parallel import maps
+from fzero.parallel.axis import is_averaged
+from fzero.parallel.forms import REPLICATED, Form
+from fzero.parallel.types import (
+    WHO,
+    Axes,
+    AxisTypeError,
+    Place,
+    Run,
+    Type,
+    form_of,
+    place,
+    set_forms,
+    set_type,
+    type_of,
+)
+
+TOLD = 8 * (1 + maps.MOST_DIMS)  # bytes of the sizes that ranks tell each other
+INVARIANT, VARYING = "invariant", "varying"
+# what a map takes and gives; its transpose takes what it gives
+KINDS = {
+    "copy": (INVARIANT, VARYING),
+    "sum": (VARYING, INVARIANT),
+    "gather": (VARYING, INVARIANT),
+    "split": (INVARIANT, VARYING),
+    **dict.fromkeys(("reduce_scatter", "all_to_all", "ring_shift"), (VARYING, VARYING)),
+}
+
+
+_ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined"}  # what it does to equal values
+
+
+class Conversion(NamedTuple):
+    """A map that the dry run has met.
+
+    Attributes:
+        name: of the map in `fz.parallel`.
+        axis: that it goes over.
+        place: the line that calls it.
+        shape: of what this rank gives to it.
+        transposed: it is the pullback of what that line calls.
+        messages: exchanges with the other ranks of the axis.
+        sent: bytes that this rank sends to others.
+    """
+
+    name: str
+    axis: str
+    place: Place
+    shape: tuple[int, ...]
+    transposed: bool
+    messages: int
+    sent: int
+
+
+class DryRun:
+    """One dry run: where it is, and what it has met."""
+
+    def __init__(self, ignored: Axes, until: CodeType) -> None:
+        self.ignored, self.pulls_back, self._until = ignored, False, until
+        self.conversions: list[Conversion] = []
+        self._sizes: dict[tuple[str, int], list[int]] = {}
+        self._told = 0  # sizes that ranks tell each other, of which the next conversion is said to be
+
+    def where(self) -> Place:
+        return Place("", 0, "the pullback") if self.pulls_back else place(self._until)
+
+    def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
+        """A map and its transpose that check types and send nothing."""
+        takes, gives = KINDS[name]
+        told, self._told = self._told, 0
+        call = functools.partial(_Call, self, name, ax, self.where())
+        return call(_Part(there), takes, gives, False, told), call(_Part(back), gives, takes, True, 0)
+
+    def sizes(self, ax: Axis, own: int) -> list[int]:
+        """The sizes of a dim on all ranks: as something of this size was cut before, or else the same on all."""
+        self._told += 1
+        return self._sizes.get((ax.name, own), [own] * ax.size)
+
+    def note_sizes(self, ax: Axis, sizes: Sequence[int]) -> None:
+        self._sizes[ax.name, sizes[ax.rank]] = list(sizes)
+
+    def checked(self, ax: Axis) -> Axes:
+        """The mesh axes of an axis on which types are checked."""
+        return frozenset() if is_averaged(ax) else frozenset(ax.name.split(", ")) - self.ignored
+
+
+class _Part:
+    """What a map sends, taken apart: what it makes of a tensor if all ranks have what this one has."""
+
+    def __init__(self, send: Run) -> None:
+        self._function: Any = getattr(send, "func", send)
+        self._args: tuple[Any, ...] = getattr(send, "args", ())
+
+    @property
+    def sizes(self) -> Sequence[int] | None:
+        """Those of the pieces that it cuts or joins."""
+        return self._args[2] if self._function in (maps._cut, maps._joined, maps._scattered) else None
+
+    @property
+    def dims(self) -> Sequence[int]:
+        """The dims that it cuts or joins along."""
+        if self._function is maps._exchanged:
+            return self._args[1:3]
+        return self._args[1:2] if self._function in (maps._cut, maps._joined, maps._scattered, maps._padded) else ()
+
+    def make(self, x: torch.Tensor) -> torch.Tensor:
+        made = _MADE.get(self._function)
+        return made(*self._args, x) if made is not None else self._function(*self._args, x).clone()
+
+    def traffic(self, ax: Axis, x: torch.Tensor) -> tuple[int, int]:
+        """The exchanges, and the bytes that this rank sends."""
+        others, whole = ax.size - 1, x.numel() * x.element_size()
+        if not others or self._function in (maps._same, maps._cut, maps._padded):
+            return 0, 0
+        if self._function is maps._total and ax.size > 2 and x.numel() >= pieces.SMALL:
+            own = pieces.balanced(x.numel(), ax.size)[ax.rank] * x.element_size()
+            return 2, whole - own + others * own
+        if self._function in (maps._total, maps._joined):
+            return 1, others * whole
+        if self._function is maps._shifted:
+            return 1, whole if self._args[1] % ax.size else 0
+        dim, sizes = self._args[1], self._args[2 if self._function is maps._scattered else 3]
+        return 1, whole - whole // max(x.shape[dim], 1) * sizes[ax.rank]
+
+
+def _summed(ax: Axis, x: torch.Tensor) -> torch.Tensor:
+    return x * ax.size
+
+
+def _joined(ax: Axis, dim: int, sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    return _stretched(x, dim, pieces.starts(sizes)[-1])
+
+
+def _scattered(ax: Axis, dim: int, sizes: Sequence[int], x: torch.Tensor) -> torch.Tensor:
+    return maps._cut(ax, dim, sizes, x) * ax.size
+
+
+def _exchanged(ax: Axis, cut: int, join: int, sizes: Sequence[int], joined: Sequence[int], x: torch.Tensor) -> Any:
+    return _stretched(maps._cut(ax, cut, sizes, x), join, pieces.starts(joined)[-1])
+
+
+def _shifted(ax: Axis, by: int, x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
+
+
+def _stretched(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
+    """A tensor over and over along a dim."""
+    if not x.shape[dim]:
+        return x.new_zeros((*x.shape[:dim], size, *x.shape[dim + 1 :]))
+    return x.index_select(dim, torch.arange(size, device=x.device) % x.shape[dim])
+
+
+_MADE: dict[object, Callable[..., torch.Tensor]] = {
+    maps._total: _summed,
+    maps._joined: _joined,
+    maps._scattered: _scattered,
+    maps._exchanged: _exchanged,
+    maps._shifted: _shifted,
+}
+
+
+@dataclass(eq=False, slots=True)
+class _Call:
+    """A map as one line calls it, or its transpose: checks what it is given, and sends nothing."""
+
+    run: DryRun
+    name: str
+    ax: Axis
+    place: Place
+    part: _Part
+    takes: str
+    gives: str
+    transposed: bool
+    told: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        own, axes = type_of(x), self.run.checked(self.ax)
+        wrong_on = axes & own.varying if self.takes == INVARIANT else axes - own.varying
+        if wrong_on and not own.constant:
+            raise AxisTypeError(self._refusal(min(wrong_on), own, "invariant"), self.place)
+        if self.name in _ADDING and not self.transposed:
+            for axis in sorted(axes):
+                if form_of(x, axis) == REPLICATED:
+                    raise AxisTypeError(self._refusal(axis, own, "replicated, the same on all ranks"), self.place)
+        if self.part.sizes is not None:
+            self.run.note_sizes(self.ax, self.part.sizes)
+        with torch.no_grad():
+            out = self.part.make(x)
+        messages, sent = self.part.traffic(self.ax, x)
+        told, self.told = self.told if self.ax.size > 1 else 0, 0
+        met = Conversion(
+            *(self.name, self.ax.name, self.place, tuple(x.shape), self.transposed),
+            *(messages + told, sent + told * TOLD * (self.ax.size - 1)),
+        )
+        self.run.conversions.append(met)
+        varying = own.varying | axes if self.gives == VARYING else own.varying - axes
+        return set_forms(set_type(out, Type(varying, False, self.place)), self._forms(x, axes))
+
+    def _forms(self, x: torch.Tensor, axes: Axes) -> dict[str, Form]:
+        """What the result is on each axis, as far as it is known."""
+        forms = {axis: form_of(x, axis) for axis in type_of(x).varying}
+        moved = self.part.dims
+        for axis, form in forms.items():
+            if axis in axes or form in moved:
+                forms[axis] = None
+        for axis in axes if self.gives == VARYING and not self.transposed else ():
+            if self.name == "copy":
+                forms[axis] = REPLICATED
+            elif self.name in ("split", "reduce_scatter") and len(axes) == 1:
+                forms[axis] = moved[0]
+            elif self.name == "all_to_all" and form_of(x, axis) == moved[1]:
+                forms[axis] = moved[0]
+        return forms
+
+    def _refusal(self, axis: str, own: Type, found: str) -> str:
+        verb = f"fz.parallel.{self.name}"
+        if self.transposed:
+            return (
+                f"{WHO}: {self.place}: the cotangent of what {verb} gives has another type than that on axis {axis!r} "
+                f"(from {own.source}): {self.takes} was expected."
+            )
+        got = f"{WHO}: {self.place}: {verb} takes a value that is {self.takes} on axis {axis!r}, and gets one that "
+        if self.takes == INVARIANT:
+            return (
+                f"{got}varies there (from {own.source}). That is one conversion too many; or, where it is a summand or "
+                "a piece of a whole value, fz.parallel.sum or gather is missing before it."
+            )
+        what = _ADDING.get(self.name)
+        why = f"would be {what} as often as there are ranks" if what else "is the same on all ranks"
+        return (
+            f"{got}is {found} (from {own.source}), which {why}. That is one conversion too many; or, where ranks "
+            "compute different things with it, fz.parallel.copy or split is missing before it."
+        )

@@ -1,0 +1,305 @@
+"""fz.parallel.ring: attention to keys and values that come from rank after rank, of which one keeps only its own."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import private
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.comm.backend import Wait
+from fzero.parallel import blocks, maps
+from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed
+from fzero.parallel.axis import need_axis
+from fzero.parallel.packed import packed, unpacked
+from fzero.parallel.visible import Visible, visible
+
+Span = tuple[int, int]  # the places of tokens in the whole sequence: the first, and the one behind the last
+ORDERS = ("contiguous", "zigzag")
+
+
+def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: object) -> torch.Tensor:
+    """The attention of one rank to its own tokens: exact, with derivatives of any order, scores tile by tile.
+
+    Args:
+        q: [b, heads, t, d].
+        k, v: [b, kv_heads, t, d]; `kv_heads` divides `heads`, whose neighbours share one.
+        options: `causal`: True if a token sees itself and those before it only; by default all see all.
+            `window`: the number of tokens that one sees in each direction, itself included.
+            `documents`: cumulative lengths, such as [0, 5, 9], of documents of which none sees another.
+            `scale`: of the scores, by default 1 / sqrt(d).
+
+    Returns:
+        [b, heads, t, d], in the dtype of q; sums are in float32 at least.
+
+    Raises:
+        TypeError, ValueError: tensors or options do not fit.
+
+    Example:
+        >>> x = torch.arange(3.0).reshape(1, 1, 3, 1)
+        >>> fz.parallel.attention(x, x, x, causal=True, window=1).flatten().tolist()
+        [0.0, 1.0, 2.0]
+    """
+    return _plain(q, k, v, **options)
+
+
+def ring(ax: Axis, order: str = "contiguous", **options: object) -> Attention:
+    """Attention over a sequence whose pieces lie on the ranks of an axis (ring attention, arXiv 2310.01889).
+
+    Keys and values come from one rank after the other, and their cotangents go back there; the next ones are under
+    way while these are used. What a rank does not see it is not sent.
+
+    Args:
+        ax: of `fz.parallel.axis`.
+        order: "contiguous" pieces of any lengths lie in rank order. In "zigzag" order the sequence is cut into twice
+            as many pieces as ranks, as equal as they can be, and rank r has the r-th from the front and from the
+            back, so that causal attention costs all ranks the same: `fz.parallel.shard_sequence(..., order=)`.
+        options: `causal`, `window`, `documents`, `scale` of `fz.parallel.attention`, for calls that do not say.
+            Documents are those of the whole sequence.
+
+    Returns:
+        A function of q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's tokens, and options.
+
+    Raises:
+        TypeError, ValueError: on every rank, where tensors or options do not fit or differ between ranks.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     attention = fz.parallel.ring(fz.parallel.axis(None, "sp"), causal=True)
+        ...     x = torch.full((1, 1, 1, 1), float(rank))
+        ...     return attention(x, torch.zeros_like(x), x).item()
+        >>> fz.testing.run_ranks(rank_main, 3)
+        [0.0, 0.5, 1.0]
+    """
+    need_axis(ax, "ring")
+    if order not in ORDERS:
+        raise ValueError(f"parallel.ring: got order={order!r}, expected one of {', '.join(ORDERS)}.")
+    return Ring(ax, order, **options)
+
+
+class Ring(Attention):
+    """Attention to blocks that come from the ranks of an axis; None where there is only this one."""
+
+    name = "ring"
+
+    def __init__(self, ax: Axis | None, order: str = "contiguous", **options: object) -> None:
+        self.name = "attention" if ax is None else "ring"
+        super().__init__(**options)
+        self.ax, self.order = ax, order
+
+    def places(self, count: int) -> torch.Tensor:
+        if self.ax is None:
+            return torch.arange(count, device="cpu")
+        lengths = [length for (length,) in pieces.told(self.ax, [count], "parallel.ring places")]
+        spans = spans_of(lengths, self.order, "parallel.ring")[self.ax.rank]
+        return torch.cat([torch.arange(start, stop, device="cpu") for start, stop in spans])
+
+    def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> Plan:
+        who = f"parallel.{self.name}"
+        lengths, options = agreed(self.ax, who, shapes, dtype, given)
+        total = sum(lengths)
+        if options.documents is not None and options.documents[-1] != total:
+            raise ValueError(
+                f"{who}: got documents that end at {options.documents[-1]}, expected {total}, the number of tokens of "
+                "the whole sequence."
+            )
+        spans = spans_of(lengths, self.order, who)
+        scale = shapes[0][3] ** -0.5 if options.scale is None else options.scale
+        return RingPlan(self.ax, lengths, spans, visible(total, options), scale)
+
+
+_plain = Ring(None)
+
+
+def spans_of(lengths: Sequence[int], order: str, who: str) -> list[list[Span]]:
+    """The places of every rank's tokens in the whole sequence."""
+    if order == "contiguous":
+        return [[span] for span in itertools.pairwise(pieces.starts(lengths))]
+    count = len(lengths)
+    parts = list(itertools.pairwise(pieces.starts(pieces.balanced(sum(lengths), 2 * count))))
+    spans = [[parts[rank], parts[-1 - rank]] for rank in range(count)]
+    expected = [sum([stop - start for start, stop in each]) for each in spans]
+    if expected != list(lengths):
+        raise ValueError(
+            f"{who}: got pieces of {list(lengths)} tokens in zigzag order, expected {expected}. Cut them with "
+            "fz.parallel.shard_sequence(..., order='zigzag')."
+        )
+    return spans
+
+
+class Arrival(NamedTuple):
+    """Keys and values of one rank, [b, kv_heads, t, d].
+
+    Attributes:
+        source, target: whose they are, and who has those of this rank at the same time.
+        seen: whether this rank sees any of them; if not, they are empty.
+        shown: whether `target` sees any of this rank's.
+    """
+
+    source: int
+    target: int
+    seen: bool
+    shown: bool
+    k: torch.Tensor
+    v: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class RingPlan:
+    """How attention to the blocks of several ranks is computed.
+
+    Attributes:
+        lengths, spans: how many tokens each rank has, and where in the whole sequence.
+        sees: what every token of the sequence does.
+    """
+
+    ax: Axis | None
+    lengths: Sequence[int]
+    spans: Sequence[Sequence[Span]]
+    sees: Visible
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.ax.rank if self.ax is not None else 0
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        queries = blocks.grouped(q, k.shape[1])
+        state = blocks.begin(queries, v.shape[3])
+        for block in self._arrivals(k, v):
+            keys, values = block.k.flatten(0, 1), block.v.flatten(0, 1)
+            for rows, columns, place, start in self._pairs(block):
+                blocks.attend(
+                    state.of(rows.start, rows.stop),
+                    queries[:, :, rows],
+                    keys[:, columns],
+                    values[:, columns],
+                    self.sees.of(place, place + rows.stop - rows.start),
+                    start,
+                    self.scale,
+                )
+        return blocks.finish(state, q.dtype, q.shape[0])
+
+    def pull(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        logarithms: torch.Tensor,
+        inner: torch.Tensor,
+        cotangent: torch.Tensor,
+    ) -> Three:
+        queries, cotangents = [blocks.grouped(x, k.shape[1]) for x in (q, cotangent)]
+        tops, inners = [blocks.grouped(x, k.shape[1])[..., None] for x in (logarithms, inner)]
+        dtype = blocks.wide(q.dtype)
+        out = [torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (queries, k, v)]
+        for block in self._arrivals(k, v):
+            keys, values = block.k.flatten(0, 1), block.v.flatten(0, 1)
+            sums = [out[1].flatten(0, 1), out[2].flatten(0, 1)]  # in the same memory
+            if block.source != self.rank:
+                sums = [keys.new_zeros(x.shape, dtype=dtype) for x in (keys, values)]
+            for rows, columns, place, start in self._pairs(block):
+                blocks.pull(
+                    blocks.Grads(out[0][:, :, rows], sums[0][:, columns], sums[1][:, columns]),
+                    queries[:, :, rows],
+                    keys[:, columns],
+                    values[:, columns],
+                    tops[:, :, rows],
+                    inners[:, :, rows],
+                    cotangents[:, :, rows],
+                    self.sees.of(place, place + rows.stop - rows.start),
+                    start,
+                    self.scale,
+                )
+            if block.source != self.rank:
+                self._return(block, [x.unflatten(0, k.shape[:2]) for x in sums], out[1:])
+        return out[0].reshape(q.shape).to(q.dtype), out[1].to(k.dtype), out[2].to(v.dtype)
+
+    def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.ax is not None:
+            k, v = [maps.copy(maps.gather(x, self.ax, 2, self.lengths), self.ax) for x in (k, v)]
+        spans = self.spans[self.rank]
+        rows = Visible(*[torch.cat([each[start:stop] for start, stop in spans]) for each in self.sees])
+        places = [torch.arange(start, stop, device=q.device) for each in self.spans for start, stop in each]
+        with private.without_autocast():
+            group = q.shape[1] // k.shape[1] if k.shape[1] else 1
+            dtype = blocks.wide(q.dtype)
+            keys, values = [x.to(dtype).repeat_interleave(group, 1) for x in (k, v)]
+            scores = (q.to(dtype) * self.scale) @ keys.mT
+            weights = scores.masked_fill(rows.hidden(torch.cat(places)), -math.inf).softmax(-1)
+            return (weights @ values).to(q.dtype)
+
+    def _arrivals(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[Arrival]:
+        """The blocks of all ranks that some rank sees, this one's own first."""
+        yield Arrival(self.rank, self.rank, True, True, k, v)
+        distances = [by for by in range(1, len(self.lengths)) if any(map(self._seen, *self._around(by)))]
+        if not distances:
+            return
+        own, kinds = packed((k, v)), [(x.shape[1], x.shape[3]) for x in (k, v)]
+        ahead = self._start(own, distances[0])
+        try:
+            for number, by in enumerate(distances):
+                buffer, wait = ahead
+                wait()
+                if number + 1 < len(distances):
+                    ahead = self._start(own, distances[number + 1])
+                source, target = [(self.rank + step) % len(self.lengths) for step in (-by, by)]
+                seen, shown = self._seen(self.rank, source), self._seen(target, self.rank)
+                yield Arrival(source, target, seen, shown, *unpacked(buffer, kinds))
+        finally:
+            ahead[1]()  # also where an error ends this: what is under way would meet a later message
+
+    def _around(self, by: int) -> tuple[list[int], list[int]]:
+        """All ranks, and those whose blocks they get at a distance."""
+        ranks = list(range(len(self.lengths)))
+        return ranks, [(rank - by) % len(ranks) for rank in ranks]
+
+    def _seen(self, rank: int, source: int) -> bool:
+        """Tells whether a token of one rank sees any of another one's."""
+        pairs = itertools.product(self.spans[rank], self.spans[source])
+        return any(self.sees.of(*own).any(*other) for own, other in pairs)
+
+    def _start(self, own: torch.Tensor, by: int) -> tuple[torch.Tensor, Wait]:
+        """Begins to send this rank's block to the rank `by` places behind, and to get that of the one before."""
+        assert self.ax is not None
+        source, target = (self.rank - by) % self.ax.size, (self.rank + by) % self.ax.size
+        count = self.lengths[source] if self._seen(self.rank, source) else 0
+        whole, empty = own.new_empty((count, *own.shape[1:])), own[:0]
+        shown = own if self._seen(target, self.rank) else empty
+        send = [shown if rank == target else empty for rank in range(self.ax.size)]
+        receive = [whole if rank == source else own.new_empty(empty.shape) for rank in range(self.ax.size)]
+        tag = f"parallel.ring by {by} of {list(self.lengths)} tokens of {tuple(own.shape[1:])}"
+        return whole, pieces.start_exchange(self.ax, send, receive, tag)
+
+    def _return(self, block: Arrival, grads: Sequence[torch.Tensor], own: Sequence[torch.Tensor]) -> None:
+        """Sends the cotangents of a block back to its rank, and adds those that come for this rank's own."""
+        assert self.ax is not None
+        buffer = packed(grads)
+        empty = buffer[:0]
+        send = [buffer if rank == block.source and block.seen else empty for rank in range(self.ax.size)]
+        count = self.lengths[self.rank] if block.shown else 0
+        shapes = [(count if rank == block.target else 0, *buffer.shape[1:]) for rank in range(self.ax.size)]
+        by = (self.rank - block.source) % self.ax.size
+        tag = f"parallel.ring back by {by} of {list(self.lengths)} tokens of {tuple(buffer.shape[1:])}"
+        arrived = pieces.exchange(self.ax, send, shapes, tag)[block.target]
+        if block.shown:
+            for total, x in zip(own, unpacked(arrived, [(x.shape[1], x.shape[3]) for x in grads]), strict=True):
+                total.add_(x)
+
+    def _pairs(self, block: Arrival) -> Iterator[tuple[slice, slice, int, int]]:
+        """Rows and columns of tokens that lie one after the other, and where both begin in the whole sequence."""
+        if block.seen:
+            for rows, columns in itertools.product(self._slices(self.rank), self._slices(block.source)):
+                yield rows[0], columns[0], rows[1], columns[1]
+
+    def _slices(self, rank: int) -> list[tuple[slice, int]]:
+        """Where a rank's spans lie among its own tokens, and in the whole sequence."""
+        spans = self.spans[rank]
+        starts = pieces.starts([stop - start for start, stop in spans])
+        return [(slice(*own), start) for own, (start, _) in zip(itertools.pairwise(starts), spans, strict=True)]

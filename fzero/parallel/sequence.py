@@ -1,0 +1,165 @@
+"""fz.parallel.shard_sequence: this rank's piece of a batch of sequences, whose labels are shifted before."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import need_str, wrong
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.parallel import maps
+from fzero.parallel.axis import need_axis, need_dim
+from fzero.parallel.ring import ORDERS, Span, spans_of
+from fzero.parallel.visible import options_of
+
+WHO = "parallel.shard_sequence"
+IGNORED = -100  # the label of no token, in torch.nn.functional.cross_entropy
+DOCUMENTS, POSITIONS = "documents", "position_ids"
+
+
+def shard_sequence(
+    batch: Mapping[str, Any],
+    ax: Axis | Sequence[Axis],
+    dim: int = 1,
+    labels: str | None = "labels",
+    order: str = "contiguous",
+) -> dict[str, Any]:
+    """This rank's piece of a batch, along the tokens; lengths need not divide.
+
+    Labels are shifted first, by one token to the left, so that none is lost where the sequence is cut: position i of
+    `shift_labels` has what position i + 1 of `labels` had, and -100 where the sequence or a document ends.
+
+    Args:
+        batch: the whole batch, the same on all ranks: tensors, maybe in containers, of one size along `dim`; and maybe
+            "documents": cumulative lengths, such as [0, 5, 9], of documents that all rows have, which stay whole.
+        ax: of `fz.parallel.axis`. Of several axes the first one cuts first: `(other, ax)` for
+            `fz.parallel.ulysses(fz.parallel.ring(other), ax)`.
+        dim: of the tokens.
+        labels: the name of the labels, if there are any; None shifts nothing.
+        order: that the first axis cuts in, as in `fz.parallel.ring`.
+
+    Returns:
+        The batch with this rank's tokens, "shift_labels" instead of "labels", and "position_ids" where it has none: the
+        places in the whole sequence, counted anew in each document.
+
+    Raises:
+        TypeError, ValueError: arguments do not fit; a tensor has another number of tokens.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     batch = {"input_ids": torch.tensor([[4, 5, 6]]), "labels": torch.tensor([[4, 5, 6]])}
+        ...     piece = fz.parallel.shard_sequence(batch, fz.parallel.axis(None, "sp"))
+        ...     return [piece[name].tolist() for name in ("input_ids", "shift_labels", "position_ids")]
+        >>> fz.testing.run_ranks(rank_main, 2)
+        [[[[4, 5]], [[5, 6]], [[0, 1]]], [[[6]], [[-100]], [[2]]]]
+    """
+    if not isinstance(batch, Mapping) or not all(isinstance(name, str) for name in batch):
+        raise wrong(WHO, "batch", batch, "a dict of tensors")
+    axes = (
+        [ax]
+        if isinstance(ax, Axis)
+        else list(ax)
+        if isinstance(ax, (list, tuple))
+        else [need_axis(ax, "shard_sequence")]
+    )
+    if not axes:
+        raise ValueError(f"{WHO}: got ax=(), expected at least one axis.")
+    for each in axes:
+        need_axis(each, "shard_sequence")
+    need_str(labels, WHO, "labels", "the name of the labels or None", or_none=True)
+    if order not in ORDERS:
+        raise ValueError(f"{WHO}: got order={order!r}, expected one of {', '.join(ORDERS)}.")
+    whole = {name: value for name, value in batch.items() if name != DOCUMENTS}
+    dim, total, lead = _tokens(whole, dim)
+    documents = options_of(WHO, documents=batch.get(DOCUMENTS)).documents
+    if documents is not None and documents[-1] != total:
+        raise ValueError(f"{WHO}: got documents that end at {documents[-1]}, expected {total}, the number of tokens.")
+    starts = _starts(total, documents)
+    if labels is not None and labels in whole:
+        shifted = f"shift_{labels}"
+        if shifted in whole:
+            raise ValueError(f"{WHO}: got both {labels!r} and {shifted!r}, which would stand for it; expected one.")
+        whole[shifted] = _shifted(whole.pop(labels), dim, starts)
+    out = _cut(whole, axes, dim, spans_over(total, axes, order))
+    if POSITIONS not in whole:
+        like = next(iter(pytree.leaves(whole)))
+        place = torch.arange(total, device=like.device)
+        positions = (place - starts.to(like.device)).expand(*lead, total)
+        out |= _cut({POSITIONS: positions}, axes, dim, spans_over(total, axes, order))
+    return {**out, DOCUMENTS: batch[DOCUMENTS]} if DOCUMENTS in batch else out
+
+
+def spans_over(total: int, axes: Sequence[Axis], order: str) -> list[Span]:
+    """The places of this rank's tokens: the first axis cuts in an order, the others what that leaves, in rank order."""
+    first, *others = axes
+    parts = pieces.balanced(total, 2 * first.size if order == "zigzag" else first.size)
+    lengths = [parts[rank] + parts[-1 - rank] for rank in range(first.size)] if order == "zigzag" else parts
+    spans = spans_of(lengths, order, WHO)[first.rank]
+    for ax in others:
+        sizes = pieces.balanced(sum([stop - start for start, stop in spans]), ax.size)
+        begin, end = pieces.starts(sizes)[ax.rank : ax.rank + 2]
+        lengths = pieces.starts([stop - start for start, stop in spans])
+        spans = [
+            (start + max(begin - before, 0), start + min(end, after) - before)
+            for (start, _), (before, after) in zip(spans, itertools.pairwise(lengths), strict=True)
+            if max(begin, before) < min(end, after)
+        ]
+    return spans
+
+
+def _tokens(batch: Mapping[str, Any], dim: int) -> tuple[int, int, torch.Size]:
+    """The dim of the tokens, their number, and the sizes of the dims before."""
+    paths, leaves, _ = pytree.named_leaves(dict(batch))
+    found: dict[str, torch.Tensor] = {}
+    for path, leaf in zip(paths, leaves, strict=True):
+        if leaf is not None and not isinstance(leaf, torch.Tensor):
+            raise wrong(WHO, f"batch[{path!r}]", leaf, "a tensor. Pass what has no tokens beside the batch")
+        if leaf is not None:
+            found[path] = leaf
+    if not found:
+        raise ValueError(f"{WHO}: got a batch without tensors, expected at least one, such as input_ids.")
+    first, like = next(iter(found.items()))
+    place = need_dim(dim, like.ndim, "shard_sequence")
+    for path, leaf in found.items():
+        if leaf.ndim <= place or leaf.shape[place] != like.shape[place]:
+            raise ValueError(
+                f"{WHO}: got {path} of shape {tuple(leaf.shape)} and {first} of shape {tuple(like.shape)}, expected "
+                f"the same number of tokens in dim {place}. Pass what has none beside the batch."
+            )
+    return place, like.shape[place], like.shape[:place]
+
+
+def _starts(total: int, documents: Sequence[int] | None) -> torch.Tensor:
+    """Where the document of each token begins."""
+    starts = torch.zeros(total, dtype=torch.int64, device="cpu")
+    for start, stop in itertools.pairwise(documents or (0, total)):
+        starts[start:stop] = start
+    return starts
+
+
+def _shifted(labels: torch.Tensor, dim: int, starts: torch.Tensor) -> torch.Tensor:
+    """The label of the next token, where there is one in the document."""
+    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
+        raise wrong(WHO, "labels", labels, "a tensor of integers")
+    end = torch.full_like(labels.narrow(dim, 0, min(1, labels.shape[dim])), IGNORED)
+    moved = torch.cat([labels.narrow(dim, min(1, labels.shape[dim]), max(labels.shape[dim] - 1, 0)), end], dim)
+    last = torch.cat([starts[1:] != starts[:-1], starts.new_ones(min(1, len(starts)), dtype=torch.bool)])
+    shape = [1] * dim + [len(last)] + [1] * (labels.ndim - dim - 1)
+    return moved.masked_fill(last.to(labels.device).view(shape), IGNORED)
+
+
+def _cut(batch: dict[str, Any], axes: Sequence[Axis], dim: int, spans: Sequence[Span]) -> dict[str, Any]:
+    """The pieces of tensors; cotangents of whole ones are summed over the ranks."""
+
+    def cut(x: torch.Tensor) -> torch.Tensor:
+        for ax in axes:
+            x = maps.copy(x, ax)
+        parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
+        return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
+
+    return pytree.map(cut, batch)  # type: ignore[return-value]

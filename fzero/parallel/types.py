@@ -1,0 +1,293 @@
+"""The type of a value on each mesh axis, and how types travel through operators and maps in a dry run.
+
+On an axis a value is *invariant* (the same on all ranks, and its cotangent too), *varying* (each rank has its own, and
+its own cotangent) or *constant* (made of no input: it goes with both). An operator of invariant values makes an
+invariant one, of varying ones a varying one; where both meet, the cotangent of the invariant one would be *partial*,
+one summand of it on each rank: `copy` is missing before it. These are the types of spmd_types and of JAX's shard_map.
+Of varying values more is known where it can be told: see `forms`.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import functools
+import linecache
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import CodeType
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch.utils import _python_dispatch as dispatch
+
+from fzero.base import pytree
+from fzero.base.context import variable
+from fzero.base.refusals import is_of_library
+from fzero.comm.axis import Axis
+from fzero.parallel.forms import CONSTANT, REPLICATED, Clash, Form, form_made
+
+WHO = "parallel.check"
+Axes = frozenset[str]
+Run = Callable[[torch.Tensor], torch.Tensor]
+_ATTRIBUTE, _FORMS = (
+    "_fzero_type",
+    "_fzero_forms",
+)  # of a tensor; a functorch level keeps the tensor that it wraps, and so this
+
+
+class Place(NamedTuple):
+    """A line of the caller's code."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        if not self.line:
+            return self.function
+        text = linecache.getline(self.file, self.line).strip()
+        return f"{self.file}:{self.line}, in {self.function}" + (f": `{text}`" if text else "")
+
+
+class AxisTypeError(ValueError):
+    """A conversion between the types of an axis is missing, or there is one too many.
+
+    Attributes:
+        place: the line of the caller's code; None where it is known only what comes out.
+    """
+
+    def __init__(self, message: str, place: Place | None = None) -> None:
+        super().__init__(message)
+        self.place = place
+
+
+@dataclass(eq=False, slots=True)
+class Type:
+    """The type of a tensor and of all views of its memory.
+
+    Attributes:
+        varying: the axes on which it varies.
+        constant: it is made of no input.
+        source: where it comes from, in words.
+        writes: how often its memory was written to.
+    """
+
+    varying: Axes
+    constant: bool
+    source: str | Place
+    writes: int = 0
+
+
+class Running(Protocol):
+    """What runs while `fz.parallel.check` does."""
+
+    def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
+        """A map and its transpose that check types and send nothing."""
+        ...
+
+    def sizes(self, ax: Axis, own: int) -> list[int]:
+        """The sizes of a dim on all ranks, which nobody tells, of this rank's."""
+        ...
+
+
+running: contextvars.ContextVar[Running | None] = variable("dry_run", None)
+
+
+def type_of(tensor: torch.Tensor) -> Type:
+    """What is no input and made of none is a constant, but for what a gradient is taken by: a captured param, say."""
+    found = vars(tensor).get(_ATTRIBUTE)
+    return found or Type(frozenset(), not tensor.requires_grad, "a tensor that the function captures")
+
+
+def set_type(tensor: torch.Tensor, own: Type) -> torch.Tensor:
+    setattr(tensor, _ATTRIBUTE, own)
+    return tensor
+
+
+def form_of(tensor: torch.Tensor, axis: str) -> Form:
+    """What a tensor is on an axis to other ranks' ones; what does not vary is the same on all of them."""
+    own = type_of(tensor)
+    if axis not in own.varying:
+        return CONSTANT if own.constant else REPLICATED
+    forms, writes = vars(tensor).get(_FORMS, ({}, 0))
+    return forms.get(axis) if writes == own.writes else None
+
+
+def set_forms(tensor: torch.Tensor, forms: Mapping[str, Form]) -> torch.Tensor:
+    setattr(tensor, _FORMS, (forms, type_of(tensor).writes))
+    return tensor
+
+
+class Watch(dispatch.TorchDispatchMode):
+    """Inside, every operator gives what it makes a type, below autograd and functorch, also in pullbacks.
+
+    Args:
+        where: the place that runs.
+        ignored: axes on which nothing is checked.
+    """
+
+    def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
+        super().__init__()
+        self._where, self._ignored = where, ignored
+
+    def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
+        kwargs = kwargs or {}
+        name = str(func)
+        if name.startswith("prim."):
+            return func(*args, **kwargs)
+        operands = tensors_in((args, kwargs))
+        joined, error = (Type(frozenset(), True, ""), None) if _makes(name) else self._joined(name, operands)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as failed:
+            raise (error or failed) from (failed if error else None)
+        made = tensors_in(out)
+        if error is not None and any(map(pytree.is_real, made)):
+            raise error
+        if made or _writing(func):
+            joined.source = self._where()
+            memory = {_memory(tensor): type_of(tensor) for tensor in operands} if _aliases(func) else {}
+            forms = {axis: self._form(func, args, kwargs, axis, out) for axis in joined.varying - self._ignored}
+            for tensor in _written(func, args, kwargs):
+                own = type_of(tensor)
+                own.writes += 1
+                own.varying, own.constant = own.varying | joined.varying, own.constant and joined.constant
+                set_type(tensor, own)
+            for tensor in made:
+                set_forms(set_type(tensor, memory.get(_memory(tensor)) or joined), forms)
+        return out
+
+    def _form(self, func: Any, args: Sequence[object], kwargs: dict[str, Any], axis: str, out: object) -> Form:
+        """What an operator makes on an axis."""
+        made = form_made(func, args, kwargs, lambda tensor: form_of(tensor, axis), out)
+        if not isinstance(made, Clash):
+            return made
+        if pulls_back():  # cotangents of what is unknown
+            return None
+        where, own, other = self._where(), type_of(made.partial), form_of(made.other, axis)
+        words = "the same on all ranks" if other == REPLICATED else "a piece of a whole one"
+        raise AxisTypeError(
+            f"parallel.check: {where}: {_plain(str(func))} adds a value that is partial on axis {axis!r}, a summand on "
+            f"each rank (of {own.source}), and one that is {words} (from {type_of(made.other).source}), which would "
+            "be added as often as there are ranks, or to a sum that is missing. A conversion is missing: "
+            "fz.parallel.sum, or reduce_scatter, of the partial value comes first.",
+            where,
+        )
+
+    def _joined(self, name: str, operands: Sequence[torch.Tensor]) -> tuple[Type, AxisTypeError | None]:
+        """The type of what an operator makes, and what is wrong if that has a derivative."""
+        pairs = [(tensor, own) for tensor in operands if not (own := type_of(tensor)).constant]
+        varying = frozenset[str]().union(*[own.varying for _, own in pairs])
+        error = None
+        for tensor, own in pairs:
+            missing = varying - own.varying - self._ignored
+            if missing and error is None and tensor.requires_grad and torch.is_grad_enabled():
+                axis = min(missing)
+                other = next(each for _, each in pairs if axis in each.varying)
+                where = self._where()
+                error = AxisTypeError(_missing_copy(name, where, axis, own, other), where)
+        return Type(varying, not pairs, ""), error
+
+
+def _missing_copy(name: str, place: Place, axis: str, own: Type, other: Type) -> str:
+    return (
+        f"parallel.check: {place}: {_plain(name)} takes a value that is invariant on axis {axis!r} (from {own.source}) "
+        f"together with one that varies on it (from {other.source}): each rank would compute a part of the first one's "
+        "cotangent, which nothing sums. A conversion is missing. Where ranks compute different things with the same "
+        "value, put fz.parallel.copy before it (or split it); where the varying value is a summand or a piece of a "
+        "whole one, put fz.parallel.sum or gather behind it; what is not differentiated is detached, or named in "
+        "constants=."
+    )
+
+
+# ---- operators
+
+
+_MAKING = ("new_", "zeros_like", "ones_like", "empty_like", "full_like", "rand_like", "randn_like", "randint_like")
+
+
+def _plain(name: str) -> str:
+    """An operator's name without its namespace and overload."""
+    return name.split(".")[1] if name.count(".") > 1 else name
+
+
+@functools.lru_cache(4096)
+def _makes(name: str) -> bool:
+    """Tells whether an operator takes nothing of its operands but shapes."""
+    return _plain(name).startswith(_MAKING)
+
+
+@functools.lru_cache(4096)
+def _aliases(func: Any) -> bool:
+    schema = getattr(func, "_schema", None)
+    return schema is not None and any(each.alias_info is not None for each in schema.returns)
+
+
+@functools.lru_cache(4096)
+def _writing(func: Any) -> tuple[tuple[int, str], ...]:
+    """The numbers and names of arguments that an operator writes to."""
+    schema = getattr(func, "_schema", None)
+    arguments = enumerate(schema.arguments if schema is not None else ())
+    return tuple([(i, each.name) for i, each in arguments if each.alias_info is not None and each.alias_info.is_write])
+
+
+def _written(func: Any, args: Sequence[object], kwargs: dict[str, object]) -> list[torch.Tensor]:
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _writing(func)]
+    return tensors_in(given)
+
+
+def tensors_in(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in pytree.flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _memory(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata if tensor.layout == torch.strided else id(tensor)
+
+
+# ---- places
+
+
+@functools.lru_cache(4096)
+def _is_library(file: str) -> bool:
+    return is_of_library(file)
+
+
+def place(until: CodeType) -> Place:
+    """The innermost line of the caller's code that runs, up to the frame of `until`; of a library's where none does."""
+    frames = list(_frames(until))
+    users = [frame for frame in frames if not _is_library(frame.f_code.co_filename)]
+    own = [frame for frame in frames if frame.f_globals.get("__name__", "").startswith("fzero.")]
+    for frame in users or own:
+        return Place(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+    return Place("", 0, "the function itself")
+
+
+def place_of(error: BaseException) -> Place:
+    """The innermost line of the caller's code that an error has left."""
+    frames = [(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)][1:]
+    users = [(frame, line) for frame, line in frames if not _is_library(frame.f_code.co_filename)]
+    for frame, line in reversed(users or frames[:1]):
+        return Place(frame.f_code.co_filename, line, frame.f_code.co_name)
+    return Place("", 0, "the function itself")
+
+
+def pulls_back() -> bool:
+    """Tells whether autograd runs a pullback on this thread."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "_engine_run_backward":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _frames(until: CodeType) -> Iterator[Any]:
+    """The frames that run, the innermost first, but for those that look."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not until:
+        if frame.f_globals.get("__name__") not in _LOOKING:
+            yield frame
+        frame = frame.f_back
+
+
+_LOOKING = (__name__, "fzero.parallel.check", "fzero.parallel.dry", "fzero.parallel.maps", "fzero.comm.linear")

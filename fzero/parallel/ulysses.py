@@ -1,0 +1,286 @@
+"""fz.parallel.ulysses: each rank gets all tokens for some heads, attends, and sends the outputs back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fzero.base.arguments import need_int, wrong
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.parallel import blocks, maps
+from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed
+from fzero.parallel.axis import need_axis
+from fzero.parallel.packed import Range, to_heads, to_tokens
+from fzero.parallel.ring import Ring
+from fzero.parallel.ring import attention as plain
+
+Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+
+
+def ulysses(attention: Callable[..., torch.Tensor] | None, ax: Axis, chunks: int = 1, **options: object) -> Attend:
+    """Attention over a sequence whose pieces lie on the ranks of an axis, head by head (arXiv 2309.14509).
+
+    Heads are dealt out as equally as they can be, to ranks of which there may be more, and each comes with its KV head.
+    Pieces of the sequence have any lengths, in rank order.
+
+    Args:
+        attention: of all tokens for some heads. None is `fz.parallel.attention`; `fz.parallel.ring(other)` has the
+            sequence cut over `other` first, and each of those pieces over `ax`. Any other function of q [b, heads, t,
+            d], k and v [b, kv_heads, t, d] and keywords is called by every rank, with a head of zeros where there is
+            none; `kv_heads` divides `heads`. What it keeps for its derivatives it keeps for all chunks.
+        ax: of `fz.parallel.axis`.
+        chunks: heads go round in so many parts, one after the other, each of which needs its part of the memory
+            (arXiv 2602.21196). They come once more when cotangents are pulled back.
+        options: keywords of `attention`, for calls that do not say: `causal`, `window`, `documents` (of the whole
+            sequence) and `scale` of `fz.parallel.attention`.
+
+    Returns:
+        A function of q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's tokens, and options.
+
+    Raises:
+        TypeError, ValueError: on every rank, where tensors or options do not fit or differ between ranks.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     attention = fz.parallel.ulysses(None, fz.parallel.axis(None, "sp"), causal=True)
+        ...     x = torch.full((1, 2, 1, 1), float(rank))
+        ...     return attention(x, torch.zeros_like(x), x).flatten().tolist()
+        >>> fz.testing.run_ranks(rank_main, 3)
+        [[0.0, 0.0], [0.5, 0.5], [1.0, 1.0]]
+    """
+    need_axis(ax, "ulysses")
+    chunks = need_int(chunks, "parallel.ulysses", "chunks", "a number of parts of the heads", least=1)
+    if attention is None or attention is plain:
+        attention = Ring(None)
+    if not callable(attention):
+        raise wrong("parallel.ulysses", "attention", attention, "an attention function or None")
+    if isinstance(attention, Attention):
+        return Ulysses(attention, ax, chunks, **options)
+    return Composed(attention, ax, chunks, options)
+
+
+class Part(NamedTuple):
+    """The heads that one rank has of one chunk, and the KV heads that these need."""
+
+    heads: Range
+    kv_heads: Range
+
+    def shared(self, group: int) -> list[int] | None:
+        """The KV head of each head, by their places in this part; None where groups of one size follow one another."""
+        mine = [head // group - self.kv_heads[0] for head in range(*self.heads)]
+        count = self.kv_heads[1] - self.kv_heads[0]
+        if count == 0 or (len(mine) % count == 0 and mine == [i // (len(mine) // count) for i in range(len(mine))]):
+            return None
+        return mine
+
+
+@dataclass(frozen=True)
+class Deal:
+    """Who gets which heads.
+
+    Attributes:
+        ranks: how many there are.
+        chunks: how many parts every rank's heads come in, some of which may be empty.
+    """
+
+    ranks: int
+    heads: int
+    kv_heads: int
+    chunks: int
+
+    @property
+    def group(self) -> int:
+        """How many heads share a KV head."""
+        return self.heads // self.kv_heads
+
+    def parts(self) -> list[list[Part]]:
+        """For every chunk that has heads the part of each rank."""
+        out = []
+        for chunk in range(self.chunks):
+            ranges = [self.ranges(rank)[chunk] for rank in range(self.ranks)]
+            if any(first < last for first, last in ranges):
+                out.append([Part(own, self._needed(own)) for own in ranges])
+        return out
+
+    def ranges(self, rank: int) -> list[Range]:
+        """The heads of one rank, chunk by chunk."""
+        first, last = pieces.starts(pieces.balanced(self.heads, self.ranks))[rank : rank + 2]
+        inner = pieces.starts(pieces.balanced(last - first, self.chunks))
+        return [(first + start, first + stop) for start, stop in itertools.pairwise(inner)]
+
+    def _needed(self, heads: Range) -> Range:
+        first, last = heads
+        return (first // self.group, (last - 1) // self.group + 1) if first < last else (0, 0)
+
+
+class Ulysses(Attention):
+    """All tokens for some heads by an attention that computes its own pullback."""
+
+    name = "ulysses"
+
+    def __init__(self, inner: Attention, ax: Axis, chunks: int, **options: object) -> None:
+        super().__init__(**{**inner.fixed, **options})
+        self.inner, self.ax, self.chunks = inner, ax, chunks
+
+    def places(self, count: int) -> torch.Tensor:
+        lengths = [length for (length,) in pieces.told(self.ax, [count], "parallel.ulysses places")]
+        return self.inner.places(sum(lengths)).split(lengths)[self.ax.rank]
+
+    def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> Plan:
+        lengths, _ = agreed(self.ax, "parallel.ulysses", shapes, dtype, given)
+        (b, heads, _, d), (_, kv_heads, *_), (*_, size) = shapes
+        own = (b, 1, sum(lengths), d)
+        inner = self.inner.planned((own, own, (*own[:3], size)), dtype, given)
+        return UlyssesPlan(self.ax, lengths, Deal(self.ax.size, heads, kv_heads, self.chunks), inner)
+
+
+@dataclass(frozen=True, eq=False)
+class UlyssesPlan:
+    """How tokens are exchanged for heads and back.
+
+    Attributes:
+        lengths: of the ranks' pieces.
+        inner: how all tokens of some heads are attended to.
+    """
+
+    ax: Axis
+    lengths: Sequence[int]
+    deal: Deal
+    inner: Plan
+
+    def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = q.new_empty((*q.shape[:3], v.shape[3]))
+        logarithms = []
+        for parts in self.deal.parts():
+            own, shared = parts[self.ax.rank], parts[self.ax.rank].shared(self.deal.group)
+            queries, keys, values = self._to_heads((q, k, v), [(p.heads, p.kv_heads, p.kv_heads) for p in parts])
+            if own.heads[0] < own.heads[1]:
+                result, logarithm = self.inner.run(queries, *_repeated(shared, keys, values))
+                logarithms.append(logarithm)
+            else:
+                result = queries.new_empty((*queries.shape[:3], v.shape[3]))
+            del queries, keys, values
+            back = to_tokens(self.ax, self.lengths, [result], [[p.heads] for p in parts], "parallel.ulysses back")
+            for part, (piece,) in zip(parts, back, strict=True):
+                out[:, slice(*part.heads)] = piece
+        empty = q.new_empty((q.shape[0], 0, sum(self.lengths)), dtype=blocks.wide(q.dtype))
+        return out, torch.cat([*logarithms, empty], 1)
+
+    def pull(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        logarithms: torch.Tensor,
+        inner: torch.Tensor,
+        cotangent: torch.Tensor,
+    ) -> Three:
+        dtype = blocks.wide(q.dtype)
+        grads = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
+        done = 0
+        for parts in self.deal.parts():
+            own, shared = parts[self.ax.rank], parts[self.ax.rank].shared(self.deal.group)
+            kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
+            queries, keys, values, cotangents = self._to_heads(
+                (q, k, v, cotangent), [(*kind, p.heads) for kind, p in zip(kinds, parts, strict=True)]
+            )
+            (products,) = self._to_heads((inner[..., None],), [(p.heads,) for p in parts])
+            if own.heads[0] < own.heads[1]:
+                count = own.heads[1] - own.heads[0]
+                kept = logarithms[:, done : done + count]
+                each = _repeated(shared, keys, values)
+                pulled = self.inner.pull(queries, each[0], each[1], kept, products.squeeze(-1), cotangents)
+                pulled = (pulled[0], *_summed(shared, pulled[1:], keys.shape[1]))
+                done += count
+                del each
+            else:
+                pulled = queries, keys, values
+            del queries, keys, values, cotangents, products
+            back = to_tokens(self.ax, self.lengths, pulled, kinds, "parallel.ulysses pulled back")
+            del pulled
+            for part, (by_q, by_k, by_v) in zip(parts, back, strict=True):
+                grads[0][:, slice(*part.heads)] = by_q
+                grads[1][:, slice(*part.kv_heads)] += by_k
+                grads[2][:, slice(*part.kv_heads)] += by_v
+        return grads[0], grads[1].to(k.dtype), grads[2].to(v.dtype)
+
+    def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return composed(self.ax, self.lengths, dataclasses.replace(self.deal, chunks=1), self.inner.formula, q, k, v)
+
+    def _to_heads(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Range]]) -> list[torch.Tensor]:
+        return to_heads(self.ax, self.lengths, tensors, heads, "parallel.ulysses")
+
+
+def _repeated(shared: Sequence[int] | None, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """KV heads, once for each head where some share more than others."""
+    return (k, v) if shared is None else (k[:, shared], v[:, shared])
+
+
+def _summed(shared: Sequence[int] | None, tensors: Sequence[torch.Tensor], kv_heads: int) -> list[torch.Tensor]:
+    """The transpose of `_repeated`."""
+    if shared is None:
+        return list(tensors)
+    out = [x.new_zeros((x.shape[0], kv_heads, *x.shape[2:])) for x in tensors]
+    for total, x in zip(out, tensors, strict=True):
+        for place, head in enumerate(shared):
+            total[:, head] += x[:, place]
+    return out
+
+
+class Composed:
+    """All tokens for some heads by any function, between the maps of `fz.parallel`."""
+
+    def __init__(self, attention: Callable[..., torch.Tensor], ax: Axis, chunks: int, fixed: dict[str, object]) -> None:
+        self.attention, self.ax, self.chunks, self.fixed = attention, ax, chunks, fixed
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
+        who = "parallel.ulysses"
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise wrong(who, name, x, "a tensor [b, heads, t, d]")
+        dtypes = f"{q.dtype} {k.dtype} {v.dtype}"
+        lengths, _ = agreed(self.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
+        attend = functools.partial(self._attended, {**self.fixed, **more})
+        return composed(self.ax, lengths, Deal(self.ax.size, q.shape[1], k.shape[1], self.chunks), attend, q, k, v)
+
+    def _attended(self, options: dict[str, object], *tensors: torch.Tensor) -> torch.Tensor:
+        count = tensors[0].shape[1]
+        if not count:  # one of zeros: the result depends on what it does elsewhere, and ranks pull back the same maps
+            tensors = tuple(torch.cat([x, x.new_zeros((x.shape[0], 1, *x.shape[2:]))], 1) for x in tensors)
+        q, k, v = tensors
+        out, expected = self.attention(q, k, v, **options), (*q.shape[:3], v.shape[3])
+        if not isinstance(out, torch.Tensor) or out.shape != expected:
+            raise wrong("parallel.ulysses", "the result of attention", out, f"a tensor of shape {expected}")
+        return out[:, :count]
+
+
+def composed(
+    ax: Axis, lengths: Sequence[int], deal: Deal, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> torch.Tensor:
+    """Tokens exchanged for heads and back by the maps of `fz.parallel`, which every derivative goes through.
+
+    Args:
+        lengths: of the ranks' pieces.
+        attend: of all tokens for some heads; there may be none.
+    """
+    outs: list[list[torch.Tensor]] = [[] for _ in range(deal.ranks)]
+    for parts in deal.parts():
+        received = []
+        for x, ranges in ((q, [p.heads for p in parts]), *[(x, [p.kv_heads for p in parts]) for x in (k, v)]):
+            sizes = [stop - start for start, stop in ranges]
+            chosen = torch.cat([x[:, slice(*own)] for own in ranges], 1)
+            received.append(maps.all_to_all(chosen, ax, 1, 2, sizes, lengths))
+        shared = parts[ax.rank].shared(deal.group)
+        out = attend(received[0], *_repeated(shared, received[1], received[2]))
+        sizes = [stop - start for start, stop in [p.heads for p in parts]]
+        back = maps.all_to_all(out, ax, 2, 1, lengths, sizes)
+        for own, piece in zip(outs, back.split(sizes, 1), strict=True):
+            own.append(piece)
+    return torch.cat(list(itertools.chain.from_iterable(outs)), 1)

@@ -1,0 +1,98 @@
+"""Which tokens a token sees: by causality, windows and documents always an interval, whose ends never go back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fzero.base.arguments import need_bool, need_int, need_number, wrong
+
+Documents = Sequence[int] | torch.Tensor
+
+
+@dataclass(frozen=True)
+class Options:
+    """What an attention function is told beside its tensors, the same on all ranks.
+
+    Attributes:
+        causal: a token sees itself and those before it.
+        window: the number of tokens that one sees in each direction, itself included; None for all.
+        documents: cumulative lengths: where each document begins, and where the last one ends; None for one.
+        scale: of the scores; None takes 1 / sqrt(d).
+    """
+
+    causal: bool = False
+    window: int | None = None
+    documents: tuple[int, ...] | None = None
+    scale: float | None = None
+
+
+def options_of(who: str, **given: object) -> Options:
+    """The options of a call, held against what they may be.
+
+    Raises:
+        TypeError, ValueError: one of them is unknown or no such thing.
+    """
+    if more := sorted(set(given) - set(Options.__dataclass_fields__)):
+        raise TypeError(f"{who}: got {', '.join(more)}, expected no options but causal, window, documents and scale.")
+    options = Options(**given)  # type: ignore[arg-type]
+    need_bool(options.causal, who, "causal")
+    window = options.window
+    if window is not None:
+        window = need_int(window, who, "window", "a number of tokens", least=1)
+    scale = options.scale if options.scale is None else float(need_number(options.scale, who, "scale"))
+    return Options(options.causal, window, _need_documents(options.documents, who), scale)
+
+
+def _need_documents(documents: Documents | None, who: str) -> tuple[int, ...] | None:
+    if documents is None:
+        return None
+    given = documents.tolist() if isinstance(documents, torch.Tensor) else documents
+    expected = "cumulative lengths, such as [0, 5, 9] for two documents of 5 and 4 tokens"
+    if not isinstance(given, (list, tuple)):
+        raise wrong(who, "documents", documents, expected)
+    out = tuple(need_int(each, who, "documents", expected) for each in given)
+    if len(out) < 2 or out[0] != 0 or list(out) != sorted(out):
+        raise ValueError(f"{who}: got documents={list(out)}, expected {expected}.")
+    return out
+
+
+class Visible(NamedTuple):
+    """What some tokens see: all from `low[i]` to before `high[i]`, by places in the whole sequence; neither falls."""
+
+    low: torch.Tensor
+    high: torch.Tensor
+
+    def of(self, start: int, stop: int) -> Visible:
+        """The same of some of the tokens."""
+        return Visible(self.low[start:stop], self.high[start:stop])
+
+    def any(self, start: int, stop: int) -> bool:
+        """Tells whether any of the tokens, which lie one after the other, sees any from `start` to before `stop`."""
+        if not len(self.low) or start >= stop:
+            return False
+        return int(self.low[0]) < stop and int(self.high[-1]) > start  # each sees itself: there is no gap between
+
+    def hidden(self, places: torch.Tensor) -> torch.Tensor:
+        """True where a token does not see that of a place: [tokens, places]."""
+        low, high = [each.to(places.device)[:, None] for each in self]
+        return (places < low) | (places >= high)
+
+
+def visible(total: int, options: Options) -> Visible:
+    """What each token of a sequence sees."""
+    place = torch.arange(total, device="cpu")
+    low, high = torch.zeros_like(place), torch.full_like(place, total)
+    if options.documents is not None:
+        starts, ends = [torch.tensor(each, device="cpu") for each in (options.documents[:-1], options.documents[1:])]
+        which = torch.searchsorted(ends, place, right=True)
+        low, high = starts[which], ends[which]
+    if options.window is not None:
+        low = torch.maximum(low, place - (options.window - 1))
+        high = torch.minimum(high, place + options.window)
+    if options.causal:
+        high = torch.minimum(high, place + 1)
+    return Visible(low, high)

@@ -1,0 +1,51 @@
+"""fake_mesh: a mesh of any number of ranks, of which there is one, to which nothing is sent."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator, Mapping
+
+from fzero.base.arguments import need_int, need_str, wrong
+from fzero.comm import backend
+from fzero.comm.backend import Mesh
+
+
+@contextlib.contextmanager
+def fake_mesh(axes: Mapping[str, int], rank: int = 0) -> Iterator[Mesh]:
+    """A mesh on torch's fake process group, which is there inside: shapes are right, values and messages are not.
+
+    Args:
+        axes: name -> number of ranks, the first one slowest; up to thousands in all.
+        rank: the one that runs, within all of them.
+
+    Raises:
+        RuntimeError: there is a process group already.
+
+    Example:
+        >>> with fz.testing.fake_mesh({"dp": 64, "tp": 8}, rank=9) as mesh:
+        ...     ax = fz.parallel.axis(mesh, "tp")
+        ...     fz.parallel.gather(torch.ones(2), ax, 0).shape, ax.rank
+        (torch.Size([16]), 1)
+    """
+    from torch.testing._internal.distributed import fake_pg  # which makes the backend known
+
+    if not isinstance(axes, Mapping) or not axes:
+        raise wrong("testing.fake_mesh", "axes", axes, "a dict of names of axes to numbers of ranks")
+    for name, size in axes.items():
+        need_str(name, "testing.fake_mesh", "axes", "names of axes for its keys")
+        need_int(size, "testing.fake_mesh", f"axes[{name!r}]", "a number of ranks", least=1)
+    count = math.prod(axes.values())
+    if need_int(rank, "testing.fake_mesh", "rank", "one of the ranks", least=0) >= count:
+        raise ValueError(f"testing.fake_mesh: got rank={rank}, expected one of {count} ranks, from 0 to {count - 1}.")
+    if backend.initialized():
+        raise RuntimeError(
+            "testing.fake_mesh: there is a process group already, which a fake one would stand beside. Make the mesh "
+            "outside of run_ranks and torchrun, or take torch.distributed.init_device_mesh there."
+        )
+    dist = backend.dist
+    dist.init_process_group("fake", store=fake_pg.FakeStore(), rank=rank, world_size=count)
+    try:
+        yield dist.init_device_mesh("cpu", tuple(axes.values()), mesh_dim_names=tuple(axes))
+    finally:
+        dist.destroy_process_group()
