@@ -289,15 +289,19 @@ class Axis:
 
     def check_same(self, text: str, what: str, advice: str) -> None:
         """Raises ValueError on every rank where the ranks' texts differ."""
-        for group in self._all_groups:
+        said, groups = "", self._all_groups
+        for group in groups:
             first, *others = self._by_all(text, what, group)
+            own = self.tensor if self.tensor is not None and group is self.tensor.group else self
             for rank, other in enumerate(others, 1):
-                if other != first:
+                if other != first and not said:
                     ours, theirs = _first_difference(first, other), _first_difference(other, first)
-                    raise ValueError(
-                        f"{what} differ between the ranks of axis {self.name!r}: rank 0 has {ours}, rank {rank} has "
-                        f"{theirs}. {advice}"
-                    )
+                    said = f"{what} differ between the ranks of axis {own.name!r}: rank 0 has {ours}, rank {rank} has "
+                    said += f"{theirs}. {advice}"
+        for group in groups if len(groups) > 1 else ():  # those that agree with all in their groups hear it too
+            said = next((each for each in self._by_all(said, what, group) if each), "")
+        if said:
+            raise ValueError(said)
 
 
 def axes_in(axis: str | Sequence[str] | None) -> tuple[str, ...]:

@@ -213,3 +213,14 @@ def test_what_is_whole_stays_the_same_on_all_ranks(name: str, stage: int) -> Non
             step(state, x)
 
     run_ranks(rank_main, 4 if stage else 2)
+
+
+def test_params_that_differ_on_one_rank_are_refused_on_all() -> None:
+    def rank_main(rank: int) -> None:
+        mesh = meshed((2, 2))
+        step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        step = fz.shard_tensor(fz.shard_zero3(step, mesh=mesh), {"w": 0}, mesh=mesh)
+        with pytest.raises(ValueError, match=r"The params differ between the ranks of axis '(dp|tp)'"):
+            step.init({"w": torch.full((4,), float(rank == 3))})
+
+    run_ranks(rank_main, 4, timeout=20)
