@@ -44,7 +44,10 @@ def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool) -> t
 
 def deepspeeds(causal: bool) -> Attend:
     """DeepSpeed's Ulysses around torch's attention; it wants [b, tokens, heads, d]."""
+    import deepspeed  # type: ignore[import-not-found]
     from deepspeed.sequence.layer import DistributedAttention  # type: ignore[import-not-found]
+
+    deepspeed.init_distributed("gloo", dist_init_required=False)
 
     def local(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return torchs(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), causal).transpose(1, 2)

@@ -49,13 +49,17 @@ def to_heads(
 
 
 def to_tokens(
-    ax: Axis, lengths: Sequence[int], tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Range]], tag: Hashable
+    ax: Axis, lengths: Sequence[int], buffer: torch.Tensor, kinds: Sequence[Sequence[tuple[int, int]]], tag: Hashable
 ) -> list[list[torch.Tensor]]:
-    """The way back: from every rank its heads of each tensor, for this rank's piece of the sequence."""
-    send = packed(tensors).split(list(lengths))
-    kinds = [[(b - a, x.shape[3]) for x, (a, b) in zip(tensors, each, strict=True)] for each in heads]
+    """The way back: from every rank its heads of each tensor, for this rank's piece of the sequence.
+
+    Args:
+        buffer: of `packed`: this rank's heads for all tokens.
+        kinds: for every rank the heads and d of each tensor.
+    """
+    send = buffer.split(list(lengths))
     own = send[ax.rank]
-    receive = [own.new_empty((*own.shape[:2], sum([count * d for count, d in kind]))) for kind in kinds]
-    tag = f"{tag} of heads {list(heads)} to {list(lengths)} tokens"
+    receive = [own.new_empty((*own.shape[:2], sum([heads * d for heads, d in kind]))) for kind in kinds]
+    tag = f"{tag} of {[list(kind) for kind in kinds]} heads to {list(lengths)} tokens"
     pieces.start_exchange(ax, send, receive, tag)()
-    return [unpacked(buffer, kind) for buffer, kind in zip(receive, kinds, strict=True)]
+    return [unpacked(each, kind) for each, kind in zip(receive, kinds, strict=True)]

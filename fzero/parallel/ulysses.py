@@ -17,7 +17,7 @@ from fzero.comm.axis import Axis
 from fzero.parallel import blocks, maps
 from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed
 from fzero.parallel.axis import need_axis
-from fzero.parallel.packed import Range, to_heads, to_tokens
+from fzero.parallel.packed import Range, packed, to_heads, to_tokens
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
 
@@ -166,10 +166,12 @@ class UlyssesPlan:
                 logarithms.append(logarithm)
             else:
                 result = queries.new_empty((*queries.shape[:3], v.shape[3]))
-            del queries, keys, values
-            back = to_tokens(self.ax, self.lengths, [result], [[p.heads] for p in parts], "parallel.ulysses back")
+            buffer = packed([result])
+            del queries, keys, values, result
+            back = self._to_tokens(buffer, [[p.heads] for p in parts], [v.shape[3]])
             for part, (piece,) in zip(parts, back, strict=True):
                 out[:, slice(*part.heads)] = piece
+            del buffer, back, piece  # before the next chunk's come
         empty = q.new_empty((q.shape[0], 0, sum(self.lengths)), dtype=blocks.wide(q.dtype))
         return out, torch.cat([*logarithms, empty], 1)
 
@@ -202,13 +204,14 @@ class UlyssesPlan:
                 del each
             else:
                 pulled = queries, keys, values
-            del queries, keys, values, cotangents, products
-            back = to_tokens(self.ax, self.lengths, pulled, kinds, "parallel.ulysses pulled back")
-            del pulled
+            buffer = packed(pulled)
+            del queries, keys, values, cotangents, products, pulled
+            back = self._to_tokens(buffer, kinds, [x.shape[3] for x in (q, k, v)])
             for part, (by_q, by_k, by_v) in zip(parts, back, strict=True):
                 grads[0][:, slice(*part.heads)] = by_q
                 grads[1][:, slice(*part.kv_heads)] += by_k
                 grads[2][:, slice(*part.kv_heads)] += by_v
+            del buffer, back, by_q, by_k, by_v
         return grads[0], grads[1].to(k.dtype), grads[2].to(v.dtype)
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -216,6 +219,12 @@ class UlyssesPlan:
 
     def _to_heads(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Range]]) -> list[torch.Tensor]:
         return to_heads(self.ax, self.lengths, tensors, heads, "parallel.ulysses")
+
+    def _to_tokens(
+        self, buffer: torch.Tensor, heads: Sequence[Sequence[Range]], sizes: Sequence[int]
+    ) -> list[list[torch.Tensor]]:
+        kinds = [[(stop - start, d) for (start, stop), d in zip(each, sizes, strict=True)] for each in heads]
+        return to_tokens(self.ax, self.lengths, buffer, kinds, "parallel.ulysses back")
 
 
 def _repeated(shared: Sequence[int] | None, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
