@@ -113,6 +113,7 @@ def derivatives(
         "jvp": f.jvp(attend, tuple(inputs), directions)[1],
         "jvp of grad": f.jvp(grad, tuple(inputs), directions)[1],
         "grad of grad": f.grad(slope, argnums=(0, 1, 2))(*inputs),
+        "third": f.jvp(f.grad(slope, argnums=(0, 1, 2)), tuple(inputs), directions)[1],
         "vmap": f.vmap(grad)(*several),
         "vmap of one": f.vmap(grad, in_dims=(None, 0, None))(inputs[0], several[1], inputs[2]),
         "vmap of pullback": f.vmap(pair[1])(torch.stack([weight, weight.cos()])),

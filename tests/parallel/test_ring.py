@@ -55,8 +55,9 @@ def test_equals_one_process(case: Case) -> None:
         Case((3, 4, 4), order="zigzag", options=(("causal", True), ("documents", (0, 4, 11)))),
     ],
 )
-def test_on_processes(case: Case) -> None:
-    need_equal(case, backend="processes")
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_on_threads_and_processes(case: Case, backend: str) -> None:
+    need_equal(case, backend)
 
 
 @pytest.mark.parametrize("given", [{}, {"causal": True}, {"window": 300, "documents": (0, 100, 700)}])

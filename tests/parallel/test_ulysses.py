@@ -54,8 +54,9 @@ def test_equals_one_process(case: Case) -> None:
         Case((2, 0, 3), 2, 1, chunks=1, options=(("documents", (0, 2, 5)),)),
     ],
 )
-def test_on_processes(case: Case) -> None:
-    need_equal(case, backend="processes")
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_on_threads_and_processes(case: Case, backend: str) -> None:
+    need_equal(case, backend)
 
 
 def on_two_axes(rank: int, order: str, heads: int, kv_heads: int) -> dict[str, float]:
@@ -190,8 +191,11 @@ def test_chunks_bound_what_is_between() -> None:
     assert all(small < 0.135 * large for small, large in zip(parts, plain, strict=True)), (plain, parts)
 
 
-def test_more_chunks_than_heads_and_more_ranks_than_heads() -> None:
-    need_equal(Case((2, 1, 1, 2), 2, 1, chunks=5, options=(("causal", True),)))
+@pytest.mark.parametrize("custom", [False, True])
+def test_heads_that_nothing_divides(custom: bool) -> None:
+    """More ranks and chunks than heads; KV heads of which a rank needs three heads' and two heads'."""
+    need_equal(Case((2, 1, 1, 2), 2, 1, chunks=5, options=(("causal", True),), custom=custom))
+    need_equal(Case((2, 3), 9, 3, chunks=1, custom=custom))
 
 
 def test_mistakes() -> None:
