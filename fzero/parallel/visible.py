@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.base import private
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 
 Documents = Sequence[int] | torch.Tensor
@@ -82,6 +83,7 @@ class Visible(NamedTuple):
         return (places < low) | (places >= high)
 
 
+@private.below_transforms()  # what belongs to a level of a derivative cannot be used in another one
 def visible(total: int, options: Options) -> Visible:
     """What each token of a sequence sees."""
     place = torch.arange(total, device="cpu")
