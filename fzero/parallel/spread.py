@@ -53,11 +53,16 @@ class Spread(StandIn):
         """The whole tensor, differentiable."""
         if self.value is None:
             assert self.local is not None
-            constant = not torch.is_grad_enabled() and private.level() == 0 and self.local.requires_grad
-            if private.below(self.local) or constant:
-                raise noted(self.refusal("a torch.autograd.Function (give it x.view_as(x)) or torch.no_grad()"))
             self.value = self.joined(self.local)
         return self.value
+
+    def need_level(self) -> None:
+        """Refuses to be read where what is computed has no derivative."""
+        own = self.value if self.local is None else self.local
+        assert own is not None
+        constant = not torch.is_grad_enabled() and private.level() == 0 and own.requires_grad
+        if private.below(own) or constant:
+            raise noted(self.refusal("a torch.autograd.Function, as its argument, or torch.no_grad()"))
 
     def refusal(self, func: object) -> RuntimeError:
         return RuntimeError(
@@ -77,6 +82,9 @@ class Spread(StandIn):
             return super().__torch_function__(func, types, args, kwargs)
         if func in OF_THE_GRAPH:
             raise noted(cls.first(args, kwargs).refusal(repr(name_of(func))))
+        for x in pytree.flatten((args, kwargs or {}))[0]:
+            if isinstance(x, Spread):
+                x.need_level()
         out = cls.known(func, args, kwargs)
         return _plainly(func, args, kwargs) if out is NotImplemented else out
 
