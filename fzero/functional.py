@@ -27,6 +27,7 @@ from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched
+from fzero.parallel.drawing import drawing, draws
 from fzero.parallel.piece import Pieces
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
@@ -185,6 +186,7 @@ class _Copy:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self.module, self.elsewhere = module, places_of(module, holdings)
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
+        self.draws = cuts.axis if cuts is not None and draws(module) else None
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
@@ -203,7 +205,10 @@ class _Copy:
         return run if self.pieces is None else self.pieces.inside(run)
 
     def _fresh(self, run: Function) -> Function:
-        return fresh(self._inside(run)) if self.converts else run
+        if not self.converts:
+            return run
+        run = fresh(self._inside(run))
+        return run if self.draws is None else drawing(run, self.draws)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""
@@ -216,7 +221,7 @@ class _Copy:
             return
         self._patched.add(id(own))
         run_forward = own.forward
-        unit, run = self._unit(f"{path}.", own, run_forward), self._inside(run_forward)
+        unit, run = self._unit(f"{path}.", own, run_forward), self._fresh(run_forward)
 
         @functools.wraps(run_forward)
         def forward(*args: object, **kwargs: object) -> object:

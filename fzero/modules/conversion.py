@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
@@ -19,6 +20,7 @@ from fzero.comm.axis import Axis
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
+from fzero.parallel.drawing import unseen, varies
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
 from fzero.table.slices import Slices
@@ -112,6 +114,12 @@ class Converted:
             raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
         return self.forward  # what it does with slices is its own affair
 
+    @property
+    def gives_slices(self) -> bool:
+        """Tells whether each rank has its own outputs."""
+        weight = self.cut.get("weight")
+        return self.then is not None or (weight is not None and weight.style == "column")
+
     def refused(self, why: str) -> ValueError:
         leaf = next(iter(self.cut.values()))
         return ValueError(
@@ -127,8 +135,11 @@ class Converted:
 
         @functools.wraps(self.forward)
         def forward(*args: object, **kwargs: object) -> object:
-            out = run(*args, **kwargs)
-            return out if then is None else then(out)  # type: ignore[arg-type]
+            with contextlib.nullcontext() if run == self._copied else unseen():
+                out = run(*args, **kwargs)
+                out = out if then is None else then(out)  # type: ignore[arg-type]
+            cut = self.gives_slices and isinstance(out, torch.Tensor)
+            return varies(out) if cut else out  # type: ignore[arg-type]
 
         self.module.forward = forward
 

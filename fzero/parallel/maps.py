@@ -21,6 +21,7 @@ from fzero.base.arguments import need_int, wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
+from fzero.parallel import drawing
 from fzero.parallel.axis import is_averaged, need_axis, need_dim
 from fzero.parallel.types import running
 
@@ -193,7 +194,9 @@ def _map(name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map) -> torch.T
     """Applies a linear map, which every derivative goes through; `back` is its transpose."""
     if (run := running.get()) is not None:
         there, back = run.typed(name, ax, there, back)
-    return linear(there, back, x) if pytree.is_real(x) else there(x)
+    with drawing.unseen():
+        out = linear(there, back, x) if pytree.is_real(x) else there(x)
+    return drawing.mapped(name, ax, x, out)
 
 
 # ---- what is sent, on plain tensors, whose further dims at the end are mapped over

@@ -165,7 +165,9 @@ def test_dropout_draws_for_each_piece() -> None:
     (first, then), (second, other) = run_ranks(functools.partial(dropped, draw=True), 2)
     assert torch.equal(first, second) and torch.equal(then, other)  # the stream goes on alike
     assert not torch.equal(first[:, :4], first[:, 4:]) and set(first.unique().tolist()) == {0.0, 2.0}
-    assert all(torch.equal(out, torch.ones_like(out)) for out, _ in run_ranks(functools.partial(dropped, draw=False), 2))
+    assert all(
+        torch.equal(out, torch.ones_like(out)) for out, _ in run_ranks(functools.partial(dropped, draw=False), 2)
+    )
 
 
 class Twice(torch.autograd.Function):
