@@ -17,7 +17,7 @@ from fzero.base.random import seeded
 from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.run import scalar_loss, split_result
-from fzero.engine.traversal import autocast, running
+from fzero.engine.traversal import autocast, known, running
 from fzero.state.checks import check_grads, check_state, constants, need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -167,7 +167,8 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         full = leaves | values
         tree = pytree.unflatten(state.params.structure, [full[i] for i in range(len(rows))])
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
-        with during(running, state.layout), autocast(traversal.device, traversal.table.outside):
+        of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
+        with during(running, state.layout), of_leaves, autocast(traversal.device, traversal.table.outside):
             out = step.fn(tree, *pytree.unflatten(spec, batch))
         return scalar_loss(split_result(step, out)[0], "per_example_grads")
 

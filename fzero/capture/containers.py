@@ -31,6 +31,11 @@ _OF_CLASSES = (
 Content = dict[Any, Any]
 
 
+def is_same(now: Content, content: Content) -> bool:
+    """Tells whether two contents have the same values, one by one."""
+    return all(map(operator.is_, now.values(), content.values()))
+
+
 class Container:
     """One mutable object, and its content as key -> value when it was found."""
 
@@ -54,7 +59,7 @@ class Container:
         """Returns what is in it now, if that is something else."""
         now = self.read()
         same = len(now) == len(content) and all(map(operator.is_, now, content))
-        return None if same and all(map(operator.is_, now.values(), content.values())) else now
+        return None if same and is_same(now, content) else now
 
     def put(self, content: Content) -> None:
         if self.differs(content) is not None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
 from fzero.base import private, refusals, texts
 from fzero.capture.again import Again, Facts, Unread
-from fzero.capture.containers import Container, Content
+from fzero.capture.containers import Container, Content, is_same
 from fzero.capture.contents import replaced, tensors_in
 from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
 from fzero.capture.handle import Handle, storage_of
@@ -61,6 +60,7 @@ class Call:
 
     def _forget(self) -> None:
         self._result: tuple[object] | None = None  # the template of the first run
+        self._full: dict[int, int] | None = None  # place of a tensor that is a full leaf -> the leaf's index
         self._effects: list[tuple[Container, Content]] = []
         self._filled: list[tuple[Container, Content]] = []
         self._dressed: dict[int, tuple[type, Content]] = {}  # place of a tensor -> its class, and what was set on it
@@ -229,7 +229,7 @@ class Call:
             args = tuple(replaced(value, mapping) for value in self.args)
             kwargs = {name: replaced(value, mapping) for name, value in self.kwargs.items()}
             self.inner = args, filling
-            run = functools.partial(self._run, leaves, watch, args, kwargs)
+            run = functools.partial(self._run, leaves, self._numbers(leaves, tensors), watch, args, kwargs)
             result = self._second.run(run) if again else self._second.first(run)
             if not again:
                 self._second.look()
@@ -263,7 +263,7 @@ class Call:
             self.reach.restore(before)
         else:
             # what holds none of the unit's tensors stays as the unit left it
-            stays = [c for c, now, content in effects if _is_same(now, content) and self.reach.entered(c) is c.found]
+            stays = [c for c, now, content in effects if is_same(now, content) and self.reach.entered(c) is c.found]
             self._effects = [(c, content) for c, _, content in effects if c not in stays]
             self._errors = [x for _, now, _ in effects for x in now.values() if isinstance(x, BaseException)]
             self.reach.leave(stays)
@@ -288,13 +288,14 @@ class Call:
     def _run(
         self,
         leaves: Mapping[int, torch.Tensor],
+        numbers: Mapping[int, int],
         watch: contextlib.AbstractContextManager[object],
         args: tuple[object, ...],
         kwargs: Mapping[str, object],
     ) -> object:
         """Returns what the function returns, or the error that it raises, where tensors of its own leave with that."""
         again = self._result is not None
-        with inside(self._here(leaves)), watch:
+        with inside(self._here(leaves), (self._traversal, numbers)), watch:
             try:
                 with refusals.heard():
                     result = self.fn(*args, **kwargs)
@@ -323,6 +324,14 @@ class Call:
         mapping.update((id(handle), leaves[handle.index]) for handle in self.reach.handles)
         mapping.update((id(outer), Unread(outer, place)) for place, outer in self.reach.unread)
         return mapping
+
+    def _numbers(self, leaves: Mapping[int, torch.Tensor], tensors: Sequence[torch.Tensor]) -> dict[int, int]:
+        """Id of a leaf that the function is given -> its index."""
+        if self._full is None:
+            of = self._traversal.origins
+            self._full = {place: of[id(x)] for place, x in enumerate(self.reach.tensors) if id(x) in of}
+        own = {id(x): index for index, x in leaves.items()}
+        return own | {id(tensors[place]): index for place, index in self._full.items()}
 
     def _here(self, leaves: Mapping[int, torch.Tensor]) -> Present:
         handles = (*self.reach.handles, *self.more)
@@ -389,7 +398,3 @@ class Call:
 def _refused() -> tuple[str, ...]:
     """The words of torch's refusals of what a derivative, or a derivative's derivative, cannot do."""
     return texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)
-
-
-def _is_same(now: Content, content: Content) -> bool:
-    return all(map(operator.is_, now.values(), content.values()))

@@ -28,23 +28,32 @@ from fzero.table.rows import Table
 # the leaves of the step whose function runs, also inside its units
 running: contextvars.ContextVar[Layout | None] = variable("running", None)
 current: contextvars.ContextVar[Traversal | None] = variable("traversal", None)
+# where no run is current, in a unit, whose leaves are full tensors there: the run, and id of a leaf -> its index
+known: contextvars.ContextVar[tuple[Traversal, Mapping[int, int]] | None] = variable("known_leaves", None)
 Present = Mapping["tuple[Traversal, int]", torch.Tensor]  # by run and index
 # the leaves that the unit that is running has; None outside of units
 here: contextvars.ContextVar[Present | None] = variable("here", None)
 
 
 class inside:
-    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full."""
+    """Within a unit another one is a plain call; `leaves` are those that it has, None where all are full.
 
-    def __init__(self, leaves: Present | None) -> None:
-        self.leaves = leaves
+    Args:
+        numbers: the run, and id of a full leaf that the unit is given -> its index; otherwise as outside.
+    """
+
+    def __init__(self, leaves: Present | None, numbers: tuple[Traversal, Mapping[int, int]] | None = None) -> None:
+        self.leaves, self.numbers = leaves, numbers
 
     def __enter__(self) -> None:
-        self.before = current.set(None), here.set(self.leaves)
+        own = current.get()
+        numbers = self.numbers or ((own, own.origins) if own is not None else known.get())
+        self.before = current.set(None), here.set(self.leaves), known.set(numbers)
 
     def __exit__(self, *_: object) -> None:
         current.reset(self.before[0])
         here.reset(self.before[1])
+        known.reset(self.before[2])
 
 
 class Traversal:
@@ -139,18 +148,24 @@ def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractConte
     return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 
 
+def _run_of(values: Sequence[object]) -> tuple[Traversal | None, Mapping[int, int]]:
+    """The run whose leaves are among some values, and id of a full leaf -> its index."""
+    owner = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
+    return (owner, owner.origins) if owner is not None else known.get() or (None, {})
+
+
 def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]]:
     """The layout that some values come from, and for each its leaf's number from 1; negative for a handle, else 0."""
-    traversal = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
+    traversal, numbers = _run_of(values)
     if traversal is None:
         return None, (0,) * len(values)
-    full = traversal.origins.get
+    full = numbers.get
     return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
 
 
 def tensor_axis_of(values: Sequence[object]) -> tuple[Axis, bool]:
     """The axis that the leaves among some values are cut over, and whether modules keep pieces of the tokens."""
-    traversal = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
+    traversal, _ = _run_of(values)
     assert traversal is not None and traversal.tensor is not None
     return traversal.tensor, traversal.table.sequence
 

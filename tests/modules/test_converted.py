@@ -129,6 +129,33 @@ def test_drawn_models_on_real_processes() -> None:
     check((zoo.loss_of(apply), params), zoo.batches(2), (2, 2), 3, plan, True, backend="processes")
 
 
+@pytest.mark.parametrize("units", [None, ["model"]])
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_unit_around_apply(units: list[str] | None, stage: int, sequence: bool) -> None:
+    """Inside a unit leaves are full tensors, of which the module has to know how they are cut all the same."""
+    model = zoo.made((("Mlp", 5, True), ("Norm", 1, True)), False)
+    apply, params = fz.functional(model)
+    call = fz.unit(apply)
+
+    def loss(params: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return zoo.loss_of(call)({**params["model"]}, tokens, targets)
+
+    batch = zoo.batches(1)[0]
+    want: Any = torch.func.grad_and_value(loss)({"model": dict(params)}, *batch)
+
+    def rank_main(rank: int) -> Any:
+        mesh = meshed((1, 2))
+        plan = {f"model.{name}": how for name, how in model.plan([True] * 2).items()}
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1), units=units), plan, mesh=mesh, sequence=sequence)
+        step = exactness.SHARDS[stage](step, **({"mesh": mesh} if stage else {}))
+        out, pullback = step.vjp(step.init({"model": params}), *batch)
+        return out, fz.gather(pullback(torch.ones_like(out))[0])
+
+    for out, grads in run_ranks(rank_main, 2):
+        assert_trees_close((dict(grads["model"]), out), (want[0]["model"], want[1]), rtol=1e-10, atol=1e-14)
+
+
 # ---- models of Hugging Face, by their own plans
 
 

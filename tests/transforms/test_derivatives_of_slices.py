@@ -1,0 +1,132 @@
+"""Derivatives by leaves that are cut over a tensor axis: pullbacks, hvp, per-example grads, tapes, of any model."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import exactness
+import pytest
+import test_shard_tensor as functions
+import torch
+import zoo
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks
+
+F64 = torch.float64
+Blocks = tuple[tuple[str, int, bool], ...]
+
+
+def plain(loss: Any, params: Any, batches: list[Any], alone: bool) -> dict[str, Any]:
+    """By torch.func, in one process."""
+
+    def mean(params: Any) -> torch.Tensor:
+        return torch.stack([loss(params, *batch) for batch in batches]).mean()
+
+    grad = torch.func.grad(mean)
+    grads = grad(params)
+    pulled: Any = torch.func.vjp(grad, params)
+    out = {"grads": grads, "hvp": pulled[1](grads)[0]}  # of a gradient that leaves out padding, another one than jvp's
+    if alone:
+        each: Any = functools.partial(torch.func.vmap, in_dims=(None, *[0] * len(batches[0])))
+        one = torch.func.grad(lambda p, *x: loss(p, *[y[None] for y in x]))
+        out["examples"] = [each(one)(params, *batch) for batch in batches]
+    return out
+
+
+def cut(rank: int, make: Any, sizes: tuple[int, int], transform: Any, alone: bool) -> dict[str, Any]:
+    mesh = functions.meshed(sizes)
+    loss, params, batches = make(mesh)
+    batch = batches[rank // sizes[1]]
+    step = transform(fz.train_step(loss, fz.sgd(0.1)), mesh)
+    state = step.init(params)
+    with fz.tape(step, state) as model:
+        model(*batch).backward()
+        taped = model.grads()
+    pulled = step.vjp(state, *batch)
+    grads = pulled[1](torch.ones_like(pulled[0]))[0]
+    out = {"grads": fz.gather(grads), "taped": fz.gather(taped), "hvp": fz.gather(fz.hvp(step, state, grads, *batch))}
+    if alone:
+        out["examples"] = fz.per_example_grads(step, state, *batch)
+    return out
+
+
+def check(make: Any, sizes: tuple[int, int], transform: Any, alone: bool, **run: Any) -> None:
+    loss, params, batches = make(None)
+    wanted = plain(loss, dict(params), batches, alone)
+    found = run_ranks(
+        functools.partial(cut, make=make, sizes=sizes, transform=transform, alone=alone), sizes[0] * sizes[1], **run
+    )
+    for rank, got in enumerate(found):
+        for name in ("grads", "taped", "hvp"):
+            want = wanted["grads" if name == "taped" else name]
+            assert_trees_close(dict(got[name]), dict(want), rtol=1e-10, atol=1e-12)
+        if alone:
+            assert_trees_close(
+                dict(got["examples"]), dict(wanted["examples"][rank // sizes[1]]), rtol=1e-10, atol=1e-12
+            )
+
+
+def transformed(step: fz.Step, mesh: Any, plan: Any, stage: int, sequence: bool, others: tuple[str, ...]) -> fz.Step:
+    step = fz.shard_tensor(step, plan, mesh=mesh, sequence=sequence)
+    step = exactness.SHARDS[stage](step, **({"mesh": mesh} if stage else {}))
+    step = fz.remat(step) if "remat" in others else step
+    return fz.offload(step, params="host") if "offload" in others else step
+
+
+def function_of(mesh: Any, layers: Any, count: int) -> Any:
+    loss, params = functions.model(layers)
+    ax = None if mesh is None else fz.parallel.axis(mesh, "tp")
+    return (lambda p, x: loss(p, x, ax)), params, functions.batches(count)
+
+
+def module_of(mesh: Any, blocks: Blocks, tied: bool, count: int) -> Any:
+    apply, params = fz.functional(zoo.made(blocks, tied))
+    return zoo.loss_of(apply), params, zoo.batches(count)
+
+
+common = {
+    "sizes": st.sampled_from(functions.MESHES),
+    "stage": st.integers(0, 3),
+    "others": st.sets(st.sampled_from(["remat", "offload"])).map(lambda names: tuple(sorted(names))),
+}
+
+
+@pytest.mark.usefixtures("hazards")
+@given(layers=functions.drawn_layers, **common)
+def test_functions(layers: Any, sizes: tuple[int, int], stage: int, others: tuple[str, ...]) -> None:
+    layers = layers if functions.plan_of(layers) else (*layers, ("mlp", 5))
+    sizes = sizes if stage else (1, sizes[1])
+    transform = functools.partial(
+        transformed, plan=functions.plan_of(layers), stage=stage, sequence=False, others=others
+    )
+    check(functools.partial(function_of, layers=layers, count=sizes[0]), sizes, transform, True)
+
+
+@pytest.mark.usefixtures("hazards")
+@given(
+    blocks=st.lists(
+        st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(1, 7), st.booleans()), min_size=1, max_size=2
+    ).map(tuple),
+    tied=st.booleans(),
+    sequence=st.booleans(),
+    **common,
+)
+def test_modules(
+    blocks: Blocks, tied: bool, sequence: bool, sizes: tuple[int, int], stage: int, others: tuple[str, ...]
+) -> None:
+    sizes = sizes if stage else (1, sizes[1])
+    plan = {**zoo.made(blocks, tied).plan([True] * len(blocks)), "embedding": "vocabulary"}
+    transform = functools.partial(transformed, plan=plan, stage=stage, sequence=sequence, others=others)
+    check(functools.partial(module_of, blocks=blocks, tied=tied, count=sizes[0]), sizes, transform, True)
+
+
+def test_on_real_processes() -> None:
+    blocks = (("Attention", 1, True), ("Fused", 3, False))
+    plan = {**zoo.made(blocks, True).plan([True] * 2), "embedding": "vocabulary"}
+    transform = functools.partial(transformed, plan=plan, stage=3, sequence=True, others=("remat",))
+    make = functools.partial(module_of, blocks=blocks, tied=True, count=2)
+    check(make, (2, 2), transform, True, backend="processes")
