@@ -87,6 +87,10 @@ class StandIn(torch.Tensor):
         """The error where a function or an operator asks for more."""
         raise NotImplementedError
 
+    def outside(self) -> torch.Tensor:
+        """What a step's function returns where it returns this."""
+        raise self.refusal("what the step's function returns")
+
     @classmethod
     def first(cls, args: object, kwargs: object) -> Self:
         """The first one among the operands of a function."""

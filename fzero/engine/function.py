@@ -11,7 +11,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.node import active
 from fzero.base.refusals import heard, refuse_outside
-from fzero.capture.handle import Handle, storage_of
+from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.engine.traversal import Traversal, autocast, read
@@ -93,6 +93,10 @@ def _stand_in(params: Sharded, key: Key) -> Placed:
     return Placed(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
+def _given_out(x: object) -> object:
+    return read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
+
+
 def call_function(
     step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object]
 ) -> Any:
@@ -122,7 +126,7 @@ def call_function(
         except RuntimeError as error:
             refuse_outside(error)
             raise
-        out = pytree.map_leaves(lambda x: read(x) if isinstance(x, Handle) else x, out)
+        out = pytree.map_leaves(_given_out, out)
         if traversal.acts:
             refuse_leaks(out)
     if [private.version(buffer) for buffer, _ in stored.values()] != versions:

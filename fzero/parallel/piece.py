@@ -29,22 +29,22 @@ class Piece(Spread):
 
     Attributes:
         axis: of the ranks.
-        dim: that is cut, counted from the end, in rank order and as equally as can be.
+        along: the dim that is cut, counted from the end, in rank order and as equally as can be.
     """
 
     axis: Axis
-    dim: int
+    along: int
 
     @classmethod
     def made(cls, local: torch.Tensor, axis: Axis, count: int, dim: int = DIM) -> Self:
         """The tensor of which this rank has a piece, with `count` elements along the dim in all."""
         shape = list(local.shape)
         shape[dim] = count
-        return cls.of(shape, local.dtype, local.device, {"local": local, "value": None, "axis": axis, "dim": dim})
+        return cls.of(shape, local.dtype, local.device, {"local": local, "value": None, "axis": axis, "along": dim})
 
     @property
     def count(self) -> int:
-        return self.shape[self.dim]
+        return self.shape[self.along]
 
     @property
     def sizes(self) -> list[int]:
@@ -52,13 +52,13 @@ class Piece(Spread):
         return pieces.balanced(self.count, self.axis.size)
 
     def joined(self, local: torch.Tensor) -> torch.Tensor:
-        return maps.gather(local, self.axis, self.dim, self.sizes)
+        return maps.gather(local, self.axis, self.along, self.sizes)
 
     def own(self) -> torch.Tensor:
         """The whole tensor as each rank's own."""
         if self.local is None:
             return maps.copy(self.whole(), self.axis)
-        return maps.gather(self.local, self.axis, self.dim, self.sizes, own=True)
+        return maps.gather(self.local, self.axis, self.along, self.sizes, own=True)
 
     @classmethod
     def known(cls, func: Function, args: Operands, kwargs: Named) -> object:
@@ -89,7 +89,7 @@ class Pieces:
 
         return call
 
-    def around(self, call: Callable[..., object], leaves: object, args: object, kwargs: object) -> object:
+    def around(self, call: Callable[..., object], leaves: object, args: Operands, kwargs: Named) -> object:
         """A unit's call."""
         args, kwargs = packed((args, kwargs))
         return self.unpacked(call(leaves, args, kwargs))
@@ -109,14 +109,14 @@ class Pieces:
 
 
 def packed(value: object) -> Any:
-    """A value whose pieces are what they consist of."""
+    """A value whose pieces are what they consist of; those in objects that are no pytrees become whole."""
 
     def pack(x: object) -> object:
         if not isinstance(x, Piece):
             return x
-        return x.whole() if x.local is None else Packed(x.local, x.count, x.dim)
+        return x.whole() if x.local is None else Packed(x.local, x.count, x.along)
 
-    return pytree.map_leaves(pack, value)
+    return wholes(pytree.map_leaves(pack, value))
 
 
 def scattered(partial: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -144,7 +144,7 @@ class _Other(Exception):
 def _first(operands: Sequence[object]) -> Piece:
     """A piece that is one still, if all that are lie alike."""
     own = [x for x in operands if isinstance(x, Piece) and x.local is not None]
-    if not own or any((x.axis, x.dim, x.count) != (own[0].axis, own[0].dim, own[0].count) for x in own):
+    if not own or any((x.axis, x.along, x.count) != (own[0].axis, own[0].along, own[0].count) for x in own):
         raise _Other
     return own[0]
 
@@ -156,10 +156,10 @@ def _here(x: object, beside: Piece) -> object:
     if not isinstance(x, torch.Tensor):
         return x
     x = _plain(x)
-    if x.ndim < -beside.dim or x.shape[beside.dim] == 1:
+    if x.ndim < -beside.along or x.shape[beside.along] == 1:
         return maps.copy(x, beside.axis)
-    if x.shape[beside.dim] == beside.count:
-        return maps.split(x, beside.axis, beside.dim, beside.sizes)
+    if x.shape[beside.along] == beside.count:
+        return maps.split(x, beside.axis, beside.along, beside.sizes)
     raise _Other
 
 
@@ -176,7 +176,7 @@ def _of(result: object, like: Piece, operands: Sequence[object] = (), dim: int |
     for x in operands:
         if isinstance(x, Piece) and x.local is result:
             return x
-    return Piece.made(result, like.axis, like.count, like.dim if dim is None else dim)
+    return Piece.made(result, like.axis, like.count, like.along if dim is None else dim)
 
 
 def _pointwise(func: Function, args: Operands, kwargs: Given) -> object:
@@ -217,7 +217,7 @@ def _normed(func: Function, args: Operands, kwargs: Given) -> object:
     names = ("input", "normalized_shape")
     given: Given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
     x = given["input"]
-    if not isinstance(x, Piece) or x.local is None or len(given["normalized_shape"]) >= -x.dim:
+    if not isinstance(x, Piece) or x.local is None or len(given["normalized_shape"]) >= -x.along:
         return NotImplemented
     return _pointwise(func, args, kwargs)
 
@@ -227,7 +227,7 @@ def _applied(func: Function, args: Operands, kwargs: Given) -> object:
     x = kwargs.get("input", args[0] if args else None)
     operands, spec = pytree.flatten((args, kwargs))
     others = [other for other in operands if isinstance(other, torch.Tensor) and other is not x]
-    if not isinstance(x, Piece) or x.local is None or x.dim == -1 or (args and args[0] is not x):
+    if not isinstance(x, Piece) or x.local is None or x.along == -1 or (args and args[0] is not x):
         return NotImplemented
     if any(isinstance(other, Spread) or other.ndim > 2 for other in others) or not others or others[0].ndim != 2:
         return NotImplemented
@@ -253,11 +253,11 @@ def _along(func: Function, args: Operands, kwargs: Given) -> object:
     ):
         return NotImplemented
     from_end = {d % x.ndim - x.ndim for d in dims}
-    if x.dim in from_end:
+    if x.along in from_end:
         return NotImplemented
     result = func(x.local, *more, **kwargs)
     kept = not isinstance(result, torch.Tensor) or result.ndim == x.ndim
-    return _of(result, x, dim=x.dim if kept else x.dim + sum(d > x.dim for d in from_end))
+    return _of(result, x, dim=x.along if kept else x.along + sum(d > x.along for d in from_end))
 
 
 def _named(names: str, *owners: object) -> list[Function]:

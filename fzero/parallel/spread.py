@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.refusals import noted
-from fzero.capture.contents import replaced, tensors_in
+from fzero.capture.containers import is_same
+from fzero.capture.contents import ATOMS, containers_of, parts_of, replaced, tensors_in
 from fzero.capture.handle import (
     OF_THE_GRAPH,
     REQUIRES_GRAD,
@@ -18,6 +19,7 @@ from fzero.capture.handle import (
     StandIn,
     name_of,
     storage_of,
+    writes,
 )
 
 # what this rank's part answers as the whole tensor would
@@ -55,6 +57,9 @@ class Spread(StandIn):
             assert self.local is not None
             self.value = self.joined(self.local)
         return self.value
+
+    def outside(self) -> torch.Tensor:
+        return self.whole()
 
     def need_level(self) -> None:
         """Refuses to be read where what is computed has no derivative."""
@@ -100,7 +105,26 @@ def whole(x: torch.Tensor) -> torch.Tensor:
 def wholes(value: object) -> object:
     """A value with whole tensors."""
     spread = [x for x in tensors_in(value, lambda _: False) if isinstance(x, Spread)]
-    return replaced(value, {id(x): x.whole() for x in spread}) if spread else value
+    if not spread:
+        return value
+    whole = {id(x): x.whole() for x in spread}
+    _fill(value, whole, set())
+    return replaced(value, whole)
+
+
+def _fill(value: object, by: Mapping[int, torch.Tensor], seen: set[int]) -> None:
+    """Exchanges tensors in what can be written to."""
+    if id(value) in seen or isinstance(value, torch.Tensor) or type(value) in ATOMS:
+        return
+    seen.add(id(value))
+    for part in parts_of(value):
+        _fill(part, by, seen)
+    for container in containers_of(value):
+        for item in container.found.values():
+            _fill(item, by, seen)
+        new = {key: replaced(item, by) for key, item in container.found.items()}
+        if not is_same(new, container.found):
+            container.write(new)
 
 
 def _plainly(func: Callable[..., object], args: Operands, kwargs: Named) -> object:
@@ -113,6 +137,10 @@ def _plainly(func: Callable[..., object], args: Operands, kwargs: Named) -> obje
     storages = {storage_of(x) for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)}
     for x, version in zip(own, before, strict=True):
         value = x.whole()
-        if private.version(private.unwrapped(value)) != version or storage_of(value) in storages:
+        if (
+            writes(func, kwargs)
+            or private.version(private.unwrapped(value)) != version
+            or storage_of(value) in storages
+        ):
             x.local = None
     return out

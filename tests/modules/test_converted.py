@@ -251,6 +251,27 @@ def test_models_of_hugging_face(name: str, sizes: tuple[int, int], stage: int, r
     check(model_of(name), batches_of(name, sizes[0]), sizes, stage, MODELS[name][1], remat, near, sequence=sequence)
 
 
+@pytest.mark.parametrize("units", [None, ["model.layers.*"], ["model"]])
+def test_what_a_model_returns_besides_is_whole(units: list[str] | None) -> None:
+    """Pieces of tokens in a model's output object, which is no pytree."""
+    model = llama(2, True).to(F64).eval()
+    apply, params = fz.functional(model)
+    tokens = torch.randint(0, 17, (2, 7))
+    want = model(tokens, output_hidden_states=True)
+
+    def rank_main(rank: int) -> None:
+        def fn(params: Any, tokens: torch.Tensor) -> Any:
+            out = apply(params, tokens, output_hidden_states=True)
+            return out.logits, tuple(out.hidden_states)
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1), units=units), "auto", sequence=True)
+        logits, hidden = step.forward(step.init(params), tokens)
+        assert all(type(x) is torch.Tensor for x in (logits, *hidden))
+        assert_trees_close((logits, hidden), (want.logits, tuple(want.hidden_states)), rtol=1e-6, atol=1e-8)
+
+    run_ranks(rank_main, 2)
+
+
 def gpt2() -> nn.Module:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(

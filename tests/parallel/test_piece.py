@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Callable
 from typing import Any
 
+import einops
+import numpy as np
+import optree
 import pytest
 import torch
 import torch.nn.functional as F
@@ -80,6 +85,8 @@ OPERATIONS: dict[str, Operation] = {
     "through a view": through_a_view,
     "of a view": of_a_view,
     "set item": set_item,
+    "split": lambda x, y, w: torch.stack([row * w for row in x]) + torch.cat([*y.unbind(1)], -1).sum(),
+    "einsum": lambda x, y, w: torch.einsum("btd,bsd->bts", x, y) @ y,
     "more dims": lambda x, y, w: (x[None] * torch.stack([y, y])).sum(0),
     "no grad": lambda x, y, w: x * y.detach().abs().max(),
 }
@@ -135,6 +142,46 @@ def test_drawn_programs(program: Any, tokens: int, ranks: int) -> None:
 def test_each_operation(name: str) -> None:
     for off in run_ranks(functools.partial(difference, program=[(name, 0, 0), (name, 2, 1)], tokens=5), 2):
         assert off < 1e-10
+
+
+def set_data(x: torch.Tensor) -> torch.Tensor:
+    out = x * 1
+    out.data = out.new_ones(2, 5, WIDTH)
+    return out + 0
+
+
+def out_of_place(x: torch.Tensor) -> torch.Tensor:
+    out = x * 1
+    torch.add(torch.ones(2, 5, WIDTH, dtype=F64), 1, out=out)
+    return out + 0
+
+
+READS: dict[str, Callable[[torch.Tensor], Any]] = {
+    "copies": lambda x: (copy.deepcopy(x), copy.copy(x) + 0, pickle.loads(pickle.dumps(x))),
+    "numpy": lambda x: (x.numpy(), np.asarray(x), torch.as_tensor(x), x.tolist(), x.sum().item(), f"{x.mean():.3f}"),
+    "data": lambda x: (x.data + 0, set_data(x), out_of_place(x), (x * 1).detach_()),
+    "sizes": lambda x: (x.size(), x.numel(), x.dim(), len(x), x.stride(0), x.element_size(), x.is_contiguous()),
+    "einops": lambda x: einops.rearrange(x, "b t (h d) -> b h t d", h=3),
+    "parts": lambda x: ([*x], x.chunk(2, -1), x.unbind(1), x[:, -1], x[x > 0], x.reshape(-1, 3), x.mT),
+    "joined": lambda x: (torch.cat([x, x], 1), torch.stack([x, x]), torch.bmm(x, x.mT), x.roll(1, 1)),
+    "made": lambda x: (x.new_zeros(3), torch.zeros_like(x), x.new_tensor([1.0]), torch.ones_like(x)),
+    "over dims": lambda x: (x.max(1), x.topk(2, -1), x.sort(-1), x.norm(dim=-1), x.std(-1), x.cumprod(1), x.argmax(1)),
+    "attention": lambda x: F.scaled_dot_product_attention(x, x, x),
+    "operators": lambda x: (2 / x, 2 ** (x / 10), x // 1, x % 2, -x, x.cpu(), (x * 3).to(torch.int64), 0.0 in x * 0),
+    "of the object": lambda x: (isinstance(x, torch.Tensor), x.requires_grad, len({x}), x.dtype, x.device, x.is_leaf),
+}
+
+
+@pytest.mark.parametrize("name", sorted(READS))
+def test_whoever_reads_it_finds_it_whole(name: str) -> None:
+    x = inputs_of(5, 0)[0]
+    found = run_ranks(lambda rank: wholes(READS[name](piece.cut(x, fz.parallel.axis(None, "tp")))), 2)
+    wanted = optree.tree_leaves(READS[name](x))
+    for rank in found:
+        got = optree.tree_leaves(rank)
+        assert len(got) == len(wanted)
+        for a, b in zip(got, wanted, strict=True):
+            assert np.array_equal(a, b) if isinstance(b, (torch.Tensor, np.ndarray)) else a == b
 
 
 ALONE = ("add", "gate", "weight", "from the left", "relu", "layer norm", "rms", "softmax", "linear", "where", "dtype")
