@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 import types
 import weakref
 from collections.abc import Callable
@@ -12,6 +13,7 @@ from torch import nn
 
 from fzero.base import private
 
+_left_out: list[tuple[types.ModuleType, str]] = []
 _compiled: weakref.WeakKeyDictionary[object, Callable[..., object]] = weakref.WeakKeyDictionary()
 
 
@@ -45,7 +47,15 @@ def _with_own_code(fn: Callable[..., object]) -> Callable[..., object]:
     return new if function is fn else types.MethodType(new, fn.__self__)  # type: ignore[attr-defined]
 
 
+def leave_out(module: str, name: str) -> None:
+    """Has a module's function run as it is where compiled code calls it."""
+    _left_out.append((sys.modules[module], name))
+
+
 def _code_of(fn: Callable[..., object]) -> Callable[..., object]:
+    while _left_out:  # only now the compiler is imported
+        module, name = _left_out.pop()
+        setattr(module, name, torch.compiler.disable(getattr(module, name)))
     function = getattr(fn, "__func__", fn)  # a bound method is another object at every look
     try:
         code = _compiled.get(function)

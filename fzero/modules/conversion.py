@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,7 @@ from fzero.base.context import during, variable
 from fzero.capture.handle import Handle
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
@@ -129,17 +130,12 @@ class Converted:
 
     def install(self) -> None:
         """Puts the conversion into the module."""
-        run, then = self.run, self.then
-        if run == self.forward and then is None:
+        if self.run == self.forward and self.then is None:
             return
 
         @functools.wraps(self.forward)
         def forward(*args: object, **kwargs: object) -> object:
-            with contextlib.nullcontext() if run == self._copied else unseen():
-                out = run(*args, **kwargs)
-                out = out if then is None else then(out)  # type: ignore[arg-type]
-            cut = self.gives_slices and isinstance(out, torch.Tensor)
-            return varies(out) if cut else out  # type: ignore[arg-type]
+            return _run(self, args, kwargs)
 
         self.module.forward = forward
 
@@ -316,6 +312,17 @@ class Converted:
         out = x.own() if isinstance(x, Piece) else maps.copy(_value(x), self.axis)
         last[:] = [(x, version, out)]
         return out
+
+
+def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    with contextlib.nullcontext() if own.run == own._copied else unseen():
+        out = own.run(*args, **kwargs)
+        out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
+    cut = own.gives_slices and isinstance(out, torch.Tensor)
+    return varies(out) if cut else out  # type: ignore[arg-type]
+
+
+leave_out(__name__, "_run")
 
 
 def _value(leaf: object) -> torch.Tensor:

@@ -21,6 +21,7 @@ from fzero.base.arguments import need_int, wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
+from fzero.engine.compiled import leave_out
 from fzero.parallel import drawing
 from fzero.parallel.axis import is_averaged, need_axis, need_dim
 from fzero.parallel.types import running
@@ -197,6 +198,9 @@ def _map(name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map) -> torch.T
     with drawing.unseen():
         out = linear(there, back, x) if pytree.is_real(x) else there(x)
     return drawing.mapped(name, ax, x, out)
+
+
+leave_out(__name__, "_map")
 
 
 # ---- what is sent, on plain tensors, whose further dims at the end are mapped over

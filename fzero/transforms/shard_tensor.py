@@ -34,7 +34,8 @@ def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str 
             and the next column, with norms, dropout, residuals and layers that are whole (Korthikanti et al. 2022,
             arXiv 2205.05198): activations there, and what is computed with them, fall to one part by rank. Tokens are
             the dim before the last. Code that needs other tokens finds whole tensors. It says nothing of functions
-            without modules, nor of the state: steps with and without it go on with one another's.
+            without modules, nor of the state: steps with and without it go on with one another's. `fz.compile` leaves
+            units of such modules as they are.
 
     Raises:
         ValueError: the mesh has no such axis, or the axis is one that the step's state is sharded over; a leaf is cut

@@ -156,6 +156,27 @@ def test_a_unit_around_apply(units: list[str] | None, stage: int, sequence: bool
         assert_trees_close((dict(grads["model"]), out), (want[0]["model"], want[1]), rtol=1e-10, atol=1e-14)
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
+@pytest.mark.parametrize("sequence", [False, True])
+def test_compiled(sequence: bool) -> None:
+    """What ranks exchange is left out of compiled code."""
+    model = zoo.made((("Mlp", 5, True), ("Attention", 1, True)), True)
+    apply, params = fz.functional(model)
+    loss, batch = zoo.loss_of(apply), zoo.batches(1)[0]
+    want = torch.func.grad(loss)(dict(params), *batch)
+    plan = {**model.plan([True] * 2), "embedding": "vocabulary"}
+
+    def rank_main(rank: int) -> Any:
+        mesh = meshed((1, 2))
+        step = fz.compile(fz.train_step(loss, fz.sgd(0.1), units=["blocks.*"]))
+        step = fz.shard_zero3(fz.shard_tensor(step, plan, mesh=mesh, sequence=sequence), mesh=mesh)
+        out, pullback = step.vjp(step.init(params), *batch)
+        return fz.gather(pullback(torch.ones_like(out))[0])
+
+    for grads in run_ranks(rank_main, 2, timeout=200):
+        assert_trees_close(dict(grads), want, rtol=1e-10, atol=1e-14)
+
+
 # ---- models of Hugging Face, by their own plans
 
 
