@@ -193,13 +193,6 @@ def _pointwise(func: Function, args: Operands, kwargs: Given) -> object:
     return _of(func(*args, **kwargs), first, operands)
 
 
-def _activation(func: Function, args: Operands, kwargs: Given) -> object:
-    """Of one tensor, in place where the last argument says so."""
-    if any(x is True for x in args[1:]):
-        return NotImplemented
-    return _pointwise(func, args, kwargs)
-
-
 def _dropped(func: Function, args: Operands, kwargs: Given) -> object:
     """Each rank draws for its own piece."""
     names = ("input", "p", "training", "inplace")
@@ -284,7 +277,7 @@ _RULES: dict[object, Rule] = {
             "softsign tanhshrink tanh sigmoid",
             F,
         ),
-        _activation,
+        _pointwise,
     ),
     **dict.fromkeys(_named("dropout alpha_dropout", F), _dropped),
     **dict.fromkeys(_named("layer_norm rms_norm", F, torch), _normed),

@@ -137,10 +137,7 @@ def _plainly(func: Callable[..., object], args: Operands, kwargs: Named) -> obje
     storages = {storage_of(x) for x in pytree.flatten(out)[0] if isinstance(x, torch.Tensor)}
     for x, version in zip(own, before, strict=True):
         value = x.whole()
-        if (
-            writes(func, kwargs)
-            or private.version(private.unwrapped(value)) != version
-            or storage_of(value) in storages
-        ):
+        written = writes(func, kwargs) or private.version(private.unwrapped(value)) != version
+        if written or storage_of(value) in storages:
             x.local = None
     return out

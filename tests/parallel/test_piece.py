@@ -52,6 +52,23 @@ def of_a_view(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor
     return out + seen.sum()
 
 
+def seen_before(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """What was read whole is written to by functions of one token."""
+    out, other = x * 1, y * 1
+    seen = out.flip(1) + other.flip(1)
+    F.relu(out, True)
+    F.silu(other, inplace=True)
+    return seen + out.flip(1) * other.flip(1) + out + other
+
+
+def the_same(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+    """Functions that return what they are given."""
+    out = x * 1
+    same = out.to(out.dtype)
+    same += y
+    return out * w
+
+
 def set_item(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     out = x + 0
     out[:, 0] = y[:, -1]
@@ -85,6 +102,8 @@ OPERATIONS: dict[str, Operation] = {
     "through a view": through_a_view,
     "of a view": of_a_view,
     "set item": set_item,
+    "seen before": seen_before,
+    "the same": the_same,
     "split": lambda x, y, w: torch.stack([row * w for row in x]) + torch.cat([*y.unbind(1)], -1).sum(),
     "einsum": lambda x, y, w: torch.einsum("btd,bsd->bts", x, y) @ y,
     "more dims": lambda x, y, w: (x[None] * torch.stack([y, y])).sum(0),
