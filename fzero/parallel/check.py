@@ -18,6 +18,7 @@ from fzero.comm.divergence import recorded_collectives
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
 from fzero.parallel.forms import CONSTANT
+from fzero.parallel.planned import Planned
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -32,6 +33,7 @@ from fzero.parallel.types import (
     tensors_in,
     type_of,
 )
+from fzero.table.spec import Spec
 
 
 class Report(NamedTuple):
@@ -64,7 +66,7 @@ class Report(NamedTuple):
 
 
 def check(
-    fn: Callable[..., object],
+    fn: Callable[..., object] | Spec,
     *inputs: object,
     varying: Patterns | None = None,
     outputs: Patterns | None = None,
@@ -80,6 +82,10 @@ def check(
     a conversion missing, or with one too many, has other values or gradients than one process; it is refused here. Its
     pullback runs too, and the cotangent of an input must have the type of that input.
 
+    Of a step the function is checked as it runs there, on one microbatch: leaves that `fz.shard_tensor` cuts are this
+    rank's slices, which vary on its axis, the others and the batch are invariant, and modules of `fz.functional` have
+    the conversions that the plan gives them. No state is made. Other transforms change nothing of it, in any order.
+
     Where it can be told, a varying value is more: replicated (a copy), a piece along a dim, or partial, a summand on
     each rank (a matmul over a dim that is cut). To sum what is replicated, or to add a bias or a piece to what is
     partial, is refused too. Say the dims of inputs, `varying={"down": {"tp": 0}}`, for it to be known.
@@ -90,16 +96,18 @@ def check(
     tell each other are taken to be those that a map has cut before, or else the same on all ranks.
 
     Args:
-        fn: such as the function of a step; it calls the maps over axes of a mesh, real or of `fz.testing.fake_mesh`.
-        inputs: pytrees of tensors (real, fake or meta ones) as this rank has them; only shapes are read.
+        fn: a step, on a mesh of torch's or of `fz.testing.fake_mesh`; or a function such as that of a step, which calls
+            the maps over axes of a mesh.
+        inputs: pytrees of tensors (real, fake or meta ones) as this rank has them; only shapes are read. Of a step its
+            params, whole as for `init` (callables, too), and a batch.
         varying: pattern (fnmatch over dotted paths, which begin with the name of the argument: "params.w1") -> the
             axes on which these inputs vary: weights that are cut, this rank's tokens; or a dict of the axes to the
             dims that are cut over them. All others are invariant.
         outputs: the same for outputs; by default all are invariant, as a loss is.
         constants: a pattern of floating inputs that nothing is differentiated by, such as masks; integers are so
-            anyway.
+            anyway, and leaves that are frozen.
         averaged: axes that the step takes means over (`shard_zero3(step, axis=...)`): there all values are varying,
-            and nothing is checked.
+            and nothing is checked. A step says its own.
         values: runs on the inputs' values, for a function that reads some (`x.item()`, a mask as an index). What other
             ranks send is made up: as if all of them had what this one has.
 
@@ -108,8 +116,9 @@ def check(
 
     Raises:
         AxisTypeError: a conversion is missing or too much; a ValueError that names the line.
-        ValueError: a pattern matches nothing.
+        ValueError: a pattern matches nothing; params that `init` refuses.
         TypeError: the function reads values, and there are none.
+        RuntimeError: a step goes over ranks, and there is no process group.
 
     Example:
         >>> def mlp(x, up, down, ax):
@@ -121,20 +130,35 @@ def check(
         ...     report = fz.parallel.check(mlp, *inputs, varying={"up|down": "tp"})
         >>> [each.name for each in report.conversions], report.outputs
         (['copy', 'sum', 'sum', 'copy'], {'': ()})
+
+        >>> apply, params = fz.functional(torch.nn.Linear(16, 8))
+        >>> with fz.testing.fake_mesh({"dp": 64, "tp": 4}) as mesh:
+        ...     step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        ...     step = fz.shard_zero3(fz.shard_tensor(step, {"weight": "row"}, mesh=mesh), mesh=mesh)
+        ...     report = fz.parallel.check(step, params, torch.empty(2, 16))
+        >>> [each.name for each in report.conversions], report.sent("tp")
+        (['split', 'sum', 'sum', 'split'], 288)
     """
     if not callable(fn):
-        raise wrong(WHO, "fn", fn, "a function")
+        raise wrong(WHO, "fn", fn, "a function, or a step of fz.train_step")
     need_str(constants, WHO, "constants", PATTERN)
     need_bool(values, WHO, "values")
-    run = DryRun(frozenset(axes_in(averaged)), check.__code__)
-    leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values)
+    planned, ignored = None, axes_in(averaged)
+    if isinstance(fn, Spec):
+        if not inputs:
+            raise wrong(WHO, "a step and inputs", inputs, "the step, its params and a batch")
+        planned = Planned(fn, inputs[0])
+        fn, inputs, ignored = fn.fn, (inputs[0], *planned.inputs(inputs[1:])), (*ignored, *planned.unchecked)
+    run = DryRun(frozenset(ignored), check.__code__)
+    leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
     watch = Watch(run.where, run.ignored)
     with torch.enable_grad(), _modes(values), watch, during(running, run), recorded_collectives() as unseen:
         given = leaves.make()
         try:
-            out = fn(*given)
+            with planned.running(given[0]) if planned is not None else contextlib.nullcontext():
+                out = fn(*given)
             found = _outputs(out, patterns_of(outputs, "outputs"), run.ignored)
-            _pull_back(out, leaves, run)
+            _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
             if type(error).__name__ in _READS:
                 raise TypeError(_reads(place_of(error))) from error

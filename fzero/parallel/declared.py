@@ -13,6 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import PATTERN, matches, unmatched
 from fzero.parallel.axis import need_dim
+from fzero.parallel.planned import Planned
 from fzero.parallel.types import WHO, Type, set_forms, set_type
 
 Patterns = Mapping[str, str | Sequence[str] | Mapping[str, int]]
@@ -21,27 +22,34 @@ Dims = dict[str, int | None]  # axis -> the dim that is cut over it, where that 
 
 @dataclass(eq=False)
 class Inputs:
-    """The inputs of a dry run: their paths, and the types that they are said to have."""
+    """The inputs of a dry run: their paths, and the types that they are said to have.
+
+    Attributes:
+        planned: says it of the first input, where a step does.
+        tracked: path -> what gradients are taken by.
+    """
 
     fn: Callable[..., object]
     inputs: Sequence[object]
     varying: dict[str, Dims]
     constants: str
     values: bool
-    tracked: dict[str, torch.Tensor] = field(default_factory=dict)  # path -> what gradients are taken by
+    planned: Planned | None = None
+    tracked: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def make(self) -> list[Any]:
         """The arguments of the function: new tensors, with types."""
         paths, leaves, spec = pytree.named_leaves(dict(enumerate(self.inputs)))
         paths = [_named(path, self._names()) for path in paths]
-        places = [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+        count = len(self.planned.given) if self.planned is not None else 0
+        places = [path for i, path in enumerate(paths) if i < count or isinstance(leaves[i], torch.Tensor)]
         for argument, pattern in [("varying", "|".join(self.varying)), ("constants", self.constants)]:
             if pattern and (unknown := unmatched(pattern, places)):
                 raise ValueError(
                     f"{WHO}: got {argument} with {unknown[0]!r}, which matches no tensor of the inputs; there are "
                     f"{', '.join(map(repr, places)) or 'none'}."
                 )
-        out = [self._made(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
+        out = [self._of_plan(path, i) if i < count else self._made(path, leaves[i]) for i, path in enumerate(paths)]
         return [*pytree.unflatten(spec, out).values()]
 
     def _names(self) -> list[str]:
@@ -56,12 +64,31 @@ class Inputs:
     def _made(self, path: str, leaf: object) -> object:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        dims = dims_of(path, leaf, self.varying, "varying")
-        if self.values and (leaf.is_meta or private.is_fake(leaf)):
+        made = self._valued(path, leaf.detach()).clone() if self.values else _like(leaf)
+        return self._typed(path, made, dims_of(path, leaf, self.varying, "varying"), False)
+
+    def _of_plan(self, path: str, index: int) -> torch.Tensor:
+        """This rank's slice of a leaf."""
+        assert self.planned is not None
+        given, over = self.planned.given[index], self.planned.over
+        if self.values:
+            made = self._valued(path, self.planned.own(index)).clone()
+        else:
+            made = torch.empty(given.shape, dtype=given.dtype, device=self.planned.device(index))
+        dims = dims_of(path, made, self.varying, "varying")
+        if given.slices is not None and over is not None and over.size > 1:
+            dims = {**dims, over.name: given.slices.dim}
+        return self._typed(path, made, dims, given.fixed)
+
+    def _valued(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_meta or private.is_fake(leaf):
             raise wrong(WHO, f"values=True and {path}", leaf, "a tensor with values, which a meta or fake one has not")
-        made = leaf.detach().clone() if self.values else _like(leaf)
+        return leaf
+
+    def _typed(self, path: str, made: torch.Tensor, dims: Dims, fixed: bool) -> torch.Tensor:
         own = Type(frozenset(dims), False, repr(path))
-        if pytree.is_real(made) and not (self.constants and matches(self.constants, path)):
+        fixed = fixed or bool(self.constants and matches(self.constants, path))
+        if pytree.is_real(made) and not fixed:
             self.tracked[path] = set_type(made, own).requires_grad_()
             made = made.clone()  # which may be written to
         return set_forms(set_type(made, replace(own)), dims)

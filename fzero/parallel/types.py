@@ -91,6 +91,10 @@ class Running(Protocol):
         """The sizes of a dim on all ranks, which nobody tells, of this rank's."""
         ...
 
+    def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
+        """Tells whether all ranks have the same value."""
+        ...
+
 
 running: contextvars.ContextVar[Running | None] = variable("dry_run", None)
 
