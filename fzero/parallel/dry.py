@@ -73,6 +73,7 @@ class DryRun:
     def __init__(self, ignored: Axes, until: CodeType) -> None:
         self.ignored, self.pulls_back, self._until = ignored, False, until
         self.conversions: list[Conversion] = []
+        self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
         self._sizes: dict[tuple[str, int], list[int]] = {}
         self._told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
 
@@ -82,6 +83,8 @@ class DryRun:
     def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
         """A map and its transpose that check types and send nothing."""
         takes, gives = KINDS[name]
+        if self.checked(ax) == {ax.name}:
+            self.axes[ax.name] = ax.size
         told, self._told = self._told, []
         call = functools.partial(_Call, self, name, ax, self.where())
         return call(_Part(there), takes, gives, False, told), call(_Part(back), gives, takes, True, [])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,11 +17,11 @@ from fzero.engine.run import split_result
 from fzero.engine.traversal import Traversal, autocast
 from fzero.parallel.types import WHO
 from fzero.state.init import leaf_specs
-from fzero.state.whole import slice_of
+from fzero.state.whole import cut
 from fzero.table.layout import Layout
 from fzero.table.module_params import frozen_leaves, hints_of
 from fzero.table.policy import Policy
-from fzero.table.slices import Slices
+from fzero.table.slices import Hint, Slices
 from fzero.table.spec import Spec
 
 _OF_FUNCTIONS = ("tensor axis", "tensor", "frozen")  # the rules that change what a function is given
@@ -52,25 +53,42 @@ class Planned:
     def __init__(self, step: Spec, params: object) -> None:
         need_ranks(step)
         self.step = step
-        specs, self._leaves, self.structure = leaf_specs(params)
-        known = frozen_leaves(self.structure), hints_of(self.structure)
-        rows = step.rows(specs, *known)  # which refuses what `init` does
-        plain = dataclasses.replace(
-            step, policy=Policy(), rules=tuple([rule for rule in step.rules if rule.column in _OF_FUNCTIONS])
-        )
-        self.axis = step.axis()
-        self.layout = Layout.build(plain.rows(specs, *known), 1, self.axis.place_on_tensor)
-        self._table = plain.table(self.layout)
-        shapes = {slot.leaf: slot.shape for group in self.layout.groups.values() for slot in group.slots}
+        self._specs, leaves, self._structure = leaf_specs(params)
+        self._leaves: list[Any] = leaves
+        self._axis = step.axis()
+        self._rows = step.rows(self._specs, *self._known)  # which refuses what `init` does
+        self._place(*self._axis.place_on_tensor)
+
+    @property
+    def _known(self) -> tuple[frozenset[int], dict[int, Hint]]:
+        return frozen_leaves(self._structure), hints_of(self._structure)
+
+    def on(self, rank: int, ranks: int) -> Planned:
+        """The same on another rank, of others."""
+        out = copy.copy(self)
+        out._place(rank, ranks)
+        return out
+
+    def _place(self, rank: int, ranks: int) -> None:
+        """Cuts the leaves; of all other rules none changes what the function is given."""
+        rules = tuple([rule for rule in self.step.rules if rule.column in _OF_FUNCTIONS])
+        plain = dataclasses.replace(self.step, policy=Policy(), rules=rules)
+        self._layout = Layout.build(plain.rows(self._specs, *self._known), 1, (rank, ranks))
+        self._table = plain.table(self._layout)
+        shapes = {slot.leaf: slot.shape for group in self._layout.groups.values() for slot in group.slots}
         self.given = [
             Given(row.slices, shapes[index], row.policy.compute or row.dtype, row.frozen)
-            for index, row in enumerate(rows)
+            for index, row in enumerate(self._rows)
         ]
-        self._autocast = next((row.autocast for row in rows if row.autocast is not None), None)
 
     @property
     def over(self) -> Axis | None:
-        return self.axis.tensor
+        return self._axis.tensor
+
+    @property
+    def cast(self) -> torch.dtype | None:
+        """The dtype of torch.autocast; that of some units holds for all."""
+        return next((row.autocast for row in self._rows if row.autocast is not None), None)
 
     @property
     def unchecked(self) -> tuple[str, ...]:
@@ -83,12 +101,16 @@ class Planned:
         """The function's inputs of one microbatch."""
         return self.step.microbatches.split(batch)[0]
 
+    def whole(self, index: int) -> torch.Tensor:
+        """A leaf as the function computes with it, but for the plan."""
+        if not isinstance(self._leaves[index], torch.Tensor):
+            self._leaves[index] = self._leaves[index]()  # once, as it may draw random numbers
+        return self._leaves[index].detach().to(self.given[index].dtype)
+
     def own(self, index: int) -> torch.Tensor:
-        """The values of this rank's slice of a leaf."""
-        leaf, row = self._leaves[index], self.layout.rows[index]
-        full = leaf if isinstance(leaf, torch.Tensor) else leaf()  # type: ignore[operator]
-        assert isinstance(full, torch.Tensor)
-        return slice_of(row, self.axis, full.detach()).to(self.given[index].dtype)
+        """This rank's slice of a leaf."""
+        slices = self.given[index].slices
+        return self.whole(index) if slices is None else cut(slices, *self._layout.tensor, 0, self.whole(index))
 
     def device(self, index: int) -> torch.device:
         """The device that a leaf lies on."""
@@ -100,9 +122,9 @@ class Planned:
         """Inside, the step's function runs on these params, which modules know as the leaves of the step."""
         leaves = pytree.flatten(params)[0]
         device = leaves[0].device.type
-        traversal = Traversal(self.layout, self._table, {}, (0,), device, self.axis)
+        traversal = Traversal(self._layout, self._table, {}, (0,), device, self._axis)
         traversal.origins = {id(leaf): index for index, leaf in enumerate(leaves)}
-        with autocast(device, self._autocast), traversal.running():
+        with autocast(device, self.cast), traversal.running():
             yield
 
     def outputs(self, result: object) -> object:

@@ -130,17 +130,21 @@ class Watch(dispatch.TorchDispatchMode):
     Args:
         where: the place that runs.
         ignored: axes on which nothing is checked.
+
+    Attributes:
+        draws: an operator has drawn random numbers.
     """
 
     def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
         super().__init__()
-        self._where, self._ignored = where, ignored
+        self._where, self._ignored, self.draws = where, ignored, False
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         name = str(func)
         if name.startswith("prim."):
             return func(*args, **kwargs)
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         operands = tensors_in((args, kwargs))
         joined, error = (Type(frozenset(), True, ""), None) if _makes(name) else self._joined(name, operands)
         try:

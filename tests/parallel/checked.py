@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 from unittest import mock
@@ -20,13 +21,28 @@ Tree = dict[str, Any]
 CHANGING = ("copy", "sum", "gather", "split")  # a type into another one
 
 
+class Counted(threading.local):
+    """The names and lines of the calls that a thread has made."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.lines: list[int] = []
+
+
 class Maps:
     """The maps of fz.parallel, counted; one may be left out, in favour of something local of the same shape."""
 
     def __init__(self, left_out: int | None = None, twice: int | None = None) -> None:
         self.left_out, self.twice = left_out, twice
-        self.names: list[str] = []
-        self.lines: list[int] = []
+        self.calls = Counted()
+
+    @property
+    def names(self) -> list[str]:
+        return self.calls.names
+
+    @property
+    def lines(self) -> list[int]:
+        return self.calls.lines
 
     def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
         number, call = len(self.names), getattr(fz.parallel, name)
@@ -62,12 +78,12 @@ LOCAL: dict[str, Callable[..., torch.Tensor]] = {
 @contextlib.contextmanager
 def changed(left_out: int | None = None, twice: int | None = None) -> Iterator[list[str]]:
     """Inside, one of the calls of maps that the library makes is left out or made twice; yields their names."""
-    names: list[str] = []
+    calls = Counted()
 
     def instead(name: str, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def call(x: torch.Tensor, ax: Axis, *rest: Any) -> torch.Tensor:
-            number = len(names)
-            names.append(name)
+            number = len(calls.names)
+            calls.names.append(name)
             if number == left_out:
                 return LOCAL[name](x, ax, *rest)
             return own(own(x, ax, *rest), ax, *rest[:1]) if number == twice else own(x, ax, *rest)
@@ -77,7 +93,7 @@ def changed(left_out: int | None = None, twice: int | None = None) -> Iterator[l
     with contextlib.ExitStack() as stack:
         for name in LOCAL:
             stack.enter_context(mock.patch.object(maps, name, instead(name, getattr(maps, name))))
-        yield names
+        yield calls.names
 
 
 def mlp(m: Maps, tp: Axis, p: Tree, x: torch.Tensor) -> torch.Tensor:

@@ -37,6 +37,7 @@ TRANSFORMS: dict[str, Callable[[fz.Step, Mesh], fz.Step]] = {
     "donate": lambda step, _: fz.donate(step),
     "accumulate": lambda step, _: fz.accumulate(step, 2),
     "fuse": lambda step, _: fz.fuse_update(step),
+    "autocast": lambda step, _: fz.autocast(step, torch.bfloat16),
     "compile": lambda step, _: fz.compile(step, "blocks.*"),
     "freeze": lambda step, _: fz.freeze(step, "blocks.0.*"),
 }
@@ -66,6 +67,7 @@ drawn = {
     "after": st.integers(0, 4),
     "number": st.integers(0, 40),
     "twice": st.booleans(),
+    "values": st.booleans(),
 }
 
 
@@ -82,6 +84,7 @@ def test_drawn_models(
     after: int,
     number: int,
     twice: bool,
+    values: bool,
 ) -> None:
     """Right as they are, whatever rank looks and whatever else is asked of the step; with one change they are not."""
     model = zoo.made(blocks, tied)
@@ -89,10 +92,11 @@ def test_drawn_models(
     apply, params = fz.functional(model)
     with fz.testing.fake_mesh({"dp": 2, "tp": size}, place % size + size) as mesh:
         step = step_of(zoo.loss_of(apply), plan, mesh, names, min(after, len(names)))
-        call = functools.partial(fz.parallel.check, step, params, *zoo.batches(1)[0])
+        call = functools.partial(fz.parallel.check, step, params, *zoo.batches(1)[0], values=values)
         with changed() as calls:
             report = call()
         assert report.outputs == {"": ()}
+        assert report.played == ({"tp": size} if values and size > 1 else {})
         if size == 1:
             return
         assert {*calls} <= {*CHANGING}
@@ -163,7 +167,8 @@ def loss_of(apply: Any, params: Any, x: torch.Tensor, targets: torch.Tensor) -> 
 
 
 @pytest.mark.parametrize(
-    ("make", "size", "values"), [(llama, 2, False), (llama, 3, False), (vit, 2, False), (mixtral, 3, True)]
+    ("make", "size", "values"),
+    [(llama, 2, True), (llama, 3, False), (vit, 2, False), (vit, 3, True), (mixtral, 3, True)],
 )
 def test_models_of_hugging_face(make: Callable[[], nn.Module], size: int, values: bool) -> None:
     """Each conversion is left out in turn, and each made twice."""
