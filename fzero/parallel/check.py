@@ -91,14 +91,14 @@ def check(
     the conversions that the plan gives them. No state is made. Other transforms change nothing of it, in any order.
 
     Where it can be told, a varying value is more: replicated (a copy), a piece along a dim, or partial, a summand on
-    each rank (a matmul over a dim that is cut). To sum what is replicated, or to add a bias or a piece to what is
-    partial, is refused too. Say the dims of inputs, `varying={"down": {"tp": 0}}`, for it to be known.
+    each rank (a matmul over a dim that is cut). To sum what is replicated, to add a bias or a piece to what is partial,
+    or to take a function of that which is not linear, is refused too. Say the dims of inputs,
+    `varying={"down": {"tp": 0}}`, for it to be known; a plan says those of leaves.
 
-    Where ranks differ in what is no tensor, no type tells: `x * ax.rank` counts as `x` does. Whose piece comes (another
-    one than the rank's own in place of `ring_shift`, `all_to_all` or `reduce_scatter`) is a matter of values, too. With
-    `values=True` those are looked at. Random numbers are those of one stream, which is the same on all ranks: what is
-    dropped out of a value has its type. Sizes that ranks tell each other are taken to be those that a map has cut
-    before, or else the same on all ranks.
+    Where ranks differ in what is no tensor, no type tells: `x * ax.rank` counts as `x` does. Whose piece comes (a local
+    one in place of `ring_shift` or `all_to_all`) is a matter of values, too. With `values=True` those are looked at.
+    Random numbers are those of one stream, which is the same on all ranks: what is dropped out of a value has its type.
+    Sizes that ranks tell each other are taken to be those that a map has cut before, or else the same on all ranks.
 
     Args:
         fn: a step, on a mesh of torch's or of `fz.testing.fake_mesh`; or a function such as that of a step, which calls

@@ -234,6 +234,8 @@ class _Call:
                 forms[axis] = moved[0]
             elif self.name == "all_to_all" and form_of(x, axis) == moved[1]:
                 forms[axis] = moved[0]
+            elif self.name == "ring_shift" and form_of(x, axis) != REPLICATED:
+                forms[axis] = form_of(x, axis)
         return forms
 
     def _refusal(self, axis: str, own: Type, found: str) -> str:

@@ -192,6 +192,23 @@ def test_what_is_accepted_is_one_process(
     assert is_one_process(lambda ax, *given: on_rank(steps, scaled, Maps(left_out=left_out), ax, *given), size, inputs)
 
 
+@settings(max_examples=60)
+@given(steps=programs(), size=st.sampled_from([2, 4]), rank=st.integers(0, 3), number=st.integers(0, 20))
+def test_types_alone_tell_all_maps_but_those_of_pieces(steps: list[str], size: int, rank: int, number: int) -> None:
+    """Where the dims of inputs are said."""
+    with fz.testing.fake_mesh({"tp": size}, rank % size) as mesh:
+        ax = fz.parallel.axis(mesh, "tp")
+        pieces = torch.empty(SIDE, SIDE), torch.empty(SIDE // size, SIDE), torch.empty(SIDE, SIDE)
+        call = lambda m: fz.parallel.check(
+            functools.partial(on_rank, steps, None, m, ax), *pieces, varying={"y": {"tp": 0}}
+        )
+        m = Maps()
+        assert call(m).outputs == {"": ()}
+        if m.names[number := number % len(m.names)] not in ("all_to_all", "ring_shift"):
+            with pytest.raises(AxisTypeError):
+                call(Maps(left_out=number))
+
+
 # ---- what is played, and what is not
 
 ONE = torch.ones(4)
