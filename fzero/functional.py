@@ -16,6 +16,7 @@ from fzero.base.arguments import wrong
 from fzero.base.context import during, variable
 from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
+from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.handle import Function, Handle, reading
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
@@ -156,7 +157,8 @@ class _Apply:
         copies: dict[Cuts | None, _Copy] = vars(self._threads).setdefault("copies", {})
         own = copies.pop(cuts, None)
         if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
-            own = _Copy(self._pristine, cuts)
+            with without_dispatch_modes():  # others run on it later
+                own = _Copy(self._pristine, cuts)
         copies[cuts] = own  # the last one
         for other in list(copies)[:-COPIES]:
             if not copies[other].untouched.depth:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -48,3 +50,12 @@ def _state() -> tuple[Any, ...]:
 def _autocast_nesting() -> int:
     torch.autocast_increment_nesting()
     return int(torch.autocast_decrement_nesting())
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """Inside, no mode looks at operators: what is made is a tensor with values."""
+    if not private.dispatch_modes():
+        return contextlib.nullcontext()
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    return _disable_current_modes()

@@ -16,6 +16,7 @@ from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained, need_alike
 from fzero.comm.known import GroupName, group_of, name_of_group, need_here
+from fzero.comm.playing import playing
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -36,10 +37,10 @@ class Axis:
 
     def __init__(self, group: Group | None = None, replicas: Group | None = None, name: str = "") -> None:
         self.group, self.name = group, name
-        self.size, self.rank = backend.size_of(group), backend.rank_in(group)
+        self._size, self._rank = backend.size_of(group), backend.rank_in(group)
         copies = backend.size_of(replicas)
         self.replicas: tuple[Group, ...] = (replicas,) if replicas is not None and copies > 1 else ()
-        self.ranks, self.data_rank = self.size * copies, backend.rank_in(replicas) * self.size + self.rank
+        self.ranks, self.data_rank = self._size * copies, backend.rank_in(replicas) * self._size + self._rank
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
         self.members, self.others = backend.members(group), backend.members(replicas)
         self.component, self.identity = "", ""
@@ -48,6 +49,16 @@ class Axis:
         self._run, self._counts = "", dict[str, int]()
         # function -> what its last run showed: the units that it called, which the next will probably call too
         self.records: weakref.WeakKeyDictionary[object, Any] = weakref.WeakKeyDictionary()
+
+    @property
+    def size(self) -> int:
+        player = playing.get()
+        return self._size if player is None else player.size(self.name)
+
+    @property
+    def rank(self) -> int:
+        player = playing.get()
+        return self._rank if player is None else player.rank(self.name)
 
     @staticmethod
     def of(mesh: Mesh | None, axis: str | Sequence[str], replicate: str | Sequence[str] | None, who: str) -> Axis:
@@ -101,7 +112,7 @@ class Axis:
     @cached_property
     def uncut(self) -> Axis:
         """This axis for what every rank holds whole: nothing is gathered, and a mean is one over the same ranks."""
-        return self._with(group=None, size=1, rank=0, replicas=self._groups)
+        return self._with(group=None, _size=1, _rank=0, replicas=self._groups)
 
     def of_next_run(self, step: int) -> Axis:
         """This axis for one run of the component's function, which every rank must start in the same order.
@@ -116,12 +127,17 @@ class Axis:
     @property
     def fake(self) -> bool:
         """True where one rank stands for all, and nothing is sent."""
-        return backend.is_fake(self.group)
+        return playing.get() is None and backend.is_fake(self.group)
 
     @property
     def device(self) -> torch.device:
         """The device whose tensors are sent."""
-        return backend.device_of(self.group)
+        return torch.device("cpu") if playing.get() is not None else backend.device_of(self.group)
+
+    @property
+    def adds_here(self) -> bool:
+        """Tells whether sums are best added up here, of what the ranks send one another."""
+        return playing.get() is not None or (self.group is not None and backend.adds_here(self.group))
 
     @property
     def who(self) -> str:

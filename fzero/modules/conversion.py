@@ -15,7 +15,6 @@ from torch import nn
 from fzero.base import private
 from fzero.base.context import during, variable
 from fzero.capture.handle import Handle
-from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
@@ -277,8 +276,7 @@ class Converted:
         sizes, count = slices.sizes(self.axis.size), x.shape[dim]
         own, whole = sizes[self.axis.rank], sum(sizes)
         if whole in sizes:  # one rank has all, and cannot tell alone whether the others have it too
-            every = [said for (said,) in pieces.told(self.axis, [count], f"inputs of {self.path!r}")]
-            own = -1 if every == [whole] * len(sizes) else own
+            own = -1 if maps.is_whole(x, dim, whole, self.axis, f"inputs of {self.path!r}") else own
         if count == own:
             return x
         if count != whole:

@@ -18,6 +18,8 @@ from fzero.comm.divergence import recorded_collectives
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
 from fzero.parallel.forms import CONSTANT
+from fzero.parallel.planned import Planned
+from fzero.parallel.played import need_one_process, playable
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -32,6 +34,7 @@ from fzero.parallel.types import (
     tensors_in,
     type_of,
 )
+from fzero.table.spec import Spec
 
 
 class Report(NamedTuple):
@@ -40,10 +43,12 @@ class Report(NamedTuple):
     Attributes:
         conversions: in the order in which they run, those of the pullback behind the others.
         outputs: path -> the axes on which an output varies, in their order.
+        played: axis -> its ranks, of those that were played with values.
     """
 
     conversions: tuple[Conversion, ...]
     outputs: dict[str, tuple[str, ...]]
+    played: dict[str, int]
 
     def sent(self, axis: str | None = None) -> int:
         """Bytes that a rank sends over an axis, or over all."""
@@ -60,11 +65,12 @@ class Report(NamedTuple):
             for each in self.conversions
         ]
         ends = [f"{path or 'the output'}: {_words(axes)}" for path, axes in self.outputs.items()]
-        return "\n".join([*rows, *ends])
+        same = [f"played on the {size} ranks of {axis}: one process's values" for axis, size in self.played.items()]
+        return "\n".join([*rows, *ends, *same])
 
 
 def check(
-    fn: Callable[..., object],
+    fn: Callable[..., object] | Spec,
     *inputs: object,
     varying: Patterns | None = None,
     outputs: Patterns | None = None,
@@ -80,36 +86,48 @@ def check(
     a conversion missing, or with one too many, has other values or gradients than one process; it is refused here. Its
     pullback runs too, and the cotangent of an input must have the type of that input.
 
-    Where it can be told, a varying value is more: replicated (a copy), a piece along a dim, or partial, a summand on
-    each rank (a matmul over a dim that is cut). To sum what is replicated, or to add a bias or a piece to what is
-    partial, is refused too. Say the dims of inputs, `varying={"down": {"tp": 0}}`, for it to be known.
+    Of a step the function is checked as it runs there, on one microbatch: leaves that `fz.shard_tensor` cuts are this
+    rank's slices, which vary on its axis, the others and the batch are invariant, and modules of `fz.functional` have
+    the conversions that the plan gives them. No state is made. Other transforms change nothing of it, in any order.
 
-    Where ranks differ in what is no tensor, no type tells: `x * ax.rank` counts as `x` does. Random numbers are those
-    of one stream, which is the same on all ranks: what is dropped out of a value has its type. Whose piece comes
-    (`ring_shift` left out, another piece than the rank's own) is a matter of values, not of types. Sizes that ranks
-    tell each other are taken to be those that a map has cut before, or else the same on all ranks.
+    Where it can be told, a varying value is more: replicated (a copy), a piece along a dim, or partial, a summand on
+    each rank (a matmul over a dim that is cut). To sum what is replicated, to add a bias or a piece to what is partial,
+    or to take a function of that which is not linear, is refused too. Say the dims of inputs,
+    `varying={"down": {"tp": 0}}`, for it to be known; a plan says those of leaves.
+
+    Where ranks differ in what is no tensor, no type tells: `x * ax.rank` counts as `x` does. Whose piece comes (a local
+    one in place of `ring_shift` or `all_to_all`) is a matter of values, too. With `values=True` those are looked at.
+    Random numbers are those of one stream, which is the same on all ranks: what is dropped out of a value has its type.
+    Sizes that ranks tell each other are taken to be those that a map has cut before, or else the same on all ranks.
 
     Args:
-        fn: such as the function of a step; it calls the maps over axes of a mesh, real or of `fz.testing.fake_mesh`.
-        inputs: pytrees of tensors (real, fake or meta ones) as this rank has them; only shapes are read.
+        fn: a step, on a mesh of torch's or of `fz.testing.fake_mesh`; or a function such as that of a step, which calls
+            the maps over axes of a mesh.
+        inputs: pytrees of tensors (real, fake or meta ones) as this rank has them; only shapes are read. Of a step its
+            params, whole as for `init` (callables, too), and a batch.
         varying: pattern (fnmatch over dotted paths, which begin with the name of the argument: "params.w1") -> the
             axes on which these inputs vary: weights that are cut, this rank's tokens; or a dict of the axes to the
             dims that are cut over them. All others are invariant.
         outputs: the same for outputs; by default all are invariant, as a loss is.
         constants: a pattern of floating inputs that nothing is differentiated by, such as masks; integers are so
-            anyway.
+            anyway, and leaves that are frozen.
         averaged: axes that the step takes means over (`shard_zero3(step, axis=...)`): there all values are varying,
-            and nothing is checked.
-        values: runs on the inputs' values, for a function that reads some (`x.item()`, a mask as an index). What other
-            ranks send is made up: as if all of them had what this one has.
+            and nothing is checked. A step says its own.
+        values: looks at values, too, of inputs that have some: in the dry run, for a function that reads them
+            (`x.item()`, a mask as an index), as if other ranks sent what this one has; and then on all ranks of the
+            axes, up to 64, which threads of this process play. Outputs and gradients must be those of one rank that has
+            everything, but for rounding. Played are axes of which the dims of all inputs are said (those of a step's
+            params are); of other inputs than params the other ranks' pieces are made up of this rank's, in equal sizes.
+            Inputs lie on the CPU for that.
 
     Returns:
         The conversions that were met, with what they send, and the types of the outputs.
 
     Raises:
         AxisTypeError: a conversion is missing or too much; a ValueError that names the line.
-        ValueError: a pattern matches nothing.
-        TypeError: the function reads values, and there are none.
+        ValueError: a pattern matches nothing; params that `init` refuses.
+        TypeError: the function reads values, and there are none; inputs of `values=True` that have none.
+        RuntimeError: a step goes over ranks, and there is no process group.
 
     Example:
         >>> def mlp(x, up, down, ax):
@@ -121,20 +139,41 @@ def check(
         ...     report = fz.parallel.check(mlp, *inputs, varying={"up|down": "tp"})
         >>> [each.name for each in report.conversions], report.outputs
         (['copy', 'sum', 'sum', 'copy'], {'': ()})
+
+        >>> apply, params = fz.functional(torch.nn.Linear(16, 8))
+        >>> with fz.testing.fake_mesh({"dp": 64, "tp": 4}) as mesh:
+        ...     step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        ...     step = fz.shard_zero3(fz.shard_tensor(step, {"weight": "row"}, mesh=mesh), mesh=mesh)
+        ...     report = fz.parallel.check(step, params, torch.empty(2, 16))
+        >>> [each.name for each in report.conversions], report.sent("tp")
+        (['split', 'sum', 'sum', 'split'], 288)
+        >>> with fz.testing.fake_mesh({"tp": 4}) as mesh:
+        ...     step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        ...     step = fz.shard_tensor(step, {"weight": "row"}, mesh=mesh)
+        ...     fz.parallel.check(step, params, torch.ones(2, 16), values=True).played
+        {'tp': 4}
     """
     if not callable(fn):
-        raise wrong(WHO, "fn", fn, "a function")
+        raise wrong(WHO, "fn", fn, "a function, or a step of fz.train_step")
     need_str(constants, WHO, "constants", PATTERN)
     need_bool(values, WHO, "values")
-    run = DryRun(frozenset(axes_in(averaged)), check.__code__)
-    leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values)
+    planned, ignored = None, axes_in(averaged)
+    if isinstance(fn, Spec):
+        if not inputs:
+            raise wrong(WHO, "a step and inputs", inputs, "the step, its params and a batch")
+        planned = Planned(fn, inputs[0])
+        fn, inputs, ignored = fn.fn, (inputs[0], *planned.inputs(inputs[1:])), (*ignored, *planned.unchecked)
+    run = DryRun(frozenset(ignored), check.__code__)
+    declared = patterns_of(outputs, "outputs")
+    leaves = Inputs(fn, inputs, patterns_of(varying, "varying"), constants, values, planned)
     watch = Watch(run.where, run.ignored)
     with torch.enable_grad(), _modes(values), watch, during(running, run), recorded_collectives() as unseen:
-        given = leaves.make()
+        given = leaves.typed()
         try:
-            out = fn(*given)
-            found = _outputs(out, patterns_of(outputs, "outputs"), run.ignored)
-            _pull_back(out, leaves, run)
+            with planned.running(given[0]) if planned is not None else contextlib.nullcontext():
+                out = fn(*given)
+            found = _outputs(out, declared, run.ignored)
+            _pull_back(planned.outputs(out) if planned is not None else out, leaves, run)
         except RuntimeError as error:
             if type(error).__name__ in _READS:
                 raise TypeError(_reads(place_of(error))) from error
@@ -146,7 +185,10 @@ def check(
             f"{WHO}: the function communicates by itself ({operation} of {tag}), and no type is known of what comes; "
             "expected the maps of fz.parallel alone."
         )
-    return Report(tuple(run.conversions), found)
+    played = playable(leaves, run.axes, run.ignored) if values else {}
+    if played:
+        need_one_process(fn, leaves, declared, played, watch.draws)
+    return Report(tuple(run.conversions), found, played)
 
 
 _READS = ("DataDependentOutputException", "DynamicOutputShapeException")
@@ -176,7 +218,7 @@ def _outputs(out: object, declared: Mapping[str, Dims], ignored: Axes) -> dict[s
     found = {}
     for path, leaf in pairs:
         own, name = type_of(leaf), f"output {path!r}" if path else "the output"
-        dims = dims_of(path, leaf, declared, "outputs")
+        dims = dims_of(path, leaf.ndim, declared, "outputs")
         said = frozenset(dims)
         if more := own.varying - said - ignored:
             raise AxisTypeError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,58 +13,125 @@ from fzero.base import private, pytree
 from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import PATTERN, matches, unmatched
 from fzero.parallel.axis import need_dim
+from fzero.parallel.planned import Given, Planned
 from fzero.parallel.types import WHO, Type, set_forms, set_type
 
 Patterns = Mapping[str, str | Sequence[str] | Mapping[str, int]]
 Dims = dict[str, int | None]  # axis -> the dim that is cut over it, where that is said
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
+class Input:
+    """One leaf of the inputs.
+
+    Attributes:
+        given: what a plan says of it, where it is one of a step's params.
+        tracked: gradients are taken by it.
+    """
+
+    index: int
+    path: str
+    leaf: object
+    dims: Dims
+    given: Given | None
+    tracked: bool
+
+
 class Inputs:
-    """The inputs of a dry run: their paths, and the types that they are said to have."""
+    """The inputs of a dry run, and what is said of them.
 
-    fn: Callable[..., object]
-    inputs: Sequence[object]
-    varying: dict[str, Dims]
-    constants: str
-    values: bool
-    tracked: dict[str, torch.Tensor] = field(default_factory=dict)  # path -> what gradients are taken by
+    Args:
+        planned: says it of the first input, where a step does.
 
-    def make(self) -> list[Any]:
-        """The arguments of the function: new tensors, with types."""
-        paths, leaves, spec = pytree.named_leaves(dict(enumerate(self.inputs)))
-        paths = [_named(path, self._names()) for path in paths]
-        places = [path for path, leaf in zip(paths, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-        for argument, pattern in [("varying", "|".join(self.varying)), ("constants", self.constants)]:
+    Attributes:
+        tracked: path -> what gradients are taken by.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., object],
+        inputs: Sequence[object],
+        varying: dict[str, Dims],
+        constants: str,
+        values: bool,
+        planned: Planned | None,
+    ) -> None:
+        self.planned, self._values = planned, values
+        self.tracked: dict[str, torch.Tensor] = {}
+        names = _names(fn, len(inputs))
+        paths, leaves, self._spec = pytree.named_leaves(dict(enumerate(inputs)))
+        every = [self._input(i, _named(path, names), leaves[i], varying, constants) for i, path in enumerate(paths)]
+        places = [each.path for each in every if each.given is not None or isinstance(each.leaf, torch.Tensor)]
+        for argument, pattern in [("varying", "|".join(varying)), ("constants", constants)]:
             if pattern and (unknown := unmatched(pattern, places)):
                 raise ValueError(
                     f"{WHO}: got {argument} with {unknown[0]!r}, which matches no tensor of the inputs; there are "
                     f"{', '.join(map(repr, places)) or 'none'}."
                 )
-        out = [self._made(path, leaf) for path, leaf in zip(paths, leaves, strict=True)]
-        return [*pytree.unflatten(spec, out).values()]
+        self.leaves = every
 
-    def _names(self) -> list[str]:
-        """The names of arguments; those that have none are called by their numbers."""
-        try:
-            parameters = [*inspect.signature(self.fn).parameters.values()]
-        except (TypeError, ValueError):
-            parameters = []
-        named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
-        return [*named, *map(str, range(len(named), len(self.inputs)))]
-
-    def _made(self, path: str, leaf: object) -> object:
+    def _input(self, index: int, path: str, leaf: object, varying: Mapping[str, Dims], constants: str) -> Input:
+        fixed = bool(constants and matches(constants, path))
+        planned = self.planned
+        if planned is not None and index < len(planned.given):
+            given, over = planned.given[index], planned.over
+            dims = dims_of(path, len(given.shape), varying, "varying")
+            if given.slices is not None and over is not None and over.size > 1:
+                dims = {**dims, over.name: given.slices.dim}
+            return Input(index, path, leaf, dims, given, not (fixed or given.fixed))
         if not isinstance(leaf, torch.Tensor):
-            return leaf
-        dims = dims_of(path, leaf, self.varying, "varying")
-        if self.values and (leaf.is_meta or private.is_fake(leaf)):
-            raise wrong(WHO, f"values=True and {path}", leaf, "a tensor with values, which a meta or fake one has not")
-        made = leaf.detach().clone() if self.values else _like(leaf)
-        own = Type(frozenset(dims), False, repr(path))
-        if pytree.is_real(made) and not (self.constants and matches(self.constants, path)):
-            self.tracked[path] = set_type(made, own).requires_grad_()
+            return Input(index, path, leaf, {}, None, False)
+        dims = dims_of(path, leaf.ndim, varying, "varying")
+        return Input(index, path, leaf, dims, None, pytree.is_real(leaf) and not fixed)
+
+    @property
+    def dtypes(self) -> list[torch.dtype]:
+        """Those that the function computes in, as far as inputs say so."""
+        cast = [] if self.planned is None or self.planned.cast is None else [self.planned.cast]
+        given = [each.given.dtype for each in self.leaves if each.given is not None]
+        return [*cast, *given, *[each.leaf.dtype for each in self.leaves if isinstance(each.leaf, torch.Tensor)]]
+
+    def typed(self) -> list[Any]:
+        """The arguments of the function: new tensors, with types."""
+        return self.arguments([self._typed(each) for each in self.leaves])
+
+    def arguments(self, leaves: Sequence[object]) -> list[Any]:
+        """The arguments with other leaves."""
+        return [*pytree.unflatten(self._spec, list(leaves)).values()]
+
+    def _typed(self, each: Input) -> object:
+        if each.given is not None:
+            assert self.planned is not None
+            device = self.planned.device(each.index)
+            made = (
+                self._valued(each.path, self.planned.own(each.index))
+                if self._values
+                else torch.empty(each.given.shape, dtype=each.given.dtype, device=device)
+            )
+        elif isinstance(each.leaf, torch.Tensor):
+            made = self._valued(each.path, each.leaf) if self._values else _like(each.leaf)
+        else:
+            return each.leaf
+        own = Type(frozenset(each.dims), False, repr(each.path))
+        if each.tracked:
+            self.tracked[each.path] = set_type(made, own).requires_grad_()
             made = made.clone()  # which may be written to
-        return set_forms(set_type(made, replace(own)), dims)
+        return set_forms(set_type(made, replace(own)), each.dims)
+
+    def _valued(self, path: str, leaf: torch.Tensor) -> torch.Tensor:
+        if leaf.is_meta or private.is_fake(leaf):
+            raise wrong(WHO, f"values=True and {path}", leaf, "a tensor with values, which a meta or fake one has not")
+        return leaf.detach().clone()
+
+
+def _names(fn: Callable[..., object], count: int) -> list[str]:
+    """The names of arguments; those that have none are called by their numbers."""
+    try:
+        parameters = [*inspect.signature(fn).parameters.values()]
+    except (TypeError, ValueError):
+        parameters = []
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    return [*named, *map(str, range(len(named), count))]
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,11 +170,11 @@ def _axes_of(said: object, argument: str) -> Dims:
     return dict.fromkeys((said,) if isinstance(said, str) else said)
 
 
-def dims_of(path: str, tensor: torch.Tensor, patterns: Mapping[str, Dims], argument: str) -> Dims:
+def dims_of(path: str, ndim: int, patterns: Mapping[str, Dims], argument: str) -> Dims:
     """The axes on which a leaf varies, and the dims that are cut over them."""
     out: Dims = {}
     for pattern, axes in patterns.items():
         if matches(pattern, path):
             for axis, dim in axes.items():
-                out[axis] = dim if dim is None else need_dim(dim, tensor.ndim, f"check {argument} {path!r}")
+                out[axis] = dim if dim is None else need_dim(dim, ndim, f"check {argument} {path!r}")
     return out

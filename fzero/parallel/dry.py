@@ -10,11 +10,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.base import private
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.axis import is_averaged
-from fzero.parallel.forms import REPLICATED, Form
+from fzero.parallel.forms import CONSTANT, REPLICATED, Form
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -72,8 +73,9 @@ class DryRun:
     def __init__(self, ignored: Axes, until: CodeType) -> None:
         self.ignored, self.pulls_back, self._until = ignored, False, until
         self.conversions: list[Conversion] = []
+        self.axes: dict[str, int] = {}  # single ones that maps go over and that no mean is taken over, and their sizes
         self._sizes: dict[tuple[str, int], list[int]] = {}
-        self._told = 0  # sizes that ranks tell each other, of which the next conversion is said to be
+        self._told: list[int] = []  # bytes that ranks tell each other, of which the next conversion is said to be
 
     def where(self) -> Place:
         return Place("", 0, "the pullback") if self.pulls_back else place(self._until)
@@ -81,14 +83,22 @@ class DryRun:
     def typed(self, name: str, ax: Axis, there: Run, back: Run) -> tuple[Run, Run]:
         """A map and its transpose that check types and send nothing."""
         takes, gives = KINDS[name]
-        told, self._told = self._told, 0
+        if self.checked(ax) == {ax.name}:
+            self.axes[ax.name] = ax.size
+        told, self._told = self._told, []
         call = functools.partial(_Call, self, name, ax, self.where())
-        return call(_Part(there), takes, gives, False, told), call(_Part(back), gives, takes, True, 0)
+        return call(_Part(there), takes, gives, False, told), call(_Part(back), gives, takes, True, [])
 
     def sizes(self, ax: Axis, own: int) -> list[int]:
         """The sizes of a dim on all ranks: as something of this size was cut before, or else the same on all."""
-        self._told += 1
+        self._told.append(TOLD)
         return self._sizes.get((ax.name, own), [own] * ax.size)
+
+    def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
+        """Tells whether all ranks have the same value."""
+        self._told.append(8)
+        x = private.unwrapped(x)
+        return all(form_of(x, axis) in (REPLICATED, CONSTANT) for axis in self.checked(ax))
 
     def note_sizes(self, ax: Axis, sizes: Sequence[int]) -> None:
         self._sizes[ax.name, sizes[ax.rank]] = list(sizes)
@@ -185,7 +195,7 @@ class _Call:
     takes: str
     gives: str
     transposed: bool
-    told: int
+    told: list[int]
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         own, axes = type_of(x), self.run.checked(self.ax)
@@ -201,10 +211,10 @@ class _Call:
         with torch.no_grad():
             out = self.part.make(x)
         messages, sent = self.part.traffic(self.ax, x)
-        told, self.told = self.told if self.ax.size > 1 else 0, 0
+        told, self.told = self.told if self.ax.size > 1 else [], []
         met = Conversion(
             *(self.name, self.ax.name, self.place, tuple(x.shape), self.transposed),
-            *(messages + told, sent + told * TOLD * (self.ax.size - 1)),
+            *(messages + len(told), sent + sum(told) * (self.ax.size - 1)),
         )
         self.run.conversions.append(met)
         varying = own.varying | axes if self.gives == VARYING else own.varying - axes
@@ -224,6 +234,8 @@ class _Call:
                 forms[axis] = moved[0]
             elif self.name == "all_to_all" and form_of(x, axis) == moved[1]:
                 forms[axis] = moved[0]
+            elif self.name == "ring_shift" and form_of(x, axis) != REPLICATED:
+                forms[axis] = form_of(x, axis)
         return forms
 
     def _refusal(self, axis: str, own: Type, found: str) -> str:

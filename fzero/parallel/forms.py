@@ -1,7 +1,8 @@
 """What a varying value is to the other ranks' values: the same (replicated), a piece along a dim, or a partial sum.
 
 Operators that are one process's, done on pieces, are known here; what others make is unknown, and nothing is said of
-it. Of a partial value only sums are right: a piece or a replicated value added to it is added as often as ranks are.
+it. Of a partial value only sums are right: a piece or a replicated value added to it is added as often as ranks are,
+and a function of it that is not linear gives no summand of what it gives of the sum.
 """
 
 from __future__ import annotations
@@ -14,15 +15,20 @@ import torch
 
 REPLICATED, PARTIAL, CONSTANT = "replicated", "partial", "constant"
 Form = int | str | None  # the dim of a piece, one of these words, or unknown
+BENT = frozenset(
+    "abs acos acosh asin asinh atan atanh celu clamp clamp_max clamp_min cos cosh elu erf erfc exp exp2 expm1 gelu "
+    "hardshrink hardsigmoid hardtanh leaky_relu log log10 log1p log2 logit maximum minimum mish pow reciprocal relu "
+    "relu6 rsqrt selu sigmoid silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold".split()
+)  # elementwise operators that are not linear
 Given = dict[str, Any]  # an operator's arguments by name
 FormOf = Callable[[torch.Tensor], Form]
 
 
 class Clash(NamedTuple):
-    """An operator that adds to a partial value what is not."""
+    """An operator that adds to a partial value what is not, or, where there is no other one, that is no sum of it."""
 
     partial: torch.Tensor
-    other: torch.Tensor
+    other: torch.Tensor | None = None
 
 
 def form_made(func: Any, args: Sequence[object], kwargs: Given, form: FormOf, out: object) -> Form | Clash:
@@ -78,8 +84,10 @@ def _of_partial(name: str, given: Given, tensors: list[torch.Tensor], forms: lis
         return PARTIAL if len(tensors) > 1 and set(forms) == {PARTIAL} else None
     if name == "mul" or (name in ("div", "neg") and forms[0] == PARTIAL):
         scaled = [each for each in forms if each != PARTIAL]
-        return PARTIAL if len(forms) - len(scaled) == 1 and all(map(_is_whole, scaled)) else None
-    return None
+        if len(forms) - len(scaled) > 1:
+            return Clash(tensors[0])
+        return PARTIAL if all(map(_is_whole, scaled)) else None
+    return Clash(tensors[forms.index(PARTIAL)]) if name in BENT or name == "div" else None
 
 
 # ---- products
@@ -212,17 +220,34 @@ def _added(given: Given, form: FormOf, out: Any) -> Form:
     return _reduced(given, form, out, adds=True)
 
 
-def _normalized(dims: Callable[[Given, int], Sequence[int]]) -> Callable[..., Form]:
+def _averaged(given: Given, form: FormOf, out: Any) -> Form:
+    own = form(given["self"])
+    return own if own == PARTIAL else _reduced(given, form, out)
+
+
+def _bent(given: Given, form: FormOf, out: Any) -> Form | Clash:
+    x = given["self"]
+    return Clash(x) if form(x) == PARTIAL else _reduced(given, form, out)
+
+
+def _normalized(dims: Callable[[Given, int], Sequence[int]]) -> Callable[..., Form | Clash]:
     """Whatever looks along dims: a softmax, a norm with its weights."""
 
-    def rule(given: Given, form: FormOf, out: object) -> Form:
+    def rule(given: Given, form: FormOf, out: object) -> Form | Clash:
         x, *weights = _tensors(given)
         own = form(x)
-        if not all(_is_whole(form(each)) for each in weights) or own == PARTIAL:
+        if own == PARTIAL:
+            return Clash(x)
+        if not all(_is_whole(form(each)) for each in weights):
             return None
         return None if own in [each % x.ndim for each in dims(given, x.ndim)] else own
 
     return rule
+
+
+def _running(given: Given, form: FormOf, out: object) -> Form:
+    own, x = form(given["self"]), given["self"]
+    return None if own == given["dim"] % max(x.ndim, 1) else own
 
 
 def _embedded(given: Given, form: FormOf, out: Any) -> Form:
@@ -232,8 +257,11 @@ def _embedded(given: Given, form: FormOf, out: Any) -> Form:
     return out.ndim - 1 if table == 1 and _is_whole(places) else None
 
 
-def _attended(given: Given, form: FormOf, out: object) -> Form:
+def _attended(given: Given, form: FormOf, out: object) -> Form | Clash:
     forms = {form(given[name]) for name in ("query", "key", "value")}
+    for name in ("query", "key"):
+        if form(given[name]) == PARTIAL:
+            return Clash(given[name])
     own = forms.pop() if len(forms) == 1 else None
     return own if own in (0, 1, REPLICATED) and given.get("attn_mask") is None else None
 
@@ -251,8 +279,11 @@ _RULES: dict[str, Callable[[Given, FormOf, Any], Form | Clash]] = {
     **dict.fromkeys(("slice", "select", "split", "split_with_sizes", "unbind"), _sliced),
     "cat": _joined,
     "sum": _added,
-    **dict.fromkeys(("mean", "amax", "amin", "max", "min", "logsumexp", "var", "std", "argmax", "argmin"), _reduced),
-    **dict.fromkeys(("_softmax", "_log_softmax", "cumsum"), _normalized(lambda given, ndim: [given["dim"]])),
+    "mean": _averaged,
+    **dict.fromkeys(("argmax", "argmin"), _reduced),
+    **dict.fromkeys(("amax", "amin", "max", "min", "logsumexp", "var", "std"), _bent),
+    **dict.fromkeys(("_softmax", "_log_softmax"), _normalized(lambda given, ndim: [given["dim"]])),
+    "cumsum": _running,
     "native_layer_norm": _normalized(lambda given, ndim: range(ndim - len(given["normalized_shape"]), ndim)),
     "embedding": _embedded,
     **dict.fromkeys(

@@ -91,6 +91,10 @@ class Running(Protocol):
         """The sizes of a dim on all ranks, which nobody tells, of this rank's."""
         ...
 
+    def is_same(self, x: torch.Tensor, ax: Axis) -> bool:
+        """Tells whether all ranks have the same value."""
+        ...
+
 
 running: contextvars.ContextVar[Running | None] = variable("dry_run", None)
 
@@ -126,17 +130,21 @@ class Watch(dispatch.TorchDispatchMode):
     Args:
         where: the place that runs.
         ignored: axes on which nothing is checked.
+
+    Attributes:
+        draws: an operator has drawn random numbers.
     """
 
     def __init__(self, where: Callable[[], Place], ignored: Axes) -> None:
         super().__init__()
-        self._where, self._ignored = where, ignored
+        self._where, self._ignored, self.draws = where, ignored, False
 
     def __torch_dispatch__(self, func: Any, types: object, args: tuple[object, ...] = (), kwargs: Any = None) -> object:
         kwargs = kwargs or {}
         name = str(func)
         if name.startswith("prim."):
             return func(*args, **kwargs)
+        self.draws = self.draws or torch.Tag.nondeterministic_seeded in func.tags
         operands = tensors_in((args, kwargs))
         joined, error = (Type(frozenset(), True, ""), None) if _makes(name) else self._joined(name, operands)
         try:
@@ -166,13 +174,20 @@ class Watch(dispatch.TorchDispatchMode):
             return made
         if pulls_back():  # cotangents of what is unknown
             return None
-        where, own, other = self._where(), type_of(made.partial), form_of(made.other, axis)
-        words = "the same on all ranks" if other == REPLICATED else "a piece of a whole one"
+        where, own = self._where(), type_of(made.partial)
+        begin = f"parallel.check: {where}: {_plain(str(func))}"
+        known = f"a value that is partial on axis {axis!r}, a summand on each rank (of {own.source})"
+        end = "A conversion is missing: fz.parallel.sum, or reduce_scatter, of the partial value comes first."
+        if made.other is None:
+            if not (made.partial.requires_grad and torch.is_grad_enabled()):  # such as a number to look at
+                return None
+            raise AxisTypeError(
+                f"{begin} takes {known}, and gives no summand of what it gives of the sum. {end}", where
+            )
+        words = "the same on all ranks" if form_of(made.other, axis) == REPLICATED else "a piece of a whole one"
         raise AxisTypeError(
-            f"parallel.check: {where}: {_plain(str(func))} adds a value that is partial on axis {axis!r}, a summand on "
-            f"each rank (of {own.source}), and one that is {words} (from {type_of(made.other).source}), which would "
-            "be added as often as there are ranks, or to a sum that is missing. A conversion is missing: "
-            "fz.parallel.sum, or reduce_scatter, of the partial value comes first.",
+            f"{begin} adds {known}, and one that is {words} (from {type_of(made.other).source}), which would be added "
+            f"as often as there are ranks, or to a sum that is missing. {end}",
             where,
         )
 

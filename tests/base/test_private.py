@@ -17,7 +17,7 @@ import torch.utils.checkpoint
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fzero.base import hooks, private, texts
+from fzero.base import hooks, private, texts, thread_state
 
 
 def seen(fn: Any) -> tuple[Any, torch.Tensor]:
@@ -254,7 +254,12 @@ def test_dispatch_modes() -> None:
 
     assert not private.dispatch_modes()
     with FakeTensorMode():
+        assert private.dispatch_modes() and private.is_fake(torch.ones(()))
+        with thread_state.without_dispatch_modes():
+            assert not private.dispatch_modes() and torch.ones(()).item() == 1.0
         assert private.dispatch_modes()
+    with thread_state.without_dispatch_modes():
+        assert torch.ones(()).item() == 1.0
 
 
 def test_below_a_tensors_level() -> None:

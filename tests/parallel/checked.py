@@ -2,19 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
 import fzero as fz
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.parallel import maps
 
 F = torch.nn.functional
 Tree = dict[str, Any]
 CHANGING = ("copy", "sum", "gather", "split")  # a type into another one
+
+
+class Counted(threading.local):
+    """The names and lines of the calls that a thread has made."""
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self.lines: list[int] = []
 
 
 class Maps:
@@ -22,8 +34,15 @@ class Maps:
 
     def __init__(self, left_out: int | None = None, twice: int | None = None) -> None:
         self.left_out, self.twice = left_out, twice
-        self.names: list[str] = []
-        self.lines: list[int] = []
+        self.calls = Counted()
+
+    @property
+    def names(self) -> list[str]:
+        return self.calls.names
+
+    @property
+    def lines(self) -> list[int]:
+        return self.calls.lines
 
     def __getattr__(self, name: str) -> Callable[..., torch.Tensor]:
         number, call = len(self.names), getattr(fz.parallel, name)
@@ -34,17 +53,47 @@ class Maps:
         return (lambda x, *rest: call(call(x, *rest), *rest)) if number == self.twice else call
 
 
-def _piece(x: torch.Tensor, ax: Axis, dim: int) -> torch.Tensor:
-    sizes = pieces.balanced(x.shape[dim], ax.size)
+Sizes = Sequence[int] | None
+
+
+def _piece(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes = None) -> torch.Tensor:
+    sizes = sizes or pieces.balanced(x.shape[dim], ax.size)
     return x.narrow(dim, pieces.starts(sizes)[ax.rank], sizes[ax.rank])
+
+
+def _stretched(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes = None) -> torch.Tensor:
+    """As if all ranks had what this one has."""
+    count = sum(sizes) if sizes else x.shape[dim] * ax.size
+    return x.index_select(dim, torch.arange(count) % x.shape[dim])
 
 
 LOCAL: dict[str, Callable[..., torch.Tensor]] = {
     **dict.fromkeys(("copy", "sum", "ring_shift"), lambda x, ax: x),
-    "gather": lambda x, ax, dim: torch.cat([x] * ax.size, dim),
+    "gather": _stretched,
     **dict.fromkeys(("split", "reduce_scatter"), _piece),
     "all_to_all": lambda x, ax, split, concat: torch.cat([_piece(x, ax, split)] * ax.size, concat),
 }
+
+
+@contextlib.contextmanager
+def changed(left_out: int | None = None, twice: int | None = None) -> Iterator[list[str]]:
+    """Inside, one of the calls of maps that the library makes is left out or made twice; yields their names."""
+    calls = Counted()
+
+    def instead(name: str, own: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(x: torch.Tensor, ax: Axis, *rest: Any) -> torch.Tensor:
+            number = len(calls.names)
+            calls.names.append(name)
+            if number == left_out:
+                return LOCAL[name](x, ax, *rest)
+            return own(own(x, ax, *rest), ax, *rest[:1]) if number == twice else own(x, ax, *rest)
+
+        return call
+
+    with contextlib.ExitStack() as stack:
+        for name in LOCAL:
+            stack.enter_context(mock.patch.object(maps, name, instead(name, getattr(maps, name))))
+        yield calls.names
 
 
 def mlp(m: Maps, tp: Axis, p: Tree, x: torch.Tensor) -> torch.Tensor:

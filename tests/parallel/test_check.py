@@ -137,7 +137,7 @@ def test_what_is_refused_is_wrong(case: Case) -> None:
 Step = tuple[str, tuple[int, ...]]
 SIDE = 3
 # invariant, varying, replicated (the same, as each rank's own)
-TAKES = {"copy": "I", "split": "I", "sum": "V", "gather": "V", "reduce_scatter": "V", "ring_shift": "VR"}
+TAKES = {"copy": "I", "split": "I", "sum": "V", "gather": "V", "reduce_scatter": "VR", "ring_shift": "VR"}
 GIVES = {"copy": "R", "split": "V", "sum": "I", "gather": "I", "reduce_scatter": "V", "ring_shift": "V"}
 BINARY: dict[str, Callable[..., torch.Tensor]] = {"add": operator.add, "mul": operator.mul, "matmul": operator.matmul}
 UNARY: dict[str, Callable[..., torch.Tensor]] = {"tanh": torch.tanh, "t": torch.t, "detach": torch.detach}

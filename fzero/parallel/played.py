@@ -1,0 +1,258 @@
+"""A function on all ranks of its axes, which are played with values, against the same function on one rank.
+
+Types say how values of ranks may be related; this says whether they are those of one process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.random import seeded
+from fzero.comm.playing import Parted, play
+from fzero.parallel.declared import Dims, Input, Inputs, dims_of
+from fzero.parallel.types import WHO, Axes, AxisTypeError, tensors_in
+from fzero.state import whole
+
+MOST = 64  # ranks that are played
+Place = Mapping[str, int]
+
+
+class Run(NamedTuple):
+    """What one rank has computed.
+
+    Attributes:
+        outputs, grads: by path; those of outputs that are differentiated.
+    """
+
+    outputs: dict[str, torch.Tensor]
+    grads: dict[str, torch.Tensor]
+
+
+def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str, int]:
+    """The axes that are played, and their sizes: those of which whole inputs are known, or can be made up.
+
+    Args:
+        met: the axes that maps go over.
+    """
+    over = inputs.planned.over if inputs.planned is not None else None
+    axes = {**met, over.name: over.size} if over is not None and over.name not in ignored else met
+    unknown = {axis for each in inputs.leaves for axis, dim in each.dims.items() if dim is None}
+    out = {axis: size for axis, size in axes.items() if axis not in unknown and size > 1}
+    on_cpu = all(each.leaf.device.type == "cpu" for each in inputs.leaves if isinstance(each.leaf, torch.Tensor))
+    return out if on_cpu and math.prod(out.values()) <= MOST else {}
+
+
+def need_one_process(
+    fn: Callable[..., object], inputs: Inputs, outputs: Mapping[str, Dims], sizes: Mapping[str, int], draws: bool
+) -> None:
+    """Plays a function on all ranks of axes.
+
+    Args:
+        draws: it takes random numbers.
+
+    Raises:
+        AxisTypeError: outputs, or the gradients of inputs, are not those of one process.
+    """
+    wholes = [_whole(inputs, each, sizes) for each in inputs.leaves]
+    try:
+        (expected,) = play({}, functools.partial(_run, fn, inputs, wholes, outputs, {}, None))
+    except Exception as error:
+        error.add_note(
+            f"fz.{WHO}(values=True) runs the function on axes of one rank, too, where it is given whole inputs: let it "
+            "read ax.size and ax.rank itself, inside; or leave values out."
+        )
+        raise
+    shapes = {path: x.shape for path, x in expected.outputs.items()}
+    try:
+        runs = play(sizes, functools.partial(_run, fn, inputs, wholes, outputs, sizes, shapes))
+    except Parted as error:
+        raise AxisTypeError(f"{WHO}: played on ranks of {_axes(sizes)}, {error}. {_ADVICE}") from None
+    hint, by_path = _DRAWS if draws else "", {each.path: each for each in inputs.leaves}
+    bounds = _Bounds([x.dtype for x in (*expected.outputs.values(), *expected.grads.values())] + inputs.dtypes)
+    largest = max([_most(x) for x in expected.grads.values()], default=0.0)
+    places = [_place(sizes, number) for number in range(len(runs))]
+    for place, run in zip(places, runs, strict=True):
+        for path, want in expected.outputs.items():
+            said = dims_of(path, want.ndim, outputs, "outputs")
+            if not any(dim is None for axis, dim in said.items() if axis in sizes):
+                own, name = _piece(want, said, place, sizes), f"output {path!r}" if path else "the output"
+                _need_same(name, run.outputs.get(path), own, bounds.of(want, 0.0), place, hint)
+    for place, run in zip(places, runs, strict=True):
+        for path, want in expected.grads.items():
+            own, name = _cut(inputs, by_path[path], place, sizes, want), f"the cotangent of {path!r}"
+            _need_same(name, run.grads.get(path), own, bounds.of(want, largest), place, hint)
+
+
+_ADVICE = (
+    "A conversion is missing, too much or another one than should be there (fz.parallel.all_to_all, reduce_scatter and "
+    "ring_shift take and give values of one type, so that types say nothing of them), or something that is no tensor, "
+    "such as ax.rank, changes what ranks compute."
+)
+_DRAWS = " The function also draws random numbers, which are others for a piece than for the whole: take dropout out."
+
+
+def _axes(sizes: Mapping[str, int]) -> str:
+    return ", ".join(f"axis {axis!r} ({size} of them)" for axis, size in sizes.items())
+
+
+def _place(sizes: Mapping[str, int], number: int) -> dict[str, int]:
+    out: dict[str, int] = {}
+    for axis, size in reversed([*sizes.items()]):
+        number, out[axis] = divmod(number, size)
+    return out
+
+
+# ---- inputs: whole ones, and each rank's pieces
+
+
+def _whole(inputs: Inputs, each: Input, sizes: Mapping[str, int]) -> object:
+    """The whole of an input; what other ranks have of it is made up of this rank's piece, unless it is a leaf."""
+    if each.given is not None:
+        assert inputs.planned is not None
+        return inputs.planned.whole(each.index)
+    if not isinstance(each.leaf, torch.Tensor):
+        return each.leaf
+    out = each.leaf.detach()
+    for axis, dim in each.dims.items():
+        if axis in sizes and dim is not None:
+            out = torch.cat([_other(out, number) for number in range(sizes[axis])], dim)
+    return out
+
+
+def _other(x: torch.Tensor, number: int) -> torch.Tensor:
+    """Values like those of a tensor, in another order."""
+    moved = x.roll(number)
+    return moved * (1 + number / 8) if x.is_floating_point() else moved
+
+
+def _cut(inputs: Inputs, each: Input, place: Place, sizes: Mapping[str, int], x: torch.Tensor) -> torch.Tensor:
+    """A rank's piece of an input, or of its gradient."""
+    over = inputs.planned.over if inputs.planned is not None else None
+    if each.given is None or each.given.slices is None:
+        return _piece(x, each.dims, place, sizes)
+    if over is None or over.name not in sizes:
+        return x
+    return whole.cut(each.given.slices, place[over.name], sizes[over.name], 0, x)
+
+
+def _piece(x: torch.Tensor, dims: Dims, place: Place, sizes: Mapping[str, int]) -> torch.Tensor:
+    for axis, dim in dims.items():
+        if axis in sizes and dim is not None:
+            x = x.tensor_split(sizes[axis], dim)[place[axis]]
+    return x
+
+
+# ---- one rank
+
+
+def _run(
+    fn: Callable[..., object],
+    inputs: Inputs,
+    wholes: Sequence[object],
+    outputs: Mapping[str, Dims],
+    sizes: Mapping[str, int],
+    shapes: Mapping[str, torch.Size] | None,
+    place: Place,
+) -> Run:
+    """The outputs and gradients of one rank.
+
+    Args:
+        shapes: of the whole outputs; None where this is the one rank that has them.
+    """
+    tracked: dict[str, torch.Tensor] = {}
+    with torch.enable_grad(), seeded(0):
+        given: list[Any] = []
+        for each, x in zip(inputs.leaves, wholes, strict=True):
+            if isinstance(x, torch.Tensor):
+                x = _cut(inputs, each, place, sizes, x).clone()
+                if each.path in inputs.tracked:
+                    x = tracked[each.path] = x.requires_grad_()
+                    x = x.clone()  # which may be written to
+            given.append(x)
+        args, planned = inputs.arguments(given), inputs.planned
+        if planned is not None and planned.over is not None:
+            name = planned.over.name
+            planned = planned.on(place.get(name, 0), sizes.get(name, 1))
+        with planned.running(args[0]) if planned is not None else contextlib.nullcontext():
+            out = fn(*args)
+        paths, leaves, _ = pytree.named_leaves(out)
+        found = {path: x for path, x in zip(paths, leaves, strict=True) if isinstance(x, torch.Tensor)}
+        pulled = {id(x) for x in tensors_in(planned.outputs(out) if planned is not None else out)}
+        pairs = []
+        for path, x in found.items():
+            if id(x) in pulled and x.requires_grad:
+                said = dims_of(path, x.ndim, outputs, "outputs")
+                own = x.shape if shapes is None else shapes.get(path, x.shape)
+                cotangent = _piece(_numbers(own, x), said, place, sizes)
+                unknown = any(dim is None for dim in said.values()) or cotangent.shape != x.shape
+                pairs.append((x, torch.zeros_like(x) if unknown else cotangent))
+        return Run({path: x.detach() for path, x in found.items()}, _grads(pairs, tracked))
+
+
+def _grads(
+    pairs: Sequence[tuple[torch.Tensor, torch.Tensor]], tracked: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """The cotangents of inputs, of those of outputs."""
+    if not pairs or not tracked:
+        return {path: torch.zeros_like(x) for path, x in tracked.items()}
+    outputs, cotangents = zip(*pairs, strict=True)
+    found = torch.autograd.grad(outputs, [*tracked.values()], cotangents, allow_unused=True)
+    return {
+        path: torch.zeros_like(x) if grad is None else grad.detach()
+        for (path, x), grad in zip(tracked.items(), found, strict=True)
+    }
+
+
+def _numbers(shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Numbers that differ from element to element: one for a single one."""
+    count = math.prod(shape)
+    return torch.arange(count, device=like.device).cos().to(like.dtype).view(tuple(shape))
+
+
+# ---- what is compared
+
+
+class _Bounds:
+    """How far apart values may be by rounding, of which a missing conversion is far away.
+
+    Args:
+        dtypes: of all that is computed with.
+    """
+
+    def __init__(self, dtypes: Iterable[torch.dtype]) -> None:
+        every = {torch.float32, *dtypes}  # in which some models compute parts of themselves
+        self._eps = max([torch.finfo(dtype).eps for dtype in every if dtype.is_floating_point])
+
+    def of(self, want: torch.Tensor, largest: float) -> float:
+        """For values of which there are `largest` ones like them: what is zero but for rounding has theirs."""
+        if not pytree.is_real(want):
+            return 0.0
+        return 4 * self._eps**0.5 * _most(want) + min(1000 * self._eps, 0.05) * largest
+
+
+def _most(x: torch.Tensor) -> float:
+    return x.abs().max().item() if x.numel() else 0.0
+
+
+def _need_same(
+    what: str, found: torch.Tensor | None, want: torch.Tensor, bound: float, place: Place, hint: str
+) -> None:
+    """Refuses what differs by more than a bound."""
+    on = ", ".join(f"rank {number} of axis {axis!r}" for axis, number in place.items())
+    begin = f"{WHO}: {what}, played on {on}, is not that of one process: "
+    if found is None or found.shape != want.shape:
+        got = "missing" if found is None else f"of shape {tuple(found.shape)}"
+        raise AxisTypeError(f"{begin}it is {got}, and was expected to be of shape {tuple(want.shape)}. {_ADVICE}{hint}")
+    wide = torch.complex128 if want.is_complex() or found.is_complex() else torch.float64
+    a, b = found.to(wide), want.to(wide)
+    if not torch.allclose(a, b, rtol=0.0, atol=bound, equal_nan=True):
+        raise AxisTypeError(
+            f"{begin}they are {_most(a - b):.2g} apart, where the largest value is {_most(b):.2g}. {_ADVICE}{hint}"
+        )
