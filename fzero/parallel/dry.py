@@ -38,11 +38,12 @@ KINDS = {
     "sum": (VARYING, INVARIANT),
     "gather": (VARYING, INVARIANT),
     "split": (INVARIANT, VARYING),
+    maps.GATHER_OWN: (VARYING, VARYING),
     **dict.fromkeys(("reduce_scatter", "all_to_all", "ring_shift"), (VARYING, VARYING)),
 }
 
 
-_ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined"}  # what it does to equal values
+_ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined", maps.GATHER_OWN: "joined"}  # what it does to equal values
 
 
 class Conversion(NamedTuple):
@@ -228,7 +229,7 @@ class _Call:
             if axis in axes or form in moved:
                 forms[axis] = None
         for axis in axes if self.gives == VARYING and not self.transposed else ():
-            if self.name == "copy":
+            if self.name in ("copy", maps.GATHER_OWN):
                 forms[axis] = REPLICATED
             elif self.name in ("split", "reduce_scatter") and len(axes) == 1:
                 forms[axis] = moved[0]

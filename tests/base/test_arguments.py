@@ -235,7 +235,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "plan": (lambda v: fz.shard_tensor(STEP, v), {"a dict"}),
         "mesh": (lambda v: fz.shard_tensor(STEP, {"w": 0}, v), {"None"}),
         "axis": (lambda v: fz.shard_tensor(STEP, {"w": 0}, None, v), {"a string"}),
-        "sequence": (lambda v: fz.shard_tensor(STEP, {"w": 0}, None, "tp", v), {"True or False"}),
+        "sequence": (lambda v: fz.shard_tensor(STEP, {"w": 0}, None, "tp", v), {"a bool"}),
     },
     **{
         f"shard_zero{stage}": {
