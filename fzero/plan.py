@@ -16,6 +16,7 @@ from fzero.base.arguments import need_int, need_number, need_str, wrong
 from fzero.base.patterns import PATTERN, ROOT, matches
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Plain
+from fzero.parallel.check import Report, sent_by
 from fzero.plotting import STACKED, Axes
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
@@ -44,8 +45,8 @@ class Plan:
             for each use: in ZeRO-3, and of offloaded params).
         sent: per step without accumulation, by the params' gathers and the gradients' reduction, over all axes.
         messages: what is sent per step without accumulation, axis by axis, for each purpose: those two, the means of
-            replicas, the norm and a loss in float32. Units are counted as in `moved`. What a function sends by its own
-            maps of `fz.parallel` is not: `fz.parallel.check` counts that.
+            replicas, the norm and a loss in float32, and what the function sends by its maps of `fz.parallel` where
+            `inputs=` were given. Units are counted as in `moved`.
         device, host, disk: the same state by the memory that it lies in.
         moved: per step without accumulation, by memory: `moved["host"]` is (to the device, from the device),
             `moved["disk"]` (read, written). Counted are params, grads and moments of a step after the first, as if each
@@ -241,7 +242,14 @@ def _bytes(count: int) -> str:
     return f"{count} B"
 
 
-def plan(step: Spec, params: object, world_size: int | None = None, mesh: AnyMesh | None = None, rank: int = 0) -> Plan:
+def plan(
+    step: Spec,
+    params: object,
+    world_size: int | None = None,
+    mesh: AnyMesh | None = None,
+    rank: int = 0,
+    inputs: Sequence[object] | None = None,
+) -> Plan:
     """The state that `init` would make of these params, counted and not made: no process group, no memory.
 
     Args:
@@ -251,6 +259,10 @@ def plan(step: Spec, params: object, world_size: int | None = None, mesh: AnyMes
         mesh: the sizes of all axes, `{"dp": 64, "tp": 8}`, the first one slowest, or a DeviceMesh: of any number of
             ranks, in place of `world_size`. By default those of the step's own meshes.
         rank: whose bytes are counted, by its number in the mesh. Rank 0 has the largest pieces of every leaf.
+        inputs: a batch, `(tokens, targets)`, of which only shapes are read: what the function and its modules send by
+            the maps of `fz.parallel` is counted too, by `fz.parallel.check`, which refuses a wrong function. The step
+            is on a mesh of this process then, such as that of `fz.testing.fake_mesh({"dp": 64, "tp": 8})`, whose rank
+            here it counts for. Units of `fz.remat` run their maps once more, which is not counted.
 
     Raises:
         ValueError: a pattern that matches no leaf, a column set twice, a mesh without an axis of the step.
@@ -263,6 +275,12 @@ def plan(step: Spec, params: object, world_size: int | None = None, mesh: AnyMes
         >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, mesh={"dp": 4, "tp": 2})
         >>> plan.params, plan.by_axis
         (2048, {'dp': (12306, 4), 'tp': (8, 1)})
+        >>> apply, params = fz.functional(torch.nn.Linear(64, 64))
+        >>> with fz.testing.fake_mesh({"dp": 64, "tp": 8}) as mesh:
+        ...     step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.adamw(1e-3))
+        ...     step = fz.shard_zero3(fz.shard_tensor(step, {"weight": "row"}, mesh=mesh), mesh=mesh)
+        ...     fz.plan(step, params, mesh=mesh, inputs=(torch.empty(16, 64),)).by_axis["tp"]
+        (28784, 2)
     """
     need_step(step, "plan")
     if world_size is not None:
@@ -274,6 +292,10 @@ def plan(step: Spec, params: object, world_size: int | None = None, mesh: AnyMes
     rows = step.rows(specs, frozen, hints_of(structure))
     layout = Holdings(rows, ranks).layout(rank)
     messages, gathered = traffic.sent_by(step, layout, ranks), collections.Counter[str]()
+    if inputs is not None:
+        if not isinstance(inputs, (tuple, list)):
+            raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
+        messages += _of_function(sent_by(step, params, inputs))
     for group in layout.groups.values():
         if group.row.params.cuts or group.row.fetched:
             assert group.row.policy.compute
@@ -303,6 +325,13 @@ def plan(step: Spec, params: object, world_size: int | None = None, mesh: AnyMes
         moved=traffic.moved(alone),
         peak=traffic.peak(step, pieces, layout, like, gathered),
     )
+
+
+def _of_function(report: Report) -> list[Sent]:
+    """What a function's own maps send."""
+    axes = dict.fromkeys(each.axis for each in report.conversions)
+    found = [Sent(joined(axis.split(", ")), "function", report.messages(axis), report.sent(axis)) for axis in axes]
+    return [each for each in found if each.messages]
 
 
 def _need_rank(rank: int, ranks: Ranks, who: str) -> int:

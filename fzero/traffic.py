@@ -189,7 +189,8 @@ class Sent(NamedTuple):
 
     Attributes:
         axis: a mesh axis, or several that are taken as one, `dp×sp`.
-        purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "norm" or "loss".
+        purpose: "params" (gathers), "grads" (reductions), "replicas" (their means of grads), "norm", "loss" or
+            "function" (its own maps).
         messages: collectives that it takes part in.
         nbytes: that it sends in them; of a sum over n ranks as many as go round a ring, 2 (n - 1) / n of its size.
     """

@@ -13,12 +13,14 @@ from unittest import mock
 import exactness
 import pytest
 import torch
+import zoo
 from hypothesis import example, given
 from hypothesis import strategies as st
 
 import fzero as fz
 from fzero.base import pytree
 from fzero.comm import backend
+from fzero.comm.divergence import recorded_collectives
 from fzero.state import gather as gathering
 from fzero.state.sharded import trees_of
 from fzero.testing import run_ranks, strategies
@@ -223,6 +225,39 @@ def test_what_is_planned_is_what_every_rank_holds_and_sends(
 
     with counted() as sent:
         run_ranks(rank_main, together.parties)
+
+
+@given(
+    blocks=st.lists(
+        st.tuples(st.sampled_from(sorted(zoo.KINDS)), st.integers(1, 7), st.booleans()), min_size=1, max_size=2
+    ).map(tuple),
+    tied=st.booleans(),
+    sequence=st.booleans(),
+    ranks=st.integers(1, 4),
+)
+def test_what_a_module_sends(blocks: Any, tied: bool, sequence: bool, ranks: int) -> None:
+    """The maps of its conversions, in a dry run with a mesh to which nothing is sent and on ranks."""
+    model, batch = zoo.made(blocks, tied), zoo.batches(1)[0]
+    apply, params = fz.functional(model)
+    plan = {**model.plan([True] * len(blocks)), "embedding": "vocabulary"}
+
+    def over(mesh: Any) -> fz.Step:
+        step = fz.train_step(zoo.loss_of(apply), fz.sgd(0.1))
+        return fz.shard_tensor(step, plan, mesh=mesh, sequence=sequence)
+
+    with fz.testing.fake_mesh({"tp": ranks}) as mesh:
+        planned = fz.plan(over(mesh), params, mesh=mesh, inputs=batch)
+    own = [(each.messages, each.nbytes) for each in planned.messages if each.purpose == "function"]
+
+    def rank_main(rank: int) -> tuple[int, int]:
+        step = over(torch.distributed.init_device_mesh("cpu", (ranks,), mesh_dim_names=("tp",)))
+        state = step.init(params)
+        with recorded_collectives() as record:
+            out, pullback = step.vjp(state, *batch)
+            pullback(torch.ones_like(out))
+        return len(record), sum(size for *_, size in record)
+
+    assert (own or [(0, 0)]) == [run_ranks(rank_main, ranks)[0]]
 
 
 # ---- hundreds of ranks, none of which is there

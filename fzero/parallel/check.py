@@ -15,7 +15,8 @@ from fzero.base.context import during
 from fzero.base.patterns import PATTERN, unmatched
 from fzero.comm.axis import axes_in
 from fzero.comm.divergence import recorded_collectives
-from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, patterns_of
+from fzero.engine.run import is_differentiable
+from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
 from fzero.parallel.forms import CONSTANT
 from fzero.parallel.planned import Planned
@@ -189,6 +190,12 @@ def check(
     if played:
         need_one_process(fn, leaves, declared, played, watch.draws)
     return Report(tuple(run.conversions), found, played)
+
+
+def sent_by(step: Spec, params: object, batch: Sequence[object]) -> Report:
+    """The report of a step of which only params are differentiated by."""
+    real = [path for path, leaf in paths_of(step.fn, (None, *batch)) if is_differentiable(leaf)]
+    return check(step, params, *batch, constants="|".join(real))
 
 
 _READS = ("DataDependentOutputException", "DynamicOutputShapeException")

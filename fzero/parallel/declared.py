@@ -58,9 +58,9 @@ class Inputs:
     ) -> None:
         self.planned, self._values = planned, values
         self.tracked: dict[str, torch.Tensor] = {}
-        names = _names(fn, len(inputs))
-        paths, leaves, self._spec = pytree.named_leaves(dict(enumerate(inputs)))
-        every = [self._input(i, _named(path, names), leaves[i], varying, constants) for i, path in enumerate(paths)]
+        self._spec = pytree.flatten(dict(enumerate(inputs)))[1]
+        named = paths_of(fn, inputs)
+        every = [self._input(i, path, leaf, varying, constants) for i, (path, leaf) in enumerate(named)]
         places = [each.path for each in every if each.given is not None or isinstance(each.leaf, torch.Tensor)]
         for argument, pattern in [("varying", "|".join(varying)), ("constants", constants)]:
             if pattern and (unknown := unmatched(pattern, places)):
@@ -132,6 +132,13 @@ def _names(fn: Callable[..., object], count: int) -> list[str]:
         parameters = []
     named = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
     return [*named, *map(str, range(len(named), count))]
+
+
+def paths_of(fn: Callable[..., object], inputs: Sequence[object]) -> list[tuple[str, object]]:
+    """The leaves of a function's inputs, with their paths."""
+    names = _names(fn, len(inputs))
+    paths, leaves, _ = pytree.named_leaves(dict(enumerate(inputs)))
+    return [(_named(path, names), leaf) for path, leaf in zip(paths, leaves, strict=True)]
 
 
 def _like(tensor: torch.Tensor) -> torch.Tensor:

@@ -107,6 +107,8 @@ def varies(out: torch.Tensor) -> torch.Tensor:
 def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Notes what a map of `fz.parallel` gave."""
     mode = _running.get()
-    if mode is not None and (name not in ("sum", "gather", "gather(own=True)") if mode.is_over(ax) and name != "copy" else mode.varies(x)):
+    if mode is not None and (
+        name not in ("sum", "gather", "gather(own=True)") if mode.is_over(ax) and name != "copy" else mode.varies(x)
+    ):
         mode.note(out)
     return out

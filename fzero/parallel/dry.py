@@ -43,7 +43,12 @@ KINDS = {
 }
 
 
-_ADDING = {"sum": "added up", "reduce_scatter": "added up", "gather": "joined", maps.GATHER_OWN: "joined"}  # what it does to equal values
+_ADDING = {
+    "sum": "added up",
+    "reduce_scatter": "added up",
+    "gather": "joined",
+    maps.GATHER_OWN: "joined",
+}  # what it does to equal values
 
 
 class Conversion(NamedTuple):

@@ -97,7 +97,9 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
     sizes = _own_sizes(x, ax, dim, sizes, "gather")
     own = own and not is_averaged(ax)  # where it is so anyway
     back = _scattered if own or is_averaged(ax) else _cut
-    return _map(GATHER_OWN if own else "gather", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_joined, back)])
+    return _map(
+        GATHER_OWN if own else "gather", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_joined, back)]
+    )
 
 
 def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:

@@ -100,6 +100,10 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "world_size": (lambda v: fz.plan(STEP, PARAMS, v), {"an int", "None"}),
         "mesh": (lambda v: fz.plan(STEP, PARAMS, mesh=v), {"None", "a dict"}),
         "rank": (lambda v: fz.plan(STEP, PARAMS, rank=v), set()),
+        "inputs": (
+            lambda v: fz.plan(STEP, PARAMS, inputs=(X,) if isinstance(v, (tuple, list)) else v),
+            {"None", *[kind for kind, value in KINDS.items() if isinstance(value, (tuple, list))]},
+        ),
     },
     "Plan.seconds": {
         "bandwidth": (fz.plan(STEP, PARAMS).seconds, {"a bandwidth"}),
