@@ -1,1 +1,1 @@
-"""Communication between ranks: the backend, mesh axes, divergence, and collectives as linear maps."""
+"""Communication between ranks: the backend, mesh axes, divergence, linear maps, and ranks that threads play."""

@@ -43,7 +43,12 @@ def playable(inputs: Inputs, met: Mapping[str, int], ignored: Axes) -> dict[str,
     """
     over = inputs.planned.over if inputs.planned is not None else None
     axes = {**met, over.name: over.size} if over is not None and over.name not in ignored else met
-    unknown = {axis for each in inputs.leaves for axis, dim in each.dims.items() if dim is None}
+    unknown = {
+        axis
+        for each in inputs.leaves
+        for axis, dim in each.dims.items()
+        if dim is None or (each.given is not None and axis != (over and over.name))
+    }
     out = {axis: size for axis, size in axes.items() if axis not in unknown and size > 1}
     on_cpu = all(each.leaf.device.type == "cpu" for each in inputs.leaves if isinstance(each.leaf, torch.Tensor))
     return out if on_cpu and math.prod(out.values()) <= MOST else {}
@@ -106,7 +111,7 @@ def _place(sizes: Mapping[str, int], number: int) -> dict[str, int]:
     out: dict[str, int] = {}
     for axis, size in reversed([*sizes.items()]):
         number, out[axis] = divmod(number, size)
-    return out
+    return {axis: out[axis] for axis in sizes}
 
 
 # ---- inputs: whole ones, and each rank's pieces

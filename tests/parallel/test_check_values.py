@@ -258,6 +258,20 @@ def test_not_played_are_too_many_ranks_averaged_axes_and_those_that_no_map_goes_
     assert judged(fn, ONE, size=1).played == {}
 
 
+def test_leaves_that_vary_on_another_axis_than_the_plans() -> None:
+    """What other ranks of it have is not known."""
+    with fz.testing.fake_mesh({"tp": 2, "sp": 2}) as mesh:
+        tp, sp = fz.parallel.axis(mesh, "tp"), fz.parallel.axis(mesh, "sp")
+
+        def fn(p: Tree, x: torch.Tensor) -> torch.Tensor:
+            x = fz.parallel.copy(fz.parallel.copy(x, tp), sp)
+            return fz.parallel.sum(fz.parallel.sum((x * p["w"]).sum(), tp), sp)
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 0}, mesh=mesh)
+        inputs = {"w": torch.ones(4, 2)}, torch.ones(())
+        assert fz.parallel.check(step, *inputs, varying={"p.w": {"sp": 1}}, values=True).played == {"tp": 2}
+
+
 def test_a_function_that_fits_one_number_of_ranks_only() -> None:
     with pytest.raises(RuntimeError, match="shape") as caught:
         judged(lambda ax, v: fz.parallel.sum(v.view(2, 2).sum(), ax), ONE, varying={"v": {"tp": 0}}, size=2)
