@@ -53,8 +53,9 @@ from step import MB, Batch, Series, batches, check_losses, environment, in_turns
 import fzero as fz
 
 REGIMES: dict[str, dict[str, Any]] = {"float32": {}, "batch 1": {"batch": 1}, "bf16": {"dtype": "bfloat16"}}
-TRIAL = 2  # steps of each contender before those that are timed; the second shows the gradients of the first
+TRIAL = 3  # steps of each contender before those that are timed: losses show the gradients before, and memory settles
 TARGET = 0.9
+Bytes = tuple[int, int, int]  # at rest, at peak, sent in a step
 CAUSAL = functools.partial(torchs, causal=True)
 
 
@@ -274,22 +275,32 @@ class Allocated:
     fz.testing.LiveBytes looks at operations one by one, and does not see what is inside those of a DTensor.
 
     Attributes:
-        stays, peak: bytes at the end, and at most.
+        rest, peak: bytes when `at_rest` was called, and at most from then on.
     """
 
-    stays = peak = 0
+    MARK = "at rest"
+    rest = peak = 0
 
     def __enter__(self) -> Allocated:
         self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
         self._profile.__enter__()
         return self
 
+    def at_rest(self) -> None:
+        with torch.profiler.record_function(self.MARK):
+            pass
+
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
+        now, marked = 0, False
         results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
-        for _, size in sorted((e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]"):
-            self.stays += size
-            self.peak = max(self.peak, self.stays)
+        for event in sorted(results.events(), key=lambda event: event.start_ns()):
+            if event.name() == self.MARK:
+                self.rest, marked = now, True
+            elif event.name() == "[memory]":
+                now += event.nbytes()
+            if marked:
+                self.peak = max(self.peak, now)
 
 
 def written() -> int:
@@ -306,7 +317,7 @@ class Found:
 
     times: Series
     losses: Series
-    bytes: dict[str, tuple[int, int, int]]  # at rest, at peak, sent
+    bytes: dict[str, Bytes]
     refused: dict[str, str]
 
 
@@ -317,10 +328,9 @@ def measured(rank: int, args: argparse.Namespace, names: list[str]) -> Found:
     data = batches(args, 0, args.vocabulary)
     first = [next(data) for _ in range(TRIAL)]
     runs: dict[str, Run] = {}
-    refused, rest, expected = {}, {}, []
+    sizes, refused, expected = {}, {}, []
     for name in names:
-        with Allocated() as made:
-            run, losses, problem = tried(case, name, first)
+        run, losses, problem, sizes[name] = tried(case, name, first)
         if not problem and expected and (gap := apart(losses, expected)) > tolerance(args):
             problem = f"computes something else: its losses differ by {gap:.1e}, relative, within {TRIAL} steps"
         problems: list[str] = [""] * args.ranks
@@ -329,21 +339,34 @@ def measured(rank: int, args: argparse.Namespace, names: list[str]) -> Found:
             refused[name] = problem
             continue
         assert run is not None
-        runs[name], rest[name], expected = run, made.stays, expected or losses
-    del run
-    times, losses = in_turns(runs, data, args)
-    return Found(times, losses, {name: moved(run, next(data), rest[name]) for name, run in runs.items()}, refused)
+        runs[name], expected = run, expected or losses
+    return Found(*in_turns(runs, data, args), sizes, refused)
 
 
-def tried(case: Case, name: str, data: list[Batch]) -> tuple[Run | None, list[float], str]:
-    """A contender and its first losses, or why there are none."""
-    try:
-        with quiet():
+def tried(case: Case, name: str, data: list[Batch]) -> tuple[Run | None, list[float], str, Bytes]:
+    """A contender and its first losses, or why there are none; bytes at rest, at peak and sent in the last step."""
+    run, losses, problem, before = None, [], "", 0
+    with Allocated() as allocated, quiet():
+        try:
             run = CONTENDERS[name](case)
-            return run, [run(x, y).item() for x, y in data], ""
-    except Exception as error:  # whatever a peer raises where it does not run
-        lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-        return None, [], f"{type(error).__name__}: {lines[0] if lines else ''}"
+            for number, (x, y) in enumerate(data, 1):
+                if number == len(data):
+                    settle(run)
+                    dist.barrier()
+                    allocated.at_rest()
+                    before = written()
+                losses.append(run(x, y).item())
+            settle(run)
+        except Exception as error:  # whatever a peer raises where it does not run
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            problem = f"{type(error).__name__}: {lines[0] if lines else ''}"
+        sent = written() - before
+    return run, losses, problem, (allocated.rest, allocated.peak, sent)
+
+
+def settle(run: Run) -> None:
+    if isinstance(run, Training):
+        run.settle()
 
 
 def apart(losses: list[float], expected: list[float]) -> float:
@@ -352,18 +375,6 @@ def apart(losses: list[float], expected: list[float]) -> float:
 
 def tolerance(args: argparse.Namespace) -> float:
     return 1e-4 if args.dtype == "float32" else 2e-2
-
-
-def moved(run: Run, batch: Batch, rest: int) -> tuple[int, int, int]:
-    """Bytes at rest, at peak, and sent in one step."""
-    dist.barrier()
-    with Allocated() as within:
-        before = written()
-        run(*batch)
-        if isinstance(run, Training):
-            run.settle()
-        sent = written() - before
-    return rest, rest + within.peak, sent
 
 
 def show(found: Found, names: list[str]) -> None:
@@ -395,7 +406,7 @@ def compare(by_regime: dict[str, Found]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    sizes = {"ranks": 2, "width": 512, "blocks": 4, "heads": 8, "kv-heads": 4, "vocabulary": 4096}
+    sizes = {"ranks": 2, "width": 512, "blocks": 3, "heads": 8, "kv-heads": 4, "vocabulary": 4096}
     sizes |= {"batch": 4, "context": 256, "warmup": 0, "rounds": 5, "steps": 2}
     for name, default in sizes.items():
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
