@@ -27,6 +27,8 @@ from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched
+from fzero.parallel.drawing import drawing, draws
+from fzero.parallel.piece import Pieces
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
@@ -129,7 +131,7 @@ class _Apply:
         paths, origins, cut = structure
         if layout is not None and layout.tensor[1] > 1:
             need_slices(params, origins, self._pristine)
-        own = self._copy(Cuts.over(cut, tensor_axis_of(list(params.values()))) if cut else None)
+        own = self._copy(Cuts.over(cut, *tensor_axis_of(list(params.values()))) if cut else None)
         if self._frozen and (rows := running.get()) is not None:
             refuse_lost(params, origins, self._frozen, rows)
         for path in paths:
@@ -139,14 +141,15 @@ class _Apply:
         with as_found(), own.untouched.around_call(), during(_units, units):
             if ROOT in units:  # the whole module is one unit
                 _, places, surroundings, call, fast = own.root
-                return call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
+                out = call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
+                return own.whole(out)
             outside = {name: params[leaf] for name, leaf in self._aliases.items()}
             by_index: dict[int, dict[str, object]] = {}
             for name, leaf in outside.items():
                 if isinstance(leaf, Handle):
                     by_index.setdefault(leaf.index, {})[name] = leaf
             with during(_outside, by_index), during(reading, full):
-                return own.root.places.call(own._fresh(own.module), outside, args, kwargs)
+                return own.whole(own.root.places.call(own._fresh(own.module), outside, args, kwargs))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, converted for what is cut."""
@@ -183,6 +186,8 @@ class _Copy:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self.module, self.elsewhere = module, places_of(module, holdings)
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
+        self.draws = cuts.axis if cuts is not None and draws(module) else None
+        self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
         self.untouched = Untouched(module, holdings, sources)
@@ -192,11 +197,22 @@ class _Copy:
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
         places, around = Places(module, self.elsewhere, apart), self.untouched.around
-        call, fast = (around(functools.partial(places.call, self._fresh(own))) for own in (run, compiled(run, module)))
+        runs = (run, compiled(run, module)) if self.pieces is None else (run, run)  # nothing compiles pieces
+        call, fast = (around(functools.partial(places.call, self._fresh(own))) for own in runs)
         return _Unit(prefix, places, Surroundings(module), call, fast)
 
+    def _inside(self, run: Function) -> Function:
+        return run if self.pieces is None else self.pieces.inside(run)
+
     def _fresh(self, run: Function) -> Function:
-        return fresh(run) if self.converts else run
+        if not self.converts:
+            return run
+        run = fresh(self._inside(run))
+        return run if self.draws is None else drawing(run, self.draws)
+
+    def whole(self, out: object) -> object:
+        """What the module returns, without pieces."""
+        return out if self.pieces is None else self.pieces.whole(out)
 
     def patch(self, path: str) -> None:
         self.paths.add(path)
@@ -205,7 +221,7 @@ class _Copy:
             return
         self._patched.add(id(own))
         run_forward = own.forward
-        unit = self._unit(f"{path}.", own, run_forward)
+        unit, run = self._unit(f"{path}.", own, run_forward), self._fresh(run_forward)
 
         @functools.wraps(run_forward)
         def forward(*args: object, **kwargs: object) -> object:
@@ -219,12 +235,15 @@ class _Copy:
                 return getattr(run_forward, "__func__", run_forward)(caller, *args, **kwargs)
             if leaves is None:
                 return run_forward(*args, **kwargs)
+            return self.pieces.around(call, leaves, args, kwargs) if self.pieces else call(leaves, args, kwargs)
+
+        def call(leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
             leaves = unit.places.now(leaves)
             node = functools.partial(self._node, unit, leaves, args, kwargs)
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
             # its params are in place already
-            return plain_call(lambda: run_forward(*args, **kwargs), node, (args, kwargs), unit.surroundings)
+            return plain_call(lambda: run(*args, **kwargs), node, (args, kwargs), unit.surroundings)
 
         own.forward = forward
 

@@ -162,7 +162,7 @@ class Handle(Valueless):
             return private.is_differentiated(args[0].primal)
         if func in cls.readable:
             return super().__torch_function__(func, types, args, kwargs)
-        if func in _OF_THE_GRAPH:
+        if func in OF_THE_GRAPH:
             raise noted(cls.first(args, kwargs)._refuse(f"got {name_of(func)!r}, which a copy would answer"))
         read = reading.get()
         if read is None:
@@ -208,7 +208,7 @@ def _missing(handle: Handle, name: str) -> object:
 
 for _name in ("numpy", "tolist", "item", "data_ptr", "storage", "untyped_storage", "__array__"):
     setattr(Handle, _name, property(functools.partial(_missing, name=_name)))
-_OF_THE_GRAPH = {
+OF_THE_GRAPH = {
     *(torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward),
     *(torch.Tensor.register_hook, torch.Tensor.retain_grad, torch.Tensor.register_post_accumulate_grad_hook),
 }

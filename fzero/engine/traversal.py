@@ -148,11 +148,11 @@ def origins_of(values: Sequence[object]) -> tuple[Layout | None, tuple[int, ...]
     return traversal.layout, tuple(-1 - x.index if isinstance(x, Handle) else full(id(x), -1) + 1 for x in values)
 
 
-def tensor_axis_of(values: Sequence[object]) -> Axis:
-    """The axis that the leaves among some values are cut over."""
+def tensor_axis_of(values: Sequence[object]) -> tuple[Axis, bool]:
+    """The axis that the leaves among some values are cut over, and whether modules keep pieces of the tokens."""
     traversal = next((x.owner for x in values if isinstance(x, Handle)), None) or current.get()
     assert traversal is not None and traversal.tensor is not None
-    return traversal.tensor
+    return traversal.tensor, traversal.table.sequence
 
 
 class _Gate(torch.autograd.Function):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -18,7 +19,10 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
-from fzero.parallel import maps
+from fzero.parallel import maps, piece
+from fzero.parallel.drawing import unseen, varies
+from fzero.parallel.piece import Piece
+from fzero.parallel.spread import whole
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
@@ -34,6 +38,16 @@ class CutLeaf(NamedTuple):
     style: str
     slices: Slices | None
     shape: tuple[int, ...]
+
+
+class Over(Protocol):
+    """What leaves are cut over."""
+
+    @property
+    def axis(self) -> Axis: ...
+
+    @property
+    def sequence(self) -> bool: ...
 
 
 class _Apart(Absent):
@@ -67,8 +81,8 @@ class Converted:
         then: what is done to its results.
     """
 
-    def __init__(self, path: str, module: nn.Module, cut: Sequence[CutLeaf], axis: Axis) -> None:
-        self.path, self.module, self.axis = path, module, axis
+    def __init__(self, path: str, module: nn.Module, cut: Sequence[CutLeaf], cuts: Over) -> None:
+        self.path, self.module, self.axis, self.sequence = path, module, cuts.axis, cuts.sequence
         self.before = path + "." if path else ""
         self.cut = {leaf.name.removeprefix(self.before): leaf for leaf in cut}
         self.leaves: dict[str, object] = {}
@@ -100,6 +114,12 @@ class Converted:
             raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
         return self.forward  # what it does with slices is its own affair
 
+    @property
+    def gives_slices(self) -> bool:
+        """Tells whether each rank has its own outputs."""
+        weight = self.cut.get("weight")
+        return self.then is not None or (weight is not None and weight.style == "column")
+
     def refused(self, why: str) -> ValueError:
         leaf = next(iter(self.cut.values()))
         return ValueError(
@@ -115,8 +135,11 @@ class Converted:
 
         @functools.wraps(self.forward)
         def forward(*args: object, **kwargs: object) -> object:
-            out = run(*args, **kwargs)
-            return out if then is None else then(out)  # type: ignore[arg-type]
+            with contextlib.nullcontext() if run == self._copied else unseen():
+                out = run(*args, **kwargs)
+                out = out if then is None else then(out)  # type: ignore[arg-type]
+            cut = self.gives_slices and isinstance(out, torch.Tensor)
+            return varies(out) if cut else out  # type: ignore[arg-type]
 
         self.module.forward = forward
 
@@ -136,7 +159,7 @@ class Converted:
             return out if self.cut["weight"].style == "column" else self._gathered(out, -1, slices)
 
         def row(input: torch.Tensor) -> torch.Tensor:
-            return self._sum(F.linear(self._piece(input, -1, slices), weight()), 1)
+            return self._sum(F.linear(self._piece(whole(input), -1, slices), weight()), 1)
 
         return self._checked(column if slices.dim == outputs else row, slices)
 
@@ -158,7 +181,7 @@ class Converted:
 
         def row(input: torch.Tensor) -> torch.Tensor:
             return self._sum(
-                module._conv_forward(self._piece(input, dim, slices), _value(self.leaves["weight"]), None), -dim
+                module._conv_forward(self._piece(whole(input), dim, slices), _value(self.leaves["weight"]), None), -dim
             )
 
         return self._checked(row if slices.dim else column, slices)
@@ -182,7 +205,7 @@ class Converted:
 
         def features(input: torch.Tensor) -> torch.Tensor:
             out = F.embedding(input, _value(self.leaves["weight"]), module.padding_idx)
-            return out if leaf.style == "column" else self._gathered(out, -1, slices)
+            return out if leaf.style == "column" else self._shed(self._gathered(out, -1, slices))
 
         if slices.dim == 1:
             return features
@@ -199,7 +222,7 @@ class Converted:
             place = torch.where(inside, input - start, torch.where(known, 0, -1))
             table = weight if size else weight.new_zeros(1, leaf.shape[1])
             out = F.embedding(place, table, own_padding)
-            return maps.sum(out.masked_fill(~inside.unsqueeze(-1), 0.0), self.axis)
+            return self._total(out.masked_fill(~inside.unsqueeze(-1), 0.0))
 
         return rows
 
@@ -242,8 +265,16 @@ class Converted:
 
     def _sum(self, out: torch.Tensor, dims: int) -> torch.Tensor:
         """The sum over ranks, and then the bias, which all have; it belongs to the `dims`-th dim from the end."""
-        out, bias = maps.sum(out, self.axis), self.module.bias
+        out, bias = self._total(out) if dims == 1 else maps.sum(out, self.axis), self.module.bias
         return out if bias is None else out + _value(bias).view(-1, *[1] * (dims - 1)).to(out.dtype)
+
+    def _total(self, partial: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks of [..., tokens, features], of which each keeps a piece of the tokens in sequences."""
+        return piece.scattered(partial, self.axis) if self.sequence else maps.sum(partial, self.axis)
+
+    def _shed(self, x: torch.Tensor) -> torch.Tensor:
+        """A whole [..., tokens, features], the same."""
+        return piece.cut(x, self.axis) if self.sequence else x
 
     def _piece(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
         """This rank's piece of what a row takes, which it is already if a column came before."""
@@ -279,16 +310,17 @@ class Converted:
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
         """The input as each rank's own, one copy for all modules that read it: its cotangents are summed once."""
         last = _last.get()
-        if last and last[0][0] is x and last[0][1] == private.version(x):
+        version = private.version(x)
+        if last and last[0][0] is x and last[0][1] == version:
             return last[0][2]
-        out = maps.copy(_value(x), self.axis)
-        last[:] = [(x, private.version(x), out)]
+        out = x.own() if isinstance(x, Piece) else maps.copy(_value(x), self.axis)
+        last[:] = [(x, version, out)]
         return out
 
 
 def _value(leaf: object) -> torch.Tensor:
     assert isinstance(leaf, torch.Tensor)
-    return full(leaf) if isinstance(leaf, Handle) else leaf
+    return full(leaf) if isinstance(leaf, Handle) else whole(leaf)
 
 
 def _by_rank(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:

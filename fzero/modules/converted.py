@@ -14,20 +14,26 @@ from fzero.modules.conversion import Converted, CutLeaf
 from fzero.modules.hints import heads_of, kind_of
 from fzero.modules.places import Place
 from fzero.parallel import maps
+from fzero.parallel.spread import whole
 from fzero.table.rows import Row
 from fzero.table.slices import style_of_dim
 
 
 class Cuts(NamedTuple):
-    """The leaves of a module that are cut, over an axis; what a copy of the module is converted for."""
+    """The leaves of a module that are cut, over an axis; what a copy of the module is converted for.
+
+    Attributes:
+        sequence: what rows and embeddings give is a piece of the tokens on each rank.
+    """
 
     leaves: tuple[CutLeaf, ...]
     axis: Axis
     group: object  # of the axis, which may be of a process group that is started anew
+    sequence: bool
 
     @staticmethod
-    def over(leaves: tuple[CutLeaf, ...], axis: Axis) -> Cuts:
-        return Cuts(leaves, axis, axis.group)
+    def over(leaves: tuple[CutLeaf, ...], axis: Axis, sequence: bool) -> Cuts:
+        return Cuts(leaves, axis, axis.group, sequence)
 
 
 def cut_leaves(origins: Mapping[str, Row | None], aliases: Mapping[str, str], module: nn.Module) -> tuple[CutLeaf, ...]:
@@ -82,9 +88,9 @@ def converted(
     once: dict[int, Converted] = {}  # a module may be at two paths
     for path, leaves in by_module.items():
         own = module.get_submodule(path)
-        made[path] = once[id(own)] = once.get(id(own)) or Converted(path, own, leaves, cuts.axis)
+        made[path] = once[id(own)] = once.get(id(own)) or Converted(path, own, leaves, cuts)
     for path, own in module.named_modules(remove_duplicate=False):
-        _share_heads(path, own, made, cuts.axis)
+        _share_heads(path, own, made, cuts)
     for each in {id(each): each for each in made.values()}.values():
         each.install()
     for name, now in module.named_parameters(remove_duplicate=False):
@@ -95,13 +101,13 @@ def converted(
     }
 
 
-def _share_heads(path: str, module: nn.Module, made: dict[str, Converted], axis: Axis) -> None:
+def _share_heads(path: str, module: nn.Module, made: dict[str, Converted], cuts: Cuts) -> None:
     """Gives each rank the keys and values of its queries' heads, where their pieces are not those already.
 
     Raises:
         ValueError: queries are cut within a head, or there are fewer heads than ranks.
     """
-    heads, before = heads_of(module), path + "." if path else ""
+    axis, heads, before = cuts.axis, heads_of(module), path + "." if path else ""
     if heads is None or (query := made.get(before + "q_proj")) is None:
         return
     leaf = query.cut["weight"]
@@ -121,7 +127,7 @@ def _share_heads(path: str, module: nn.Module, made: dict[str, Converted], axis:
     chosen = [head // heads.groups for head in range(start, start + size)]
     for name, key in zip(("k_proj", "v_proj"), keys, strict=True):
         if key is None:
-            key = made[before + name] = Converted(before + name, getattr(module, name), (), axis)
+            key = made[before + name] = Converted(before + name, getattr(module, name), (), cuts)
         elif key.cut["weight"].style == "column":
             key.cut["weight"] = key.cut["weight"]._replace(style="column_gather")
         key.then = functools.partial(_chosen_heads, axis, heads.dim, chosen)
@@ -137,5 +143,5 @@ def _pieces(key: Converted | None, ranks: int) -> list[tuple[int, int]] | None:
 
 def _chosen_heads(axis: Axis, dim: int, chosen: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     """The head of keys or values for each of this rank's heads of queries, of those that all ranks have."""
-    own = maps.copy(x, axis).unflatten(-1, (-1, dim))
+    own = maps.copy(whole(x), axis).unflatten(-1, (-1, dim))
     return own.index_select(-2, torch.tensor(chosen, device=x.device)).flatten(-2)

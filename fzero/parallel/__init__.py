@@ -14,6 +14,7 @@ from fzero.parallel.maps import reduce_scatter as reduce_scatter
 from fzero.parallel.maps import ring_shift as ring_shift
 from fzero.parallel.maps import split as split
 from fzero.parallel.maps import sum as sum
+from fzero.parallel.randomness import own_stream as own_stream
 from fzero.parallel.ring import attention as attention
 from fzero.parallel.ring import ring as ring
 from fzero.parallel.sequence import shard_sequence as shard_sequence

@@ -223,7 +223,7 @@ class RingPlan:
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.ax is not None:
-            k, v = [maps.copy(maps.gather(x, self.ax, 2, self.lengths), self.ax) for x in (k, v)]
+            k, v = [maps.gather(x, self.ax, 2, self.lengths, own=True) for x in (k, v)]
         spans = self.spans[self.rank]
         rows = Visible(*[torch.cat([each[start:stop] for start, stop in spans]) for each in self.sees])
         places = [torch.arange(start, stop, device=q.device) for each in self.spans for start, stop in each]

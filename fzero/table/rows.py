@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType, UnionType
 from typing import Any, NamedTuple, get_args
@@ -51,6 +51,10 @@ class Sharding:
     def __reduce__(self) -> tuple[object, ...]:
         mesh = self.mesh if self.mesh is None else name_of_mesh(self.mesh)
         return _again, (self.stage, mesh, self.axes, self.replicate)
+
+    def of_state(self) -> Sharding:
+        """What it says of a state, whichever the ranks are."""
+        return replace(self, mesh=None)
 
 
 def _again(stage: int, name: MeshName | None, axes: tuple[str, ...], replicate: tuple[str, ...]) -> Sharding:
@@ -173,6 +177,7 @@ class Table:
 
     rows: tuple[Row, ...]
     outside: torch.dtype | None  # torch.autocast's for what runs outside of units
+    sequence: bool = False  # modules that are cut over the tensor axis keep pieces of the tokens
 
     @cached_property
     def units(self) -> dict[str, Row]:
@@ -344,7 +349,7 @@ def resolve(
             )
         )
     outside = first[ROOT][1]["compute"] if ROOT in first else _value_of(rules, "compute", ROOT)
-    return Table(tuple(rows), outside)
+    return Table(tuple(rows), outside, bool(over and over.sequence))
 
 
 def _check_patterns(

@@ -26,23 +26,32 @@ THEIRS = {
 
 @dataclass(frozen=True)
 class TensorAxis:
-    """The value of the tensor axis column, of all leaves: which mesh axis leaves are cut over."""
+    """The value of the tensor axis column, of all leaves: which mesh axis leaves are cut over.
+
+    Attributes:
+        sequence: modules keep pieces of the tokens where nothing is cut.
+    """
 
     mesh: Mesh | None
     axis: str
+    sequence: bool = False
 
     def __deepcopy__(self, memo: object) -> TensorAxis:
         return self  # the same ranks
 
+    def of_state(self) -> TensorAxis:
+        """What it says of a state, whichever the ranks are."""
+        return TensorAxis(None, self.axis)
+
     def __reduce__(self) -> tuple[object, ...]:
-        return _again, (self.mesh if self.mesh is None else name_of_mesh(self.mesh), self.axis)
+        return _again, (self.mesh if self.mesh is None else name_of_mesh(self.mesh), self.axis, self.sequence)
 
 
-def _again(name: MeshName | None, axis: str) -> TensorAxis:
+def _again(name: MeshName | None, axis: str, sequence: bool = False) -> TensorAxis:
     if name is None:
-        return TensorAxis(None, axis)
+        return TensorAxis(None, axis, sequence)
     need_here("step", name.groups, name.rank, "Make the step anew there, with a mesh of that run.")
-    return TensorAxis(mesh_of(name), axis)
+    return TensorAxis(mesh_of(name), axis, sequence)
 
 
 @dataclass(frozen=True)

@@ -152,7 +152,7 @@ class Spec:
     def signature(self) -> Signature:
         """The fields that a state's step must share; a mesh's name and sizes say nothing of the ranks."""
         rules = [
-            dataclasses.replace(rule, value=dataclasses.replace(rule.value, mesh=None))
+            dataclasses.replace(rule, value=rule.value.of_state())
             if isinstance(rule.value, (Sharding, TensorAxis))
             else rule
             for rule in self.rules

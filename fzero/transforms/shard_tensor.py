@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from fzero.base.arguments import need_str, wrong
+from fzero.base.arguments import need_bool, need_str, wrong
 from fzero.comm.axis import need_axes
 from fzero.comm.backend import Mesh
 from fzero.table.slices import AUTO, STYLES, Cut, TensorAxis
@@ -13,7 +13,7 @@ from fzero.table.spec import S, need_step
 Plan = Mapping[str, "str | int | Cut"]
 
 
-def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str = "tp") -> S:
+def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str = "tp", sequence: bool = False) -> S:
     """Cuts leaves along a dim over a mesh axis; the function is given this rank's slices of them.
 
     A pure function computes with the slices and says itself where ranks exchange values, by the maps of `fz.parallel`:
@@ -30,6 +30,11 @@ def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str 
             Sizes need not be divisible: pieces are in rank order, the first ones larger.
         mesh: a torch DeviceMesh; None takes the default process group, looked up when first needed.
         axis: the mesh axis.
+        sequence: modules keep a piece of the tokens on each rank where nothing is cut, between a row or an embedding
+            and the next column, with norms, dropout, residuals and layers that are whole (Korthikanti et al. 2022,
+            arXiv 2205.05198): activations there, and what is computed with them, fall to one part by rank. Tokens are
+            the dim before the last. Code that needs other tokens finds whole tensors. It says nothing of functions
+            without modules, nor of the state: steps with and without it go on with one another's.
 
     Raises:
         ValueError: the mesh has no such axis, or the axis is one that the step's state is sharded over; a leaf is cut
@@ -51,7 +56,8 @@ def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str 
         plan = {"*": AUTO}
     if not isinstance(plan, Mapping) or not plan:
         raise wrong("shard_tensor", "plan", plan, "'auto', or a dict of patterns over paths to styles or dims")
-    step = step.with_rule("tensor axis", TensorAxis(mesh, axis), f"shard_tensor(axis={axis!r})")
+    need_bool(sequence, "shard_tensor", "sequence")
+    step = step.with_rule("tensor axis", TensorAxis(mesh, axis, sequence), f"shard_tensor(axis={axis!r})")
     for pattern, how in plan.items():
         need_str(pattern, "shard_tensor", "plan", "a pattern over leaf paths for each key")
         known = isinstance(how, str) and how in (*STYLES, AUTO)

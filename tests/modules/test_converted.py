@@ -27,17 +27,26 @@ def meshed(sizes: tuple[int, int]) -> Any:
     return torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
 
 
-def step_of(loss: Any, sizes: tuple[int, int], stage: int, plan: Any, remat: bool) -> fz.Step:
+def step_of(loss: Any, sizes: tuple[int, int], stage: int, plan: Any, remat: bool, sequence: bool) -> fz.Step:
     mesh = meshed(sizes)
     step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(1e-2, eps=EPS, weight_decay=0.01)))
     step = exactness.SHARDS[stage](step, **({"mesh": mesh} if stage else {}))
-    step = fz.shard_tensor(step, plan, mesh=mesh)
+    step = fz.shard_tensor(step, plan, mesh=mesh, sequence=sequence)
     return fz.remat(step) if remat else step
 
 
-def train(rank: int, functions: Any, batches: Any, sizes: tuple[int, int], stage: int, plan: Any, remat: bool) -> Any:
+def train(
+    rank: int,
+    functions: Any,
+    batches: Any,
+    sizes: tuple[int, int],
+    stage: int,
+    plan: Any,
+    remat: bool,
+    sequence: bool = False,
+) -> Any:
     loss, params = functions
-    step = step_of(loss, sizes, stage, plan, remat)
+    step = step_of(loss, sizes, stage, plan, remat, sequence)
     state, seen = step.init(params), []
     for _ in range(3):
         state, metrics = step(state, *batches[rank // sizes[1]])
@@ -53,12 +62,20 @@ def check(
     plan: Any,
     remat: bool,
     near: float = 1e-10,
+    sequence: bool = False,
     **run: Any,
 ) -> None:
     loss, params = functions
     want, losses, norms = adamw_steps(loss, dict(params), batches, 3, eps=EPS, max_norm=0.5)
     fn = functools.partial(
-        train, functions=functions, batches=batches, sizes=sizes, stage=stage, plan=plan, remat=remat
+        train,
+        functions=functions,
+        batches=batches,
+        sizes=sizes,
+        stage=stage,
+        plan=plan,
+        remat=remat,
+        sequence=sequence,
     )
     for params, seen in run_ranks(fn, sizes[0] * sizes[1], **run):
         assert_trees_close(params, want, rtol=near, atol=near / 100)
@@ -80,6 +97,7 @@ drawn_blocks = st.lists(
     sizes=st.sampled_from(MESHES),
     stage=st.integers(0, 3),
     remat=st.booleans(),
+    sequence=st.booleans(),
 )
 def test_drawn_models(
     blocks: Any,
@@ -89,6 +107,7 @@ def test_drawn_models(
     sizes: tuple[int, int],
     stage: int,
     remat: bool,
+    sequence: bool,
 ) -> None:
     model = zoo.made(blocks, tied)
     plan = {**model.plan(chosen), **({"head": "column_gather"} if not tied else {})}
@@ -100,7 +119,7 @@ def test_drawn_models(
         plan["head"] = "column_gather"
     apply, params = fz.functional(model)
     sizes = sizes if stage else (1, sizes[1])
-    check((zoo.loss_of(apply), params), zoo.batches(sizes[0]), sizes, stage, plan, remat)
+    check((zoo.loss_of(apply), params), zoo.batches(sizes[0]), sizes, stage, plan, remat, sequence=sequence)
 
 
 def test_drawn_models_on_real_processes() -> None:
@@ -196,10 +215,13 @@ def batches_of(name: str, count: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize(("sizes", "stage", "remat"), [((1, 3), 0, False), ((2, 2), 3, True), ((1, 4), 3, False)])
-def test_models_of_hugging_face(name: str, sizes: tuple[int, int], stage: int, remat: bool) -> None:
+@pytest.mark.parametrize(
+    ("sizes", "stage", "remat", "sequence"),
+    [((1, 3), 0, False, True), ((2, 2), 3, True, False), ((2, 2), 3, True, True), ((1, 4), 3, False, False)],
+)
+def test_models_of_hugging_face(name: str, sizes: tuple[int, int], stage: int, remat: bool, sequence: bool) -> None:
     near = 1e-10 if name == "vit" else 1e-6  # the others' norms and routers compute in float32
-    check(model_of(name), batches_of(name, sizes[0]), sizes, stage, MODELS[name][1], remat, near)
+    check(model_of(name), batches_of(name, sizes[0]), sizes, stage, MODELS[name][1], remat, near, sequence=sequence)
 
 
 def gpt2() -> nn.Module:
@@ -232,7 +254,8 @@ MODELS["qwen3"] = (qwen3, "auto")
 
 @pytest.mark.parametrize("name", ["gpt2", "qwen3"])
 def test_weights_that_are_transposed_or_shared_by_heads(name: str) -> None:
-    check(model_of(name), batches_of(name, 1), (1, 3), 3, MODELS[name][1], True, 1e-10 if name == "gpt2" else 1e-6)
+    near = 1e-10 if name == "gpt2" else 1e-6
+    check(model_of(name), batches_of(name, 1), (1, 3), 3, MODELS[name][1], True, near, sequence=True)
 
 
 # ---- what is refused

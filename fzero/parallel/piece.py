@@ -1,0 +1,293 @@
+"""Pieces of tokens: between a row and the next column of a module, each rank has its piece of the whole tensor.
+
+What is computed for each token alone (sums, norms over features, layers that are not cut, dropout) is done to the
+piece (sequence parallelism as in Korthikanti et al. 2022, arXiv 2205.05198); anything else finds the whole tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Self
+
+import torch
+import torch.nn.functional as F
+
+from fzero.base import pytree
+from fzero.capture.handle import Function, Handle, Named, Operands, reading
+from fzero.comm import pieces
+from fzero.comm.axis import Axis
+from fzero.parallel import maps
+from fzero.parallel.randomness import own_stream
+from fzero.parallel.spread import Spread, wholes
+
+DIM = -2  # that is cut, from the end: of tokens, before that of features
+
+
+class Piece(Spread):
+    """A tensor of which each rank has a piece.
+
+    Attributes:
+        axis: of the ranks.
+        dim: that is cut, counted from the end, in rank order and as equally as can be.
+    """
+
+    axis: Axis
+    dim: int
+
+    @classmethod
+    def made(cls, local: torch.Tensor, axis: Axis, count: int, dim: int = DIM) -> Self:
+        """The tensor of which this rank has a piece, with `count` elements along the dim in all."""
+        shape = list(local.shape)
+        shape[dim] = count
+        return cls.of(shape, local.dtype, local.device, {"local": local, "value": None, "axis": axis, "dim": dim})
+
+    @property
+    def count(self) -> int:
+        return self.shape[self.dim]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Of the ranks' pieces."""
+        return pieces.balanced(self.count, self.axis.size)
+
+    def joined(self, local: torch.Tensor) -> torch.Tensor:
+        return maps.gather(local, self.axis, self.dim, self.sizes)
+
+    def own(self) -> torch.Tensor:
+        """The whole tensor as each rank's own."""
+        if self.local is None:
+            return maps.copy(self.whole(), self.axis)
+        return maps.gather(self.local, self.axis, self.dim, self.sizes, own=True)
+
+    @classmethod
+    def known(cls, func: Function, args: Operands, kwargs: Named) -> object:
+        rule = _RULES.get(func)
+        return NotImplemented if rule is None else rule(func, args, dict(kwargs or {}))
+
+
+class Packed(NamedTuple):
+    """A piece where it goes into a unit's call or comes out of it."""
+
+    local: torch.Tensor
+    count: int
+    dim: int
+
+
+class Pieces:
+    """How pieces go in and out of a module's units, whose calls take plain tensors."""
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def inside(self, run: Callable[..., object]) -> Callable[..., object]:
+        """A unit's function, of packed arguments."""
+
+        def call(*args: object, **kwargs: object) -> object:
+            args, kwargs = self.unpacked((args, kwargs))
+            return packed(run(*args, **kwargs))
+
+        return call
+
+    def around(self, call: Callable[..., object], leaves: object, args: object, kwargs: object) -> object:
+        """A unit's call."""
+        args, kwargs = packed((args, kwargs))
+        return self.unpacked(call(leaves, args, kwargs))
+
+    def whole(self, out: object) -> object:
+        """What a module returns, without pieces."""
+        return wholes(self.unpacked(out))
+
+    def unpacked(self, value: object) -> Any:
+        """The inverse of `packed`."""
+
+        def unpack(x: object) -> object:
+            return Piece.made(x.local, self.axis, x.count, x.dim) if isinstance(x, Packed) else x
+
+        leaves, spec = pytree.flatten(value, is_leaf=lambda x: isinstance(x, Packed))
+        return pytree.unflatten(spec, [*map(unpack, leaves)]) if any(isinstance(x, Packed) for x in leaves) else value
+
+
+def packed(value: object) -> Any:
+    """A value whose pieces are what they consist of."""
+
+    def pack(x: object) -> object:
+        if not isinstance(x, Piece):
+            return x
+        return x.whole() if x.local is None else Packed(x.local, x.count, x.dim)
+
+    return pytree.map_leaves(pack, value)
+
+
+def scattered(partial: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """The sum of the ranks' tensors [..., tokens, features], of which each has a piece."""
+    if partial.ndim < -DIM:
+        return maps.sum(partial, axis)
+    return Piece.made(maps.reduce_scatter(partial, axis, DIM), axis, partial.shape[DIM])
+
+
+def cut(x: torch.Tensor, axis: Axis) -> torch.Tensor:
+    """A whole tensor [..., tokens, features] as one of which each rank has a piece."""
+    return x if x.ndim < -DIM else Piece.made(maps.split(x, axis, DIM), axis, x.shape[DIM])
+
+
+# ---- what is computed on pieces
+
+Given = dict[str, Any]
+Rule = Callable[[Function, Operands, Given], object]
+
+
+class _Other(Exception):
+    """An operand lies otherwise."""
+
+
+def _first(operands: Sequence[object]) -> Piece:
+    """A piece that is one still, if all that are lie alike."""
+    own = [x for x in operands if isinstance(x, Piece) and x.local is not None]
+    if not own or any((x.axis, x.dim, x.count) != (own[0].axis, own[0].dim, own[0].count) for x in own):
+        raise _Other
+    return own[0]
+
+
+def _here(x: object, beside: Piece) -> object:
+    """This rank's part of an operand of what is computed for each token alone."""
+    if isinstance(x, Piece) and x.local is not None:
+        return x.local
+    if not isinstance(x, torch.Tensor):
+        return x
+    x = _plain(x)
+    if x.ndim < -beside.dim or x.shape[beside.dim] == 1:
+        return maps.copy(x, beside.axis)
+    if x.shape[beside.dim] == beside.count:
+        return maps.split(x, beside.axis, beside.dim, beside.sizes)
+    raise _Other
+
+
+def _plain(x: torch.Tensor) -> torch.Tensor:
+    if isinstance(x, Spread):
+        return x.whole()
+    read = reading.get()
+    return read(x) if isinstance(x, Handle) and read is not None else x
+
+
+def _of(result: object, like: Piece, operands: Sequence[object] = (), dim: int | None = None) -> object:
+    """What came of pieces, as a piece; an operand that was returned as it is."""
+    assert isinstance(result, torch.Tensor)
+    for x in operands:
+        if isinstance(x, Piece) and x.local is result:
+            return x
+    return Piece.made(result, like.axis, like.count, like.dim if dim is None else dim)
+
+
+def _pointwise(func: Function, args: Operands, kwargs: Given) -> object:
+    """Element by element, with broadcasting."""
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return NotImplemented
+    operands, spec = pytree.flatten((args, kwargs))
+    try:
+        first = _first(operands)
+        here = [_here(x, first) for x in operands]
+    except _Other:
+        return NotImplemented
+    args, kwargs = pytree.unflatten(spec, here)
+    return _of(func(*args, **kwargs), first, operands)
+
+
+def _activation(func: Function, args: Operands, kwargs: Given) -> object:
+    """Of one tensor, in place where the last argument says so."""
+    if any(x is True for x in args[1:]):
+        return NotImplemented
+    return _pointwise(func, args, kwargs)
+
+
+def _dropped(func: Function, args: Operands, kwargs: Given) -> object:
+    """Each rank draws for its own piece."""
+    names = ("input", "p", "training", "inplace")
+    given: Given = dict(zip(names, args, strict=False)) | kwargs
+    x = given.pop("input")
+    if given.get("inplace") or not isinstance(x, Piece) or x.local is None:
+        return NotImplemented
+    draws = given.get("training", True) and given.get("p", 0.5) > 0
+    with own_stream(x.axis) if draws else contextlib.nullcontext():
+        return _of(func(x.local, **given), x, (x,))
+
+
+def _normed(func: Function, args: Operands, kwargs: Given) -> object:
+    """Over the last dims: layer_norm, rms_norm."""
+    names = ("input", "normalized_shape")
+    given: Given = dict(zip(names, args, strict=False)) | {name: kwargs[name] for name in names if name in kwargs}
+    x = given["input"]
+    if not isinstance(x, Piece) or x.local is None or len(given["normalized_shape"]) >= -x.dim:
+        return NotImplemented
+    return _pointwise(func, args, kwargs)
+
+
+def _applied(func: Function, args: Operands, kwargs: Given) -> object:
+    """A layer of all features: linear(x, weight, bias), x @ weight."""
+    x = kwargs.get("input", args[0] if args else None)
+    operands, spec = pytree.flatten((args, kwargs))
+    others = [other for other in operands if isinstance(other, torch.Tensor) and other is not x]
+    if not isinstance(x, Piece) or x.local is None or x.dim == -1 or (args and args[0] is not x):
+        return NotImplemented
+    if any(isinstance(other, Spread) or other.ndim > 2 for other in others) or not others or others[0].ndim != 2:
+        return NotImplemented
+    here = [
+        x.local if other is x else maps.copy(_plain(other), x.axis) if isinstance(other, torch.Tensor) else other
+        for other in operands
+    ]
+    args, kwargs = pytree.unflatten(spec, here)
+    return _of(func(*args, **kwargs), x)
+
+
+def _along(func: Function, args: Operands, kwargs: Given) -> object:
+    """Over other dims: mean(x, dim, keepdim), softmax(x, dim)."""
+    x, *more = args
+    dims = kwargs.get("dim", more[0] if more else None)
+    if not isinstance(x, Piece) or x.local is None:
+        return NotImplemented
+    dims = (dims,) if isinstance(dims, int) else dims
+    if (
+        not isinstance(dims, (tuple, list))
+        or not dims
+        or not all(type(d) is int and -x.ndim <= d < x.ndim for d in dims)
+    ):
+        return NotImplemented
+    from_end = {d % x.ndim - x.ndim for d in dims}
+    if x.dim in from_end:
+        return NotImplemented
+    result = func(x.local, *more, **kwargs)
+    kept = not isinstance(result, torch.Tensor) or result.ndim == x.ndim
+    return _of(result, x, dim=x.dim if kept else x.dim + sum(d > x.dim for d in from_end))
+
+
+def _named(names: str, *owners: object) -> list[Function]:
+    return [found for name in names.split() for owner in owners if (found := getattr(owner, name, None)) is not None]
+
+
+_TENSOR, _TORCH = torch.Tensor, (torch.Tensor, torch)
+_RULES: dict[object, Rule] = {
+    **dict.fromkeys(
+        _named(
+            "abs neg negative exp exp2 log log2 log1p expm1 sqrt rsqrt square sin cos tan tanh sigmoid relu erf erfc "
+            "reciprocal sign floor ceil round add sub subtract mul multiply div divide true_divide rsub pow maximum "
+            "minimum clamp clamp_min clamp_max where lerp addcmul addcdiv masked_fill nan_to_num eq ne lt le gt ge "
+            "logical_and logical_or logical_not isnan isinf isfinite clone to type_as float double half bfloat16 "
+            "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__ "
+            "__rpow__ __neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__",
+            *_TORCH,
+        ),
+        _pointwise,
+    ),
+    **dict.fromkeys(
+        _named(
+            "relu gelu silu mish softplus elu selu celu leaky_relu relu6 hardtanh hardswish hardsigmoid logsigmoid "
+            "softsign tanhshrink tanh sigmoid",
+            F,
+        ),
+        _activation,
+    ),
+    **dict.fromkeys(_named("dropout alpha_dropout", F), _dropped),
+    **dict.fromkeys(_named("layer_norm rms_norm", F, torch), _normed),
+    **dict.fromkeys([F.linear, *_named("matmul __matmul__", *_TORCH)], _applied),
+    **dict.fromkeys([*_named("mean sum amax amin softmax log_softmax", *_TORCH), F.softmax, F.log_softmax], _along),
+}

@@ -1,0 +1,43 @@
+"""Random numbers of one rank's own, where the ranks of an axis otherwise draw the same."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from fzero.base import private
+from fzero.base.random import Seeds, seeded
+from fzero.comm.axis import Axis
+from fzero.parallel.axis import need_axis
+from fzero.parallel.types import running
+
+
+@contextlib.contextmanager
+def own_stream(ax: Axis) -> Iterator[None]:
+    """Inside, each rank of an axis draws other random numbers, where ranks draw the same otherwise.
+
+    What a pure function drops out of a value that varies on the axis (between a column and a row, of a piece of a
+    sequence) had better be another on each rank; modules that `fz.shard_tensor` cuts see to it by themselves. Their
+    seed is drawn from the stream around the block, so that whatever repeats that repeats them.
+
+    Args:
+        ax: of `fz.parallel.axis`.
+
+    Example:
+        >>> def rank_main(rank):
+        ...     with fz.parallel.own_stream(fz.parallel.axis(None, "tp")):
+        ...         return torch.rand(()).item()
+        >>> first, second = fz.testing.run_ranks(rank_main, 2)
+        >>> first == second
+        False
+    """
+    need_axis(ax, "own_stream")
+    if running.get() is not None:  # a dry run, whose numbers are nobody's
+        yield
+        return
+    with private.below_transforms():
+        drawn = int(torch.randint(1 << 62, (), device="cpu"))
+    with seeded(Seeds(drawn, ax.rank).next()):
+        yield

@@ -1,0 +1,135 @@
+"""Dropout in modules whose leaves are cut: other numbers on each rank where values vary, the same where they do not."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero.testing import assert_trees_close, run_ranks
+
+F64, WIDTH = torch.float64, 8
+
+
+class Drops(nn.Module):
+    """Drops what is whole, what is a slice, and what is whole again; what it dropped is in the outputs."""
+
+    def __init__(self, p: float) -> None:
+        super().__init__()
+        self.before, self.inside, self.after = nn.Dropout(p), nn.Dropout(p), nn.Dropout(p)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: torch.Tensor, ones: bool = False) -> Any:
+        first = self.before(x)
+        hidden = torch.tanh(self.up(first))
+        kept = self.inside(torch.ones_like(hidden) if ones else hidden)
+        seen = self.inside(hidden.flatten(0, -2)).view(hidden.shape)  # by views, too
+        out = x + self.after(self.down(kept + seen))
+        if self.training and self.after.p:
+            return self.norm(out), kept.detach() == 0
+        return self.norm(out), kept
+
+
+class Stack(nn.Module):
+    def __init__(self, p: float, depth: int = 2) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Drops(p) for _ in range(depth)])
+
+    def forward(self, x: torch.Tensor) -> Any:
+        masks = []
+        for block in self.blocks:
+            x, mask = block(x)
+            masks.append(mask)
+        return x, masks
+
+
+PLAN = {"*.up": "column", "*.down": "row"}
+
+
+@functools.cache
+def model_of(p: float) -> Any:
+    torch.manual_seed(0)
+    apply, params = fz.functional(Stack(p).to(F64))
+
+    def loss(params: Any, x: torch.Tensor) -> Any:
+        out, masks = apply(params, x)
+        return (out * x.cos()).mean(), (out, masks)
+
+    return loss, params
+
+
+def train(rank: int, model: Any, sequence: bool, stage: int, remat: bool) -> Any:
+    loss, params = model
+    mesh = torch.distributed.init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    step = fz.train_step(loss, fz.adamw(1e-2), has_aux=True)
+    step = fz.shard_tensor(step, PLAN, mesh=mesh, sequence=sequence)
+    if stage:
+        step = getattr(fz, f"shard_zero{stage}")(step, mesh=mesh)
+    step = fz.remat(step) if remat else step
+    state, masks, outs = step.init(params), [], []
+    generator = torch.Generator().manual_seed(rank // 2)
+    x = torch.randn(3, 5, WIDTH, dtype=F64, generator=generator)
+    for _ in range(2):
+        state, metrics = step(state, x)
+        out, mask = metrics["aux"]
+        masks.append(mask)
+        outs.append(out)
+    return dict(fz.gather(state.params)), masks, outs
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_what_varies_is_dropped_by_each_rank_for_itself(sequence: bool) -> None:
+    run = functools.partial(train, model=model_of(0.5), sequence=sequence)
+    runs = {
+        remat: run_ranks(functools.partial(run, stage=stage, remat=remat), 4)
+        for stage, remat in ((3, False), (3, True))
+    }
+    for ranks in (runs[False], runs[True]):
+        for a, b in ((0, 1), (2, 3)):  # of one data rank
+            assert all(map(torch.equal, ranks[a][2], ranks[b][2]))  # what is whole is the same
+            for first, second in zip(ranks[a][1], ranks[b][1], strict=True):
+                assert not any(map(torch.equal, first, second))  # slices are dropped each by themselves
+                assert all(0.2 < mask.double().mean() < 0.8 for mask in (*first, *second))
+        assert not any(map(torch.equal, ranks[0][2], ranks[2][2]))  # data ranks draw otherwise
+    for whole, again in zip(runs[False], runs[True], strict=True):
+        assert_trees_close(whole[0], again[0], rtol=1e-12, atol=1e-12)
+        assert all(map(torch.equal, whole[2], again[2]))
+
+
+def test_nothing_is_dropped_where_nothing_is_to_be() -> None:
+    for params, _, _ in run_ranks(
+        functools.partial(train, model=model_of(0.0), sequence=True, stage=3, remat=False), 4
+    ):
+        assert all(x.isfinite().all() for x in params.values())
+
+
+def test_the_functions_of_attention() -> None:
+    """torch's attention draws inside."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.attention_dropout = 0.5
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            q = self.up(x).unflatten(-1, (-1, 2)).transpose(1, 2)
+            out = F.scaled_dot_product_attention(q * 0, q * 0, torch.ones_like(q), dropout_p=self.attention_dropout)
+            return self.down(out.transpose(1, 2).flatten(-2)), out
+
+    torch.manual_seed(0)
+    apply, params = fz.functional(Attention())
+
+    def run(rank: int) -> Any:
+        step = fz.train_step(lambda p, x: (apply(p, x)[0].mean(), apply(p, x)[1]), fz.sgd(0.1), has_aux=True)
+        step = fz.shard_tensor(step, {"up": "column", "down": "row"})
+        return step(step.init(params), torch.ones(2, 6, 4))[1]["aux"]
+
+    first, second = run_ranks(run, 2)
+    assert first.shape == second.shape and not torch.equal(first, second)
