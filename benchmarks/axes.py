@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/axes.py                       # some minutes
     OMP_NUM_THREADS=1 python benchmarks/axes.py --ranks 4
     OMP_NUM_THREADS=1 python benchmarks/axes.py --regimes bf16 --only "torch TP" "fzero TP"
-    OMP_NUM_THREADS=1 python benchmarks/axes.py --lengths             # draws activations.png instead
+    OMP_NUM_THREADS=1 python benchmarks/axes.py --lengths             # activations over lengths instead, as a picture
 
 A small Llama on gloo ranks that are one axis, AdamW, the same weights and the same batches for all, in three regimes:
 float32, one sequence at a time, and bfloat16 over float32 masters. Contenders take turns as in step.py.
@@ -47,6 +47,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))
 from attention import deepspeeds, torchs
 from contenders import ADAMW, DECAY, LR, Run, Training, deepspeed_engine, loss_of, mean_of
+from lengths import draw
 from llama import Attend, Llama, Sizes, pure, rotary
 from step import MB, Batch, Series, batches, check_losses, environment, in_turns, quiet, ratio, spawned
 
@@ -412,17 +413,24 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--regimes", nargs="*", choices=REGIMES, default=list(REGIMES))
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--keep-memory", action="store_true", help="malloc keeps its memory, as in step.py")
+    parser.add_argument("--lengths", action="store_true", help="draw activations over lengths, for 1, 2 and 4 ranks")
+    parser.add_argument("--longest", type=int, default=32768, help="of --lengths, in tokens, default 32768")
+    parser.add_argument("--out", type=Path, default=Path(__file__).with_name("activations.png"), help="of --lengths")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu", dtype="float32"))
+    if args.lengths:
+        draw(args.out, args.longest)
+        return
     for name in ("context", "heads", "kv_heads", "vocabulary"):
         if getattr(args, name) % args.ranks:
             parser.error(f"--{name} {getattr(args, name)} is no multiple of the {args.ranks} ranks, as peers want it")
-    print(" ".join(f"{key}={value}" for key, value in vars(args).items() if key not in ("regimes", "only")))
+    print(" ".join(f"{name.replace('-', '_')}={getattr(args, name.replace('-', '_'))}" for name in sizes))
     print(f"CPU: {torch.backends.cpu.get_cpu_capability()}, bf16 is quick with AVX512_BF16 or AMX only", flush=True)
     by_regime: dict[str, Found] = {}
     for regime in args.regimes:
         own = argparse.Namespace(**(vars(args) | REGIMES[regime]))
         with environment({"KINETO_LOG_LEVEL": "9"}):  # the profiler that counts memory is silent
-            by_regime[regime] = spawned(measured, own, args.only)
+            by_regime[regime] = spawned(measured, own, args.only, keeps=args.keep_memory)
         print(f"\n{regime}: ", end="")
         check_losses(by_regime[regime].losses, tolerance(own))
         show(by_regime[regime], args.only)
