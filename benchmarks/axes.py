@@ -415,7 +415,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--keep-memory", action="store_true", help="malloc keeps its memory, as in step.py")
     parser.add_argument("--lengths", action="store_true", help="draw activations over lengths, for 1, 2 and 4 ranks")
-    parser.add_argument("--longest", type=int, default=32768, help="of --lengths, in tokens, default 32768")
+    parser.add_argument("--longest", type=int, default=16384, help="of --lengths, in tokens, default 16384")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("activations.png"), help="of --lengths")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu", dtype="float32"))
     if args.lengths:
