@@ -23,8 +23,8 @@ One line per contender, of rank 0:
 
 Memory is what torch's CPU allocator gives out and takes back. (DeepSpeed makes its buckets of 5e8 elements beforehand,
 which count; what is not touched of them is not resident.) The last table has the ratios of times, the medians of those
-within each round. A contender that fails or whose losses are others does not take part, and why is printed: a faster step
-that computes something else is none.
+within each round. A contender that fails or whose losses are others does not take part, and why is printed: a faster
+step that computes something else is none.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import itertools
 import statistics
 import sys
 from collections.abc import Callable, Iterator
@@ -119,7 +120,7 @@ def fzero_pure(case: Case) -> Run:
 
 def fzero_tensor(case: Case, apply: Any, params: object, plan: Any, **more: Any) -> Run:
     ax, angles, starts = fz.parallel.axis(case.tp, "tp"), case.angles(), case.starts(case.sizes.vocabulary)
-    slices = [stop - start for start, stop in zip(starts, starts[1:], strict=False)]
+    slices = [stop - start for start, stop in itertools.pairwise(starts)]
 
     def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return fz.parallel.cross_entropy(apply(p, x, angles), y, ax, sizes=slices)
@@ -294,8 +295,8 @@ class Allocated:
     def __exit__(self, *error: Any) -> None:
         self._profile.__exit__(*error)
         now, marked = 0, False
-        results = self._profile.profiler.kineto_results  # type: ignore[union-attr]
-        for event in sorted(results.events(), key=lambda event: event.start_ns()):
+        results: Any = self._profile.profiler
+        for event in sorted(results.kineto_results.events(), key=lambda event: event.start_ns()):
             if event.name() == self.MARK:
                 self.rest, marked = now, True
             elif event.name() == "[memory]":
@@ -415,11 +416,12 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS), metavar="NAME")
     parser.add_argument("--keep-memory", action="store_true", help="malloc keeps its memory, as in step.py")
     parser.add_argument("--lengths", action="store_true", help="draw activations over lengths, for 1, 2 and 4 ranks")
+    parser.add_argument("--degrees", type=int, nargs="+", default=[1, 2, 4], help="of --lengths, default 1 2 4")
     parser.add_argument("--longest", type=int, default=16384, help="of --lengths, in tokens, default 16384")
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("activations.png"), help="of --lengths")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu", dtype="float32"))
     if args.lengths:
-        draw(args.out, args.longest)
+        draw(args.out, args.longest, args.degrees)
         return
     for name in ("context", "heads", "kv_heads", "vocabulary"):
         if getattr(args, name) % args.ranks:

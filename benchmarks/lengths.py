@@ -1,6 +1,6 @@
 """What a step needs beside its state, by the length of its sequences and the number of ranks that share them.
 
-    OMP_NUM_THREADS=1 python benchmarks/axes.py --lengths    # some minutes; draws benchmarks/activations.png
+OMP_NUM_THREADS=1 python benchmarks/axes.py --lengths    # some minutes; draws benchmarks/activations.png
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from step import MB, batches, spawned
 
 import fzero as fz
 
-RANKS = (1, 2, 4)
 SIZES = Sizes(width=64, blocks=2, heads=4, kv_heads=4, vocabulary=256)
 VOCABULARY, FEATURES = 32768, 64  # of the logits
 Bytes = list[int]  # for each length
@@ -75,37 +74,40 @@ def logits(rank: int, args: argparse.Namespace, lengths: list[int]) -> Bytes:
     return found
 
 
-def draw(out: Path, longest: int) -> None:
-    """Both over lengths, for each number of ranks, beside those of one rank divided by it."""
+def both(rank: int, args: argparse.Namespace, lengths: tuple[list[int], list[int]]) -> tuple[Bytes, Bytes]:
+    return activations(rank, args, lengths[0]), logits(rank, args, lengths[1])
+
+
+def powers(first: int, last: int) -> list[int]:
+    first = min(first, last)
+    return [first << power for power in range((last // first).bit_length())]
+
+
+def draw(out: Path, longest: int, degrees: list[int]) -> None:
+    """Both over lengths, for each number of ranks, beside those of the first one divided by it."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     from matplotlib.ticker import NullFormatter, ScalarFormatter
 
+    lengths = powers(1024, longest), powers(256, longest // 4)
+    found = {ranks: spawned(both, argparse.Namespace(ranks=ranks, device="cpu"), lengths) for ranks in degrees}
     figure, panels = plt.subplots(1, 2, figsize=(11, 4.6), layout="constrained")
-    kinds = {
-        "activations of a forward and its pullback": ("sp", activations, 1024, longest),
-        f"logits over {VOCABULARY:,} words, their loss and its pullback": ("tp", logits, 256, longest // 4),
-    }
-    for panel, (title, (axis, measure, first, last)) in zip(panels, kinds.items(), strict=True):
-        first = min(first, last)
-        lengths = [first << power for power in range((last // first).bit_length())]
-        print(f"{title}, MB a rank\n{'tokens':>10}" + "".join(f"{length:>10}" for length in lengths))
-        one: Bytes = []
-        for ranks, marker in zip(RANKS, "osd", strict=True):
-            found = spawned(measure, argparse.Namespace(ranks=ranks, device="cpu"), lengths)
-            one = one or found
-            print(f"{f'{axis}={ranks}':>10}" + "".join(f"{size / MB:>10.1f}" for size in found))
-            shares = [own * ranks / whole for own, whole in zip(found, one, strict=True)]
-            print(f"{f'of 1/{ranks}':>10}" + "".join(f"{share:>10.2f}" for share in shares), flush=True)
-            (line,) = panel.plot(lengths, [size / MB for size in found], f"{marker}-", label=f"{axis} = {ranks}")
-            if ranks > 1:
-                ideal = [size / MB / ranks for size in one]
-                panel.plot(lengths, ideal, "--", color=line.get_color(), alpha=0.6, label=f"1/{ranks} of one rank's")
+    titles = ("activations", f"logits over {VOCABULARY:,} words, with their loss")
+    for kind, (axis, title, tokens, panel) in enumerate(zip(("sp", "tp"), titles, lengths, panels, strict=True)):
+        print(f"{title}: MB a rank\n{'tokens':>10}" + "".join(f"{length:>10}" for length in tokens))
+        for ranks in degrees:
+            own, ideal = found[ranks][kind], [size * degrees[0] / ranks for size in found[degrees[0]][kind]]
+            print(f"{f'{axis}={ranks}':>10}" + "".join(f"{size / MB:>10.1f}" for size in own))
+            shares = [size / best for size, best in zip(own, ideal, strict=True)]
+            print(f"{'of ideal':>10}" + "".join(f"{share:>10.2f}" for share in shares))
+            (line,) = panel.plot(tokens, [size / MB for size in own], "o-", label=f"{axis} = {ranks}")
+            panel.plot(tokens, [size / MB for size in ideal], "--", color=line.get_color(), alpha=0.6)
+        panel.plot([], [], "--", color="grey", label=f"ideal: as 1 / {axis}")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log", base=2)
-        panel.set_xticks(lengths)
+        panel.set_xticks(tokens)
         for each in (panel.xaxis, panel.yaxis):
             each.set_major_formatter(ScalarFormatter())
             each.set_minor_formatter(NullFormatter())

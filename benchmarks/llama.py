@@ -1,4 +1,4 @@
-"""A small Llama whose linear layers are all their own: as a module, and as a pure function with the maps of fz.parallel.
+"""A small Llama, each of whose linear layers is its own: as a module, and as a pure function with maps between ranks.
 
 Shapes: b examples, t positions, h heads, d features of one head.
 """
