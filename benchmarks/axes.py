@@ -46,6 +46,7 @@ import torch.nn.functional as F
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
+from allocated import Allocated
 from attention import deepspeeds, torchs
 from contenders import ADAMW, DECAY, LR, Run, Training, deepspeed_engine, loss_of, mean_of
 from lengths import draw
@@ -57,6 +58,7 @@ import fzero as fz
 REGIMES: dict[str, dict[str, Any]] = {"float32": {}, "batch 1": {"batch": 1}, "bf16": {"dtype": "bfloat16"}}
 TRIAL = 3  # steps of each contender before those that are timed: losses show the gradients before, and memory settles
 TARGET = 0.9
+SILENT = {"KINETO_LOG_LEVEL": "9", "TORCH_CPP_LOG_LEVEL": "ERROR"}  # the profiler that counts memory logs a lot
 Bytes = tuple[int, int, int]  # at rest, at peak, sent in a step
 CAUSAL = functools.partial(torchs, causal=True)
 
@@ -271,40 +273,6 @@ PEERS: dict[str, tuple[str, ...]] = {  # whom each is beside
 # ---- what is measured
 
 
-class Allocated:
-    """Counts the bytes that torch's allocator gives to operations of this thread inside.
-
-    fz.testing.LiveBytes looks at operations one by one, and does not see what is inside those of a DTensor.
-
-    Attributes:
-        rest, peak: bytes when `at_rest` was called, and at most from then on.
-    """
-
-    MARK = "at rest"
-    rest = peak = 0
-
-    def __enter__(self) -> Allocated:
-        self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
-        self._profile.__enter__()
-        return self
-
-    def at_rest(self) -> None:
-        with torch.profiler.record_function(self.MARK):
-            pass
-
-    def __exit__(self, *error: Any) -> None:
-        self._profile.__exit__(*error)
-        now, marked = 0, False
-        results: Any = self._profile.profiler
-        for event in sorted(results.kineto_results.events(), key=lambda event: event.start_ns()):
-            if event.name() == self.MARK:
-                self.rest, marked = now, True
-            elif event.name() == "[memory]":
-                now += event.nbytes()
-            if marked:
-                self.peak = max(self.peak, now)
-
-
 def written() -> int:
     """Bytes that this process has written so far, to sockets and files; zero where the system does not tell."""
     with contextlib.suppress(OSError):
@@ -431,7 +399,7 @@ def main() -> None:
     by_regime: dict[str, Found] = {}
     for regime in args.regimes:
         own = argparse.Namespace(**(vars(args) | REGIMES[regime]))
-        with environment({"KINETO_LOG_LEVEL": "9"}):  # the profiler that counts memory is silent
+        with environment(SILENT):
             by_regime[regime] = spawned(measured, own, args.only, keeps=args.keep_memory)
         print(f"\n{regime}: ", end="")
         check_losses(by_regime[regime].losses, tolerance(own))
