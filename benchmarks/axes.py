@@ -6,7 +6,8 @@
     OMP_NUM_THREADS=1 python benchmarks/axes.py --lengths             # activations over lengths instead, as a picture
 
 A small Llama on gloo ranks that are one axis, AdamW, the same weights and the same batches for all, in three regimes:
-float32, one sequence at a time, and bfloat16 over float32 masters. Contenders take turns as in step.py.
+float32, one sequence at a time, and bfloat16 over float32 masters (DeepSpeed keeps its params in bfloat16, too, and
+torch casts them in each step). Contenders take turns as in step.py.
 
 Tensor parallel: `fz.shard_tensor` of the module and of a pure function with the maps of `fz.parallel`, beside torch's
 `parallelize_module`; "sequence" has norms and residuals cut along the tokens. Vocabularies are cut, in all of them.
