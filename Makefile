@@ -49,6 +49,8 @@ bench: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/overhead.py
 	@echo "== steps beside DDP, FSDP2 and DeepSpeed on two ranks (some minutes)"
 	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/step.py
+	@echo "== tensor and sequence parallelism beside torch and DeepSpeed on two ranks (some minutes)"
+	@OMP_NUM_THREADS=1 $(BIN)/python benchmarks/axes.py
 
 # one CUDA device, a GPT of 1.0 billion params in bfloat16
 bench-gpu: .venv/.installed

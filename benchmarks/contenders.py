@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -68,7 +69,7 @@ def _checkpointed(module: Transformer) -> Transformer:
     return module
 
 
-def _mean(loss: torch.Tensor) -> torch.Tensor:
+def mean_of(loss: torch.Tensor) -> torch.Tensor:
     total = loss.detach().clone()
     dist.all_reduce(total)
     return total / dist.get_world_size()
@@ -126,7 +127,7 @@ def _torch_step(
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            return loss.detach() if alone else _mean(loss)
+            return loss.detach() if alone else mean_of(loss)
 
         return run
 
@@ -163,37 +164,41 @@ def _fsdp2(module: Transformer, setup: Setup, mesh: dist.DeviceMesh | None = Non
     return module
 
 
-def _deepspeed(setup: Setup, low_precision: bool = False) -> Run:
-    """ZeRO-3, nothing persistent, no clipping; in low precision masters, grads and moments are in bfloat16."""
+def deepspeed_engine(module: nn.Module, stage: int, bf16: bool, low_precision: bool = False) -> Any:
+    """Nothing persistent, no clipping; in low precision masters, grads and moments are in bfloat16."""
     os.environ.setdefault("LOCAL_SIZE", str(dist.get_world_size()))
     os.environ.setdefault("LOCAL_RANK", str(dist.get_rank()))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import deepspeed  # type: ignore[import-not-found]
 
-    module = setup.module()
-    if setup.remat:
-        module = _checkpointed(module)
     optimizer = torch.optim.AdamW(module.parameters(), lr=LR, weight_decay=DECAY, fused=True)
     config = {
         "train_micro_batch_size_per_gpu": 1,  # only a label here: the batches come from outside
         "gradient_clipping": 0.0,
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
         "zero_allow_untested_optimizer": True,
         "zero_force_ds_cpu_optimizer": False,
         "bf16": {
-            "enabled": setup.dtype == torch.bfloat16,
+            "enabled": bf16,
             "bf16_master_weights_and_grads": low_precision,
             "bf16_optimizer_states": low_precision,
         },
     }
-    engine, *_ = deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)
+    return deepspeed.initialize(model=module, optimizer=optimizer, config=config, dist_init_required=False)[0]
+
+
+def _deepspeed(setup: Setup, low_precision: bool = False) -> Run:
+    module = setup.module()
+    if setup.remat:
+        module = _checkpointed(module)
+    engine = deepspeed_engine(module, 3, setup.dtype == torch.bfloat16, low_precision)
 
     def run(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = loss_of(engine(x), y)
         engine.backward(loss)
         engine.step()
-        return _mean(loss)
+        return mean_of(loss)
 
     return run
 

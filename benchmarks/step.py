@@ -50,13 +50,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from contenders import ALL, ALONE, CONTENDERS, Setup, Training, is_here, start
+from contenders import ALL, ALONE, CONTENDERS, Run, Setup, Training, is_here, start
 
 import fzero as fz
 
 MB = 2**20
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}  # glibc's malloc: nothing goes back
 Series = dict[str, list[float]]  # by contender, one of each round or step
+Batch = tuple[torch.Tensor, torch.Tensor]
 
 
 def setup_of(args: argparse.Namespace) -> Setup:
@@ -80,10 +81,10 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def batches(args: argparse.Namespace, rank: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+def batches(args: argparse.Namespace, rank: int, vocabulary: int = 256) -> Iterator[Batch]:
     generator = torch.Generator().manual_seed(rank)
     while True:
-        data = torch.randint(0, 256, (args.batch, args.context + 1), generator=generator).to(args.device)
+        data = torch.randint(0, vocabulary, (args.batch, args.context + 1), generator=generator).to(args.device)
         yield data[:, :-1], data[:, 1:]
 
 
@@ -96,9 +97,13 @@ def timed(rank: int, args: argparse.Namespace, names: Sequence[str]) -> tuple[Se
     """Seconds of a step of every contender in each round, and the losses of all steps."""
     with quiet():
         runs = {name: ALL[name](setup_of(args)) for name in names}
-    times: Series = {name: [] for name in names}
-    losses: Series = {name: [] for name in names}
-    data = batches(args, rank)
+    return in_turns(runs, batches(args, rank), args)
+
+
+def in_turns(runs: dict[str, Run], data: Iterator[Batch], args: argparse.Namespace) -> tuple[Series, Series]:
+    """Seconds of a step of every contender in each round, and the losses of all steps."""
+    times: Series = {name: [] for name in runs}
+    losses: Series = {name: [] for name in runs}
     order, shuffle = list(runs), random.Random(0)  # whom a contender follows decides in what state it finds the memory
     for count in range(args.warmup + args.rounds):
         steps = [next(data) for _ in range(args.steps)]

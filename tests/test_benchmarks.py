@@ -44,3 +44,15 @@ def test_offload(tmp_path: Path) -> None:
 
 def test_node() -> None:
     assert "direct" in run("node.py")
+
+
+def test_axes() -> None:
+    peers = ("torch TP", "torch TP, sequence", "fzero TP", "fzero TP, pure", "fzero TP, sequence", "fzero ZeRO-3")
+    sizes = "--width 32 --heads 2 --kv-heads 2 --vocabulary 16 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1"
+    out = run("axes.py", *sizes.split(), "--regimes", "float32", "--only", *peers)
+    assert "losses agree" in out and "fzero TP / torch TP " in out and "would not run" not in out
+
+
+def test_axes_lengths(tmp_path: Path) -> None:
+    out = run("axes.py", *"--lengths --longest 64 --degrees 1 2 --out".split(), str(tmp_path / "activations.png"))
+    assert out.count("of ideal") == 4 and (tmp_path / "activations.png").stat().st_size
