@@ -234,7 +234,7 @@ def _applied(func: Function, args: Operands, kwargs: Given) -> object:
 
 def _along(func: Function, args: Operands, kwargs: Given) -> object:
     """Over other dims: mean(x, dim, keepdim), softmax(x, dim)."""
-    x, *more = args
+    x, *more = args or (None,)
     dims = kwargs.get("dim", more[0] if more else None)
     if not isinstance(x, Piece) or x.local is None:
         return NotImplemented
