@@ -28,8 +28,9 @@ from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched
-from fzero.parallel.drawing import drawing, draws
+from fzero.parallel import maps
 from fzero.parallel.piece import Pieces
+from fzero.parallel.varying import watching
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
@@ -188,7 +189,7 @@ class _Copy:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self.module, self.elsewhere = module, places_of(module, holdings)
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
-        self.draws = cuts.axis if cuts is not None and draws(module) else None
+        self.watches = cuts.axis if cuts is not None and not cuts.compiled else None
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
@@ -210,7 +211,7 @@ class _Copy:
         if not self.converts:
             return run
         run = fresh(self._inside(run))
-        return run if self.draws is None else drawing(run, self.draws)
+        return run if self.watches is None else watching(run, self.watches, maps.copy)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""

@@ -95,7 +95,7 @@ def _wholes(leaves: Sequence[torch.Tensor]) -> dict[int, Callable[[torch.Tensor]
     if layout is None or layout.tensor[1] == 1:
         return {}
     rows = [layout.rows[abs(origin) - 1] if origin else None for origin in origins]
-    ax, _ = tensor_axis_of(leaves)
+    ax, *_ = tensor_axis_of(leaves)
     return {
         number: functools.partial(_joined, row.slices, ax)
         for number, row in enumerate(rows)

@@ -55,7 +55,7 @@ seen: contextvars.ContextVar[Seen | None] = variable("seen", None)
 
 
 REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
-_READABLE = frozenset(
+READABLE = frozenset(
     {
         *(
             getattr(torch.Tensor, name).__get__
@@ -71,7 +71,7 @@ _READABLE = frozenset(
 class StandIn(torch.Tensor):
     """A tensor without values in the place of another one: its shape, dtype and device can be read, and no more."""
 
-    readable = _READABLE
+    readable = READABLE
 
     @classmethod
     def like(cls, of: torch.Tensor, **own: object) -> Self:

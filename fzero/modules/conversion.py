@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -20,14 +19,15 @@ from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
-from fzero.parallel.drawing import unseen, varies
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
+from fzero.parallel.varying import Mark, mark_of, note, unseen
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
 Take = Callable[[torch.Tensor], torch.Tensor]
 # the last tensor that a module made each rank's own, which others read too: (it, its version, its copy)
+_given: contextvars.ContextVar[Mark | None] = variable("given", None)  # how the input of what runs varies
 _last: contextvars.ContextVar[list[tuple[torch.Tensor, int, torch.Tensor]]] = variable("last_copied", [])
 
 
@@ -115,10 +115,14 @@ class Converted:
         return self.forward  # what it does with slices is its own affair
 
     @property
-    def gives_slices(self) -> bool:
-        """Tells whether each rank has its own outputs."""
+    def outputs(self) -> int | None:
+        """The dim of outputs that is cut, from the end; None where they are whole."""
         weight = self.cut.get("weight")
-        return self.then is not None or (weight is not None and weight.style == "column")
+        if self.then is not None:
+            return -1
+        if weight is None or weight.style != "column":
+            return None
+        return 1 - len(weight.shape) if isinstance(self.module, (nn.Conv1d, nn.Conv2d, nn.Conv3d)) else -1
 
     def refused(self, why: str) -> ValueError:
         leaf = next(iter(self.cut.values()))
@@ -273,19 +277,29 @@ class Converted:
 
     def _piece(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
         """This rank's piece of what a row takes, which it is already if a column came before."""
-        sizes, count = slices.sizes(self.axis.size), x.shape[dim]
+        sizes, count, mark = slices.sizes(self.axis.size), x.shape[dim], _given.get()
+        if mark is not None and not mark.source:  # each rank's own of what is whole
+            start = sum(sizes[: self.axis.rank])
+            return _by_rank(x, dim, slices, self.axis.size).narrow(dim, start, sizes[self.axis.rank])
+        if mark is not None and (count != sizes[self.axis.rank] or mark.dim not in (None, dim)):
+            raise self._not_a_piece(x, dim, sizes)
+        if mark is not None:
+            return x
         own, whole = sizes[self.axis.rank], sum(sizes)
         if whole in sizes:  # one rank has all, and cannot tell alone whether the others have it too
             own = -1 if maps.is_whole(x, dim, whole, self.axis, f"inputs of {self.path!r}") else own
         if count == own:
             return x
         if count != whole:
-            raise ValueError(
-                f"apply: module {self.path!r}, whose inputs are cut over axis {self.axis.name!r}, got a tensor of "
-                f"shape {tuple(x.shape)}, expected {sizes[self.axis.rank]} elements in dim {dim}, this rank's, or all "
-                f"{whole}."
-            )
+            raise self._not_a_piece(x, dim, sizes)
         return self._slice(x, dim, slices)
+
+    def _not_a_piece(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> ValueError:
+        return ValueError(
+            f"apply: module {self.path!r}, whose inputs are cut over axis {self.axis.name!r}, got a tensor of "
+            f"shape {tuple(x.shape)}, expected {sizes[self.axis.rank]} elements in dim {dim}, this rank's, or all "
+            f"{sum(sizes)}."
+        )
 
     def _slice(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
         return maps.split(_by_rank(x, dim, slices, self.axis.size), self.axis, dim, slices.sizes(self.axis.size))
@@ -294,7 +308,8 @@ class Converted:
         return _in_order(maps.gather(x, self.axis, dim, slices.sizes(self.axis.size)), dim, slices, self.axis.size)
 
     def _need_whole(self, x: torch.Tensor, dim: int, count: int) -> None:
-        if x.shape[dim] != count:
+        mark = _given.get()
+        if x.shape[dim] != count or (mark is not None and mark.source):
             raise ValueError(
                 f"apply: module {self.path!r}, whose outputs are cut over axis {self.axis.name!r}, got a tensor of "
                 f"shape {tuple(x.shape)}, expected {count} elements in dim {dim}. If a module before it gives slices, "
@@ -303,6 +318,8 @@ class Converted:
 
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
         """The input as each rank's own, one copy for all modules that read it: its cotangents are summed once."""
+        if _given.get() is not None:  # each rank's own already
+            return _value(x)
         last = _last.get()
         version = private.version(x)
         if last and last[0][0] is x and last[0][1] == version:
@@ -313,11 +330,14 @@ class Converted:
 
 
 def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    with contextlib.nullcontext() if own.run == own._copied else unseen():
+    if own.run == own._copied:
+        return own.run(*args, **kwargs)
+    marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
+    with unseen(), during(_given, marks[0] if marks else None):
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
-    cut = own.gives_slices and isinstance(out, torch.Tensor)
-    return varies(out) if cut else out  # type: ignore[arg-type]
+    dim = own.outputs
+    return out if dim is None or not isinstance(out, torch.Tensor) else note(out, Mark(own.path or "it", dim))
 
 
 leave_out(__name__, "_run")

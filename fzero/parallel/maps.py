@@ -22,7 +22,7 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.engine.compiled import leave_out
-from fzero.parallel import drawing
+from fzero.parallel import varying
 from fzero.parallel.axis import is_averaged, need_axis, need_dim
 from fzero.parallel.types import running
 
@@ -204,9 +204,9 @@ def _map(name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map) -> torch.T
     """Applies a linear map, which every derivative goes through; `back` is its transpose."""
     if (run := running.get()) is not None:
         there, back = run.typed(name, ax, there, back)
-    with drawing.unseen():
+    with varying.unseen():
         out = linear(there, back, x) if pytree.is_real(x) else there(x)
-    return drawing.mapped(name, ax, x, out)
+    return varying.mapped(name, ax, x, out)
 
 
 leave_out(__name__, "_map")

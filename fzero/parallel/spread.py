@@ -46,6 +46,10 @@ class Spread(StandIn):
         """The whole tensor, from all ranks."""
         raise NotImplementedError
 
+    def own(self) -> torch.Tensor:
+        """The whole tensor as each rank's own, whose cotangents are summed."""
+        raise NotImplementedError
+
     @classmethod
     def known(cls, func: Function, args: Operands, kwargs: Named) -> object:
         """What a function makes of tensors that lie on several ranks; NotImplemented where it must see them whole."""
