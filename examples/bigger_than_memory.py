@@ -48,9 +48,7 @@ def main(args: argparse.Namespace) -> int:
     state_mib = state_of((step, params)) / MIB
     print(f"\nstate {state_mib:,.0f} MiB in {disk.path}; this process has {allocated():,.0f} MiB before it begins")
     print(f"limit {args.limit:,} MiB, {state_mib / args.limit:.1f} times less than the state", flush=True)
-    # glibc keeps what is freed for itself, in more and more pieces, unless it is told from what size on to give it back
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
-    resource.setrlimit(resource.RLIMIT_DATA, (args.limit * MIB, args.limit * MIB))
+    limit_to(args.limit)
 
     with Sampler() as sampler:
         state = step.init(params, seed=args.seed)
@@ -99,6 +97,13 @@ def state_of(made: tuple[fz.Step, Any]) -> int:
 
 
 # ---- memory over time
+
+
+def limit_to(mib: int) -> None:
+    """From now on the operating system refuses this process more than that."""
+    # glibc keeps what is freed for itself, in more and more pieces, unless it is told from what size on to give it back
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
+    resource.setrlimit(resource.RLIMIT_DATA, (mib * MIB, mib * MIB))
 
 
 def resident() -> float:
