@@ -42,6 +42,7 @@ import fzero as fz
 
 LETTERS, DIGITS, END = 26, 10, ord("\n")  # a needle is a letter, a digit and END
 TILE = 1024  # bytes of which the MLP and the head have intermediates at once
+NO_MEMORY = 75  # exit status of a rank that has none
 WHERE = ("first third", "middle third", "last third", "another rank")  # than the question's
 Params = dict[str, Any]
 Batch = dict[str, Tensor]
@@ -80,9 +81,7 @@ def language_model(args: argparse.Namespace, ax: Any, everyone: Any) -> Callable
         for near in p["blocks"][:-1]:
             x = block(near, x, angles)
         x = normed(block(p["blocks"][-1], x, None), p["norm"])
-        losses = fz.parallel.tiled_cross_entropy(
-            x, p["head"], own["shift_labels"], tiles=tiles_of(x), reduction="none"
-        )
+        losses = fz.parallel.tiled_cross_entropy(x, p["head"], own["shift_labels"], tiles=tiles_of(x), reduction="none")
         answers = (x[own["needle"] >= 0] @ p["head"].T).argmax(-1)
         return fz.parallel.weighted_mean(losses, own["weights"], everyone), answers
 
@@ -195,7 +194,9 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     step(step.init(params), piece(train_text, 1, length, generator))  # what libraries and threads take, they have then
     state, began = step.init(params), allocated()
     limit_to(math.ceil(began + args.memory))
-    say(f"after an update over {length:,} bytes a rank has allocated {began:,.0f} MiB; its limit is {args.memory:,} more")
+    say(
+        f"after an update over {length:,} bytes a rank has allocated {began:,.0f} MiB; its limit is {args.memory:,} more"
+    )
     if args.alone:
         step(state, piece(train_text, 1, args.length, generator))
         return
@@ -212,16 +213,169 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     say(f"{'updates':>8}{'trained on':>14}" + "".join(f"{where:>15}" for where in WHERE))
     longest, stopped = 0, False
     with Sampler() as sampler:
-        while state.step < args.steps and longest < args.longest and not (stopped := any_rank(stop(), torch.device("cpu"))):
+        while state.step < args.steps and longest < args.longest:
+            if stopped := any_rank(stop(), torch.device("cpu")):
+                break
             if state.step % args.eval_every == 0:
                 look()
             longest += length == args.length
             own = piece(train_text, max(1, args.batch // length), length, generator)
             state, metrics = step(state, own)
-            right, asked = totals(answers_of(own) == metrics["aux"])
+            ((right, asked),) = summed([metrics["aux"] == expected(own)])
             bar.set_postfix_str(f"loss {metrics['loss'].item():.3f}, {right / asked:.0%} right in {length:,} bytes")
             bar.update()
             if right >= 0.9 * asked:
                 length = min(2 * length, args.length)
         look()
     bar.close()
+    most = torch.tensor(max([sample[2] for sample in sampler.samples], default=began) - began)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    if stopped:
+        say(f"stopped after {state.step} updates")
+    say(f"\nthe rank with most took {most.item():,.0f} of {args.memory:,} MiB; two of the last answers:")
+    found: list[list[str]] = [[] for _ in range(ranks)]
+    dist.all_gather_object(found, said(step, state, held_out[0]))
+    for line in sum(found, [])[:2]:
+        say(line)
+    if shown:
+        draw(curve, args.length, args.out / "answers.png")
+    say(f"saved {args.out / 'answers.png'}")
+
+
+def expected(own: Batch) -> Tensor:
+    return own["shift_labels"][own["needle"] >= 0]
+
+
+def elsewhere(own: Batch) -> Tensor:
+    """Whether what is asked for was said in another rank's piece."""
+    return ~torch.isin(own["needle"][own["needle"] >= 0], own["position_ids"][0])
+
+
+def shares(step: fz.Step, state: fz.TrainState, held_out: list[Batch], args: argparse.Namespace) -> list[float]:
+    """The share of right answers by WHERE the needle is; every rank must call it."""
+    flags: list[list[Tensor]] = [[] for _ in WHERE]
+    for own in held_out:
+        _, answers = step.forward(state, own)
+        third = 3 * own["needle"][own["needle"] >= 0] // (args.length - 3 * needles_in(args.length))
+        for mine, chosen in zip(flags, (third == 0, third == 1, third == 2, elsewhere(own)), strict=True):
+            mine.append((answers == expected(own))[chosen])
+    return [right / asked if asked else math.nan for right, asked in summed([torch.cat(mine) for mine in flags])]
+
+
+def summed(flags: list[Tensor]) -> list[list[float]]:
+    """For each of several tensors of flags how many are set, and how many there are, on all ranks together."""
+    counts = torch.tensor([[each.sum(), each.numel()] for each in flags])
+    dist.all_reduce(counts)
+    return counts.tolist()
+
+
+def said(step: fz.Step, state: fz.TrainState, own: Batch) -> list[str]:
+    """What the model answers about another rank's piece, in words; every rank must call it."""
+    asked = own["needle"] >= 0
+    _, answers = step.forward(state, own)
+    rows = torch.stack(
+        [own["position_ids"][asked], own["tokens"][asked], answers, expected(own), own["needle"][asked]], 1
+    )
+    return [
+        f"asked for {letter:c} at byte {place:,}, {answer:c}, and {'that' if answer == digit else f'{digit:c}'} was said "
+        f"at byte {needle:,}, on another rank"
+        for place, letter, answer, digit, needle in rows[elsewhere(own)].tolist()
+    ]
+
+
+def line_of(updates: int, length: int, shares: list[float]) -> str:
+    return f"{updates:>8}{length:>10,} bytes" + "".join(f"{share:>14.0%} " for share in shares)
+
+
+def draw(curve: list[Point], length: int, path: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (upper, lower) = plt.subplots(2, figsize=(7, 5), height_ratios=(2, 1), sharex=True, layout="constrained")
+    updates, lengths, shares = zip(*curve, strict=True)
+    for number, where in enumerate(WHERE):
+        dashed = "--" if where == WHERE[-1] else "-"
+        upper.plot(updates, [100 * each[number] for each in shares], dashed, marker="o", ms=3, lw=1, label=where)
+    upper.axhline(100 / DIGITS, color="gray", ls=":", label="chance")
+    upper.set(ylabel=f"right answers, %, in {length:,} bytes", ylim=(0, 103))
+    upper.legend(frameon=False, title="needle in the")
+    lower.step(updates, lengths, where="post", color="tab:gray")
+    lower.set(xlabel="update", ylabel="bytes trained on", yscale="log")
+    for axes in (upper, lower):
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=150)
+
+
+# ---- one rank alone
+
+
+def main(args: argparse.Namespace) -> int:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is limited is the memory of processes
+    if args.ranks > 1 and "RANK" not in os.environ:
+        print(f"one rank alone tries a document of {args.length:,} bytes in {args.memory:,} MiB", flush=True)
+        process = mp.get_context("spawn").Process(target=alone, args=(args,))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            print("that fits; a larger --length or a smaller --memory needs more ranks\n", flush=True)
+        elif process.exitcode != NO_MEMORY:
+            print(f"{Path(sys.argv[0]).stem}: the attempt on one rank failed in another way", file=sys.stderr)
+            return 1
+    return launch(train, args)
+
+
+def alone(args: argparse.Namespace) -> None:
+    """Takes one update on one rank; the exit status says whether there was memory for it."""
+    args.alone, args.ranks, args.groups = True, 1, 1
+    try:
+        launch(train, args)
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and "llocate memory" not in str(error):
+            raise
+        print(f"that does not fit: {str(error).splitlines()[0]}\n", flush=True)
+        sys.exit(NO_MEMORY)
+
+
+# ---- options
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    add_numbers(
+        parser,
+        ("ranks", default_ranks(), "processes"),
+        ("groups", 1, "groups of ranks, each with documents of its own, which are cut over its ranks"),
+        ("memory", 96, "MiB that a rank may allocate for training, beyond what Python and torch take"),
+        ("length", 16384, "bytes of a document"),
+        ("shortest", 64, "bytes of a document in the beginning"),
+        ("batch", 4096, "bytes of a group in an update, while documents are shorter than that"),
+        ("width", 64, "features of the residual stream"),
+        ("blocks", 2, "transformer blocks, of which the last one looks far"),
+        ("heads", 2, "attention heads of a block"),
+        ("window", 32, "bytes that the other blocks look at"),
+        ("steps", 400, "updates at most"),
+        ("longest", 20, "updates with documents of full length, after which the run ends"),
+        ("eval-every", 40, "updates between two looks at held-out documents"),
+        ("eval-documents", 2, "held-out documents of a group"),
+        ("lr", 3e-3, "peak learning rate"),
+        ("text-weight", 0.1, "what a byte counts in the loss, beside an answer's 1"),
+    )
+    parser.add_argument(
+        "--attention", default="ring", choices=["ring", "ulysses"], help="how ranks see one another's bytes"
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and documents")
+    parser.add_argument("--out", type=Path, default=Path("out/long_context"), help="folder for the picture")
+    args = parser.parse_args(argv, argparse.Namespace(alone=False))
+    check_options(parser, args)
+    check_folder(parser, args.out)
+    if args.ranks % args.groups:
+        parser.error(f"--groups must divide --ranks {args.ranks}, got {args.groups}")
+    if min(args.length, args.shortest) < 12:
+        parser.error("--length and --shortest must be at least 12 bytes, which have one needle")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main(options()))
