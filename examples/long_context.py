@@ -19,6 +19,7 @@ one head.
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import os
 import sys
@@ -30,7 +31,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.nn.functional as F
-from bigger_than_memory import Sampler, allocated, limit_to
+from bigger_than_memory import Sampler, allocated, limited_to
 from einops import rearrange
 from launch import add_numbers, any_rank, check_folder, check_options, default_ranks, launch, parser_of
 from torch import Tensor
@@ -43,7 +44,7 @@ import fzero as fz
 LETTERS, DIGITS, END = 26, 10, ord("\n")  # a needle is a letter, a digit and END
 TILE = 1024  # bytes of which the MLP and the head have intermediates at once
 NO_MEMORY = 75  # exit status of a rank that has none
-WHERE = ("first third", "middle third", "last third", "another rank")  # than the question's
+WHERE = ("first third", "middle third", "last third", "another rank")
 Params = dict[str, Any]
 Batch = dict[str, Tensor]
 Point = tuple[int, int, list[float]]  # updates, bytes of a document, shares of right answers by WHERE
@@ -59,6 +60,7 @@ def language_model(args: argparse.Namespace, ax: Any, everyone: Any) -> Callable
         ax: the axis that documents are cut over.
         everyone: all axes of the mesh as one.
     """
+    attention: Callable[..., Tensor]
     if args.attention == "ring":
         attention = fz.parallel.ring(ax, order_of(args), causal=True)
     else:
@@ -180,7 +182,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     def generator_of(use: int) -> torch.Generator:
         return torch.Generator().manual_seed(1_000_000 * args.seed + 1000 * use + mesh.get_local_rank("dp"))
 
-    def piece(text: Tensor, count: int, length: int, generator: torch.Generator) -> Batch:
+    def piece(text: Tensor, generator: torch.Generator, count: int, length: int) -> Batch:
         """This rank's piece of documents that all ranks of its group draw."""
         whole = documents(text, count, length, args.text_weight, generator)
         return fz.parallel.shard_sequence(whole, ax, order=order_of(args))
@@ -190,56 +192,70 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     step = fz.train_step(language_model(args, ax, everyone), optimizer, has_aux=True)
     step = fz.donate(fz.shard_zero3(step, mesh=mesh, axis=("dp", "sp")))
     params = drawn_params(args, torch.Generator().manual_seed(args.seed))
-    length, generator = min(args.shortest, args.length), generator_of(1)
-    step(step.init(params), piece(train_text, 1, length, generator))  # what libraries and threads take, they have then
-    state, began = step.init(params), allocated()
-    limit_to(math.ceil(began + args.memory))
-    say(
-        f"after an update over {length:,} bytes a rank has allocated {began:,.0f} MiB; its limit is {args.memory:,} more"
-    )
-    if args.alone:
-        step(state, piece(train_text, 1, args.length, generator))
-        return
-
-    held_out = [piece(held_out_text, 1, args.length, generator_of(2)) for _ in range(args.eval_documents)]
-    curve: list[Point] = []
-    bar = tqdm(total=args.steps, unit="step", disable=not shown, mininterval=0.5 if sys.stderr.isatty() else 10)
-
-    def look() -> None:
-        curve.append((state.step, length, shares(step, state, held_out, args)))
-        say(line_of(*curve[-1]))
-
-    say(f"\n{'':30}held-out documents of {args.length:,} bytes, answers that are right")
-    say(f"{'updates':>8}{'trained on':>14}" + "".join(f"{where:>15}" for where in WHERE))
-    longest, stopped = 0, False
-    with Sampler() as sampler:
-        while state.step < args.steps and longest < args.longest:
-            if stopped := any_rank(stop(), torch.device("cpu")):
-                break
-            if state.step % args.eval_every == 0:
-                look()
-            longest += length == args.length
-            own = piece(train_text, max(1, args.batch // length), length, generator)
-            state, metrics = step(state, own)
-            ((right, asked),) = summed([metrics["aux"] == expected(own)])
-            bar.set_postfix_str(f"loss {metrics['loss'].item():.3f}, {right / asked:.0%} right in {length:,} bytes")
-            bar.update()
-            if right >= 0.9 * asked:
-                length = min(2 * length, args.length)
-        look()
-    bar.close()
-    most = torch.tensor(max([sample[2] for sample in sampler.samples], default=began) - began)
+    draw_piece = functools.partial(piece, train_text, generator_of(1))
+    step(step.init(params), draw_piece(1, args.shortest))  # libraries and threads have their memory after an update
+    state, before = step.init(params), allocated()
+    say(f"a rank has allocated {before:,.0f} MiB before it begins; its limit is {args.memory:,} MiB more")
+    with limited_to(math.ceil(before + args.memory)), Sampler() as sampler:
+        if args.alone:
+            step(state, draw_piece(1, args.length))
+            return
+        held_out = [piece(held_out_text, generator_of(2), 1, args.length) for _ in range(args.eval_documents)]
+        state, curve = learn(step, state, draw_piece, held_out, args, stop, say)
+        found: list[list[str]] = [[] for _ in range(ranks)]
+        dist.all_gather_object(found, said(step, state, held_out[0]))
+    most = torch.tensor(max([sample[2] for sample in sampler.samples], default=before) - before)
     dist.all_reduce(most, op=dist.ReduceOp.MAX)
-    if stopped:
-        say(f"stopped after {state.step} updates")
-    say(f"\nthe rank with most took {most.item():,.0f} of {args.memory:,} MiB; two of the last answers:")
-    found: list[list[str]] = [[] for _ in range(ranks)]
-    dist.all_gather_object(found, said(step, state, held_out[0]))
-    for line in sum(found, [])[:2]:
+    say(f"\n{most.item():,.0f} of {args.memory:,} MiB were taken on the rank with most; some of the last answers:")
+    for line in [line for lines in found for line in lines][:3]:
         say(line)
     if shown:
         draw(curve, args.length, args.out / "answers.png")
     say(f"saved {args.out / 'answers.png'}")
+
+
+def learn(
+    step: fz.Step,
+    state: fz.TrainState,
+    draw_piece: Callable[[int, int], Batch],
+    held_out: list[Batch],
+    args: argparse.Namespace,
+    stop: Callable[[], bool],
+    say: Callable[[str], None],
+) -> tuple[fz.TrainState, list[Point]]:
+    """The state after the last update, and how many answers were right on the way."""
+    length, longest, stopped = min(args.shortest, args.length), 0, False
+    curve: list[Point] = []
+
+    def look() -> None:
+        curve.append((state.step, length, shares(step, state, held_out, args)))
+        say(f"{state.step:>7}{length:>11,}" + "".join(f"{share:>14.0%}" for share in curve[-1][2]))
+
+    say(
+        f"\n{'trained on':>18}    right answers in held-out documents of {args.length:,} bytes, chance {1 / DIGITS:.0%}"
+    )
+    say(f"updates{'bytes':>11}" + "".join(f"{where:>14}" for where in WHERE))
+    interval = 0.5 if sys.stderr.isatty() else 10
+    bar = tqdm(total=args.steps, unit="step", disable=say is not tqdm.write, mininterval=interval)
+    while state.step < args.steps and longest < args.longest:
+        if stopped := any_rank(stop(), torch.device("cpu")):
+            break
+        if state.step % args.eval_every == 0:
+            look()
+        longest += length == args.length
+        own = draw_piece(max(1, args.batch // length), length)
+        state, metrics = step(state, own)
+        ((right, asked),) = summed([metrics["aux"] == expected(own)])
+        postfix = f"loss {metrics['loss'].item():.3f}, {right / asked:.0%} right in {length:,} bytes"
+        bar.set_postfix_str(postfix, refresh=False)
+        bar.update()
+        if right >= 0.9 * asked:
+            length = min(2 * length, args.length)
+    look()
+    bar.close()
+    if stopped:
+        say(f"stopped after {state.step} updates")
+    return state, curve
 
 
 def expected(own: Batch) -> Tensor:
@@ -273,18 +289,13 @@ def said(step: fz.Step, state: fz.TrainState, own: Batch) -> list[str]:
     """What the model answers about another rank's piece, in words; every rank must call it."""
     asked = own["needle"] >= 0
     _, answers = step.forward(state, own)
-    rows = torch.stack(
-        [own["position_ids"][asked], own["tokens"][asked], answers, expected(own), own["needle"][asked]], 1
-    )
+    values = (own["position_ids"][asked], own["tokens"][asked], answers, expected(own), own["needle"][asked])
+    rows = torch.stack(values, 1)[elsewhere(own)].tolist()
     return [
-        f"asked for {letter:c} at byte {place:,}, {answer:c}, and {'that' if answer == digit else f'{digit:c}'} was said "
-        f"at byte {needle:,}, on another rank"
-        for place, letter, answer, digit, needle in rows[elsewhere(own)].tolist()
+        f"asked for {chr(letter)} at byte {place:,}: {chr(answer)!r}; {chr(letter)}{chr(digit)} stands at byte {needle:,}, "
+        "on another rank"
+        for place, letter, answer, digit, needle in rows
     ]
-
-
-def line_of(updates: int, length: int, shares: list[float]) -> str:
-    return f"{updates:>8}{length:>10,} bytes" + "".join(f"{share:>14.0%} " for share in shares)
 
 
 def draw(curve: list[Point], length: int, path: Path) -> None:
