@@ -200,7 +200,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         if args.alone:
             step(state, draw_piece(1, args.length))
             return
-        held_out = [piece(held_out_text, generator_of(2), 1, args.length) for _ in range(args.eval_documents)]
+        of_held_out = generator_of(2)
+        held_out = [piece(held_out_text, of_held_out, 1, args.length) for _ in range(args.eval_documents)]
         state, curve = learn(step, state, draw_piece, held_out, args, stop, say)
         found: list[list[str]] = [[] for _ in range(ranks)]
         dist.all_gather_object(found, said(step, state, held_out[0]))
@@ -358,19 +359,19 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser,
         ("ranks", default_ranks(), "processes"),
         ("groups", 1, "groups of ranks, each with documents of its own, which are cut over its ranks"),
-        ("memory", 96, "MiB that a rank may allocate for training, beyond what Python and torch take"),
+        ("memory", 136, "MiB that a rank may allocate for training, beyond what Python and torch take"),
         ("length", 16384, "bytes of a document"),
-        ("shortest", 64, "bytes of a document in the beginning"),
+        ("shortest", 32, "bytes of a document in the beginning"),
         ("batch", 4096, "bytes of a group in an update, while documents are shorter than that"),
         ("width", 64, "features of the residual stream"),
-        ("blocks", 2, "transformer blocks, of which the last one looks far"),
+        ("blocks", 3, "transformer blocks, of which the last one looks far"),
         ("heads", 2, "attention heads of a block"),
         ("window", 32, "bytes that the other blocks look at"),
-        ("steps", 400, "updates at most"),
+        ("steps", 300, "updates at most"),
         ("longest", 20, "updates with documents of full length, after which the run ends"),
-        ("eval-every", 40, "updates between two looks at held-out documents"),
-        ("eval-documents", 2, "held-out documents of a group"),
-        ("lr", 3e-3, "peak learning rate"),
+        ("eval-every", 20, "updates between two looks at held-out documents"),
+        ("eval-documents", 4, "held-out documents of a group"),
+        ("lr", 6e-3, "peak learning rate"),
         ("text-weight", 0.1, "what a byte counts in the loss, beside an answer's 1"),
     )
     parser.add_argument(
