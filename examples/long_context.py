@@ -359,7 +359,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser,
         ("ranks", default_ranks(), "processes"),
         ("groups", 1, "groups of ranks, each with documents of its own, which are cut over its ranks"),
-        ("memory", 136, "MiB that a rank may allocate for training, beyond what Python and torch take"),
+        ("memory", 170, "MiB that a rank may allocate for training, beyond what Python and torch take"),
         ("length", 16384, "bytes of a document"),
         ("shortest", 32, "bytes of a document in the beginning"),
         ("batch", 4096, "bytes of a group in an update, while documents are shorter than that"),
