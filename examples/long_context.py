@@ -8,9 +8,9 @@ does not fit; cut over two ranks it does. About two minutes on two cores:
     python examples/long_context.py --ranks 4 --groups 2
     torchrun --nproc-per-node 4 examples/long_context.py
 
-A document is source of Python's standard library, in lower case and without digits, with needles in it: a letter and a
-digit, such as "Q7". At its end the letters come again, and the digits have to be known. Documents are short in the
-beginning, and twice as long whenever nine of ten answers are right; held-out ones have their full length all the time.
+A document has needles in it, a letter and a digit such as "Q7", and at its end the letters come again (needles.py).
+Documents are short in the beginning, and twice as long whenever nine of ten answers are right; held-out ones have their
+full length all the time.
 
 Ctrl-C stops the run; a second one kills it. Shapes: b documents, t bytes of this rank's piece, h heads, d features of
 one head.
@@ -34,20 +34,20 @@ import torch.nn.functional as F
 from bigger_than_memory import Sampler, allocated, limited_to
 from einops import rearrange
 from launch import add_numbers, any_rank, check_folder, check_options, default_ranks, launch, parser_of
+from needles import DIGITS, documents, haystacks, needles_in
 from torch import Tensor
 from tqdm import tqdm
-from train_lm import standard_library
 from transformer import VOCABULARY, rotary_angles, rotate
 
 import fzero as fz
 
-LETTERS, DIGITS, END = 26, 10, ord("\n")  # a needle is a letter, a digit and END
+SHORT = 32  # bytes of the document of an update before the limit is set
 TILE = 1024  # bytes of which the MLP and the head have intermediates at once
 NO_MEMORY = 75  # exit status of a rank that has none
 WHERE = ("first third", "middle third", "last third", "another rank")
 Params = dict[str, Any]
 Batch = dict[str, Tensor]
-Point = tuple[int, int, list[float]]  # updates, bytes of a document, shares of right answers by WHERE
+Point = tuple[int, list[float]]  # updates, and shares of right answers by WHERE
 
 
 # ---- the model: pure functions of params and of this rank's piece of documents
@@ -130,51 +130,11 @@ def drawn_params(args: argparse.Namespace, generator: torch.Generator) -> Params
     }
 
 
-# ---- documents
-
-
-def haystacks() -> tuple[Tensor, Tensor]:
-    """Bytes to train on and held-out ones, among which there are no capital letters and no digits."""
-    found = [text.numpy().tobytes().lower().translate(None, b"0123456789") for text in standard_library()]
-    train, held_out = [torch.frombuffer(bytearray(text), dtype=torch.uint8) for text in found]
-    return train, held_out
-
-
-def documents(text: Tensor, count: int, length: int, text_weight: float, generator: torch.Generator) -> Batch:
-    """Whole documents, all tensors [count, length].
-
-    Returns:
-        "tokens"; "before", the bytes before them; "labels"; "weights" of the losses of the next bytes; and "needle":
-        where a letter is asked for, the place of its digit, elsewhere -1.
-    """
-    needles = needles_in(length)
-    room = length - 3 * needles  # the rest are questions
-    starts = torch.randint(len(text) - room, (count, 1), generator=generator)
-    letters = torch.rand(count, LETTERS, generator=generator).argsort(1)[:, :needles] + ord("A")
-    digits = torch.randint(DIGITS, (count, needles), generator=generator) + ord("0")
-    said = torch.stack([letters, digits, torch.full_like(digits, END)], 2).flatten(1)
-    places = 3 * torch.rand(count, room // 3, generator=generator).argsort(1)[:, :needles]
-    haystack = text[starts + torch.arange(room)].long()
-    haystack.scatter_(1, (places[..., None] + torch.arange(3)).flatten(1), said)
-    tokens = torch.cat([haystack, said], 1)
-    needle = torch.full_like(tokens, -1)
-    needle[:, room::3] = places + 1
-    weights = torch.where(needle >= 0, 1.0, text_weight)
-    weights[:, -1] = 0  # there is no next byte
-    before = tokens.roll(1, 1)  # of the first one the last one: END
-    return {"tokens": tokens, "before": before, "labels": tokens, "weights": weights, "needle": needle}
-
-
-def needles_in(length: int) -> int:
-    return min(LETTERS, length // 12)
-
-
 # ---- the run of one rank
 
 
 def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bool]) -> None:
-    shown = rank == 0 and not args.alone
-    say: Callable[[str], None] = tqdm.write if shown else lambda _: None
+    say: Callable[[str], None] = tqdm.write if rank == 0 else lambda _: None
     train_text, held_out_text = haystacks()
     mesh = dist.init_device_mesh("cpu", (args.groups, ranks // args.groups), mesh_dim_names=("dp", "sp"))
     ax, everyone = fz.parallel.axis(mesh, "sp"), fz.parallel.axis(mesh, ("dp", "sp"))
@@ -193,16 +153,16 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     step = fz.donate(fz.shard_zero3(step, mesh=mesh, axis=("dp", "sp")))
     params = drawn_params(args, torch.Generator().manual_seed(args.seed))
     draw_piece = functools.partial(piece, train_text, generator_of(1))
-    step(step.init(params), draw_piece(1, args.shortest))  # libraries and threads have their memory after an update
+    step(step.init(params), draw_piece(1, SHORT))  # what libraries and threads take they have after an update
     state, before = step.init(params), allocated()
-    say(f"a rank has allocated {before:,.0f} MiB before it begins; its limit is {args.memory:,} MiB more")
+    say(f"allocated before it begins: {before:,.0f} MiB a rank; limit (RLIMIT_DATA): {args.memory:,} MiB more")
     with limited_to(math.ceil(before + args.memory)), Sampler() as sampler:
         if args.alone:
             step(state, draw_piece(1, args.length))
             return
         of_held_out = generator_of(2)
         held_out = [piece(held_out_text, of_held_out, 1, args.length) for _ in range(args.eval_documents)]
-        state, curve = learn(step, state, draw_piece, held_out, args, stop, say)
+        state, curve, lengths = learn(step, state, draw_piece, held_out, args, stop, say)
         found: list[list[str]] = [[] for _ in range(ranks)]
         dist.all_gather_object(found, said(step, state, held_out[0]))
     most = torch.tensor(max([sample[2] for sample in sampler.samples], default=before) - before)
@@ -210,8 +170,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     say(f"\n{most.item():,.0f} of {args.memory:,} MiB were taken on the rank with most; some of the last answers:")
     for line in [line for lines in found for line in lines][:3]:
         say(line)
-    if shown:
-        draw(curve, args.length, args.out / "answers.png")
+    if rank == 0:
+        draw(curve, lengths, args.length, args.out / "answers.png")
     say(f"saved {args.out / 'answers.png'}")
 
 
@@ -223,32 +183,31 @@ def learn(
     args: argparse.Namespace,
     stop: Callable[[], bool],
     say: Callable[[str], None],
-) -> tuple[fz.TrainState, list[Point]]:
-    """The state after the last update, and how many answers were right on the way."""
-    length, longest, stopped = min(args.shortest, args.length), 0, False
+) -> tuple[fz.TrainState, list[Point], list[int]]:
+    """The state after the last update, how many answers were right on the way, and every update's length."""
+    length, stopped = min(args.shortest, args.length), False
     curve: list[Point] = []
+    lengths: list[int] = []
 
     def look() -> None:
-        curve.append((state.step, length, shares(step, state, held_out, args)))
-        say(f"{state.step:>7}{length:>11,}" + "".join(f"{share:>14.0%}" for share in curve[-1][2]))
+        curve.append((state.step, shares(step, state, held_out, args.length)))
+        say(f"{state.step:>7}{length:>10,} bytes" + "".join(f"{share:>14.0%}" for share in curve[-1][1]))
 
-    say(
-        f"\n{'trained on':>18}    right answers in held-out documents of {args.length:,} bytes, chance {1 / DIGITS:.0%}"
-    )
-    say(f"updates{'bytes':>11}" + "".join(f"{where:>14}" for where in WHERE))
+    say(f"\n{'':24}answers in held-out documents of {args.length:,} bytes that are right; chance: {1 / DIGITS:.0%}")
+    say(f"updates{'trained on':>16}" + "".join(f"{where:>14}" for where in WHERE))
     interval = 0.5 if sys.stderr.isatty() else 10
     bar = tqdm(total=args.steps, unit="step", disable=say is not tqdm.write, mininterval=interval)
-    while state.step < args.steps and longest < args.longest:
+    while state.step < args.steps and lengths.count(args.length) < args.longest:
         if stopped := any_rank(stop(), torch.device("cpu")):
             break
         if state.step % args.eval_every == 0:
             look()
-        longest += length == args.length
         own = draw_piece(max(1, args.batch // length), length)
         state, metrics = step(state, own)
+        lengths.append(length)
         ((right, asked),) = summed([metrics["aux"] == expected(own)])
-        postfix = f"loss {metrics['loss'].item():.3f}, {right / asked:.0%} right in {length:,} bytes"
-        bar.set_postfix_str(postfix, refresh=False)
+        share = f"{right / asked:.0%} right in documents of {length:,}"
+        bar.set_postfix_str(f"loss {metrics['loss'].item():.3f}, {share}", refresh=False)
         bar.update()
         if right >= 0.9 * asked:
             length = min(2 * length, args.length)
@@ -256,7 +215,7 @@ def learn(
     bar.close()
     if stopped:
         say(f"stopped after {state.step} updates")
-    return state, curve
+    return state, curve, lengths
 
 
 def expected(own: Batch) -> Tensor:
@@ -268,12 +227,12 @@ def elsewhere(own: Batch) -> Tensor:
     return ~torch.isin(own["needle"][own["needle"] >= 0], own["position_ids"][0])
 
 
-def shares(step: fz.Step, state: fz.TrainState, held_out: list[Batch], args: argparse.Namespace) -> list[float]:
+def shares(step: fz.Step, state: fz.TrainState, held_out: list[Batch], length: int) -> list[float]:
     """The share of right answers by WHERE the needle is; every rank must call it."""
     flags: list[list[Tensor]] = [[] for _ in WHERE]
     for own in held_out:
         _, answers = step.forward(state, own)
-        third = 3 * own["needle"][own["needle"] >= 0] // (args.length - 3 * needles_in(args.length))
+        third = 3 * own["needle"][own["needle"] >= 0] // (length - 3 * needles_in(length))
         for mine, chosen in zip(flags, (third == 0, third == 1, third == 2, elsewhere(own)), strict=True):
             mine.append((answers == expected(own))[chosen])
     return [right / asked if asked else math.nan for right, asked in summed([torch.cat(mine) for mine in flags])]
@@ -293,28 +252,30 @@ def said(step: fz.Step, state: fz.TrainState, own: Batch) -> list[str]:
     values = (own["position_ids"][asked], own["tokens"][asked], answers, expected(own), own["needle"][asked])
     rows = torch.stack(values, 1)[elsewhere(own)].tolist()
     return [
-        f"asked for {chr(letter)} at byte {place:,}: {chr(answer)!r}; {chr(letter)}{chr(digit)} stands at byte {needle:,}, "
-        "on another rank"
+        f"{chr(letter)} at byte {place:,}: {chr(answer)!r}; byte {needle:,}, on another rank, is {chr(digit)!r}"
         for place, letter, answer, digit, needle in rows
     ]
 
 
-def draw(curve: list[Point], length: int, path: Path) -> None:
+def draw(curve: list[Point], lengths: list[int], length: int, path: Path) -> None:
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, (upper, lower) = plt.subplots(2, figsize=(7, 5), height_ratios=(2, 1), sharex=True, layout="constrained")
-    updates, lengths, shares = zip(*curve, strict=True)
+    updates, shares = zip(*curve, strict=True)
     for number, where in enumerate(WHERE):
-        dashed = "--" if where == WHERE[-1] else "-"
-        upper.plot(updates, [100 * each[number] for each in shares], dashed, marker="o", ms=3, lw=1, label=where)
+        line = "--" if where == WHERE[-1] else "-"
+        upper.plot(updates, [100 * each[number] for each in shares], line, marker="o", ms=3, lw=1, label=where)
     upper.axhline(100 / DIGITS, color="gray", ls=":", label="chance")
-    upper.set(ylabel=f"right answers, %, in {length:,} bytes", ylim=(0, 103))
-    upper.legend(frameon=False, title="needle in the")
-    lower.step(updates, lengths, where="post", color="tab:gray")
-    lower.set(xlabel="update", ylabel="bytes trained on", yscale="log")
+    upper.set(ylabel=f"right answers in {length:,} bytes, %", ylim=(0, 103))
+    upper.legend(frameon=False, title="where the needle is")
+    lower.step(range(len(lengths)), lengths, where="post", color="tab:blue", lw=1)
+    lower.set(xlabel="updates", ylabel="bytes trained on", yscale="log")
+    lower.set_yticks([2**i for i in range(3, 40, 3) if min(lengths) / 2 < 2**i < 2 * length])
+    lower.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    lower.minorticks_off()
     for axes in (upper, lower):
         axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=150)
@@ -326,27 +287,28 @@ def draw(curve: list[Point], length: int, path: Path) -> None:
 def main(args: argparse.Namespace) -> int:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what is limited is the memory of processes
     if args.ranks > 1 and "RANK" not in os.environ:
-        print(f"one rank alone tries a document of {args.length:,} bytes in {args.memory:,} MiB", flush=True)
+        print(f"one rank alone takes a document of {args.length:,} bytes:", flush=True)
         process = mp.get_context("spawn").Process(target=alone, args=(args,))
         process.start()
         process.join()
         if process.exitcode == 0:
-            print("that fits; a larger --length or a smaller --memory needs more ranks\n", flush=True)
+            print("it fits; a larger --length or a smaller --memory needs more ranks\n", flush=True)
         elif process.exitcode != NO_MEMORY:
             print(f"{Path(sys.argv[0]).stem}: the attempt on one rank failed in another way", file=sys.stderr)
             return 1
+        print(f"{args.ranks} ranks:", flush=True)
     return launch(train, args)
 
 
 def alone(args: argparse.Namespace) -> None:
-    """Takes one update on one rank; the exit status says whether there was memory for it."""
+    """One update on one rank; the exit status says whether there was memory for it."""
     args.alone, args.ranks, args.groups = True, 1, 1
     try:
         launch(train, args)
     except (MemoryError, RuntimeError) as error:
         if not isinstance(error, MemoryError) and "llocate memory" not in str(error):
             raise
-        print(f"that does not fit: {str(error).splitlines()[0]}\n", flush=True)
+        print(f"it does not fit: {str(error).splitlines()[0]}\n", flush=True)
         sys.exit(NO_MEMORY)
 
 
@@ -359,7 +321,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser,
         ("ranks", default_ranks(), "processes"),
         ("groups", 1, "groups of ranks, each with documents of its own, which are cut over its ranks"),
-        ("memory", 170, "MiB that a rank may allocate for training, beyond what Python and torch take"),
+        ("memory", 176, "MiB that a rank may allocate for training, beyond what Python and torch take"),
         ("length", 16384, "bytes of a document"),
         ("shortest", 32, "bytes of a document in the beginning"),
         ("batch", 4096, "bytes of a group in an update, while documents are shorter than that"),
