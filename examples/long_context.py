@@ -34,7 +34,7 @@ import torch.nn.functional as F
 from bigger_than_memory import Sampler, allocated, limited_to
 from einops import rearrange
 from launch import add_numbers, any_rank, check_folder, check_options, default_ranks, launch, parser_of
-from needles import DIGITS, documents, haystacks, needles_in
+from needles import DIGITS, Batch, documents, haystacks, needles_in
 from torch import Tensor
 from tqdm import tqdm
 from transformer import VOCABULARY, rotary_angles, rotate
@@ -46,7 +46,6 @@ TILE = 1024  # bytes of which the MLP and the head have intermediates at once
 NO_MEMORY = 75  # exit status of a rank that has none
 WHERE = ("first third", "middle third", "last third", "another rank")
 Params = dict[str, Any]
-Batch = dict[str, Tensor]
 Point = tuple[int, list[float]]  # updates, and shares of right answers by WHERE
 
 
@@ -191,7 +190,8 @@ def learn(
 
     def look() -> None:
         curve.append((state.step, shares(step, state, held_out, args.length)))
-        say(f"{state.step:>7}{length:>10,} bytes" + "".join(f"{share:>14.0%}" for share in curve[-1][1]))
+        shown = ["-" if math.isnan(share) else f"{share:.0%}" for share in curve[-1][1]]
+        say(f"{state.step:>7}{length:>10,} bytes" + "".join(f"{share:>14}" for share in shown))
 
     say(f"\n{'':24}answers in held-out documents of {args.length:,} bytes that are right; chance: {1 / DIGITS:.0%}")
     say(f"updates{'trained on':>16}" + "".join(f"{where:>14}" for where in WHERE))
@@ -246,14 +246,14 @@ def summed(flags: list[Tensor]) -> list[list[float]]:
 
 
 def said(step: fz.Step, state: fz.TrainState, own: Batch) -> list[str]:
-    """What the model answers about another rank's piece, in words; every rank must call it."""
+    """What is answered in this piece, first about other ranks' pieces; every rank must call it."""
     asked = own["needle"] >= 0
     _, answers = step.forward(state, own)
-    values = (own["position_ids"][asked], own["tokens"][asked], answers, expected(own), own["needle"][asked])
-    rows = torch.stack(values, 1)[elsewhere(own)].tolist()
+    near = ~elsewhere(own)
+    values = (near, own["position_ids"][asked], own["tokens"][asked], answers, own["needle"][asked], expected(own))
     return [
-        f"{chr(letter)} at byte {place:,}: {chr(answer)!r}; byte {needle:,}, on another rank, is {chr(digit)!r}"
-        for place, letter, answer, digit, needle in rows
+        f"{chr(letter)} at byte {place:,}: {chr(answer)!r}; byte {said:,}, {'here' if near else 'on another rank'}, is {chr(digit)!r}"
+        for near, place, letter, answer, said, digit in sorted(torch.stack(values, 1).tolist())
     ]
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from train_lm import standard_library
 
 LETTERS, DIGITS, END = 26, 10, ord("\n")  # a needle is a letter, a digit and END
+Batch = dict[str, Tensor]
 
 
 def haystacks() -> tuple[Tensor, Tensor]:
