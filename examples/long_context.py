@@ -251,9 +251,10 @@ def said(step: fz.Step, state: fz.TrainState, own: Batch) -> list[str]:
     _, answers = step.forward(state, own)
     near = ~elsewhere(own)
     values = (near, own["position_ids"][asked], own["tokens"][asked], answers, own["needle"][asked], expected(own))
+    words = ("another rank", "the same rank")
     return [
-        f"{chr(letter)} at byte {place:,}: {chr(answer)!r}; byte {said:,}, {'here' if near else 'on another rank'}, is {chr(digit)!r}"
-        for near, place, letter, answer, said, digit in sorted(torch.stack(values, 1).tolist())
+        f"{letter:c} at byte {place:,}: {chr(answer)!r}; {letter:c}{digit:c} stands at byte {needle:,}, on {words[near]}"
+        for near, place, letter, answer, needle, digit in sorted(torch.stack(values, 1).tolist())
     ]
 
 
@@ -321,7 +322,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         parser,
         ("ranks", default_ranks(), "processes"),
         ("groups", 1, "groups of ranks, each with documents of its own, which are cut over its ranks"),
-        ("memory", 176, "MiB that a rank may allocate for training, beyond what Python and torch take"),
+        ("memory", 180, "MiB that a rank may allocate for training, beyond what Python and torch take"),
         ("length", 16384, "bytes of a document"),
         ("shortest", 32, "bytes of a document in the beginning"),
         ("batch", 4096, "bytes of a group in an update, while documents are shorter than that"),
