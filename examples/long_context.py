@@ -45,6 +45,7 @@ SHORT = 32  # bytes of the document of an update before the limit is set
 TILE = 1024  # bytes of which the MLP and the head have intermediates at once
 NO_MEMORY = 75  # exit status of a rank that has none
 WHERE = ("first third", "middle third", "last third", "another rank")
+WHOSE = ("another rank", "this rank")
 Params = dict[str, Any]
 Point = tuple[int, list[float]]  # updates, and shares of right answers by WHERE
 
@@ -251,9 +252,8 @@ def said(step: fz.Step, state: fz.TrainState, own: Batch) -> list[str]:
     _, answers = step.forward(state, own)
     near = ~elsewhere(own)
     values = (near, own["position_ids"][asked], own["tokens"][asked], answers, own["needle"][asked], expected(own))
-    words = ("another rank", "the same rank")
     return [
-        f"{letter:c} at byte {place:,}: {chr(answer)!r}; {letter:c}{digit:c} stands at byte {needle:,}, on {words[near]}"
+        f"{letter:c} at byte {place:,}: {chr(answer)!r}; byte {needle:,}, on {WHOSE[near]}, is {chr(digit)!r}"
         for near, place, letter, answer, needle, digit in sorted(torch.stack(values, 1).tolist())
     ]
 
