@@ -44,7 +44,7 @@ import fzero as fz
 SHORT = 32  # bytes of the document of an update before the limit is set
 TILE = 1024  # bytes of which the MLP and the head have intermediates at once
 NO_MEMORY = 75  # exit status of a rank that has none
-WHERE = ("first third", "middle third", "last third", "another rank")
+WHERE = ("first third", "middle third", "last third", "another rank")  # than the question
 WHOSE = ("another rank", "this rank")
 Params = dict[str, Any]
 Point = tuple[int, list[float]]  # updates, and shares of right answers by WHERE
@@ -114,13 +114,9 @@ def drawn_params(args: argparse.Namespace, generator: torch.Generator) -> Params
         return torch.randn(rows, columns, generator=generator) * gain * rows**-0.5
 
     def block() -> Params:
-        hidden = {"up": matrix(width, 2 * width), "down": matrix(2 * width, width, quiet)}
-        return {
-            "norm": torch.ones(width),
-            "qkv": matrix(width, 3 * width),
-            "out": matrix(width, width, quiet),
-            "mlp": {"norm": torch.ones(width), **hidden},
-        }
+        norm, up, down = torch.ones(width), matrix(width, 2 * width), matrix(2 * width, width, quiet)
+        qkv, out = matrix(width, 3 * width), matrix(width, width, quiet)
+        return {"norm": norm, "qkv": qkv, "out": out, "mlp": {"norm": norm.clone(), "up": up, "down": down}}
 
     return {
         "embed": torch.randn(VOCABULARY, width // 2, generator=generator),  # of a byte, and of the one before it
@@ -274,7 +270,7 @@ def draw(curve: list[Point], lengths: list[int], length: int, path: Path) -> Non
     upper.legend(frameon=False, title="where the needle is")
     lower.step(range(len(lengths)), lengths, where="post", color="tab:blue", lw=1)
     lower.set(xlabel="updates", ylabel="bytes trained on", yscale="log")
-    lower.set_yticks([2**i for i in range(3, 40, 3) if min(lengths) / 2 < 2**i < 2 * length])
+    lower.set_yticks([2**i for i in range(3, 40, 3) if min(lengths, default=length) / 2 < 2**i < 2 * length])
     lower.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     lower.minorticks_off()
     for axes in (upper, lower):
