@@ -333,9 +333,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("lr", 6e-3, "peak learning rate"),
         ("text-weight", 0.1, "what a byte counts in the loss, beside an answer's 1"),
     )
-    parser.add_argument(
-        "--attention", default="ring", choices=["ring", "ulysses"], help="how ranks see one another's bytes"
-    )
+    parser.add_argument("--attention", default="ring", choices=["ring", "ulysses"], help="over the ranks of a group")
     parser.add_argument("--seed", type=int, default=0, help="of weights and documents")
     parser.add_argument("--out", type=Path, default=Path("out/long_context"), help="folder for the picture")
     args = parser.parse_args(argv, argparse.Namespace(alone=False))
