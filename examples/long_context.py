@@ -60,7 +60,6 @@ def language_model(args: argparse.Namespace, ax: Any, everyone: Any) -> Callable
         ax: the axis that documents are cut over.
         everyone: all axes of the mesh as one.
     """
-    attention: Callable[..., Tensor]
     if args.attention == "ring":
         attention = fz.parallel.ring(ax, order_of(args), causal=True)
     else:
@@ -270,7 +269,7 @@ def draw(curve: list[Point], lengths: list[int], length: int, path: Path) -> Non
     upper.legend(frameon=False, title="where the needle is")
     lower.step(range(len(lengths)), lengths, where="post", color="tab:blue", lw=1)
     lower.set(xlabel="updates", ylabel="bytes trained on", yscale="log")
-    lower.set_yticks([2**i for i in range(3, 40, 3) if min(lengths, default=length) / 2 < 2**i < 2 * length])
+    lower.set_yticks([2**i for i in range(5, 40, 3) if min(lengths, default=length) / 2 < 2**i < 2 * length])
     lower.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     lower.minorticks_off()
     for axes in (upper, lower):
