@@ -11,6 +11,7 @@ and the operating system refuses whatever goes beyond it. At the end there is a 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import functools
 import math
@@ -20,6 +21,7 @@ import tempfile
 import threading
 import time
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,11 +50,8 @@ def main(args: argparse.Namespace) -> int:
     state_mib = state_of((step, params)) / MIB
     print(f"\nstate {state_mib:,.0f} MiB in {disk.path}; this process has {allocated():,.0f} MiB before it begins")
     print(f"limit {args.limit:,} MiB, {state_mib / args.limit:.1f} times less than the state", flush=True)
-    # glibc keeps what is freed for itself, in more and more pieces, unless it is told from what size on to give it back
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
-    resource.setrlimit(resource.RLIMIT_DATA, (args.limit * MIB, args.limit * MIB))
 
-    with Sampler() as sampler:
+    with limited_to(args.limit), Sampler() as sampler:
         state = step.init(params, seed=args.seed)
         generator = torch.Generator().manual_seed(args.seed)
         losses: list[float] = []
@@ -99,6 +98,19 @@ def state_of(made: tuple[fz.Step, Any]) -> int:
 
 
 # ---- memory over time
+
+
+@contextlib.contextmanager
+def limited_to(mib: int) -> Iterator[None]:
+    """Inside, the operating system refuses this process what it would allocate beyond that."""
+    # glibc keeps what is freed for itself, in more and more pieces, unless it is told from what size on to give it back
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, MIB)
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (mib * MIB, most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
 
 
 def resident() -> float:

@@ -136,6 +136,35 @@ def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) ->
     assert "llocate memory" in stderr or "MemoryError" in stderr or "can't start new thread" in stderr, stderr
 
 
+# ---- long_context.py
+
+
+def test_documents_that_one_rank_has_no_memory_for(tmp_path: Path) -> None:
+    tiny = "--length 4096 --shortest 4096 --blocks 6 --memory 102 --steps 2 --eval-every 2 --eval-documents 1".split()
+    process = start_example("long_context.py", *tiny, "--out", str(tmp_path))
+    stdout, stderr = process.communicate(timeout=240)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    assert "it does not fit" in stdout and "llocate memory" in stdout and "of 102 MiB were taken" in stdout, stdout
+    assert len(re.findall(r"^ +[02] +4,096 bytes( +\d+%){4}$", stdout, re.M)) == 2, stdout
+    assert (tmp_path / "answers.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(("count", "length"), [(1, 12), (3, 13), (2, 200), (2, 400)])
+def test_needles_stand_where_their_digits_are_asked_for(
+    count: int, length: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    needles = example("needles")
+    text = torch.full((1000,), ord("x"), dtype=torch.uint8)
+    whole = needles.documents(text, count, length, 0.1, torch.Generator().manual_seed(0))
+    tokens, (rows, places) = whole["tokens"], (whole["needle"] >= 0).nonzero(as_tuple=True)
+    said = whole["needle"][rows, places]
+    assert len(said) == count * needles.needles_in(length) > 0
+    assert torch.equal(tokens[rows, said], tokens[rows, places + 1]) and bool((said < places).all())
+    assert torch.equal(tokens[rows, said - 1], tokens[rows, places])
+    assert int((tokens == ord("x")).sum()) == tokens.numel() - 6 * len(said)
+
+
 # ---- train_lm.py
 
 

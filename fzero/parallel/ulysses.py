@@ -24,7 +24,9 @@ from fzero.parallel.ring import attention as plain
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
-def ulysses(attention: Callable[..., torch.Tensor] | None, ax: Axis, chunks: int = 1, **options: object) -> Attend:
+def ulysses(
+    attention: Callable[..., torch.Tensor] | None, ax: Axis, chunks: int = 1, **options: object
+) -> Callable[..., torch.Tensor]:
     """Attention over a sequence whose pieces lie on the ranks of an axis, head by head (arXiv 2309.14509).
 
     Heads are dealt out as equally as they can be, to ranks of which there may be more, and each comes with its KV head.
