@@ -337,7 +337,12 @@ def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object])
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]
     dim = own.outputs
-    return out if dim is None or not isinstance(out, torch.Tensor) else note(out, Mark(own.path or "it", dim))
+    if dim is None or not isinstance(out, torch.Tensor):
+        return out
+    weight = own.cut.get("weight")
+    slices = None if weight is None or own.then is not None else weight.slices
+    parts = [(0, out.shape[dim])] if slices is None else slices.ranges(own.axis.size)[own.axis.rank]
+    return note(out, Mark(own.path or "it", dim, tuple([size for _, size in parts])))
 
 
 leave_out(__name__, "_run")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from fzero.base.arguments import need_int, wrong
@@ -71,7 +72,10 @@ def is_averaged(ax: Axis) -> bool:
     Raises:
         ValueError: it does so over some of the ranks only.
     """
-    for members in averaged.get():
+    own = averaged.get()
+    if len(own) > 1 and _spanned(own, ax):
+        return True
+    for members in own:
         common = set(members).intersection(ax.members)
         if len(common) > 1:
             if len(common) < len(ax.members):
@@ -82,3 +86,9 @@ def is_averaged(ax: Axis) -> bool:
                 )
             return True
     return False
+
+
+def _spanned(averages: Sequence[Sequence[int]], ax: Axis) -> bool:
+    """Tells whether means over one axis after another are over all ranks of this one."""
+    count, ranks = math.prod(len(members) for members in averages), set(ax.members)
+    return count == len(ranks) and all(ranks.issuperset(members) for members in averages)

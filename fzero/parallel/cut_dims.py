@@ -2,31 +2,66 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from fzero.capture.handle import Function, Operands
 
-DimOf = Callable[[object], int | None]  # of an operand, the dim that it is cut along, from the end, where it is known
 Given = dict[str, Any]
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut.
+
+    Attributes:
+        dim: from the end.
+        parts: sizes along it of what is fused there (gate and up), of this rank's; None where they are not known.
+    """
+
+    dim: int
+    parts: tuple[int, ...] | None = None
+
+
+CutOf = Callable[[object], Cut | None]  # None where it is not known
+DimOf = Callable[[object], int | None]
 
 
 class Mixed(Exception):
     """An operation goes over the dim that is cut."""
 
 
-def cut_dim(func: Function, args: Operands, kwargs: Given, out: object, dim_of: DimOf) -> int | None:
-    """The dim of the result, from the end; None where it is not known.
+def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_of: CutOf) -> Cut | None:
+    """How the result is cut; None where it is not known.
 
     Raises:
         Mixed: elements of slices of several ranks would be needed.
     """
+
+    def dim_of(x: object) -> int | None:
+        own = cut_of(x)
+        return None if own is None else own.dim
+
+    first = _first(out)
+    if not isinstance(first, torch.Tensor):
+        return None
+    if func in _PARTS:
+        x = _input(args, kwargs)
+        own = cut_of(x)
+        return None if own is None else _PARTS[func](x, own, args, kwargs, first)
     rule = _RULES.get(func)
-    return None if rule is None or not isinstance(_first(out), torch.Tensor) else rule(args, kwargs, out, dim_of)
+    dim = None if rule is None else rule(args, kwargs, out, dim_of)
+    if dim is None:
+        return None
+    known = [own for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
+    before = known[0].parts if known else None
+    if before is not None and sum(before) != first.shape[dim]:  # heads, say
+        before = (first.shape[dim],) if len(before) == 1 else None
+    return Cut(dim, before)
 
 
 def _first(out: object) -> Any:
@@ -126,12 +161,30 @@ def _reshaped(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | N
     x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
     if dim is None or not x.numel():
         return None
-    before, size = math.prod(x.shape[: x.ndim + dim]), x.shape[dim]
-    for place, other in enumerate(out.shape):
-        if math.prod(out.shape[:place]) == before:  # a dim of one may be a new one, or all that this rank has
-            fits = other > 1 and size > 1 and (size % other == 0 or other % size == 0)
-            return place - out.ndim if fits else None
-    return None
+    place, size = x.ndim + dim, x.shape[dim]
+    ends = [math.prod(out.shape[:count]) for count in range(out.ndim + 1)]
+    before = math.prod(x.shape[:place])
+    if before not in ends:  # it may become the inner part of a dim, as a whole
+        outer = {math.prod(x.shape[:count]) for count in range(place)}
+        if any(start in outer and end == before * size for start, end in itertools.pairwise(ends)):
+            return None
+        raise Mixed
+    found = ends.index(before)
+    if found == out.ndim:
+        return None
+    other = out.shape[found]
+    if other == 1 or size == 1:  # a dim of one may be a new one, or all that this rank has
+        return None
+    sizes = _sizes(args, kwargs)
+    if len(sizes) == out.ndim and other < size and sizes[found] != -1 and -1 in sizes[found + 1 :]:
+        raise Mixed  # a number of heads that all ranks have together, say
+    return found - out.ndim if size % other == 0 or other % size == 0 else None
+
+
+def _sizes(args: Operands, kwargs: Given) -> list[Any]:
+    """The sizes that a view is given."""
+    more = [*args[1:], *kwargs.values()]
+    return [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else more
 
 
 def _moved(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[..., int | None]:
@@ -164,24 +217,64 @@ def _unsqueezed(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int |
     return None if dim is None else dim - int(new % out.ndim - out.ndim > dim)
 
 
-def _indexed(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
-    x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
+def _indexed(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut | None:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if dim is None or any(not (each is None or each is ... or isinstance(each, (int, slice))) for each in index):
+    if any(not (each is None or each is ... or isinstance(each, (int, slice))) for each in index):
         return None
     taken = sum(each is not None and each is not ... for each in index)
     fill = [slice(None)] * (x.ndim - taken)
     at = index.index(...) if ... in index else len(index)
-    place, behind = 0, 0  # in x; dims of the result from the cut one on
+    place, behind, parts = 0, 0, own.parts  # in x; dims of the result from the cut one on
     for each in (*index[:at], *fill, *index[at + 1 :]):
-        here = each is not None and place == x.ndim + dim
+        here = each is not None and place == x.ndim + own.dim
         if here and isinstance(each, int):
             raise Mixed
-        if here and each != slice(None):
-            return None
+        if here and isinstance(each, slice):
+            parts = _between(parts, *each.indices(x.shape[own.dim]))
         behind += (here or bool(behind)) and not isinstance(each, int)
         place += each is not None
-    return -behind
+    return Cut(-behind, parts)
+
+
+def _between(parts: tuple[int, ...] | None, start: int, stop: int, step: int) -> tuple[int, ...] | None:
+    """The parts from one place on to another one."""
+    if parts is None or (start, stop, step) == (0, sum(parts), 1):
+        return parts
+    ends = [0, *itertools.accumulate(parts)]
+    if step != 1 or start not in ends or stop not in ends:
+        raise Mixed
+    return parts[ends.index(start) : ends.index(stop)]
+
+
+def _taken_apart(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut | None:
+    """chunk(x, n, dim), split(x, sizes, dim)."""
+    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
+    if dim % x.ndim - x.ndim != own.dim:
+        return own
+    if own.parts is None:
+        return Cut(own.dim)
+    many = next((kwargs[name] for name in _MANY if name in kwargs), args[1] if len(args) > 1 else None)
+    count, size = len(own.parts), x.shape[own.dim]
+    if isinstance(many, (tuple, list)):
+        fits = tuple(many) == own.parts
+    else:  # the number of pieces, or their size
+        fits = (
+            len(set(own.parts)) == 1 and (many == count or many == own.parts[0]) and out.shape[own.dim] * count == size
+        )
+    if not fits:
+        raise Mixed
+    return Cut(own.dim, (out.shape[own.dim],))
+
+
+_MANY = ("chunks", "split_size_or_sections", "split_size", "indices_or_sections", "sections")
+
+
+def _gated(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut | None:
+    """glu(x, dim)."""
+    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
+    if dim % x.ndim - x.ndim == own.dim and own.parts is not None and (len(own.parts) != 2 or len({*own.parts}) != 1):
+        raise Mixed
+    return Cut(own.dim, (out.shape[own.dim],))
 
 
 def _named(names: str, *owners: object) -> list[Function]:
@@ -224,16 +317,19 @@ _RULES: dict[object, Callable[..., int | None]] = {
     ),
     **dict.fromkeys(_named("roll norm topk kthvalue", *_BOTH), _at(2, -1)),
     F.normalize: _at(2, 1),
-    F.glu: _at(1, -1),
     **dict.fromkeys(_named("layer_norm rms_norm", F, torch), _last),
     F.linear: _applied,
     **dict.fromkeys(_named("matmul __matmul__ bmm", *_BOTH), _product),
     F.scaled_dot_product_attention: _attended,
-    **dict.fromkeys(_named("chunk split tensor_split repeat_interleave narrow", *_BOTH), _same),
+    **dict.fromkeys(_named("repeat_interleave", *_BOTH), _same),
     **dict.fromkeys(_named("reshape view flatten unflatten", *_BOTH), _reshaped),
     **dict.fromkeys(_named("transpose swapaxes swapdims", *_BOTH), _moved(_exchanged)),
     torch.Tensor.mT.__get__: _moved(_exchanged),  # type: ignore[attr-defined]
     **dict.fromkeys(_named("permute", *_BOTH), _moved(_permuted)),
     **dict.fromkeys(_named("unsqueeze", *_BOTH), _unsqueezed),
+}
+_PARTS: dict[object, Callable[..., Cut | None]] = {
     torch.Tensor.__getitem__: _indexed,
+    **dict.fromkeys(_named("chunk split tensor_split", *_BOTH), _taken_apart),
+    F.glu: _gated,
 }

@@ -144,8 +144,9 @@ def _starts(total: int, documents: Sequence[int] | None) -> torch.Tensor:
 
 def _shifted(labels: torch.Tensor, dim: int, starts: torch.Tensor) -> torch.Tensor:
     """The label of the next token, where there is one in the document."""
-    if not isinstance(labels, torch.Tensor) or labels.is_floating_point():
-        raise wrong(WHO, "labels", labels, "a tensor of integers")
+    signed = (torch.int8, torch.int16, torch.int32, torch.int64)
+    if not isinstance(labels, torch.Tensor) or labels.dtype not in signed:
+        raise wrong(WHO, "labels", labels, f"a tensor of integers with a sign, as {IGNORED} is that of no token")
     end = torch.full_like(labels.narrow(dim, 0, min(1, labels.shape[dim])), IGNORED)
     moved = torch.cat([labels.narrow(dim, min(1, labels.shape[dim]), max(labels.shape[dim] - 1, 0)), end], dim)
     last = torch.cat([starts[1:] != starts[:-1], starts.new_ones(min(1, len(starts)), dtype=torch.bool)])

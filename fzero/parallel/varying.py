@@ -24,7 +24,7 @@ from fzero.base import private, pytree
 from fzero.base.context import during, variable
 from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, name_of, reading, writes
 from fzero.comm.axis import Axis
-from fzero.parallel.cut_dims import Mixed, cut_dim
+from fzero.parallel.cut_dims import Cut, Mixed, cut_behind
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
 
@@ -43,18 +43,12 @@ class Mark(NamedTuple):
     Attributes:
         source: the path of the module whose outputs are cut, that it comes from; "" for a copy.
         dim: that is cut, from the end; None where it is not known.
+        parts: sizes along it of what is fused there, of this rank's; None where they are not known.
     """
 
     source: str
     dim: int | None = None
-
-
-class Marked(NamedTuple):
-    """A tensor that varies, where it goes into a unit's call or comes out of it."""
-
-    value: torch.Tensor
-    source: str
-    dim: int | None
+    parts: tuple[int, ...] | None = None
 
 
 class Varying(TorchFunctionMode):
@@ -95,24 +89,25 @@ class Varying(TorchFunctionMode):
         else:
             with during(_running, None):
                 out = func(*args, **kwargs)
-        mark = Mark(cut[0].source, self._dim(func, *given, out, cut[0])) if cut else Mark("")
+        mark = Mark(cut[0].source, *(self._cut(func, *given, out, cut[0]) or ())) if cut else Mark("")
         for x in pytree.flatten((out, args[0]) if writes(func, kwargs) else out)[0]:
             if isinstance(x, torch.Tensor):
                 self.note(x, mark)
         return out
 
-    def _dim(self, func: Function, args: Operands, kwargs: dict[str, object], out: object, cut: Mark) -> int | None:
-        def dim_of(x: object) -> int | None:
+    def _cut(self, func: Function, args: Operands, kwargs: dict[str, object], out: object, cut: Mark) -> Cut | None:
+        def cut_of(x: object) -> Cut | None:
             mark = self.mark_of(x)
-            return mark.dim if mark else None
+            return Cut(mark.dim, mark.parts) if mark and mark.dim is not None else None
 
         try:
-            return cut_dim(func, args, kwargs, out, dim_of)
+            return cut_behind(func, args, kwargs, out, cut_of)
         except Mixed:
             raise ValueError(
                 f"apply: {name_of(func)!r} goes over the dim along which the outputs of module {cut.source!r} are cut "
-                f"over axis {self.axis.name!r}: each rank has its slice of them, and would get another result. Say "
-                "'column_gather' of that module in the plan of fz.shard_tensor, or leave it whole."
+                f"over axis {self.axis.name!r}, or takes them apart: each rank has its slice of them, and would get "
+                "another result. Say 'column_gather' of that module in the plan of fz.shard_tensor, or leave it whole; "
+                "of what is fused say fz.parallel.cut('column', parts=...)."
             ) from None
 
     def _own(self, x: object) -> object:
@@ -184,6 +179,6 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor) -> torch.Ten
     if ax.members == mode.axis.members:
         after = {"copy": Mark(""), "gather(own=True)": Mark(""), "sum": None, "gather": None}.get(name, Mark("a map"))
     else:
-        after = None if before is None else before._replace(dim=None)
+        after = None if before is None else before._replace(dim=None, parts=None)
     mode.forget(out) if after is None else mode.note(out, after)
     return out
