@@ -89,7 +89,10 @@ class Varying(TorchFunctionMode):
         else:
             with during(_running, None):
                 out = func(*args, **kwargs)
-        mark = Mark(cut[0].source, *(self._cut(func, *given, out, cut[0]) or ())) if cut else Mark("")
+        mark = Mark("")
+        if cut:
+            found = self._cut(func, *given, out, cut[0])
+            mark = Mark(cut[0].source) if found is None else Mark(cut[0].source, found.dim, found.parts)
         for x in pytree.flatten((out, args[0]) if writes(func, kwargs) else out)[0]:
             if isinstance(x, torch.Tensor):
                 self.note(x, mark)
