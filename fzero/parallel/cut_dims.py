@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
@@ -172,18 +173,21 @@ def _reshaped(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | N
     found = ends.index(before)
     if found == out.ndim:
         return None
-    other = out.shape[found]
+    other, sizes = out.shape[found], _sizes(args, kwargs)
+    if len(sizes) == out.ndim and sizes[found] != -1 and -1 in sizes[found + 1 :]:
+        raise Mixed  # a number of heads that all ranks have together, say
     if other == 1 or size == 1:  # a dim of one may be a new one, or all that this rank has
         return None
-    sizes = _sizes(args, kwargs)
-    if len(sizes) == out.ndim and other < size and sizes[found] != -1 and -1 in sizes[found + 1 :]:
-        raise Mixed  # a number of heads that all ranks have together, say
     return found - out.ndim if size % other == 0 or other % size == 0 else None
 
 
 def _sizes(args: Operands, kwargs: Given) -> list[Any]:
     """The sizes that a view is given."""
     more = [*args[1:], *kwargs.values()]
+    if len(more) == 2 and isinstance(more[1], (tuple, list)):  # unflatten(dim, sizes)
+        x = _input(args, kwargs)
+        dim = more[0] % x.ndim
+        return [*x.shape[:dim], *more[1], *x.shape[dim + 1 :]]
     return [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else more
 
 
@@ -246,8 +250,10 @@ def _between(parts: tuple[int, ...] | None, start: int, stop: int, step: int) ->
     return parts[ends.index(start) : ends.index(stop)]
 
 
-def _taken_apart(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut | None:
-    """chunk(x, n, dim), split(x, sizes, dim)."""
+def _taken_apart(
+    x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor, sized: bool = False
+) -> Cut | None:
+    """chunk(x, n, dim); where it is `sized`, split(x, size, dim)."""
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     if dim % x.ndim - x.ndim != own.dim:
         return own
@@ -255,12 +261,13 @@ def _taken_apart(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: 
         return Cut(own.dim)
     many = next((kwargs[name] for name in _MANY if name in kwargs), args[1] if len(args) > 1 else None)
     count, size = len(own.parts), x.shape[own.dim]
+    if sized and isinstance(many, int) and count == 1:  # heads, one after another
+        return None
     if isinstance(many, (tuple, list)):
         fits = tuple(many) == own.parts
     else:  # the number of pieces, or their size
-        fits = (
-            len(set(own.parts)) == 1 and (many == count or many == own.parts[0]) and out.shape[own.dim] * count == size
-        )
+        alike = len(set(own.parts)) == 1 and many == (own.parts[0] if sized else count)
+        fits = alike and out.shape[own.dim] * count == size
     if not fits:
         raise Mixed
     return Cut(own.dim, (out.shape[own.dim],))
@@ -330,6 +337,7 @@ _RULES: dict[object, Callable[..., int | None]] = {
 }
 _PARTS: dict[object, Callable[..., Cut | None]] = {
     torch.Tensor.__getitem__: _indexed,
-    **dict.fromkeys(_named("chunk split tensor_split", *_BOTH), _taken_apart),
+    **dict.fromkeys(_named("chunk tensor_split", *_BOTH), _taken_apart),
+    **dict.fromkeys(_named("split", *_BOTH), functools.partial(_taken_apart, sized=True)),
     F.glu: _gated,
 }

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
@@ -205,7 +205,7 @@ def _map(name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map) -> torch.T
     if (run := running.get()) is not None:
         there, back = run.typed(name, ax, there, back)
     with varying.unseen():
-        out = linear(there, back, x) if pytree.is_real(x) else there(x)
+        out = linear(there, back, x) if pytree.is_real(x) or private.is_wrapper(x) else there(x)
     return varying.mapped(name, ax, x, out)
 
 

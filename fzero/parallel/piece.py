@@ -7,14 +7,15 @@ piece (sequence parallelism as in Korthikanti et al. 2022, arXiv 2205.05198); an
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
 
-from fzero.base import pytree
-from fzero.capture.handle import Function, Handle, Named, Operands, reading
+from fzero.base import private, pytree
+from fzero.capture.contents import tensors_in
+from fzero.capture.handle import Function, Handle, Named, Operands, reading, storage_of
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
@@ -40,7 +41,9 @@ class Piece(Spread):
         """The tensor of which this rank has a piece, with `count` elements along the dim in all."""
         shape = list(local.shape)
         shape[dim] = count
-        return cls.of(shape, local.dtype, local.device, {"local": local, "value": None, "axis": axis, "along": dim})
+        return cls.of(
+            shape, local.dtype, local.device, {"local": local, "value": None, "version": 0, "axis": axis, "along": dim}
+        )
 
     @property
     def count(self) -> int:
@@ -60,6 +63,33 @@ class Piece(Spread):
             return maps.copy(self.whole(), self.axis)
         return maps.gather(self.local, self.axis, self.along, self.sizes, own=True)
 
+    def need_plain(self) -> None:
+        """Refuses attributes that its user has set, which do not go through a unit's call."""
+        if more := sorted(vars(self).keys() - _ATTRIBUTES):
+            raise ValueError(
+                f"A tensor of shape {tuple(self.shape)}, of which each rank has a piece (shard_tensor(sequence=True)), "
+                f"goes into a unit or comes out of it with an attribute {more[0]!r}, which would be lost. Pass that as "
+                "an argument or result of its own, or leave sequence=True out."
+            )
+
+    def need_untouched(self, views: Container[int] = ()) -> None:
+        """Refuses what a unit did to a piece that it was given, which nobody outside would see.
+
+        Args:
+            views: storages of what it returns.
+        """
+        self.need_plain()
+        if self.value is None:
+            return
+        does = "returns a view of" if storage_of(self.value) in views else ""
+        does = "writes to" if private.version(private.unwrapped(self.value)) != self.version else does
+        if does:
+            raise ValueError(
+                f"A unit {does} an argument of shape {tuple(self.shape)}, of which each rank has a piece "
+                "(shard_tensor(sequence=True)), and the unit's caller would not see it. Compute a new tensor "
+                "(x = x + y, x.clone()), or leave sequence=True out."
+            )
+
     @classmethod
     def known(cls, func: Function, args: Operands, kwargs: Named) -> object:
         rule = _RULES.get(func)
@@ -72,10 +102,15 @@ class Packed(NamedTuple):
     local: torch.Tensor
     count: int
     dim: int
+    number: int  # of the piece, from 0 for those that the call is given; below for those that it made
 
 
 class Pieces:
-    """How pieces go in and out of a module's units, whose calls take plain tensors."""
+    """How pieces go in and out of a module's units, whose calls take plain tensors.
+
+    Those that are arguments, or in tuples of them, go as they are; what else holds one is given the whole tensor in its
+    place, as it may be written to.
+    """
 
     def __init__(self, axis: Axis) -> None:
         self.axis = axis
@@ -84,39 +119,55 @@ class Pieces:
         """A unit's function, of packed arguments."""
 
         def call(*args: object, **kwargs: object) -> object:
-            args, kwargs = self.unpacked((args, kwargs))
-            return packed(run(*args, **kwargs))
+            made: dict[int, Piece] = {}
+            opened = [self._opened(x, made) for x in args]
+            out = run(*opened, **{name: self._opened(x, made) for name, x in kwargs.items()})
+            views = {storage_of(x) for x in tensors_in(out, lambda _: False)}
+            for own in made.values():
+                own.need_untouched(views)
+            return self.packed(out, {id(own): number for number, own in made.items()})
 
         return call
 
-    def around(self, call: Callable[..., object], leaves: object, args: Operands, kwargs: Named) -> object:
+    def around(self, call: Callable[..., object], leaves: object, args: Operands, kwargs: Given) -> object:
         """A unit's call."""
-        args, kwargs = packed((args, kwargs))
-        return self.unpacked(call(leaves, args, kwargs))
+        given: dict[int, int] = {}
+        pieces_of: dict[int, Piece] = {}
+        packed = tuple(self.packed(x, given, pieces_of) for x in args)
+        out = call(leaves, packed, {name: self.packed(x, given, pieces_of) for name, x in kwargs.items()})
+        return self._opened(out, pieces_of)
 
     def whole(self, out: object) -> object:
         """What a module returns, without pieces."""
-        return wholes(self.unpacked(out))
+        return wholes(self._opened(out, {}))
 
-    def unpacked(self, value: object) -> Any:
-        """The inverse of `packed`."""
+    def packed(self, value: object, numbers: dict[int, int], given: dict[int, Piece] | None = None) -> object:
+        """A value whose pieces are what they consist of.
 
-        def unpack(x: object) -> object:
-            return Piece.made(x.local, self.axis, x.count, x.dim) if isinstance(x, Packed) else x
+        Args:
+            numbers: id of a piece -> its number.
+            given: takes number -> piece, and numbers those that have none.
+        """
+        if isinstance(value, Piece):
+            value.need_plain()
+            if value.local is None:
+                return value.whole()
+            if given is not None:
+                given[numbers.setdefault(id(value), len(numbers))] = value
+            elif id(value) not in numbers:
+                numbers[id(value)] = -2 - len(numbers)
+            return Packed(value.local, value.count, value.along, numbers[id(value)])
+        if type(value) is tuple:
+            return tuple([self.packed(x, numbers, given) for x in value])
+        return wholes(value)
 
-        leaves, spec = pytree.flatten(value, is_leaf=lambda x: isinstance(x, Packed))
-        return pytree.unflatten(spec, [*map(unpack, leaves)]) if any(isinstance(x, Packed) for x in leaves) else value
-
-
-def packed(value: object) -> Any:
-    """A value whose pieces are what they consist of; those in objects that are no pytrees become whole."""
-
-    def pack(x: object) -> object:
-        if not isinstance(x, Piece):
-            return x
-        return x.whole() if x.local is None else Packed(x.local, x.count, x.along)
-
-    return wholes(pytree.map_leaves(pack, value))
+    def _opened(self, value: object, known: dict[int, Piece]) -> Any:
+        """The inverse of `packed`; a piece of a number that is known is that one."""
+        if isinstance(value, Packed):
+            if value.number not in known:
+                known[value.number] = Piece.made(value.local, self.axis, value.count, value.dim)
+            return known[value.number]
+        return tuple([self._opened(x, known) for x in value]) if type(value) is tuple else value
 
 
 def scattered(partial: torch.Tensor, axis: Axis) -> torch.Tensor:
@@ -129,6 +180,9 @@ def scattered(partial: torch.Tensor, axis: Axis) -> torch.Tensor:
 def cut(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     """A whole tensor [..., tokens, features] as one of which each rank has a piece."""
     return x if x.ndim < -DIM else Piece.made(maps.split(x, axis, DIM), axis, x.shape[DIM])
+
+
+_ATTRIBUTES = frozenset(("local", "value", "version", "axis", "along"))
 
 
 # ---- what is computed on pieces
@@ -188,6 +242,8 @@ def _pointwise(func: Function, args: Operands, kwargs: Given) -> object:
         first = _first(operands)
         here = [_here(x, first) for x in operands]
     except _Other:
+        return NotImplemented
+    if func is torch.where and len(operands) == 1:  # places
         return NotImplemented
     args, kwargs = pytree.unflatten(spec, here)
     return _of(func(*args, **kwargs), first, operands)

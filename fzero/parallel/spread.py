@@ -41,6 +41,7 @@ class Spread(StandIn):
 
     local: torch.Tensor | None
     value: torch.Tensor | None
+    version: int  # of the whole tensor, when it was read first
 
     def joined(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor, from all ranks."""
@@ -60,6 +61,7 @@ class Spread(StandIn):
         if self.value is None:
             assert self.local is not None
             self.value = self.joined(self.local)
+            self.version = private.version(private.unwrapped(self.value))
         return self.value
 
     def outside(self) -> torch.Tensor:

@@ -1,0 +1,223 @@
+"""What code between a column and a row does with slices: one process's values and gradients, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero.testing import RankError, assert_trees_close, run_ranks
+
+F64, WIDTH, INNER = torch.float64, 8, 12
+
+
+class Between(nn.Module):
+    """A norm, a column, any code, a row."""
+
+    def __init__(self, code: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.norm, self.code = nn.LayerNorm(WIDTH), code
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.down(torch.tanh(self.up(self.norm(x))))  # with sequence=True each rank has a piece of it
+        x = self.norm(x)
+        return self.head(self.down(self.code(self.up(x), x)))
+
+
+def heads(h: torch.Tensor, number: int = -1, dim: int = 2) -> torch.Tensor:
+    q = h.view(h.shape[0], h.shape[1], number, dim).transpose(1, 2)
+    return (torch.softmax(q @ q.mT, -1) @ q).transpose(1, 2).flatten(-2)
+
+
+def out_of_heads(h: torch.Tensor) -> torch.Tensor:
+    b, t = h.shape[:2]
+    q = h.view(b, t, -1, 2).permute(0, 2, 1, 3).reshape(-1, t, 2)
+    return torch.bmm(torch.softmax(torch.bmm(q, q.mT), -1), q).view(b, -1, t, 2).transpose(1, 2).reshape(b, t, -1)
+
+
+EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "mask": lambda h, x: h * (x[..., :1] > 0),
+    "gate": lambda h, x: h * torch.sigmoid(x.mean(-1, keepdim=True)),
+    "add": lambda h, x: h + x.sum(-1, keepdim=True),
+    "tokens": lambda h, x: torch.softmax(x @ x.mT, -1) @ h,
+    "no grad": lambda h, x: torch.where(x.detach()[..., :1] > 0, h, -h),
+    "over tokens": lambda h, x: h - h.mean(1, keepdim=True) + h.cumsum(1).softmax(1),
+    "heads": lambda h, x: heads(torch.tanh(h)),
+    "heads in the batch": lambda h, x: out_of_heads(h),
+    "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
+    "attention": lambda h, x: (
+        F.scaled_dot_product_attention(*[h.unflatten(-1, (-1, 2)).transpose(1, 2)] * 3).transpose(1, 2).flatten(-2)
+    ),
+    "in place": lambda h, x: (h * 1).mul_(2).add_(x[..., :1]),
+}
+REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "softmax": lambda h, x: h.softmax(-1),
+    "mean": lambda h, x: h - h.mean(-1, keepdim=True),
+    "sum of all": lambda h, x: h / h.sum(),
+    "normalize": lambda h, x: F.normalize(h, dim=-1),
+    "argmax": lambda h, x: h * h.argmax(-1, keepdim=True),
+    "sort": lambda h, x: h.sort(-1)[0],
+    "flip": lambda h, x: h.flip(-1),
+    "roll": lambda h, x: h.roll(1, -1),
+    "chunk": lambda h, x: torch.cat([h.chunk(2, -1)[0]] * 2, -1),
+    "glu": lambda h, x: torch.cat([F.glu(h)] * 2, -1),
+    "one feature": lambda h, x: h * h[..., 0].unsqueeze(-1),
+    "some features": lambda h, x: torch.cat([h[..., : h.shape[-1] // 2]] * 2, -1),
+    "a number of heads": lambda h, x: heads(h, 6, -1),
+    "tokens as heads": lambda h, x: h.view(h.shape[0], -1, 6, 2).transpose(1, 2).reshape(h.shape),
+    "product of features": lambda h, x: h * (h @ h.mT).mean(-1, keepdim=True),
+    "writes to what is whole": lambda h, x: x.repeat(1, 1, 2)[..., : h.shape[-1]].add_(h),
+}
+
+
+def losses(code: Any) -> Any:
+    torch.manual_seed(0)
+    apply, params = fz.functional(Between(code).to(F64))
+    return (lambda p, x: apply(p, x).square().mean()), params
+
+
+def grads(code: Any, sequence: bool, x: torch.Tensor, ranks: int) -> list[Any]:
+    loss, params = losses(code)
+
+    def rank_main(rank: int) -> Any:
+        step = fz.train_step(loss, fz.sgd(0.1))
+        step = fz.shard_tensor(step, {"up": "column", "down": "row"}, sequence=sequence)
+        out, pullback = step.vjp(step.init(params), x)
+        return out, dict(fz.gather(pullback(torch.ones_like(out))[0]))
+
+    return run_ranks(rank_main, ranks)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", sorted(EQUAL))
+def test_equal(name: str, sequence: bool) -> None:
+    x = torch.randn(2, 6, WIDTH, dtype=F64)
+    loss, params = losses(EQUAL[name])
+    want, value = torch.func.grad_and_value(loss)(dict(params), x)
+    for ranks in (2, 3):
+        for found, own in grads(EQUAL[name], sequence, x, ranks):
+            assert_trees_close((found, own), (value, want), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_refused(name: str, sequence: bool) -> None:
+    with pytest.raises(
+        RankError, match=r"outputs (of module 'up' )?are cut|whose (in|out)puts are cut over axis|'up' gives"
+    ):
+        grads(REFUSED[name], sequence, torch.randn(2, 6, WIDTH, dtype=F64), 2)
+
+
+class Fused(nn.Module):
+    def __init__(self, code: Any) -> None:
+        super().__init__()
+        self.both, self.down, self.code = nn.Linear(WIDTH, 2 * INNER), nn.Linear(INNER, WIDTH), code
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.code(self.both(x)))
+
+
+FUSED: dict[str, Any] = {
+    "chunk": lambda h: torch.sigmoid(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
+    "glu": F.glu,
+    "halves": lambda h: h[..., : h.shape[-1] // 2] * h[..., h.shape[-1] // 2 :],
+    "sizes": lambda h: h.split([h.shape[-1] // 2] * 2, -1)[0] + h.split(h.shape[-1] // 2, -1)[1],
+}
+
+
+@pytest.mark.parametrize("name", sorted(FUSED))
+def test_parts(name: str) -> None:
+    torch.manual_seed(0)
+    apply, params = fz.functional(Fused(FUSED[name]).to(F64))
+    x = torch.randn(2, 3, WIDTH, dtype=F64)
+
+    def rank_main(rank: int, parts: Any) -> torch.Tensor:
+        plan = {"both": fz.parallel.cut("column", parts=parts), "down": "row"}
+        step = fz.shard_tensor(fz.train_step(lambda p, x: apply(p, x), fz.sgd(0.1)), plan)
+        return step.forward(step.init(params), x)
+
+    for out in run_ranks(lambda rank: rank_main(rank, (INNER, INNER)), 2):
+        assert_trees_close(out, apply(dict(params), x), rtol=1e-10)
+    with pytest.raises(RankError, match="takes them apart"):
+        run_ranks(lambda rank: rank_main(rank, (2 * INNER,)), 2)
+
+
+# ---- what units do to pieces
+
+
+class Unit(nn.Module):
+    def __init__(self, code: Any) -> None:
+        super().__init__()
+        self.norm, self.code = nn.LayerNorm(WIDTH), code
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor, seen: list[Any], kept: dict[str, Any]) -> Any:
+        x = self.code(x, seen, kept)
+        return x + self.down(torch.tanh(self.up(self.norm(x))))
+
+
+class Units(nn.Module):
+    def __init__(self, code: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Unit(code) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        seen: list[Any] = []
+        kept: dict[str, Any] = {}
+        for block in self.blocks:
+            kept["x"] = x * 1
+            x = block(x, seen, kept) * kept["x"].tanh()
+        return x + sum(seen, torch.zeros(()))
+
+
+def appends(x: Any, seen: Any, kept: Any) -> Any:
+    seen.append((x * x).mean())
+    return x
+
+
+def rewrites(x: Any, seen: Any, kept: Any) -> Any:
+    kept["x"] = kept["x"] + x.mean(1, keepdim=True)
+    return x
+
+
+def returns_it(x: Any, seen: Any, kept: Any) -> Any:
+    return kept["x"]
+
+
+def writes(x: Any, seen: Any, kept: Any) -> Any:
+    x.mul_(2)
+    return x * 1
+
+
+def sets(x: Any, seen: Any, kept: Any) -> Any:
+    x.scale = 2
+    return x
+
+
+@pytest.mark.parametrize("code", [appends, rewrites, returns_it, writes, sets])
+def test_what_units_do_to_their_arguments(code: Any) -> None:
+    torch.manual_seed(0)
+    apply, params = fz.functional(Units(code).to(F64))
+    x = torch.randn(2, 5, WIDTH, dtype=F64)
+    want = torch.func.grad(lambda p: apply(p, x * 1).square().mean())(dict(params))
+
+    def rank_main(rank: int) -> Any:
+        step = fz.train_step(lambda p, x: apply(p, x * 1).square().mean(), fz.sgd(0.1), units=["blocks.*"])
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        step = fz.shard_tensor(fz.shard_zero3(step, mesh=mesh), {"*.up": "column", "*.down": "row"}, mesh, "tp", True)
+        out, pullback = step.vjp(step.init(params), x)
+        return dict(fz.gather(pullback(torch.ones_like(out))[0]))
+
+    if code in (writes, sets):
+        with pytest.raises(RankError, match="of which each rank has a piece"):
+            run_ranks(rank_main, 2)
+    else:
+        for grads in run_ranks(rank_main, 2):
+            assert_trees_close(grads, want, rtol=1e-10, atol=1e-13)
