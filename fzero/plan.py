@@ -292,10 +292,9 @@ def plan(
     rows = step.rows(specs, frozen, hints_of(structure))
     layout = Holdings(rows, ranks).layout(rank)
     messages, gathered = traffic.sent_by(step, layout, ranks), collections.Counter[str]()
-    if inputs is not None:
-        if not isinstance(inputs, (tuple, list)):
-            raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
-        messages += _of_function(sent_by(step, params, inputs))
+    if not isinstance(inputs, (tuple, list, type(None))):
+        raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
+    messages += [] if inputs is None else _of_function(sent_by(step, params, inputs))
     for group in layout.groups.values():
         if group.row.params.cuts or group.row.fetched:
             assert group.row.policy.compute
@@ -329,9 +328,8 @@ def plan(
 
 def _of_function(report: Report) -> list[Sent]:
     """What a function's own maps send."""
-    axes = dict.fromkeys(each.axis for each in report.conversions)
-    found = [Sent(joined(axis.split(", ")), "function", report.messages(axis), report.sent(axis)) for axis in axes]
-    return [each for each in found if each.messages]
+    axes = [axis for axis in dict.fromkeys(each.axis for each in report.conversions) if report.messages(axis)]
+    return [Sent(joined(axis.split(", ")), "function", report.messages(axis), report.sent(axis)) for axis in axes]
 
 
 def _need_rank(rank: int, ranks: Ranks, who: str) -> int:

@@ -73,7 +73,7 @@ def _input(args: Operands, kwargs: Given) -> Any:
     return args[0] if args else kwargs.get("input")
 
 
-def _pointwise(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _pointwise(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     dims = {dim for x in tensors if (dim := dim_of(x)) is not None}
     if len(dims) != 1:
@@ -85,7 +85,7 @@ def _pointwise(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | 
     return dim
 
 
-def _along(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _along(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """Over dims: mean(x, dim, keepdim), softmax(x, dim), sort(x, dim)."""
     x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
     if dim is None:
@@ -100,7 +100,7 @@ def _along(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None
 def _at(position: int, default: int) -> Callable[..., int | None]:
     """Over the dim that is this argument."""
 
-    def rule(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+    def rule(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
         x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
         over = kwargs.get("dim", args[position] if len(args) > position else default)
         return None if dim is None else _without(x, dim, over, _first(out))
@@ -119,7 +119,7 @@ def _without(x: torch.Tensor, dim: int, over: object, out: torch.Tensor) -> int:
     return dim if out.ndim == x.ndim else dim + sum(each > dim for each in from_end)
 
 
-def _last(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _last(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """Over the last dims: layer_norm(x, normalized_shape)."""
     dim = dim_of(_input(args, kwargs))
     shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
@@ -128,7 +128,7 @@ def _last(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
     return dim
 
 
-def _applied(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """linear(x, weight)."""
     dim = dim_of(_input(args, kwargs))
     if dim == -1:
@@ -136,7 +136,7 @@ def _applied(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | No
     return dim
 
 
-def _product(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _product(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """x @ y."""
     if len(args) < 2 or not all(isinstance(x, torch.Tensor) and x.ndim > 1 for x in args[:2]):
         return None
@@ -147,18 +147,18 @@ def _product(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | No
     return dims.pop() if len(dims) == 1 else None
 
 
-def _attended(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _attended(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     dims = {dim_of(x) for x in args[:3]}
     if dims & {-1, -2}:
         raise Mixed
     return dims.pop() if len(dims) == 1 else None
 
 
-def _same(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     return dim_of(_input(args, kwargs))
 
 
-def _reshaped(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _reshaped(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
     if dim is None or not x.numel():
         return None
@@ -181,7 +181,7 @@ def _reshaped(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | N
     return found - out.ndim if size % other == 0 or other % size == 0 else None
 
 
-def _sizes(args: Operands, kwargs: Given) -> list[Any]:
+def _sizes(args: Operands, kwargs: Given) -> list[int]:
     """The sizes that a view is given."""
     more = [*args[1:], *kwargs.values()]
     if len(more) == 2 and isinstance(more[1], (tuple, list)):  # unflatten(dim, sizes)
@@ -191,10 +191,10 @@ def _sizes(args: Operands, kwargs: Given) -> list[Any]:
     return [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else more
 
 
-def _moved(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[..., int | None]:
+def _moved(order: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[..., int | None]:
     """Dims in another order, of which `order(arguments, ndim)` says where each comes from."""
 
-    def rule(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+    def rule(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
         x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
         if dim is None:
             return None
@@ -204,19 +204,19 @@ def _moved(order: Callable[[Sequence[Any], int], Sequence[int]]) -> Callable[...
     return rule
 
 
-def _exchanged(given: Sequence[Any], ndim: int) -> Sequence[int]:
+def _exchanged(given: Sequence[int], ndim: int) -> Sequence[int]:
     order = [*range(ndim)]
     first, second = (given[0], given[1]) if len(given) > 1 else (-2, -1)
     order[first], order[second] = order[second], order[first]
     return order
 
 
-def _permuted(given: Sequence[Any], ndim: int) -> Sequence[int]:
+def _permuted(given: Sequence[int], ndim: int) -> Sequence[int]:
     dims = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
     return [dim % ndim for dim in dims]
 
 
-def _unsqueezed(args: Operands, kwargs: Given, out: Any, dim_of: DimOf) -> int | None:
+def _unsqueezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     dim, new = dim_of(_input(args, kwargs)), kwargs.get("dim", args[1] if len(args) > 1 else 0)
     return None if dim is None else dim - int(new % out.ndim - out.ndim > dim)
 

@@ -42,6 +42,11 @@ def out_of_heads(h: torch.Tensor) -> torch.Tensor:
     return torch.bmm(torch.softmax(torch.bmm(q, q.mT), -1), q).view(b, -1, t, 2).transpose(1, 2).reshape(b, t, -1)
 
 
+def attended(h: torch.Tensor) -> torch.Tensor:
+    q = h.unflatten(-1, (-1, 2)).transpose(1, 2)
+    return F.scaled_dot_product_attention(q, q, q).transpose(1, 2).flatten(-2)
+
+
 EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "mask": lambda h, x: h * (x[..., :1] > 0),
     "gate": lambda h, x: h * torch.sigmoid(x.mean(-1, keepdim=True)),
@@ -52,9 +57,7 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads": lambda h, x: heads(torch.tanh(h)),
     "heads in the batch": lambda h, x: out_of_heads(h),
     "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
-    "attention": lambda h, x: (
-        F.scaled_dot_product_attention(*[h.unflatten(-1, (-1, 2)).transpose(1, 2)] * 3).transpose(1, 2).flatten(-2)
-    ),
+    "attention": lambda h, x: attended(h),
     "in place": lambda h, x: (h * 1).mul_(2).add_(x[..., :1]),
 }
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
