@@ -261,8 +261,8 @@ def plan(
         rank: whose bytes are counted, by its number in the mesh. Rank 0 has the largest pieces of every leaf.
         inputs: a batch, `(tokens, targets)`, of which only shapes are read: what the function and its modules send by
             the maps of `fz.parallel` is counted too, by `fz.parallel.check`, which refuses a wrong function. The step
-            is on a mesh of this process then, such as that of `fz.testing.fake_mesh({"dp": 64, "tp": 8})`, whose rank
-            here it counts for. Units of `fz.remat` run their maps once more, which is not counted.
+            is on a mesh of this process then (`fz.testing.fake_mesh`), whose rank here it counts for. Attention counts
+            by its formula; not counted is what `fz.remat` and a second pullback send once more.
 
     Raises:
         ValueError: a pattern that matches no leaf, a column set twice, a mesh without an axis of the step.
@@ -393,8 +393,7 @@ def _who_holds_what(plan: Plan, axes: Axes, leaves: str | None) -> object:
         for row in sorted(plan.rows, key=lambda row: -row.numel):
             largest.setdefault((row.slices and row.slices.dim, bool(row.cuts), row.lifetime), row)
         return plotting.draw_mesh(axes, plan.holdings, list(largest.values())[:3])
-    found = [row for row in plan.rows if matches(leaves, row.path)]
-    if not found:
+    if not (found := [row for row in plan.rows if matches(leaves, row.path)]):
         some = ", ".join(row.path for row in plan.rows[:6])
         raise ValueError(f"plot_plan: got leaves={leaves!r}, expected a pattern that matches some: {some}, ...")
     notes = [f"6 of {len(found)} leaves that match {leaves!r}"] if len(found) > 6 else []

@@ -165,7 +165,9 @@ def _scattered(ax: Axis, dim: int, sizes: Sequence[int], x: torch.Tensor) -> tor
     return maps._cut(ax, dim, sizes, x) * ax.size
 
 
-def _exchanged(ax: Axis, cut: int, join: int, sizes: Sequence[int], joined: Sequence[int], x: torch.Tensor) -> Any:
+def _exchanged(
+    ax: Axis, cut: int, join: int, sizes: Sequence[int], joined: Sequence[int], x: torch.Tensor
+) -> torch.Tensor:
     return _stretched(maps._cut(ax, cut, sizes, x), join, pieces.starts(joined)[-1])
 
 

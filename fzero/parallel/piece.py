@@ -161,7 +161,7 @@ class Pieces:
             return tuple([self.packed(x, numbers, given) for x in value])
         return wholes(value)
 
-    def _opened(self, value: object, known: dict[int, Piece]) -> Any:
+    def _opened(self, value: object, known: dict[int, Piece]) -> object:
         """The inverse of `packed`; a piece of a number that is known is that one."""
         if isinstance(value, Packed):
             if value.number not in known:
