@@ -107,9 +107,7 @@ class _Apply:
         # every name, also a tied weight's second one -> the leaf's one name
         self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
         self._known = dict.fromkeys(names.values())  # in order, so that every rank says the same
-        self._structures: dict[
-            object, tuple[dict[str, dict[str, str]], dict[str, Row | None], tuple[CutLeaf, ...]]
-        ] = {}
+        self._structures: dict[object, _Structure] = {}
         self._threads = threading.local()  # swapping a module's params is not safe across threads
 
     def __reduce__(self) -> tuple[object, ...]:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from fzero.capture.handle import Function, Operands
+from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
 
 Given = dict[str, Any]
 
@@ -284,60 +285,43 @@ def _gated(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.
     return Cut(own.dim, (out.shape[own.dim],))
 
 
-def _named(names: str, *owners: object) -> list[Function]:
-    return [found for name in names.split() for owner in owners if (found := getattr(owner, name, None)) is not None]
-
-
-_BOTH = (torch.Tensor, torch)
 _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(
-        _named(
-            "abs neg negative exp exp2 log log2 log1p expm1 sqrt rsqrt square sin cos tan tanh sigmoid relu erf erfc "
-            "reciprocal sign floor ceil round add sub subtract mul multiply div divide true_divide rsub pow maximum "
-            "minimum clamp clamp_min clamp_max where lerp addcmul addcdiv masked_fill nan_to_num eq ne lt le gt ge "
-            "logical_and logical_or logical_not isnan isinf isfinite clone to type_as float double half bfloat16 "
-            "contiguous detach expand expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_ "
-            "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__ "
-            "__iadd__ __imul__ __isub__ __itruediv__",
-            *_BOTH,
-        ),
-        _pointwise,
-    ),
-    **dict.fromkeys(
-        _named(
-            "relu gelu silu mish softplus elu selu celu leaky_relu relu6 hardtanh hardswish hardsigmoid logsigmoid "
-            "softsign tanhshrink tanh sigmoid dropout alpha_dropout",
-            F,
-        ),
+        [
+            *ELEMENTWISE,
+            *named("contiguous detach expand expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_", *BOTH),
+            *named("__iadd__ __imul__ __isub__ __itruediv__", *BOTH),
+            *named("dropout alpha_dropout", F),
+        ],
         _pointwise,
     ),
     **dict.fromkeys(
         [
-            *_named(
+            *named(
                 "mean sum var std amax amin max min argmax argmin prod any all logsumexp softmax log_softmax cumsum "
                 "cumprod argsort sort median nanmean nansum count_nonzero flip unbind",
-                *_BOTH,
+                *BOTH,
             ),
-            *_named("softmax log_softmax softmin", F),
+            *named("softmax log_softmax softmin", F),
         ],
         _along,
     ),
-    **dict.fromkeys(_named("roll norm topk kthvalue", *_BOTH), _at(2, -1)),
+    **dict.fromkeys(named("roll norm topk kthvalue", *BOTH), _at(2, -1)),
     F.normalize: _at(2, 1),
-    **dict.fromkeys(_named("layer_norm rms_norm", F, torch), _last),
+    **dict.fromkeys(named("layer_norm rms_norm", F, torch), _last),
     F.linear: _applied,
-    **dict.fromkeys(_named("matmul __matmul__ bmm", *_BOTH), _product),
+    **dict.fromkeys(named("matmul __matmul__ bmm", *BOTH), _product),
     F.scaled_dot_product_attention: _attended,
-    **dict.fromkeys(_named("repeat_interleave", *_BOTH), _same),
-    **dict.fromkeys(_named("reshape view flatten unflatten", *_BOTH), _reshaped),
-    **dict.fromkeys(_named("transpose swapaxes swapdims", *_BOTH), _moved(_exchanged)),
+    **dict.fromkeys(named("repeat_interleave", *BOTH), _same),
+    **dict.fromkeys(named("reshape view flatten unflatten", *BOTH), _reshaped),
+    **dict.fromkeys(named("transpose swapaxes swapdims", *BOTH), _moved(_exchanged)),
     torch.Tensor.mT.__get__: _moved(_exchanged),  # type: ignore[attr-defined]
-    **dict.fromkeys(_named("permute", *_BOTH), _moved(_permuted)),
-    **dict.fromkeys(_named("unsqueeze", *_BOTH), _unsqueezed),
+    **dict.fromkeys(named("permute", *BOTH), _moved(_permuted)),
+    **dict.fromkeys(named("unsqueeze", *BOTH), _unsqueezed),
 }
 _PARTS: dict[object, Callable[..., Cut | None]] = {
     torch.Tensor.__getitem__: _indexed,
-    **dict.fromkeys(_named("chunk tensor_split", *_BOTH), _taken_apart),
-    **dict.fromkeys(_named("split", *_BOTH), functools.partial(_taken_apart, sized=True)),
+    **dict.fromkeys(named("chunk tensor_split", *BOTH), _taken_apart),
+    **dict.fromkeys(named("split", *BOTH), functools.partial(_taken_apart, sized=True)),
     F.glu: _gated,
 }

@@ -29,6 +29,7 @@ from fzero.parallel.types import (
     set_type,
     type_of,
 )
+from fzero.parallel.varying import GATHER_OWN
 
 TOLD = 8 * (1 + maps.MOST_DIMS)  # bytes of the sizes that ranks tell each other
 INVARIANT, VARYING = "invariant", "varying"
@@ -38,7 +39,7 @@ KINDS = {
     "sum": (VARYING, INVARIANT),
     "gather": (VARYING, INVARIANT),
     "split": (INVARIANT, VARYING),
-    maps.GATHER_OWN: (VARYING, VARYING),
+    GATHER_OWN: (VARYING, VARYING),
     **dict.fromkeys(("reduce_scatter", "all_to_all", "ring_shift"), (VARYING, VARYING)),
 }
 
@@ -47,7 +48,7 @@ _ADDING = {
     "sum": "added up",
     "reduce_scatter": "added up",
     "gather": "joined",
-    maps.GATHER_OWN: "joined",
+    GATHER_OWN: "joined",
 }  # what it does to equal values
 
 
@@ -236,7 +237,7 @@ class _Call:
             if axis in axes or form in moved:
                 forms[axis] = None
         for axis in axes if self.gives == VARYING and not self.transposed else ():
-            if self.name in ("copy", maps.GATHER_OWN):
+            if self.name in ("copy", GATHER_OWN):
                 forms[axis] = REPLICATED
             elif self.name in ("split", "reduce_scatter") and len(axes) == 1:
                 forms[axis] = moved[0]

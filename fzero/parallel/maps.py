@@ -28,7 +28,6 @@ from fzero.parallel.types import running
 
 Map = Callable[[torch.Tensor], torch.Tensor]
 Sizes = Sequence[int]
-GATHER_OWN = "gather(own=True)"
 MOST_DIMS = 64  # that a tensor may have
 
 
@@ -96,10 +95,9 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
     dim = _need_dim(x, ax, dim, "gather")
     sizes = _own_sizes(x, ax, dim, sizes, "gather")
     own = own and not is_averaged(ax)  # where it is so anyway
-    back = _scattered if own or is_averaged(ax) else _cut
-    return _map(
-        GATHER_OWN if own else "gather", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_joined, back)]
-    )
+    there, back = _joined, _scattered if own or is_averaged(ax) else _cut
+    name = varying.GATHER_OWN if own else "gather"
+    return _map(name, x, ax, *[functools.partial(each, ax, dim, sizes) for each in (there, back)])
 
 
 def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:

@@ -19,6 +19,7 @@ from fzero.capture.handle import Function, Handle, Named, Operands, reading, sto
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.parallel import maps
+from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread, wholes
 
@@ -155,7 +156,7 @@ class Pieces:
             if given is not None:
                 given[numbers.setdefault(id(value), len(numbers))] = value
             elif id(value) not in numbers:
-                numbers[id(value)] = -2 - len(numbers)
+                numbers[id(value)] = -1 - len(numbers)
             return Packed(value.local, value.count, value.along, numbers[id(value)])
         if type(value) is tuple:
             return tuple([self.packed(x, numbers, given) for x in value])
@@ -309,34 +310,12 @@ def _along(func: Function, args: Operands, kwargs: Given) -> object:
     return _of(result, x, dim=x.along if kept else x.along + sum(d > x.along for d in from_end))
 
 
-def _named(names: str, *owners: object) -> list[Function]:
-    return [found for name in names.split() for owner in owners if (found := getattr(owner, name, None)) is not None]
-
-
-_TENSOR, _TORCH = torch.Tensor, (torch.Tensor, torch)
 _RULES: dict[object, Rule] = {
     **dict.fromkeys(
-        _named(
-            "abs neg negative exp exp2 log log2 log1p expm1 sqrt rsqrt square sin cos tan tanh sigmoid relu erf erfc "
-            "reciprocal sign floor ceil round add sub subtract mul multiply div divide true_divide rsub pow maximum "
-            "minimum clamp clamp_min clamp_max where lerp addcmul addcdiv masked_fill nan_to_num eq ne lt le gt ge "
-            "logical_and logical_or logical_not isnan isinf isfinite clone to type_as float double half bfloat16 "
-            "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __div__ __rdiv__ __pow__ "
-            "__rpow__ __neg__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__",
-            *_TORCH,
-        ),
-        _pointwise,
+        [*ELEMENTWISE, *named("__div__ __rdiv__ __eq__ __ne__ __lt__ __le__ __gt__ __ge__", *BOTH)], _pointwise
     ),
-    **dict.fromkeys(
-        _named(
-            "relu gelu silu mish softplus elu selu celu leaky_relu relu6 hardtanh hardswish hardsigmoid logsigmoid "
-            "softsign tanhshrink tanh sigmoid",
-            F,
-        ),
-        _pointwise,
-    ),
-    **dict.fromkeys(_named("dropout alpha_dropout", F), _dropped),
-    **dict.fromkeys(_named("layer_norm rms_norm", F, torch), _normed),
-    **dict.fromkeys([F.linear, *_named("matmul __matmul__", *_TORCH)], _applied),
-    **dict.fromkeys([*_named("mean sum amax amin softmax log_softmax", *_TORCH), F.softmax, F.log_softmax], _along),
+    **dict.fromkeys(named("dropout alpha_dropout", F), _dropped),
+    **dict.fromkeys(named("layer_norm rms_norm", F, torch), _normed),
+    **dict.fromkeys([F.linear, *named("matmul __matmul__", *BOTH)], _applied),
+    **dict.fromkeys([*named("mean sum amax amin softmax log_softmax", *BOTH), F.softmax, F.log_softmax], _along),
 }

@@ -28,6 +28,7 @@ from fzero.parallel.cut_dims import Cut, Mixed, cut_behind
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
 
+GATHER_OWN = "gather(own=True)"  # the name of that map
 _RANDOM = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
     *(F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
@@ -180,7 +181,7 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor) -> torch.Ten
         return out
     before = mode.mark_of(x)
     if ax.members == mode.axis.members:
-        after = {"copy": Mark(""), "gather(own=True)": Mark(""), "sum": None, "gather": None}.get(name, Mark("a map"))
+        after = {"copy": Mark(""), GATHER_OWN: Mark(""), "sum": None, "gather": None}.get(name, Mark("a map"))
     else:
         after = None if before is None else before._replace(dim=None, parts=None)
     mode.forget(out) if after is None else mode.note(out, after)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import zoo
 from checked import CASES, CHANGING, Case, Maps, Tree, changed, whole
+from huggingface_models import VIT, llama, mixtral, vit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -109,57 +110,7 @@ def test_drawn_models(
 # ---- models of Hugging Face, by their own plans
 
 
-def llama() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.LlamaConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=11,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        tie_word_embeddings=True,
-        use_cache=False,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def mixtral() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.MixtralConfig(
-        vocab_size=17,
-        hidden_size=16,
-        intermediate_size=10,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=3,
-        num_experts_per_tok=2,
-        use_cache=False,
-    )
-    config._experts_implementation = "eager"
-    return transformers.MixtralForCausalLM(config)
-
-
-def vit() -> nn.Module:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.ViTConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=10,
-        image_size=8,
-        patch_size=4,
-        num_labels=5,
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-VIT = {
-    **dict.fromkeys(("*.[qkv]_proj", "*.fc1"), "column"),
-    **dict.fromkeys(("*.o_proj", "*.fc2"), "row"),
-    **dict.fromkeys(("*.projection", "classifier"), "column_gather"),
-}
+tied_llama = functools.partial(llama, 2, True)
 
 
 def loss_of(apply: Any, params: Any, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -168,7 +119,7 @@ def loss_of(apply: Any, params: Any, x: torch.Tensor, targets: torch.Tensor) -> 
 
 @pytest.mark.parametrize(
     ("make", "size", "values"),
-    [(llama, 2, True), (llama, 3, False), (vit, 2, False), (vit, 3, True), (mixtral, 3, True)],
+    [(tied_llama, 2, True), (tied_llama, 3, False), (vit, 2, False), (vit, 3, True), (mixtral, 3, True)],
 )
 def test_models_of_hugging_face(make: Callable[[], nn.Module], size: int, values: bool) -> None:
     """Each conversion is left out in turn, and each made twice."""
