@@ -14,6 +14,7 @@ from fzero.base.context import during
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
+from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.run import scalar_loss, split_result
@@ -41,7 +42,9 @@ class Tape:
         with as_found():
             traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
             self._calls += 1
-            return call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
+            out = call_function(self._step, self._state, traversal, {**self._leaves, **self._fixed}, inputs)
+            need_alike(self._state.params.axis, scalars_in(out), "the model of fz.tape")
+            return out
 
     def grads(self) -> Sharded:
         """The sums of the backward passes so far, for `step.update` or `step.add_grads`; then starts from zero."""
@@ -106,8 +109,10 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         return scalar_loss(split_result(step, out)[0], "hvp")
 
     with as_found(), torch.no_grad():
-        pulled: object = torch.func.vjp(torch.func.grad(loss), primals)
-        (product,) = pulled[1](v.locals(), retain_graph=False, create_graph=False)
+        pulled: Any = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)
+        _, pullback, value = pulled
+        need_alike(state.params.axis, scalars_in(value), "hvp", "a loss")
+        (product,) = pullback(v.locals(), retain_graph=False, create_graph=False)
     return v.with_buffers(product)
 
 
@@ -172,10 +177,11 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
             out = step.fn(tree, *pytree.unflatten(spec, batch))
         return scalar_loss(split_result(step, out)[0], "per_example_grads")
 
-    mapped = torch.func.vmap(torch.func.grad(loss), in_dims=(None, *dims), randomness="different")
-    with as_found(), torch.no_grad(), seeded(traversal.next_seed()):
-        grads = mapped({i: leaves[i] for i in chosen}, *flat)
     axis = state.params.axis
+    mapped = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, *dims), randomness="different")
+    with as_found(), torch.no_grad(), seeded(traversal.next_seed()):
+        grads, losses = mapped({i: leaves[i] for i in chosen}, *flat)
+        need_alike(axis, [losses.detach()], "per_example_grads", "a loss")
     found = [whole_of(row, axis, grads[i], 1).to(row.policy.grad) if i in grads else None for i, row in enumerate(rows)]
     return pytree.unflatten(state.params.structure, found)
 

@@ -12,6 +12,7 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
 from fzero.base.interrupts import as_found
+from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
 from fzero.engine.function import call_function, sums_whole, traversal_of
 from fzero.engine.run import split_result
@@ -100,7 +101,8 @@ class Step(Spec):
                 traversal, primals, fixed = traversal_of(self, state, seed_of(state, rng, i), derived=False)
                 out = call_function(self, state, traversal, {**primals, **fixed}, part)
                 pairs.append(split_result(self, out))
-        outputs, auxes = zip(*pairs, strict=True)
+            outputs, auxes = zip(*pairs, strict=True)
+            need_alike(state.params.axis, scalars_in(outputs), "step.forward")
         return (micro.merge(outputs), micro.merge(auxes, "aux")) if self.has_aux else micro.merge(outputs)
 
     def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
@@ -135,8 +137,9 @@ class Step(Spec):
                 total[key] = put_again(total[key], mean)
             sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
             del total
+            loss = batch.loss()
             new, metrics = apply_update(self, state, sharded, None)
-            return new, {**metrics, **batch.loss(), **batch.aux()}
+            return new, {**metrics, **loss, **batch.aux()}
 
     def update(self, state: TrainState, grads: Sharded, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:
         """The optimizer's update with these grads, and with those that the state keeps, which are cleared.

@@ -232,6 +232,7 @@ def sent_by(step: Spec, layout: Layout, ranks: Ranks) -> list[Sent]:
     add(tensor, "norm", int(bool(rows)), (slices - 1) * len(rows) * torch.float64.itemsize, slices)
     for axis, among in ((over, size), (replicas, copies)):
         add(axis, "loss", 1, _round_a_ring(torch.float32.itemsize, among), among)
+    add(tensor, "loss", 1, (slices - 1) * torch.float64.itemsize, slices)  # which must be the same too
     return [Sent(axis, purpose, count, sizes[axis, purpose]) for (axis, purpose), count in counts.items()]
 
 

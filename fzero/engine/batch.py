@@ -10,6 +10,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
+from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.run import Run, scalar_loss
 from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
@@ -107,7 +108,9 @@ class Batch:
         """The metric "loss", the mean over microbatches and ranks, where the outputs are one."""
         if not self._losses:
             return {}
-        return {"loss": self._axis.mean(mean_of(self._losses), "the loss")}
+        loss = self._axis.mean(mean_of(self._losses), "the loss")
+        need_alike(self._axis, scalars_in(loss), "step", "a loss")  # whose mean all have, so that all fail
+        return {"loss": loss}
 
     def aux(self) -> dict[str, object]:
         """The metric "aux", where the step has one."""
@@ -133,6 +136,7 @@ class Pullback:
         self._parts = [parts_of(run.outputs) for run in self._runs]
         self._inputs = inputs if several else ()
         self._spec = pytree.flatten(tuple(inputs))[1]
+        self._scalars = scalars_in([run.outputs for run in self._runs])
         self._like = grads_of(step, state, {})  # not the state itself: a used pullback holds nothing of it
 
     def taken(self) -> tuple[object, object]:
@@ -170,6 +174,8 @@ class Pullback:
                 grads, cotangents = run.pull(piece, retain_graph, create_graph)
                 total = sum_of(total, grads)
                 pulled.append(cotangents)
+            scalars, self._scalars = self._scalars, []
+            need_alike(self._like.axis, scalars, "pullback")
             flat = self._micro.merge_inputs(self._inputs, pulled)
             assert total is not None
             if times != 1.0:

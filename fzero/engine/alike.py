@@ -1,0 +1,50 @@
+"""Scalars that a function returns on ranks that have the same data and slices of the leaves: they must be the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.comm.axis import Axis
+from fzero.comm.pieces import gathered
+
+
+def scalars_in(outputs: object) -> list[torch.Tensor]:
+    """The real floating 0-d tensors of some outputs, of no graph and of no transform."""
+    leaves = [x for x in pytree.flatten(outputs)[0] if isinstance(x, torch.Tensor)]
+    with private.below_transforms():
+        return [private.unwrapped(x).detach() for x in leaves if x.ndim == 0 and x.is_floating_point()]
+
+
+def need_alike(axis: Axis, scalars: Sequence[torch.Tensor], who: str, what: str = "a scalar") -> None:
+    """Refuses scalars that differ between the ranks of the tensor axis: their gradients would be wrong there.
+
+    Args:
+        axis: of the state.
+        scalars: equally many on all ranks; those of a map over examples have a dim of them.
+        what: they are, in words.
+
+    Raises:
+        ValueError: on all ranks of the tensor axis.
+    """
+    over = axis.tensor
+    if over is None or over.size == 1 or not scalars or any(map(private.is_fake, scalars)):
+        return
+    with private.below_transforms():
+        own = torch.cat([x.reshape(-1).to(over.device, torch.float64) for x in scalars])
+        every = gathered(over, own[None], 0, [1] * over.size, "scalars of a function").cpu()
+    narrow = any(x.element_size() < 4 for x in scalars)
+    low, high = every.amin(0), every.amax(0)
+    # not where they are no numbers: that is what metrics["skipped"] says
+    apart = high - low > (1e-2 if narrow else 1e-5) * every.abs().amax(0)
+    for place in apart.nonzero().view(-1).tolist()[:1]:
+        got = ", ".join(f"{x:.6g}" for x in every[:, place].tolist())
+        raise ValueError(
+            f"{who}: the function returned {what} that differs between the ranks of axis {over.name!r}, over which "
+            f"leaves are cut: got {got}; expected the same on all. It is made of what each rank has its slice of (what "
+            "a column gives: keys and values, attention weights, features that are pooled). Put the slices together "
+            "first (fz.parallel.sum or gather; 'column_gather' in the plan of fz.shard_tensor); fz.parallel.check "
+            "names the place. Where each rank's own is meant, return it with a dim, as x[None]."
+        )

@@ -1,0 +1,126 @@
+"""Scalars that a function returns: the same on all ranks of a tensor axis, or refused wherever a gradient is made."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+import fzero as fz
+from fzero.testing import RankError, assert_trees_close, run_ranks
+
+F64, WIDTH, INNER = torch.float64, 4, 6
+# ways to a derivative of the loss
+WAYS: dict[str, Callable[[fz.Step, Any, torch.Tensor], object]] = {
+    "step": lambda step, state, x: step(state, x)[1]["loss"],
+    "accumulated": lambda step, state, x: fz.accumulate(step, 2)(state, x)[1]["loss"],
+    "fused": lambda step, state, x: fz.fuse_update(step)(state, x)[1]["loss"],
+    "vjp": lambda step, state, x: step.vjp(state, x)[1](torch.ones((), dtype=F64))[1][0],
+    "forward": lambda step, state, x: step.forward(state, x),
+    "hvp": lambda step, state, x: fz.gather(fz.hvp(step, state, as_grads(step, state, x), x)),
+    "per example": lambda step, state, x: fz.per_example_grads(step, state, x),
+    "tape": lambda step, state, x: taped(step, state, x),
+}
+
+
+def as_grads(step: fz.Step, state: Any, x: torch.Tensor) -> Any:
+    return fz.with_fn(step, lambda p, x: p["up"].sum() * x.sum(0, keepdim=True)).vjp(state, x)[1](
+        torch.ones_like(x[:1])
+    )[0]
+
+
+def taped(step: fz.Step, state: Any, x: torch.Tensor) -> object:
+    with fz.tape(step, state) as model:
+        return model(x)
+
+
+class Columns(nn.Module):
+    """Gives its loss, and on the side what a column gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden = self.up(x)
+        return self.down(torch.tanh(hidden)), hidden
+
+
+def loss(p: Any, x: torch.Tensor, ax: Any, mixed: float) -> torch.Tensor:
+    hidden = torch.tanh(fz.parallel.copy(x, ax) @ p["up"])
+    whole = fz.parallel.sum(hidden @ p["down"], ax)
+    return whole.square().mean() + mixed * hidden.square().mean()
+
+
+def run(rank: int, way: str, mixed: float, ranks: int) -> object:
+    mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+    ax = fz.parallel.axis(mesh, "tp")
+    step = fz.train_step(lambda p, x: loss(p, x, ax, mixed), fz.sgd(0.1))
+    step = fz.shard_zero3(fz.shard_tensor(step, {"up": 1, "down": 0}, mesh), mesh)
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "up": torch.randn(WIDTH, INNER, dtype=F64, generator=generator),
+        "down": torch.randn(INNER, WIDTH, dtype=F64, generator=generator),
+    }
+    x = torch.randn(4, WIDTH, dtype=F64, generator=generator)
+    return WAYS[way](step, step.init(params), x)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(way: str) -> None:
+    found = run_ranks(functools.partial(run, way=way, mixed=0.0, ranks=2), 2)
+    assert_trees_close(found[0], found[1])
+    with pytest.raises(RankError, match=r"differs between the ranks of axis 'tp'.*expected the same on all"):
+        run_ranks(functools.partial(run, way=way, mixed=0.1, ranks=2), 2)
+
+
+@given(ranks=st.integers(2, 3), way=st.sampled_from(sorted(WAYS)), part=st.sampled_from([0.0, 1e-2, 1e-1, 1.0]))
+@example(ranks=3, way="step", part=1e-2)
+def test_all_ranks_hear_of_it(ranks: int, way: str, part: float) -> None:
+    def own(rank: int) -> str:
+        try:
+            run(rank, way, part, ranks)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    said = run_ranks(own, ranks)
+    assert len(set(said)) == 1 and bool(said[0]) == (part > 0)
+
+
+def test_what_a_column_gives_and_a_module_returns() -> None:
+    """Keys and values, attention weights: a loss of them is refused, what does not go into it is nobody's business."""
+
+    def own(rank: int, into_loss: bool) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        apply, params = fz.functional(Columns().to(F64))
+
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            out, hidden = apply(p, x)
+            return out.square().mean() + (hidden.square().mean() if into_loss else 0.0)
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"up": "column", "down": "row"}, mesh)
+        return step(step.init(params, sync=True), torch.ones(2, WIDTH, dtype=F64))[1]["loss"]
+
+    assert len({x.item() for x in run_ranks(functools.partial(own, into_loss=False), 2)}) == 1
+    with pytest.raises(RankError, match="keys and values, attention weights"):
+        run_ranks(functools.partial(own, into_loss=True), 2)
+
+
+def test_a_rank_of_its_own_value_says_so_with_a_dim() -> None:
+    def own(rank: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        step = fz.shard_tensor(fz.train_step(lambda p, x: (p["w"] * x).sum()[None], fz.sgd(0.1)), {"w": 0}, mesh)
+        state = step.init({"w": torch.arange(4.0)})
+        out, pullback = step.vjp(state, torch.tensor(2.0))
+        return torch.cat([out.detach(), fz.gather(pullback(torch.full((1,), rank + 1.0))[0])["w"]])
+
+    first, second = run_ranks(own, 2)
+    assert first.tolist() == [2.0, 2.0, 2.0, 4.0, 4.0] and second.tolist() == [10.0, 2.0, 2.0, 4.0, 4.0]
