@@ -120,8 +120,9 @@ def test_one_place_for_private_torch() -> None:
     """What torch keeps to itself; the fused kernels and foreach functions are told by their names alone."""
     private = r"\btorch\._(?!_file__|foreach|fused)[a-zC]|\btorch\.(?!testing)[a-z_.]*\._[a-z]"
     random, pytrees = {"base/intercept.py"}, {"base/pytree.py"}
+    kernels = {"base/flash.py"}
     testing = {"testing/_memory.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
-    assert _places(private) <= {"base/private.py", "base/hooks.py", "base/thread_state.py", *random, *pytrees, *testing}
+    assert _places(private) <= {"base/private.py", "base/hooks.py", "base/thread_state.py", *random, *pytrees, *testing, *kernels}
 
 
 MAKES = (

@@ -16,6 +16,7 @@ from fzero.base import private
 from fzero.base.arguments import wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.parallel.packed import folded
 from fzero.parallel.types import running
 from fzero.parallel.visible import Options, options_of
 
@@ -26,6 +27,10 @@ Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 class Plan(Protocol):
     """How one call is computed. Tensors are q [b, heads, t, d], k and v [b, kv_heads, t, d] of this rank's tokens."""
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The output."""
+        ...
+
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The output, and logarithms for `pull`, of plain tensors."""
         ...
@@ -35,15 +40,11 @@ class Plan(Protocol):
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        out: torch.Tensor,
         logarithms: torch.Tensor,
-        inner: torch.Tensor,
         cotangent: torch.Tensor,
     ) -> Three:
-        """The cotangents of q, k and v, on plain tensors.
-
-        Args:
-            inner: [b, heads, t], the inner products of outputs and their cotangents.
-        """
+        """The cotangents of q, k and v, on plain tensors."""
         ...
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -80,7 +81,7 @@ class Attention:
         plan = self.planned((q.shape, k.shape, v.shape), str(q.dtype), {**self.fixed, **more})
         if running.get() is not None:  # a dry run, which looks at the maps
             return plan.formula(q, k, v)
-        return _Attend.apply(plan, q, k, v)[0]
+        return plan.attend(q, k, v)
 
     def places(self, count: int) -> torch.Tensor:
         """Where so many tokens of this rank lie in the whole sequence; all ranks ask."""
@@ -175,17 +176,14 @@ def _need_shapes(shapes: Shapes, by: str) -> None:
         raise ValueError(f"{by} {q[1]} heads and {k[1]} KV heads, expected heads that are a multiple of KV heads.")
 
 
-def _folded(dims: Sequence[int | None], size: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Tensors of a vmap, whose dim becomes part of their first one."""
-    moved = [
-        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for dim, x in zip(dims, tensors, strict=True)
-    ]
-    return [x.flatten(0, 1) for x in moved]
-
-
 def _zeros(tangents: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """Tangents, of which those of what does not depend on anything are missing."""
     return tuple(torch.zeros_like(x) if t is None else t for t, x in zip(tangents, like, strict=True))
+
+
+def attended(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """The output by `run`, whose pullback is `pull`, and other derivatives those of `formula`."""
+    return _Attend.apply(plan, q, k, v)[0]
 
 
 class _Attend(torch.autograd.Function):
@@ -215,7 +213,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
-        outs = _Attend.apply(plan, *_folded(in_dims[1:], info.batch_size, tensors))
+        outs = _Attend.apply(plan, *folded(in_dims[1:], info.batch_size, tensors))
         return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0)
 
 
@@ -229,8 +227,7 @@ class _Pull(torch.autograd.Function):
     def forward(plan: Plan, *tensors: torch.Tensor) -> Three:  # type: ignore[override]
         q, k, v, cotangent, out, logarithms = tensors
         with private.without_autocast():
-            inner = (out.to(logarithms.dtype) * cotangent).sum(-1)
-            return plan.pull(q, k, v, logarithms, inner, cotangent)
+            return plan.pull(q, k, v, out, logarithms, cotangent)
 
     @staticmethod
     def setup_context(ctx: private.Context, inputs: Sequence[torch.Tensor], output: object) -> None:
@@ -250,7 +247,7 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
-        outs = _Pull.apply(plan, *_folded(in_dims[1:], info.batch_size, tensors))
+        outs = _Pull.apply(plan, *folded(in_dims[1:], info.batch_size, tensors))
         return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0, 0)
 
 

@@ -1,7 +1,8 @@
 """Attention of some tokens to a block of others, tile by tile: softmax in one pass, and what pulls it back.
 
 The scores of one tile are all that ever exists (FlashAttention, arXiv 2205.14135). Blocks may come one after the
-other and in any order: `begin`, `attend` once for each block, `finish`.
+other and in any order: `begin`, `attend` once for each block, `finish`. What is seen in whole regions is left to
+torch's own kernel, which takes half of the time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.parallel.visible import Visible
+from fzero.base import flash
+from fzero.parallel.visible import Region, Visible, regions
 
 EDGE = 256  # rows and columns of a tile, whose scores stay in a processor's cache
 
@@ -43,7 +45,7 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 def grouped(x: torch.Tensor, kv_heads: int) -> torch.Tensor:
     """[b, heads, t, d] as [b * kv_heads, group, t, d]."""
     b, heads, *rest = x.shape
-    return x.reshape(b * kv_heads, heads // kv_heads, *rest)
+    return x.reshape(b * kv_heads, heads // kv_heads if kv_heads else 1, *rest)
 
 
 def begin(q: torch.Tensor, d: int) -> State:
@@ -58,18 +60,47 @@ def begin(q: torch.Tensor, d: int) -> State:
     return State(total, weight, torch.full_like(weight, torch.finfo(dtype).min))
 
 
-def attend(
-    state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Visible, start: int, scale: float
-) -> None:
+class Seen(NamedTuple):
+    """What tokens that lie one after the other see of others that do.
+
+    Attributes:
+        place: of the first in the whole sequence.
+        start: of the first of the others.
+    """
+
+    visible: Visible
+    place: int
+    start: int
+
+    def regions(self, q: torch.Tensor, v: torch.Tensor) -> list[Region] | None:
+        """Those of q and of the others v that torch's kernel is for; None where it is for none."""
+        return regions(self.visible, self.place, self.start, v.shape[-2]) if flash.has_kernel(q, v) else None
+
+
+def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float) -> None:
     """Adds to a state what its tokens see of a block of keys and values.
 
     Args:
         q: [b * kv_heads, group, t, d].
         k, v: [b * kv_heads, s, d], of tokens one after the other in the sequence.
         seen: what the tokens of q see.
-        start: place of the first of k in the whole sequence.
     """
-    for heads, rows, columns in _tiles(q, k, seen, start):
+    parts = seen.regions(q, v)
+    if parts is None:
+        _attend_to_tiles(state, q, k, v, seen, scale)
+        return
+    for rows, columns, causal in parts if len(q) else ():
+        out, logarithms = flash.attention(q[:, :, rows], k[:, columns], v[:, columns], causal, scale)
+        total, weight, top = state.of(rows.start, rows.stop)
+        best = torch.maximum(top, logarithms[..., None])
+        shrink, grow = (top - best).exp_(), (logarithms[..., None] - best).exp_()
+        total.mul_(shrink).addcmul_(out.to(total.dtype), grow)
+        weight.mul_(shrink).add_(grow)
+        top.copy_(best)
+
+
+def _attend_to_tiles(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float) -> None:
+    for heads, rows, columns in _tiles(q, k, seen):
         shape = (heads.stop - heads.start, q.shape[1], rows.stop - rows.start)
         queries = _rows(q[heads, :, rows], state.total.dtype).mul(scale)
         total, weight, top = [_rows(each[heads, :, rows], each.dtype) for each in state]
@@ -106,26 +137,50 @@ def pull(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
+    out: torch.Tensor,
     logarithms: torch.Tensor,
-    inner: torch.Tensor,
     cotangent: torch.Tensor,
-    seen: Visible,
-    start: int,
+    seen: Seen,
     scale: float,
 ) -> None:
     """Adds to `grads` what a cotangent of the outputs is pulled back to by what its tokens saw of a block.
 
     Args:
-        q, k, v, seen, start, scale: as in `attend`.
-        logarithms: [b * kv_heads, group, t, 1] of `finish`, after all blocks.
-        inner: [b * kv_heads, group, t, 1], the inner products of outputs and their cotangents.
+        q, k, v, seen, scale: as in `attend`.
+        out: [b * kv_heads, group, t, d], after all blocks.
+        logarithms: [b * kv_heads, group, t] of `finish`.
         cotangent: [b * kv_heads, group, t, d].
     """
+    parts = seen.regions(q, v)
+    if parts is None:
+        _pull_from_tiles(grads, q, k, v, out, logarithms, cotangent, seen, scale)
+        return
+    for rows, columns, causal in parts if len(q) else ():
+        after = out[:, :, rows], logarithms[:, :, rows]
+        pulled = flash.pullback(
+            cotangent[:, :, rows], q[:, :, rows], k[:, columns], v[:, columns], *after, causal, scale
+        )
+        for total, x in zip((grads.q[:, :, rows], grads.k[:, columns], grads.v[:, columns]), pulled, strict=True):
+            total.add_(x)
+
+
+def _pull_from_tiles(
+    grads: Grads,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    out: torch.Tensor,
+    logarithms: torch.Tensor,
+    cotangent: torch.Tensor,
+    seen: Seen,
+    scale: float,
+) -> None:
     dtype = grads.q.dtype
-    for heads, rows, columns in _tiles(q, k, seen, start):
+    for heads, rows, columns in _tiles(q, k, seen):
         shape = (heads.stop - heads.start, q.shape[1], rows.stop - rows.start)
         queries = _rows(q[heads, :, rows], dtype).mul(scale)
-        tops, inners, cotangents = [_rows(each[heads, :, rows], dtype) for each in (logarithms, inner, cotangent)]
+        outs, cotangents = [_rows(each[heads, :, rows], dtype) for each in (out, cotangent)]
+        inners, tops = (outs * cotangents).sum(-1, keepdim=True), _rows(logarithms[heads, :, rows, None], dtype)
         pulled = torch.zeros_like(queries)
         for place, hidden in columns:
             keys, values = k[heads, place].to(dtype), v[heads, place].to(dtype)
@@ -154,14 +209,14 @@ def _scores(
 Columns = list[tuple[slice, torch.Tensor | None]]
 
 
-def _tiles(q: torch.Tensor, k: torch.Tensor, seen: Visible, start: int) -> Iterator[tuple[slice, slice, Columns]]:
+def _tiles(q: torch.Tensor, k: torch.Tensor, seen: Seen) -> Iterator[tuple[slice, slice, Columns]]:
     """Heads, rows, and for these the columns that are seen, with what is hidden there; None where nothing is."""
-    (lead, group, count, _), width = q.shape, k.shape[1]
+    (lead, group, count, _), width, start = q.shape, k.shape[1], seen.start
     height = max(1, EDGE // group)
     deep = max(1, EDGE * EDGE // max(1, group * min(height, count) * min(EDGE, width)))
     for first in range(0, count, height):
         rows = slice(first, min(first + height, count))
-        own = seen.of(rows.start, rows.stop)
+        own = seen.visible.of(rows.start, rows.stop)
         # neither end ever falls: the first token sees the first of all that is seen, and the last one the last
         lowest, low = [int(own.low[i]) - start for i in (0, -1)]
         high, highest = [int(own.high[i]) - start for i in (0, -1)]

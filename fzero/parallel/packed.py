@@ -6,11 +6,16 @@ What is sent is [tokens, b, numbers]: pieces of a sequence then lie one after th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from typing import Any
 
 import torch
 
+from fzero.base import private
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.engine.compiled import leave_out
+from fzero.parallel import maps, varying
+from fzero.parallel.types import running
 
 Range = tuple[int, int]  # the first of some heads, and the one behind the last
 
@@ -32,20 +37,19 @@ def unpacked(buffer: torch.Tensor, kinds: Sequence[tuple[int, int]]) -> list[tor
 
 
 def to_heads(
-    ax: Axis, lengths: Sequence[int], tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Range]], tag: Hashable
+    ax: Axis, lengths: Sequence[int], tensors: Sequence[Sequence[torch.Tensor]], tag: Hashable
 ) -> list[torch.Tensor]:
     """Exchanges pieces of a sequence for heads: [b, heads of this rank, all tokens, d] of each tensor.
 
     Args:
         lengths: of the ranks' pieces.
-        tensors: [b, all heads, tokens of this rank, d], of one dtype.
-        heads: for every rank those of each tensor that it gets.
+        tensors: for every rank the heads that it gets, [b, its heads, tokens of this rank, d], all of one dtype.
     """
-    send = [packed([x[:, a:b] for x, (a, b) in zip(tensors, each, strict=True)]) for each in heads]
+    send, kinds = [packed(each) for each in tensors], [[x.shape[1] for x in each] for each in tensors]
     whole = send[ax.rank].new_empty((sum(lengths), *send[ax.rank].shape[1:]))
-    tag = f"{tag} of {list(lengths)} tokens to heads {list(heads)}"
+    tag = f"{tag} of {list(lengths)} tokens to heads {kinds}"
     pieces.start_exchange(ax, send, whole.split(list(lengths)), tag)()
-    return unpacked(whole, [(b - a, x.shape[3]) for x, (a, b) in zip(tensors, heads[ax.rank], strict=True)])
+    return unpacked(whole, [(x.shape[1], x.shape[3]) for x in tensors[ax.rank]])
 
 
 def to_tokens(
@@ -63,3 +67,98 @@ def to_tokens(
     tag = f"{tag} of {[list(kind) for kind in kinds]} heads to {list(lengths)} tokens"
     pieces.start_exchange(ax, send, receive, tag)()
     return [unpacked(each, kind) for each, kind in zip(receive, kinds, strict=True)]
+
+
+# ---- the same as linear maps, which every derivative goes through
+
+
+class _Heads:
+    """Pieces of a sequence to heads; its transpose is the way back."""
+
+    def __init__(self, ax: Axis, lengths: Sequence[int], sizes: Sequence[Sequence[int]]) -> None:
+        self.ax, self.lengths, self.sizes = ax, lengths, sizes
+
+    def run(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        cut = [x.split([each[place] for each in self.sizes], 1) for place, x in enumerate(tensors)]
+        return tuple(to_heads(self.ax, self.lengths, [*zip(*cut, strict=True)], "parallel.ulysses"))
+
+    def transpose(self) -> _Tokens:
+        return _Tokens(self.ax, self.lengths, self.sizes)
+
+
+class _Tokens(_Heads):
+    def run(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        kinds = [[(size, x.shape[3]) for size, x in zip(each, tensors, strict=True)] for each in self.sizes]
+        back = to_tokens(self.ax, self.lengths, packed(tensors), kinds, "parallel.ulysses back")
+        return tuple(torch.cat(each, 1) for each in zip(*back, strict=True))
+
+    def transpose(self) -> _Heads:
+        return _Heads(self.ax, self.lengths, self.sizes)
+
+
+class _Exchange(torch.autograd.Function):
+    """`apply(way, *tensors)`; what is mapped over becomes part of the first dim."""
+
+    @staticmethod
+    def forward(way: _Heads, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return way.run(*tensors)
+
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: Sequence[Any], output: object) -> None:
+        ctx.way = inputs[0]
+
+    @staticmethod
+    def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
+        return None, *_Exchange.apply(ctx.way.transpose(), *cotangents)
+
+    @staticmethod
+    def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor) -> object:  # type: ignore[override]
+        return _Exchange.apply(ctx.way, *tangents)
+
+    @staticmethod
+    def vmap(info: private.Context, in_dims: Sequence[int | None], way: _Heads, *tensors: torch.Tensor) -> object:  # type: ignore[override]
+        outs = _Exchange.apply(way, *folded(in_dims[1:], info.batch_size, tensors))
+        return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0,) * len(outs)
+
+
+def folded(dims: Sequence[int | None], size: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Tensors of a vmap, whose dim becomes part of their first one."""
+    moved = [
+        x.expand(size, *x.shape) if dim is None else x.movedim(dim, 0) for dim, x in zip(dims, tensors, strict=True)
+    ]
+    return [x.flatten(0, 1) for x in moved]
+
+
+def heads_of(
+    tensors: Sequence[torch.Tensor], ax: Axis, lengths: Sequence[int], sizes: Sequence[Sequence[int]]
+) -> Sequence[torch.Tensor]:
+    """[b, heads of all ranks one after the other, tokens of this rank, d] -> [b, heads of this rank, all tokens, d].
+
+    Args:
+        lengths: of the ranks' pieces of the sequence.
+        sizes: for every rank the number of heads of each tensor.
+    """
+    if running.get() is not None:  # a dry run, which looks at the maps
+        by_tensor = zip(*sizes, strict=True)
+        return [maps.all_to_all(x, ax, 1, 2, own, lengths) for x, own in zip(tensors, by_tensor, strict=True)]
+    return _exchanged(_Heads(ax, lengths, sizes), tensors)
+
+
+def tokens_of(x: torch.Tensor, ax: Axis, lengths: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """The way back: [b, heads of this rank, all tokens, d] -> [b, heads of all ranks, tokens of this rank, d]."""
+    if running.get() is not None:
+        return maps.all_to_all(x, ax, 2, 1, lengths, sizes)
+    return _exchanged(_Tokens(ax, lengths, [[size] for size in sizes]), [x])[0]
+
+
+def _exchanged(way: _Heads, tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    if len({x.dtype for x in tensors}) > 1:  # one message for each
+        sizes = [[[own[place]] for own in way.sizes] for place in range(len(tensors))]
+        ways = [type(way)(way.ax, way.lengths, each) for each in sizes]
+        return [_exchanged(each, [x])[0] for each, x in zip(ways, tensors, strict=True)]
+    with varying.unseen():
+        outs = _Exchange.apply(way, *tensors)
+    return [varying.mapped("all_to_all", way.ax, x, out) for x, out in zip(tensors, outs, strict=True)]
+
+
+leave_out(__name__, "_exchanged")

@@ -10,12 +10,12 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import private
+from fzero.base import flash, private
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Wait
 from fzero.parallel import blocks, maps
-from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed
+from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended
 from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import packed, unpacked
 from fzero.parallel.visible import Visible, visible
@@ -169,21 +169,22 @@ class RingPlan:
     def rank(self) -> int:
         return self.ax.rank if self.ax is not None else 0
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return attended(self, q, k, v)
+
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         queries = blocks.grouped(q, k.shape[1])
+        if (causal := self._at_once(queries, v)) is not None:
+            keys, values = k.flatten(0, 1), v.flatten(0, 1)
+            found = flash.attention(queries, keys, values, causal, self.scale)
+            out, logarithms = [each.unflatten(0, k.shape[:2]).flatten(1, 2) for each in found]
+            return out, logarithms
         state = blocks.begin(queries, v.shape[3])
         for block in self._arrivals(k, v):
             keys, values = block.k.flatten(0, 1), block.v.flatten(0, 1)
-            for rows, columns, place, start in self._pairs(block):
-                blocks.attend(
-                    state.of(rows.start, rows.stop),
-                    queries[:, :, rows],
-                    keys[:, columns],
-                    values[:, columns],
-                    self.sees.of(place, place + rows.stop - rows.start),
-                    start,
-                    self.scale,
-                )
+            for rows, columns, seen in self._pairs(block):
+                own = state.of(rows.start, rows.stop)
+                blocks.attend(own, queries[:, :, rows], keys[:, columns], values[:, columns], seen, self.scale)
         return blocks.finish(state, q.dtype, q.shape[0])
 
     def pull(
@@ -191,35 +192,45 @@ class RingPlan:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        out: torch.Tensor,
         logarithms: torch.Tensor,
-        inner: torch.Tensor,
         cotangent: torch.Tensor,
     ) -> Three:
-        queries, cotangents = [blocks.grouped(x, k.shape[1]) for x in (q, cotangent)]
-        tops, inners = [blocks.grouped(x, k.shape[1])[..., None] for x in (logarithms, inner)]
+        queries, outs, tops, cotangents = [blocks.grouped(x, k.shape[1]) for x in (q, out, logarithms, cotangent)]
+        if (causal := self._at_once(queries, v)) is not None:
+            keys, values = k.flatten(0, 1), v.flatten(0, 1)
+            found = flash.pullback(cotangents, queries, keys, values, outs, tops, causal, self.scale)
+            by_q, by_k, by_v = [x.view_as(like).to(q.dtype) for x, like in zip(found, (queries, k, v), strict=True)]
+            return by_q.reshape(q.shape), by_k, by_v
         dtype = blocks.wide(q.dtype)
-        out = [torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (queries, k, v)]
+        total = [torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (queries, k, v)]
         for block in self._arrivals(k, v):
             keys, values = block.k.flatten(0, 1), block.v.flatten(0, 1)
-            sums = [out[1].flatten(0, 1), out[2].flatten(0, 1)]  # in the same memory
+            sums = [total[1].flatten(0, 1), total[2].flatten(0, 1)]  # in the same memory
             if block.source != self.rank:
                 sums = [keys.new_zeros(x.shape, dtype=dtype) for x in (keys, values)]
-            for rows, columns, place, start in self._pairs(block):
+            for rows, columns, seen in self._pairs(block):
                 blocks.pull(
-                    blocks.Grads(out[0][:, :, rows], sums[0][:, columns], sums[1][:, columns]),
+                    blocks.Grads(total[0][:, :, rows], sums[0][:, columns], sums[1][:, columns]),
                     queries[:, :, rows],
                     keys[:, columns],
                     values[:, columns],
+                    outs[:, :, rows],
                     tops[:, :, rows],
-                    inners[:, :, rows],
                     cotangents[:, :, rows],
-                    self.sees.of(place, place + rows.stop - rows.start),
-                    start,
+                    seen,
                     self.scale,
                 )
             if block.source != self.rank:
-                self._return(block, [x.unflatten(0, k.shape[:2]) for x in sums], out[1:])
-        return out[0].reshape(q.shape).to(q.dtype), out[1].to(k.dtype), out[2].to(v.dtype)
+                self._return(block, [x.unflatten(0, k.shape[:2]) for x in sums], total[1:])
+        return total[0].reshape(q.shape).to(q.dtype), total[1].to(k.dtype), total[2].to(v.dtype)
+
+    def _at_once(self, queries: torch.Tensor, v: torch.Tensor) -> bool | None:
+        """Tells whether all of this rank's tokens and of no others are one region: whether that is causal, or None."""
+        if len(self.lengths) > 1 or not queries.numel():
+            return None
+        parts = blocks.Seen(self.sees, 0, 0).regions(queries, v)
+        return parts[0].causal if parts is not None and len(parts) == 1 else None
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if self.ax is not None:
@@ -292,11 +303,11 @@ class RingPlan:
             for total, x in zip(own, unpacked(arrived, [(x.shape[1], x.shape[3]) for x in grads]), strict=True):
                 total.add_(x)
 
-    def _pairs(self, block: Arrival) -> Iterator[tuple[slice, slice, int, int]]:
-        """Rows and columns of tokens that lie one after the other, and where both begin in the whole sequence."""
+    def _pairs(self, block: Arrival) -> Iterator[tuple[slice, slice, blocks.Seen]]:
+        """Rows and columns of tokens that lie one after the other, and what these see of those."""
         if block.seen:
-            for rows, columns in itertools.product(self._slices(self.rank), self._slices(block.source)):
-                yield rows[0], columns[0], rows[1], columns[1]
+            for (rows, place), (columns, start) in itertools.product(*map(self._slices, (self.rank, block.source))):
+                yield rows, columns, blocks.Seen(self.sees.of(place, place + rows.stop - rows.start), place, start)
 
     def _slices(self, rank: int) -> list[tuple[slice, int]]:
         """Where a rank's spans lie among its own tokens, and in the whole sequence."""

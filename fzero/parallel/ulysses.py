@@ -14,10 +14,10 @@ import torch
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
-from fzero.parallel import blocks, maps
-from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed
+from fzero.parallel import blocks
+from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended
 from fzero.parallel.axis import need_axis
-from fzero.parallel.packed import Range, packed, to_heads, to_tokens
+from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
 from fzero.parallel.ring import Ring
 from fzero.parallel.ring import attention as plain
 
@@ -135,7 +135,7 @@ class Ulysses(Attention):
         lengths = [length for (length,) in pieces.told(self.ax, [count], "parallel.ulysses places")]
         return self.inner.places(sum(lengths)).split(lengths)[self.ax.rank]
 
-    def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> Plan:
+    def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> UlyssesPlan:
         lengths, _ = agreed(self.ax, "parallel.ulysses", shapes, dtype, given)
         (b, heads, _, d), (_, kv_heads, *_), (*_, size) = shapes
         own = (b, 1, sum(lengths), d)
@@ -157,19 +157,26 @@ class UlyssesPlan:
     deal: Deal
     inner: Plan
 
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if self.deal.chunks > 1:  # what is exchanged goes again, and comes once more for the pullback
+            return attended(self, q, k, v)
+        return composed(self.ax, self.lengths, self.deal, self.inner.attend, q, k, v)
+
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         logarithms = []
         for parts in self.deal.parts():
-            own, shared = parts[self.ax.rank], parts[self.ax.rank].shared(self.deal.group)
-            queries, keys, values = self._to_heads((q, k, v), [(p.heads, p.kv_heads, p.kv_heads) for p in parts])
+            own = parts[self.ax.rank]
+            kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
+            queries, keys, values = self._to_heads((q, k, v), kinds)
             if own.heads[0] < own.heads[1]:
-                result, logarithm = self.inner.run(queries, *_repeated(shared, keys, values))
+                result, logarithm = self.inner.run(queries, *_repeated(own.shared(self.deal.group), keys, values))
                 logarithms.append(logarithm)
             else:
                 result = queries.new_empty((*queries.shape[:3], v.shape[3]))
+            del queries, keys, values
             buffer = packed([result])
-            del queries, keys, values, result
+            del result
             back = self._to_tokens(buffer, [[p.heads] for p in parts], [v.shape[3]])
             for part, (piece,) in zip(parts, back, strict=True):
                 out[:, slice(*part.heads)] = piece
@@ -182,32 +189,31 @@ class UlyssesPlan:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        out: torch.Tensor,
         logarithms: torch.Tensor,
-        inner: torch.Tensor,
         cotangent: torch.Tensor,
     ) -> Three:
         dtype = blocks.wide(q.dtype)
         grads = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
         done = 0
         for parts in self.deal.parts():
-            own, shared = parts[self.ax.rank], parts[self.ax.rank].shared(self.deal.group)
+            own = parts[self.ax.rank]
             kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
-            queries, keys, values, cotangents = self._to_heads(
-                (q, k, v, cotangent), [(*kind, p.heads) for kind, p in zip(kinds, parts, strict=True)]
-            )
-            (products,) = self._to_heads((inner[..., None],), [(p.heads,) for p in parts])
+            queries, keys, values = self._to_heads((q, k, v), kinds)
+            # apart, as what is sent takes as much memory again
+            outs, cotangents = self._to_heads((out, cotangent), [(p.heads, p.heads) for p in parts])
             if own.heads[0] < own.heads[1]:
-                count = own.heads[1] - own.heads[0]
-                kept = logarithms[:, done : done + count]
-                each = _repeated(shared, keys, values)
-                pulled = self.inner.pull(queries, each[0], each[1], kept, products.squeeze(-1), cotangents)
+                shared, count = own.shared(self.deal.group), own.heads[1] - own.heads[0]
+                each, kept = _repeated(shared, keys, values), logarithms[:, done : done + count]
+                pulled = self.inner.pull(queries, *each, outs, kept, cotangents)
                 pulled = (pulled[0], *_summed(shared, pulled[1:], keys.shape[1]))
                 done += count
                 del each
             else:
                 pulled = queries, keys, values
+            del queries, keys, values, outs, cotangents
             buffer = packed(pulled)
-            del queries, keys, values, cotangents, products, pulled
+            del pulled
             back = self._to_tokens(buffer, kinds, [x.shape[3] for x in (q, k, v)])
             for part, (by_q, by_k, by_v) in zip(parts, back, strict=True):
                 grads[0][:, slice(*part.heads)] = by_q
@@ -220,7 +226,8 @@ class UlyssesPlan:
         return composed(self.ax, self.lengths, dataclasses.replace(self.deal, chunks=1), self.inner.formula, q, k, v)
 
     def _to_heads(self, tensors: Sequence[torch.Tensor], heads: Sequence[Sequence[Range]]) -> list[torch.Tensor]:
-        return to_heads(self.ax, self.lengths, tensors, heads, "parallel.ulysses")
+        own = [[x[:, slice(*each)] for x, each in zip(tensors, ranges, strict=True)] for ranges in heads]
+        return to_heads(self.ax, self.lengths, own, "parallel.ulysses")
 
     def _to_tokens(
         self, buffer: torch.Tensor, heads: Sequence[Sequence[Range]], sizes: Sequence[int]
@@ -275,7 +282,7 @@ class Composed:
 def composed(
     ax: Axis, lengths: Sequence[int], deal: Deal, attend: Attend, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 ) -> torch.Tensor:
-    """Tokens exchanged for heads and back by the maps of `fz.parallel`, which every derivative goes through.
+    """Tokens exchanged for heads and back by linear maps, which every derivative goes through.
 
     Args:
         lengths: of the ranks' pieces.
@@ -283,15 +290,20 @@ def composed(
     """
     outs: list[list[torch.Tensor]] = [[] for _ in range(deal.ranks)]
     for parts in deal.parts():
-        received = []
-        for x, ranges in ((q, [p.heads for p in parts]), *[(x, [p.kv_heads for p in parts]) for x in (k, v)]):
-            sizes = [stop - start for start, stop in ranges]
-            chosen = torch.cat([x[:, slice(*own)] for own in ranges], 1)
-            received.append(maps.all_to_all(chosen, ax, 1, 2, sizes, lengths))
+        kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
+        sizes = [[stop - start for start, stop in each] for each in kinds]
+        chosen = [_chosen(x, ranges) for x, ranges in zip((q, k, v), zip(*kinds, strict=True), strict=True)]
+        received = heads_of(chosen, ax, lengths, sizes)
         shared = parts[ax.rank].shared(deal.group)
         out = attend(received[0], *_repeated(shared, received[1], received[2]))
-        sizes = [stop - start for start, stop in [p.heads for p in parts]]
-        back = maps.all_to_all(out, ax, 2, 1, lengths, sizes)
-        for own, piece in zip(outs, back.split(sizes, 1), strict=True):
+        back = tokens_of(out, ax, lengths, [own for own, *_ in sizes])
+        for own, piece in zip(outs, back.split([own for own, *_ in sizes], 1), strict=True):
             own.append(piece)
-    return torch.cat(list(itertools.chain.from_iterable(outs)), 1)
+    pieces_of = list(itertools.chain.from_iterable(outs))
+    return pieces_of[0] if len(pieces_of) == 1 else torch.cat(pieces_of, 1)
+
+
+def _chosen(x: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+    """Heads that ranks get, one after the other; some may be there more than once."""
+    tiles = [start for start, _ in ranges] == pieces.starts([stop - start for start, stop in ranges])[:-1]
+    return x if tiles and ranges[-1][1] == x.shape[1] else torch.cat([x[:, slice(*own)] for own in ranges], 1)

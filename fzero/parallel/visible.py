@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -12,6 +13,7 @@ from fzero.base import private
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 
 Documents = Sequence[int] | torch.Tensor
+SHORTEST = 32  # tokens on average that regions are worth their while for
 
 
 @dataclass(frozen=True)
@@ -98,3 +100,45 @@ def visible(total: int, options: Options) -> Visible:
     if options.causal:
         high = torch.minimum(high, place + 1)
     return Visible(low, high)
+
+
+class Region(NamedTuple):
+    """Tokens that see all of some others; where it is causal, the first sees the first, the second the first two."""
+
+    rows: slice
+    columns: slice
+    causal: bool
+
+
+def regions(seen: Visible, place: int, start: int, width: int) -> list[Region] | None:
+    """What some tokens see of a block of others as a few regions; None where it has another shape.
+
+    Args:
+        seen: what the tokens see, which lie one after the other.
+        place: of the first of them in the whole sequence.
+        start: of the first of the block.
+        width: of the block, in tokens.
+    """
+    count, end = len(seen.low), start + width
+    if not count or not width or not seen.any(start, end):
+        return []
+    if int(seen.low[-1]) <= start and int(seen.high[0]) >= end:
+        return [Region(slice(0, count), slice(0, width), False)]
+    firsts = [0, *(seen.low.diff().nonzero().view(-1) + 1).tolist(), count]
+    if len(firsts) > 2 and (len(firsts) - 1) * SHORTEST > count:
+        return None
+    out: list[Region] = []
+    for first, last in itertools.pairwise(firsts):
+        low, high = max(int(seen.low[first]), start), seen.high[first:last]
+        if int(high[0]) == int(high[-1]):
+            stop = min(int(high[0]), end)
+            out.append(Region(slice(first, last), slice(low - start, stop - start), False))
+            continue
+        own, last_own = place + first, place + last
+        if not torch.equal(high, torch.arange(own + 1, last_own + 1, device="cpu")):
+            return None
+        before = slice(low - start, min(own, end) - start)  # what lies before the first of these tokens
+        out.append(Region(slice(first, last), before, False))
+        begin = max(own, low)
+        out.append(Region(slice(begin - place, last), slice(begin - start, min(last_own, end) - start), True))
+    return [each for each in out if each.rows.start < each.rows.stop and each.columns.start < each.columns.stop]
