@@ -20,11 +20,12 @@ from fzero.parallel.types import running
 Range = tuple[int, int]  # the first of some heads, and the one behind the last
 
 
-def packed(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Tensors [b, heads, t, d] of one dtype as one buffer [t, b, numbers]."""
+def packed(tensors: Sequence[torch.Tensor], buffer: torch.Tensor | None = None) -> torch.Tensor:
+    """Tensors [b, heads, t, d] of one dtype as one buffer [t, b, numbers], a new one or this one."""
     b, _, count, _ = tensors[0].shape
     kinds = [(x.shape[1], x.shape[3]) for x in tensors]
-    buffer = tensors[0].new_empty((count, b, sum([heads * d for heads, d in kinds])))
+    if buffer is None:
+        buffer = tensors[0].new_empty((count, b, sum([heads * d for heads, d in kinds])))
     for view, x in zip(unpacked(buffer, kinds), tensors, strict=True):
         view.copy_(x)
     return buffer
@@ -45,11 +46,14 @@ def to_heads(
         lengths: of the ranks' pieces.
         tensors: for every rank the heads that it gets, [b, its heads, tokens of this rank, d], all of one dtype.
     """
-    send, kinds = [packed(each) for each in tensors], [[x.shape[1] for x in each] for each in tensors]
-    whole = send[ax.rank].new_empty((sum(lengths), *send[ax.rank].shape[1:]))
+    kinds = [[(x.shape[1], x.shape[3]) for x in each] for each in tensors]
+    own, first = kinds[ax.rank], tensors[ax.rank][0]
+    whole = first.new_empty((sum(lengths), first.shape[0], sum([heads * d for heads, d in own])))
+    receive = whole.split(list(lengths))
+    send = [packed(each, receive[rank] if rank == ax.rank else None) for rank, each in enumerate(tensors)]
     tag = f"{tag} of {list(lengths)} tokens to heads {kinds}"
-    pieces.start_exchange(ax, send, whole.split(list(lengths)), tag)()
-    return unpacked(whole, [(x.shape[1], x.shape[3]) for x in tensors[ax.rank]])
+    pieces.start_exchange(ax, send, receive, tag)()
+    return unpacked(whole, own)
 
 
 def to_tokens(

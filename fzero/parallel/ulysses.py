@@ -168,7 +168,9 @@ class UlyssesPlan:
         for parts in self.deal.parts():
             own = parts[self.ax.rank]
             kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
-            queries, keys, values = self._to_heads((q, k, v), kinds)
+            # apart, as what is sent takes memory, too
+            (queries,) = self._to_heads((q,), [each[:1] for each in kinds])
+            keys, values = self._to_heads((k, v), [each[1:] for each in kinds])
             if own.heads[0] < own.heads[1]:
                 result, logarithm = self.inner.run(queries, *_repeated(own.shared(self.deal.group), keys, values))
                 logarithms.append(logarithm)
@@ -199,8 +201,8 @@ class UlyssesPlan:
         for parts in self.deal.parts():
             own = parts[self.ax.rank]
             kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
+            # apart, as what is sent takes memory, too
             queries, keys, values = self._to_heads((q, k, v), kinds)
-            # apart, as what is sent takes as much memory again
             outs, cotangents = self._to_heads((out, cotangent), [(p.heads, p.heads) for p in parts])
             if own.heads[0] < own.heads[1]:
                 shared, count = own.shared(self.deal.group), own.heads[1] - own.heads[0]
