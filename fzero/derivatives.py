@@ -109,8 +109,7 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
         return scalar_loss(split_result(step, out)[0], "hvp")
 
     with as_found(), torch.no_grad():
-        pulled: Any = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)
-        _, pullback, value = pulled
+        _, pullback, value = torch.func.vjp(torch.func.grad_and_value(loss), primals, has_aux=True)  # type: ignore[misc]
         need_alike(state.params.axis, scalars_in(value), "hvp", "a loss")
         (product,) = pullback(v.locals(), retain_graph=False, create_graph=False)
     return v.with_buffers(product)

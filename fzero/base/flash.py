@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 Three = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-_forward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-_backward: Callable[..., Any] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+_forward: Callable[..., tuple[torch.Tensor, torch.Tensor]] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+_backward: Callable[..., Three] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 
 
 @functools.cache
@@ -26,6 +25,19 @@ def _is_quick(dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.float64)
 
 
+@functools.cache
+def _takes_groups() -> bool:
+    """Tells whether heads may share keys in the kernel, as they may in newer versions of torch."""
+    with torch.no_grad():
+        q, both = torch.ones(1, 2, 1, 1, device="cpu"), torch.arange(2.0, device="cpu").view(1, 2, 1, 1)
+        k = both[:, :1]  # behind which there is memory, if all heads should be read from it
+        try:
+            out, logarithms = _forward(q, k, k, 0.0, False, scale=1.0)
+            return not bool(out.any()) and _backward(q, q, k, k, out, logarithms, 0.0, False)[1].shape == k.shape
+        except RuntimeError:
+            return False
+
+
 def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
     """Tells whether there is a kernel for q [..., d] and v [..., d]."""
     return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_quick(q.dtype)
@@ -34,14 +46,14 @@ def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
 def attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output [b, group, t, d], and the logarithms of the sums of exp(score) [b, group, t].
+    """The output [b, heads, t, d], and the logarithms of the sums of exp(score) [b, heads, t].
 
     Args:
-        q: [b, group, t, d], of plain tensors; none of these is 0.
-        k, v: [b, s, d], which the heads of a group share.
+        q: [b, heads, t, d], of plain tensors; no dim of these is 0.
+        k, v: [b, kv_heads, s, d], of which neighbours of q share one.
         causal: the i-th of q sees the first i + 1 of k.
     """
-    out, logarithms = _forward(_rows(q), *_shared(q, k, v), 0.0, causal, scale=scale)
+    out, logarithms = _forward(_rows(q), *[_for_all(x, q) for x in (k, v)], 0.0, causal, scale=scale)
     return out, logarithms
 
 
@@ -55,16 +67,18 @@ def pullback(
     causal: bool,
     scale: float,
 ) -> Three:
-    """The cotangents of q, k and v; those of k and v are sums over a group.
+    """The cotangents of q, k and v.
 
     Args:
         q, k, v, causal, scale: as in `attention`: one block of those that q has seen.
         out, logarithms: after all blocks.
     """
-    tensors = _rows(cotangent), _rows(q), *_shared(q, k, v), _rows(out), logarithms.contiguous()
-    by_q, by_k, by_v = _backward(*tensors, 0.0, causal, scale=scale)
-    dtype = logarithms.dtype
-    return by_q, *[x.squeeze(1) if x.shape[1] == 1 else x.sum(1, dtype=dtype) for x in (by_k, by_v)]
+    shared = [_for_all(x, q) for x in (k, v)]
+    tensors = _rows(cotangent), _rows(q), *shared, _rows(out), logarithms.contiguous()
+    by_q, *others = _backward(*tensors, 0.0, causal, scale=scale)
+    kv_heads, dtype = k.shape[1], logarithms.dtype
+    by_k, by_v = [x if x.shape == k.shape else x.unflatten(1, (kv_heads, -1)).sum(2, dtype=dtype) for x in others]
+    return by_q, by_k, by_v
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
@@ -72,5 +86,9 @@ def _rows(x: torch.Tensor) -> torch.Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def _shared(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-    return [_rows(x).unsqueeze(1).expand(-1, q.shape[1], -1, -1) for x in (k, v)]
+def _for_all(x: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+    """Keys or values as the kernel takes them."""
+    x, groups = _rows(x), q.shape[1] // x.shape[1]
+    if groups == 1 or _takes_groups():
+        return x
+    return x.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2)

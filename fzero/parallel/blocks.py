@@ -90,7 +90,8 @@ def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen
         _attend_to_tiles(state, q, k, v, seen, scale)
         return
     for rows, columns, causal in parts if len(q) else ():
-        out, logarithms = flash.attention(q[:, :, rows], k[:, columns], v[:, columns], causal, scale)
+        keys, values = k[:, None, columns], v[:, None, columns]
+        out, logarithms = flash.attention(q[:, :, rows], keys, values, causal, scale)
         total, weight, top = state.of(rows.start, rows.stop)
         best = torch.maximum(top, logarithms[..., None])
         shrink, grow = (top - best).exp_(), (logarithms[..., None] - best).exp_()
@@ -156,11 +157,10 @@ def pull(
         _pull_from_tiles(grads, q, k, v, out, logarithms, cotangent, seen, scale)
         return
     for rows, columns, causal in parts if len(q) else ():
-        after = out[:, :, rows], logarithms[:, :, rows]
-        pulled = flash.pullback(
-            cotangent[:, :, rows], q[:, :, rows], k[:, columns], v[:, columns], *after, causal, scale
-        )
-        for total, x in zip((grads.q[:, :, rows], grads.k[:, columns], grads.v[:, columns]), pulled, strict=True):
+        own = cotangent[:, :, rows], q[:, :, rows], k[:, None, columns], v[:, None, columns]
+        pulled = flash.pullback(*own, out[:, :, rows], logarithms[:, :, rows], causal, scale)
+        totals = grads.q[:, :, rows], grads.k[:, None, columns], grads.v[:, None, columns]
+        for total, x in zip(totals, pulled, strict=True):
             total.add_(x)
 
 

@@ -6,7 +6,6 @@ What is sent is [tokens, b, numbers]: pieces of a sequence then lie one after th
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import Any
 
 import torch
 
@@ -108,7 +107,7 @@ class _Exchange(torch.autograd.Function):
         return way.run(*tensors)
 
     @staticmethod
-    def setup_context(ctx: private.Context, inputs: Sequence[Any], output: object) -> None:
+    def setup_context(ctx: private.Context, inputs: Sequence[object], output: object) -> None:
         ctx.way = inputs[0]
 
     @staticmethod

@@ -173,12 +173,9 @@ class RingPlan:
         return attended(self, q, k, v)
 
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        if (causal := self._at_once(q, v)) is not None:
+            return flash.attention(q, k, v, causal, self.scale)
         queries = blocks.grouped(q, k.shape[1])
-        if (causal := self._at_once(queries, v)) is not None:
-            keys, values = k.flatten(0, 1), v.flatten(0, 1)
-            found = flash.attention(queries, keys, values, causal, self.scale)
-            out, logarithms = [each.unflatten(0, k.shape[:2]).flatten(1, 2) for each in found]
-            return out, logarithms
         state = blocks.begin(queries, v.shape[3])
         for block in self._arrivals(k, v):
             keys, values = block.k.flatten(0, 1), block.v.flatten(0, 1)
@@ -196,12 +193,10 @@ class RingPlan:
         logarithms: torch.Tensor,
         cotangent: torch.Tensor,
     ) -> Three:
+        if (causal := self._at_once(q, v)) is not None:
+            by_q, by_k, by_v = flash.pullback(cotangent, q, k, v, out, logarithms, causal, self.scale)
+            return by_q, by_k.to(k.dtype), by_v.to(v.dtype)
         queries, outs, tops, cotangents = [blocks.grouped(x, k.shape[1]) for x in (q, out, logarithms, cotangent)]
-        if (causal := self._at_once(queries, v)) is not None:
-            keys, values = k.flatten(0, 1), v.flatten(0, 1)
-            found = flash.pullback(cotangents, queries, keys, values, outs, tops, causal, self.scale)
-            by_q, by_k, by_v = [x.view_as(like).to(q.dtype) for x, like in zip(found, (queries, k, v), strict=True)]
-            return by_q.reshape(q.shape), by_k, by_v
         dtype = blocks.wide(q.dtype)
         total = [torch.zeros_like(x, dtype=dtype, memory_format=torch.contiguous_format) for x in (queries, k, v)]
         for block in self._arrivals(k, v):
@@ -225,11 +220,11 @@ class RingPlan:
                 self._return(block, [x.unflatten(0, k.shape[:2]) for x in sums], total[1:])
         return total[0].reshape(q.shape).to(q.dtype), total[1].to(k.dtype), total[2].to(v.dtype)
 
-    def _at_once(self, queries: torch.Tensor, v: torch.Tensor) -> bool | None:
+    def _at_once(self, q: torch.Tensor, v: torch.Tensor) -> bool | None:
         """Tells whether all of this rank's tokens and of no others are one region: whether that is causal, or None."""
-        if len(self.lengths) > 1 or not queries.numel():
+        if len(self.lengths) > 1 or not q.numel():
             return None
-        parts = blocks.Seen(self.sees, 0, 0).regions(queries, v)
+        parts = blocks.Seen(self.sees, 0, 0).regions(q, v)
         return parts[0].causal if parts is not None and len(parts) == 1 else None
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
