@@ -1,7 +1,7 @@
 """Attention over a sequence that is cut over ranks: time and memory of a forward and its pullback, beside DeepSpeed's.
 
     OMP_NUM_THREADS=1 python benchmarks/attention.py
-    OMP_NUM_THREADS=1 python benchmarks/attention.py --ranks 4 --length 8192 --causal --kv-heads 2
+    OMP_NUM_THREADS=1 python benchmarks/attention.py --ranks 4 --causal --kv-heads 2
 
 Ranks are processes that talk over gloo. All contenders get the same tensors, their outputs and gradients are compared
 first, and they take turns. DeepSpeed's `DistributedAttention` takes part where deepspeed is installed (extra `bench`);
@@ -140,7 +140,7 @@ def measure(rank: int, arguments: argparse.Namespace, _: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("ranks", 2), ("length", 8192), ("heads", 16), ("d", 64), ("chunks", 8), ("rounds", 5)):
+    for name, default in (("ranks", 2), ("length", 4096), ("heads", 32), ("d", 64), ("chunks", 16), ("rounds", 5)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kv-heads", type=int, help="as many as heads by default")
     parser.add_argument("--causal", action="store_true")
