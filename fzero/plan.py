@@ -280,7 +280,7 @@ def plan(
         ...     step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.adamw(1e-3))
         ...     step = fz.shard_zero3(fz.shard_tensor(step, {"weight": "row"}, mesh=mesh), mesh=mesh)
         ...     fz.plan(step, params, mesh=mesh, inputs=(torch.empty(16, 64),)).by_axis["tp"]
-        (28784, 2)
+        (28840, 3)
     """
     need_step(step, "plan")
     if world_size is not None:
