@@ -274,7 +274,7 @@ def plan(
         >>> step = fz.shard_tensor(step, {"w": 1})
         >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, mesh={"dp": 4, "tp": 2})
         >>> plan.params, plan.by_axis
-        (2048, {'dp': (12306, 4), 'tp': (8, 1)})
+        (2048, {'dp': (12306, 4), 'tp': (16, 2)})
         >>> apply, params = fz.functional(torch.nn.Linear(64, 64))
         >>> with fz.testing.fake_mesh({"dp": 64, "tp": 8}) as mesh:
         ...     step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.adamw(1e-3))
