@@ -10,7 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named, need_str
-from fzero.base.context import during
+from fzero.base.context import during, one_by_one
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
@@ -134,7 +134,8 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         The natural tree, leaves [this rank's examples, *leaf shape].
 
     Raises:
-        ValueError: no leaf matches; tensors with different numbers of examples.
+        ValueError: no leaf matches; tensors with different numbers of examples; a function that exchanges values
+            between ranks whose examples differ.
 
     Example:
         >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
@@ -172,7 +173,8 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
         tree = pytree.unflatten(state.params.structure, [full[i] for i in range(len(rows))])
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
-        with during(running, state.layout), of_leaves, autocast(traversal.device, traversal.table.outside):
+        alone = during(one_by_one, traversal.averaged)
+        with during(running, state.layout), alone, of_leaves, autocast(traversal.device, traversal.table.outside):
             out = step.fn(tree, *pytree.unflatten(spec, batch))
         return scalar_loss(split_result(step, out)[0], "per_example_grads")
 

@@ -18,6 +18,8 @@ def variable(name: str, default: T) -> contextvars.ContextVar[T]:
 
 # the ranks of each process group that the running step takes means over
 averaged: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("averaged", ())
+# the same, where examples are differentiated one by one, which are others on each of these ranks
+one_by_one: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("one_by_one", ())
 
 
 class during(Generic[T]):

@@ -16,6 +16,7 @@ from fzero.base import private
 from fzero.base.arguments import wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import folded
 from fzero.parallel.types import running
 from fzero.parallel.visible import Options, options_of
@@ -113,6 +114,8 @@ def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[st
     Raises:
         TypeError, ValueError: on every rank, where it is wrong on one.
     """
+    if ax is not None:
+        need_axis(ax, who.removeprefix("parallel."))
     options, failed = None, None
     try:
         options = options_of(who, **given)
@@ -133,7 +136,7 @@ def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[st
         if _without_length(numbers) != first:
             shapes_by_rank = [tuple(_shape(each[start : start + 6]) for start in (1, 7, 13)) for each in told]
             what = (
-                "dtypes or options (causal, window, documents, scale) that differ"
+                "dtypes or options (causal, window, documents, scale, order, chunks) that differ"
                 if first[:-1] == _without_length(numbers)[:-1]
                 else f"tensors of shapes {shapes_by_rank}"
             )

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fzero.base.arguments import need_int, wrong
-from fzero.base.context import averaged
+from fzero.base.context import averaged, one_by_one
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Mesh
@@ -52,6 +52,13 @@ def axis(mesh: Mesh | None, name: str | Sequence[str]) -> Axis:
 def need_axis(ax: object, who: str) -> Axis:
     if not isinstance(ax, Axis):
         raise wrong(f"parallel.{who}", "ax", ax, "an axis that fz.parallel.axis(mesh, name) made")
+    if any(len(set(members).intersection(ax.members)) > 1 for members in one_by_one.get()):
+        raise ValueError(
+            f"parallel.{who}: fz.per_example_grads takes examples one by one, others on each of ranks "
+            f"{list(ax.members)}, between which the function exchanges values over axis {ax.name!r}; expected a "
+            "function of one rank's examples. Sequences that are cut over an axis, and means over it, have no gradient "
+            "of one example here: give a function of whole sequences by fz.with_fn."
+        )
     return ax
 
 

@@ -17,6 +17,10 @@ from fzero.parallel.visible import options_of
 WHO = "parallel.register_attention"
 # arguments that are no attention of fzero's where they are given
 OTHERS = ("softcap", "s_aux", "position_bias", "head_mask", "block_mask")
+# what sees other tokens through attention only
+ALONE = {"full_attention", "sliding_attention", "chunked_attention", "attention", "mlp", "moe", "dense", "sparse"}
+LAYERS = ("layer_types", "layers_block_type", "block_types")  # of a config: one kind for each
+STATES = ("mamba_", "ssm_", "conv_", "linear_conv", "d_conv", "d_state")  # of a config with state space layers
 DOCUMENTS = ("documents", "cu_seq_lens_q")
 
 
@@ -35,8 +39,9 @@ def register_attention(name: str, attention: Callable[..., torch.Tensor]) -> Non
     Raises:
         ImportError: transformers is missing.
         TypeError: it is another function.
-        ValueError: in a call, on every rank of the axes: padding, positions that do not fit the documents, a cache,
-            dropout, and what else such an attention does not have.
+        ValueError: in a call, on every rank of the axes: padding, no positions or ones that do not fit the documents,
+            a cache, dropout, layers that mix tokens otherwise (convolutions, state spaces), and what else such an
+            attention does not have.
 
     Example:
         >>> def rank_main(rank):
@@ -116,16 +121,21 @@ class Registered:
         window = sliding_window if causal or sliding_window is None else sliding_window + 1  # which counts others only
         options: dict[str, Any] = {"causal": bool(causal), "window": window, "scale": scaling}
         who = f"attention {self.name!r} of {type(module).__name__}"
-        problem = _refused(bool(causal), sliding_window, attention_mask, dropout, more)
-        if position_ids is not None:
-            problem = self._misplaced(position_ids, documents, query.shape[2]) or problem
+        problem = _refused(bool(causal), sliding_window, attention_mask, dropout, more) or _mixing(module)
+        problem = self._misplaced(position_ids, documents, query.shape[2]) or problem
         self._need_none(problem, who)
         out = self.attention(query, key, value, documents=documents, **options)
         return out.transpose(1, 2).contiguous(), None
 
-    def _misplaced(self, position_ids: torch.Tensor, documents: Any, count: int) -> str:
+    def _misplaced(self, position_ids: torch.Tensor | None, documents: Any, count: int) -> str:
         """Tells where positions are not those of the whole sequence; empty if they are. All ranks ask."""
         place = self.attention.places(count)
+        if position_ids is None:
+            return (
+                "no position_ids, expected those of this rank's piece of the sequence. Give the model the piece and "
+                "its position_ids from fz.parallel.shard_sequence; one that takes none counts them itself, from 0 on each "
+                "rank, and cannot run on pieces."
+            )
         if documents is not None:
             ends = torch.tensor(options_of(WHO, documents=documents).documents, device="cpu")
             place = place - ends[torch.searchsorted(ends, place, right=True) - 1]
@@ -171,6 +181,22 @@ def _refused(causal: bool, window: int | None, mask: object, dropout: float, mor
     if mask.padding is not None and not bool(mask.padding.all()):
         return "an attention_mask with padding, expected none. Pack sequences one after the other: documents=."
     return ""
+
+
+def _mixing(module: torch.nn.Module) -> str:
+    """Names what mixes tokens in a model beside its attention, as its config has it; empty if there is nothing."""
+    config = getattr(module, "config", None)
+    kinds = [kind for name in LAYERS for kind in getattr(config, name, None) or ()]
+    other = next((kind for kind in kinds if isinstance(kind, str) and kind not in ALONE), "")
+    states = next((name for name in vars(config or object) if name.startswith(STATES) and getattr(config, name)), "")
+    if kinds and not other:
+        states = ""
+    if not other and not states:
+        return ""
+    return (
+        f"a model with layers that mix tokens beside attention ({other or states}), each of which would see this "
+        "rank's only. There are no conversions for them."
+    )
 
 
 def _short(places: torch.Tensor) -> str:

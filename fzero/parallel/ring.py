@@ -102,7 +102,7 @@ class Ring(Attention):
 
     def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> Plan:
         who = f"parallel.{self.name}"
-        lengths, options = agreed(self.ax, who, shapes, dtype, given)
+        lengths, options = agreed(self.ax, who, shapes, f"{dtype} {self.order}", given)
         total = sum(lengths)
         if options.documents is not None and options.documents[-1] != total:
             raise ValueError(

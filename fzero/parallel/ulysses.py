@@ -136,7 +136,7 @@ class Ulysses(Attention):
         return self.inner.places(sum(lengths)).split(lengths)[self.ax.rank]
 
     def planned(self, shapes: Shapes, dtype: str, given: dict[str, object]) -> UlyssesPlan:
-        lengths, _ = agreed(self.ax, "parallel.ulysses", shapes, dtype, given)
+        lengths, _ = agreed(self.ax, "parallel.ulysses", shapes, f"{dtype} {self.chunks} {type(self.inner)}", given)
         (b, heads, _, d), (_, kv_heads, *_), (*_, size) = shapes
         own = (b, 1, sum(lengths), d)
         inner = self.inner.planned((own, own, (*own[:3], size)), dtype, given)
@@ -265,7 +265,7 @@ class Composed:
         for name, x in (("q", q), ("k", k), ("v", v)):
             if not isinstance(x, torch.Tensor):
                 raise wrong(who, name, x, "a tensor [b, heads, t, d]")
-        dtypes = f"{q.dtype} {k.dtype} {v.dtype}"
+        dtypes = f"{q.dtype} {k.dtype} {v.dtype} {self.chunks}"
         lengths, _ = agreed(self.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
         attend = functools.partial(self._attended, {**self.fixed, **more})
         return composed(self.ax, lengths, Deal(self.ax.size, q.shape[1], k.shape[1], self.chunks), attend, q, k, v)

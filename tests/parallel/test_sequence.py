@@ -178,10 +178,19 @@ def refused(rank: int, which: str) -> str:
     ax = fz.parallel.axis(None, "sp")
     fz.parallel.register_attention(f"refusing {rank}", fz.parallel.ulysses(None, ax))
     model = model_of("llama", f"refusing {rank}")
+    if which == "bert":  # which counts positions itself
+        config = transformers.BertConfig(
+            hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=16
+        )
+        model = transformers.BertModel._from_config(config, attn_implementation=f"refusing {rank}").eval()
+    elif which == "mamba":
+        model.config.layer_types = ["full_attention", "linear_attention"]
     batch = fz.parallel.shard_sequence(whole_batch(6, None), ax)
     del batch["shift_labels"]
-    if which == "positions":
+    if which in ("positions", "bert"):
         del batch["position_ids"]
+    elif which == "mamba":
+        pass
     elif which == "padding":
         batch["attention_mask"] = torch.ones_like(batch["input_ids"]).index_fill(1, torch.tensor([2]), 1 - rank)
     elif which == "dropout":
@@ -191,7 +200,7 @@ def refused(rank: int, which: str) -> str:
     else:
         batch["attention_mask"] = torch.zeros(2, 1, 3, 3, dtype=F64)
     with pytest.raises(ValueError) as info:
-        model(**batch, use_cache=False)
+        model(**batch, **({} if which == "bert" else {"use_cache": False}))
     return str(info.value)
 
 
@@ -202,6 +211,8 @@ def refused(rank: int, which: str) -> str:
         ("padding", "an attention_mask with padding"),
         ("dropout", "dropout=0.5, expected 0"),
         ("mask", "a mask of its own"),
+        ("bert", "got no position_ids, expected those of this rank's piece"),
+        ("mamba", "layers that mix tokens beside attention (linear_attention)"),
     ],
 )
 def test_what_a_model_asks_for_and_does_not_get(which: str, words: str) -> None:

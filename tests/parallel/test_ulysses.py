@@ -218,3 +218,37 @@ def test_mistakes() -> None:
     assert len(set(run_ranks(heads, 2))) == 1
     with pytest.raises(TypeError, match="got ax=None, expected an axis"):
         fz.parallel.ulysses(None, None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("which", ["order", "chunks", "inner"])
+def test_functions_that_differ_between_ranks_are_refused_on_all(which: str) -> None:
+    def run(rank: int) -> None:
+        ax, x = fz.parallel.axis(None, "sp"), torch.ones(1, 2, 4, 2)
+        ways = {
+            "order": lambda: fz.parallel.ring(ax, "zigzag" if rank else "contiguous"),
+            "chunks": lambda: fz.parallel.ulysses(None, ax, 1 + rank),
+            "inner": lambda: fz.parallel.ulysses(plain, ax) if rank else fz.parallel.ulysses(None, ax),
+        }
+        with pytest.raises(ValueError, match="from the ranks of axis 'sp', expected the same"):
+            ways[which]()(x, x, x)
+
+    run_ranks(run, 2)
+
+
+def test_examples_one_by_one_have_no_sequences_over_ranks() -> None:
+    def run(rank: int, which: str) -> None:
+        ax = fz.parallel.axis(None, "dp")
+        attend = fz.parallel.ring(ax)  # made outside, as usual
+        maps = {
+            "ulysses": lambda x: fz.parallel.ulysses(None, ax)(x, x, x),
+            "ring": lambda x: attend(x, x, x),
+            "sum": lambda x: fz.parallel.sum(x, ax),
+            "weighted_mean": lambda x: fz.parallel.weighted_mean(x, torch.ones_like(x), ax),
+        }
+        call = maps[which]
+        step = fz.shard_zero3(fz.train_step(lambda p, x: call(p["w"] * x).square().mean(), fz.sgd(0.1)))
+        with pytest.raises(ValueError, match=r"fz\.per_example_grads takes examples one by one"):
+            fz.per_example_grads(step, step.init({"w": torch.ones(2)}), torch.ones(3, 1, 4, 2))
+
+    for which in ("ulysses", "ring", "sum", "weighted_mean"):
+        run_ranks(functools.partial(run, which=which), 2)
