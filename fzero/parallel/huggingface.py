@@ -133,8 +133,8 @@ class Registered:
         if position_ids is None:
             return (
                 "no position_ids, expected those of this rank's piece of the sequence. Give the model the piece and "
-                "its position_ids from fz.parallel.shard_sequence; one that takes none counts them itself, from 0 on each "
-                "rank, and cannot run on pieces."
+                "its position_ids from fz.parallel.shard_sequence; one that takes none counts them itself, from 0 on "
+                "each rank, and cannot run on pieces."
             )
         if documents is not None:
             ends = torch.tensor(options_of(WHO, documents=documents).documents, device="cpu")
