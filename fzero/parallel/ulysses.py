@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -165,24 +165,25 @@ class UlyssesPlan:
     def run(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         out = q.new_empty((*q.shape[:3], v.shape[3]))
         logarithms = []
-        for parts in self.deal.parts():
-            own = parts[self.ax.rank]
-            kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
-            # apart, as what is sent takes memory, too
-            (queries,) = self._to_heads((q,), [each[:1] for each in kinds])
-            keys, values = self._to_heads((k, v), [each[1:] for each in kinds])
-            if own.heads[0] < own.heads[1]:
-                result, logarithm = self.inner.run(queries, *_repeated(own.shared(self.deal.group), keys, values))
-                logarithms.append(logarithm)
-            else:
-                result = queries.new_empty((*queries.shape[:3], v.shape[3]))
-            del queries, keys, values
-            buffer = packed([result])
-            del result
-            back = self._to_tokens(buffer, [[p.heads] for p in parts], [v.shape[3]])
-            for part, (piece,) in zip(parts, back, strict=True):
-                out[:, slice(*part.heads)] = piece
-            del buffer, back, piece  # before the next chunk's come
+        for shared, chunks in self._chunks():
+            keys, values = self._to_heads((k, v), [(own, own) for own in shared])
+            for parts in chunks:
+                own = parts[self.ax.rank]
+                # apart, as what is sent takes memory, too
+                (queries,) = self._to_heads((q,), [(p.heads,) for p in parts])
+                if own.heads[0] < own.heads[1]:
+                    result, logarithm = self.inner.run(queries, *_repeated(own.shared(self.deal.group), keys, values))
+                    logarithms.append(logarithm)
+                else:
+                    result = queries.new_empty((*queries.shape[:3], v.shape[3]))
+                del queries
+                buffer = packed([result])
+                del result
+                back = self._to_tokens(buffer, [[p.heads] for p in parts], [v.shape[3]])
+                for part, (piece,) in zip(parts, back, strict=True):
+                    out[:, slice(*part.heads)] = piece
+                del buffer, back, piece  # before the next chunk's come
+            del keys, values
         empty = q.new_empty((q.shape[0], 0, sum(self.lengths)), dtype=blocks.wide(q.dtype))
         return out, torch.cat([*logarithms, empty], 1)
 
@@ -196,33 +197,44 @@ class UlyssesPlan:
         cotangent: torch.Tensor,
     ) -> Three:
         dtype = blocks.wide(q.dtype)
-        grads = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=dtype), v.new_zeros(v.shape, dtype=dtype)
+        by_q, by_k, by_v = q.new_empty(q.shape), *[x.new_zeros(x.shape, dtype=dtype) for x in (k, v)]
         done = 0
-        for parts in self.deal.parts():
-            own = parts[self.ax.rank]
-            kinds = [(p.heads, p.kv_heads, p.kv_heads) for p in parts]
-            # apart, as what is sent takes memory, too
-            queries, keys, values = self._to_heads((q, k, v), kinds)
-            outs, cotangents = self._to_heads((out, cotangent), [(p.heads, p.heads) for p in parts])
-            if own.heads[0] < own.heads[1]:
-                shared, count = own.shared(self.deal.group), own.heads[1] - own.heads[0]
-                each, kept = _repeated(shared, keys, values), logarithms[:, done : done + count]
-                pulled = self.inner.pull(queries, *each, outs, kept, cotangents)
-                pulled = (pulled[0], *_summed(shared, pulled[1:], keys.shape[1]))
-                done += count
-                del each
-            else:
-                pulled = queries, keys, values
-            del queries, keys, values, outs, cotangents
-            buffer = packed(pulled)
-            del pulled
-            back = self._to_tokens(buffer, kinds, [x.shape[3] for x in (q, k, v)])
-            for part, (by_q, by_k, by_v) in zip(parts, back, strict=True):
-                grads[0][:, slice(*part.heads)] = by_q
-                grads[1][:, slice(*part.kv_heads)] += by_k
-                grads[2][:, slice(*part.kv_heads)] += by_v
-            del buffer, back, by_q, by_k, by_v
-        return grads[0], grads[1].to(k.dtype), grads[2].to(v.dtype)
+        for shared, chunks in self._chunks():
+            keys, values = self._to_heads((k, v), [(own, own) for own in shared])
+            sums: list[torch.Tensor] = []
+            for parts in chunks:
+                own, kinds = parts[self.ax.rank], [(p.heads, p.heads, p.heads) for p in parts]
+                queries, outs, cotangents = self._to_heads((q, out, cotangent), kinds)
+                if own.heads[0] < own.heads[1]:
+                    places, count = own.shared(self.deal.group), own.heads[1] - own.heads[0]
+                    each, kept = _repeated(places, keys, values), logarithms[:, done : done + count]
+                    pulled, *others = self.inner.pull(queries, *each, outs, kept, cotangents)
+                    others = _summed(places, others, keys.shape[1])
+                    sums = [a.to(dtype).add_(b) for a, b in zip(sums, others, strict=True)] if sums else others
+                    done += count
+                    del each, others
+                else:
+                    pulled, sums = queries, [keys, values]
+                del queries, outs, cotangents
+                buffer = packed([pulled])
+                del pulled
+                back = self._to_tokens(buffer, [[p.heads] for p in parts], [q.shape[3]])
+                for part, (x,) in zip(parts, back, strict=True):
+                    by_q[:, slice(*part.heads)] = x
+                del buffer, back, x
+            del keys, values
+            buffer = packed([x.to(k.dtype) for x in sums])
+            del sums
+            back = self._to_tokens(buffer, [(own, own) for own in shared], [k.shape[3], v.shape[3]])
+            for heads, (x, y) in zip(shared, back, strict=True):
+                by_k[:, slice(*heads)] += x
+                by_v[:, slice(*heads)] += y
+            del buffer, back, x, y
+        return by_q, by_k.to(k.dtype), by_v.to(v.dtype)
+
+    def _chunks(self) -> Iterator[tuple[list[Range], Iterator[list[Part]]]]:
+        """For every rank the KV heads of some chunks that have the same, which come once for these, and the chunks."""
+        return itertools.groupby(self.deal.parts(), lambda parts: [p.kv_heads for p in parts])
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return composed(self.ax, self.lengths, dataclasses.replace(self.deal, chunks=1), self.inner.formula, q, k, v)
