@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextvars
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
@@ -18,7 +19,9 @@ def variable(name: str, default: T) -> contextvars.ContextVar[T]:
 
 # the ranks of each process group that the running step takes means over
 averaged: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("averaged", ())
-# the same, where examples are differentiated one by one, which are others on each of these ranks
+# takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
+beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
+# the ranks of each process group, where examples are differentiated one by one, which are others on each
 one_by_one: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("one_by_one", ())
 
 

@@ -38,9 +38,9 @@ def _takes_groups() -> bool:
             return False
 
 
-def has_kernel(q: torch.Tensor, v: torch.Tensor) -> bool:
-    """Tells whether there is a kernel for q [..., d] and v [..., d]."""
-    return q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_quick(q.dtype)
+def has_kernel(q: torch.Tensor, v: torch.Tensor, scale: float) -> bool:
+    """Tells whether there is a kernel for q [..., d] and v [..., d]: it scales what is hidden, too."""
+    return scale > 0 and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and _is_quick(q.dtype)
 
 
 def attention(

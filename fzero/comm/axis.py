@@ -45,6 +45,7 @@ class Axis:
         self.members, self.others = backend.members(group), backend.members(replicas)
         self.component, self.identity = "", ""
         self.tensor: Axis | None = None
+        self.further: dict[tuple[int, ...], Axis] = {}  # further ones that functions of this component have maps over
         self._runs: dict[int, int] = {}  # update -> runs of the function since then
         self._run, self._counts = "", dict[str, int]()
         # function -> what its last run showed: the units that it called, which the next will probably call too
@@ -91,7 +92,7 @@ class Axis:
         identity = uuid.uuid4().hex
         for group in self._all_groups:
             identity = self._by_all(identity, f"init of {label!r}", group)[0]
-        return self._with(component=label, identity=identity)._noted()
+        return self._with(component=label, identity=identity, further={})._noted()
 
     def _noted(self) -> Axis:
         _alive[self.identity, self.data_rank, self.place_on_tensor[0]] = self

@@ -79,6 +79,7 @@ class Batch:
         self._step, self._state, self._inputs, self._cotangent = step, state, inputs, cotangent
         self._rng, self._fused, self._axis = rng, fused, state.params.axis
         self._losses: list[torch.Tensor] = []
+        self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
         self.times = 1.0
 
@@ -93,6 +94,8 @@ class Batch:
             outputs, run.outputs = run.outputs, None
             if cotangent is None or (isinstance(outputs, torch.Tensor) and outputs.ndim == 0):
                 self._losses.append(scalar_loss(outputs))
+            else:
+                self._scalars += scalars_in(outputs)
             if not pieces:
                 if cotangent is None:
                     cotangent = torch.ones_like(mean_of([outputs]) if several else outputs)
@@ -107,6 +110,8 @@ class Batch:
     def loss(self) -> dict[str, torch.Tensor]:
         """The metric "loss", the mean over microbatches and ranks, where the outputs are one."""
         if not self._losses:
+            scalars, self._scalars = self._scalars, []
+            need_alike(self._axis, scalars, "step")
             return {}
         loss = self._axis.mean(mean_of(self._losses), "the loss")
         need_alike(self._axis, scalars_in(loss), "step", "a loss")  # whose mean all have, so that all fail

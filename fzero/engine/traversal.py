@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from fzero.base import private
-from fzero.base.context import averaged, during, variable
+from fzero.base.context import averaged, beside, during, variable
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
@@ -63,7 +63,7 @@ class Traversal:
         self, layout: Layout, table: Table, uses: Mapping[Key, Use], seed: tuple[int, ...], device: str, axis: Axis
     ) -> None:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
-        self.tensor = axis.tensor
+        self.tensor, self.beside = axis.tensor, axis.further.setdefault
         self.averaged = tuple([members for members in (axis.members, axis.others) if len(members) > 1])
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
@@ -136,6 +136,7 @@ class Traversal:
                 during(current, self),
                 during(running, self.layout),
                 during(averaged, self.averaged),
+                during(beside, self.beside),
                 seeded(self.next_seed()),
             ):
                 yield

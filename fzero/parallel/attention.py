@@ -6,8 +6,9 @@ of it, and tangents, are those of the plain formula (softmax of all scores), wri
 
 from __future__ import annotations
 
+import contextlib
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ from fzero.base import private
 from fzero.base.arguments import wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.engine.compiled import leave_out
 from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import folded
 from fzero.parallel.types import running
@@ -73,16 +75,7 @@ class Attention:
         Returns:
             [b, heads, t, d].
         """
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
-                raise wrong(f"parallel.{self.name}", name, x, "a tensor of floats [b, heads, t, d]")
-        q, k, v = [_autocast(x) for x in (q, k, v)]
-        if len({x.dtype for x in (q, k, v)}) > 1:
-            raise TypeError(f"parallel.{self.name}: got dtypes {q.dtype}, {k.dtype} and {v.dtype}, expected one.")
-        plan = self.planned((q.shape, k.shape, v.shape), str(q.dtype), {**self.fixed, **more})
-        if running.get() is not None:  # a dry run, which looks at the maps
-            return plan.formula(q, k, v)
-        return plan.attend(q, k, v)
+        return _called(self, q, k, v, more)
 
     def places(self, count: int) -> torch.Tensor:
         """Where so many tokens of this rank lie in the whole sequence; all ranks ask."""
@@ -106,6 +99,39 @@ class Agreed(NamedTuple):
 
     lengths: list[int]
     options: Options
+
+
+def _called(
+    attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, more: dict[str, object]
+) -> torch.Tensor:
+    with told_if_wrong(getattr(attention, "ax", None), f"parallel.{attention.name}"):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor) or not x.is_floating_point():
+                raise wrong(f"parallel.{attention.name}", name, x, "a tensor of floats [b, heads, t, d]")
+        q, k, v = [_autocast(x) for x in (q, k, v)]
+        if len({x.dtype for x in (q, k, v)}) > 1:
+            raise TypeError(f"parallel.{attention.name}: got dtypes {q.dtype}, {k.dtype} and {v.dtype}, expected one.")
+    plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
+    if running.get() is not None:  # a dry run, which looks at the maps
+        return plan.formula(q, k, v)
+    return plan.attend(q, k, v)
+
+
+leave_out(__name__, "_called")
+
+
+@contextlib.contextmanager
+def told_if_wrong(ax: Axis | None, who: str) -> Iterator[None]:
+    """What goes wrong inside on one rank makes the others' `agreed` raise, which would wait for it."""
+    try:
+        yield
+    except (TypeError, ValueError):
+        if ax is not None and running.get() is None:
+            pieces.told(ax, [0] * _COUNT, f"{who} shapes")
+        raise
+
+
+_COUNT = 20  # numbers that say what a call is
 
 
 def agreed(ax: Axis | None, who: str, shapes: Shapes, dtype: str, given: dict[str, object]) -> Agreed:
@@ -175,6 +201,8 @@ def _need_shapes(shapes: Shapes, by: str) -> None:
             f"{by} q, k and v of shapes {q}, {k} and {v}, expected the same tokens in all of them, k and v with the "
             "same heads, and q and k with the same d (there is no cache of earlier keys)."
         )
+    if q[3] < 1:
+        raise ValueError(f"{by} q of shape {q}, expected heads of at least one feature.")
     if q[1] < 1 or k[1] < 1 or q[1] % k[1]:
         raise ValueError(f"{by} {q[1]} heads and {k[1]} KV heads, expected heads that are a multiple of KV heads.")
 

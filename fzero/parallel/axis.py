@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fzero.base.arguments import need_int, wrong
-from fzero.base.context import averaged, one_by_one
+from fzero.base.context import averaged, beside, one_by_one
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Mesh
@@ -59,6 +59,13 @@ def need_axis(ax: object, who: str) -> Axis:
             "function of one rank's examples. Sequences that are cut over an axis, and means over it, have no gradient "
             "of one example here: give a function of whole sequences by fz.with_fn."
         )
+    noted = beside.get()
+    if (
+        noted is not None
+        and ax.size > 1
+        and not any(set(own).intersection(ax.members) - {own[0]} for own in averaged.get())
+    ):
+        noted(ax.members, ax)
     return ax
 
 

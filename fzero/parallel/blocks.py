@@ -8,7 +8,7 @@ torch's own kernel, which takes half of the time.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -72,9 +72,10 @@ class Seen(NamedTuple):
     place: int
     start: int
 
-    def regions(self, q: torch.Tensor, v: torch.Tensor) -> list[Region] | None:
+    def regions(self, q: torch.Tensor, v: torch.Tensor, scale: float) -> list[Region] | None:
         """Those of q and of the others v that torch's kernel is for; None where it is for none."""
-        return regions(self.visible, self.place, self.start, v.shape[-2]) if flash.has_kernel(q, v) else None
+        kernel = flash.has_kernel(q, v, scale)
+        return regions(self.visible, self.place, self.start, v.shape[-2]) if kernel else None
 
 
 def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: Seen, scale: float) -> None:
@@ -85,7 +86,7 @@ def attend(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen
         k, v: [b * kv_heads, s, d], of tokens one after the other in the sequence.
         seen: what the tokens of q see.
     """
-    parts = seen.regions(q, v)
+    parts = seen.regions(q, v, scale)
     if parts is None:
         _attend_to_tiles(state, q, k, v, seen, scale)
         return
@@ -117,12 +118,15 @@ def _attend_to_tiles(state: State, q: torch.Tensor, k: torch.Tensor, v: torch.Te
             old[heads, :, rows] = new.view(*shape, -1)
 
 
-def finish(state: State, dtype: torch.dtype, b: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The outputs [b, heads, t, d], and the logarithms of the sums of exp(score) [b, heads, t], for `pull`."""
+def finish(state: State, dtype: torch.dtype, shape: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    """The outputs [b, heads, t, d], and the logarithms of the sums of exp(score) [b, heads, t], for `pull`.
+
+    Args:
+        shape: [b, kv_heads].
+    """
     out = state.total.div_(state.weight).to(dtype)
     logarithms = state.weight.log_().add_(state.top).squeeze(-1)
-    groups = state.total.shape[0] // b
-    return tuple(each.unflatten(0, (b, groups)).flatten(1, 2) for each in (out, logarithms))  # type: ignore[return]
+    return tuple(each.unflatten(0, [*shape]).flatten(1, 2) for each in (out, logarithms))  # type: ignore[return]
 
 
 class Grads(NamedTuple):
@@ -152,7 +156,7 @@ def pull(
         logarithms: [b * kv_heads, group, t] of `finish`.
         cotangent: [b * kv_heads, group, t, d].
     """
-    parts = seen.regions(q, v)
+    parts = seen.regions(q, v, scale)
     if parts is None:
         _pull_from_tiles(grads, q, k, v, out, logarithms, cotangent, seen, scale)
         return

@@ -182,7 +182,7 @@ class RingPlan:
             for rows, columns, seen in self._pairs(block):
                 own = state.of(rows.start, rows.stop)
                 blocks.attend(own, queries[:, :, rows], keys[:, columns], values[:, columns], seen, self.scale)
-        return blocks.finish(state, q.dtype, q.shape[0])
+        return blocks.finish(state, q.dtype, k.shape[:2])
 
     def pull(
         self,
@@ -224,7 +224,7 @@ class RingPlan:
         """Tells whether all of this rank's tokens and of no others are one region: whether that is causal, or None."""
         if len(self.lengths) > 1 or not q.numel():
             return None
-        parts = blocks.Seen(self.sees, 0, 0).regions(q, v)
+        parts = blocks.Seen(self.sees, 0, 0).regions(q, v, self.scale)
         return parts[0].causal if parts is not None and len(parts) == 1 else None
 
     def formula(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

@@ -14,8 +14,9 @@ import torch
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.engine.compiled import leave_out
 from fzero.parallel import blocks
-from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended
+from fzero.parallel.attention import Attention, Plan, Shapes, Three, agreed, attended, told_if_wrong
 from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import Range, heads_of, packed, to_heads, to_tokens, tokens_of
 from fzero.parallel.ring import Ring
@@ -63,6 +64,11 @@ def ulysses(
         attention = Ring(None)
     if not callable(attention):
         raise wrong("parallel.ulysses", "attention", attention, "an attention function or None")
+    if isinstance(attention, (Ulysses, Composed)):
+        raise ValueError(
+            "parallel.ulysses: got the attention of another fz.parallel.ulysses, expected fz.parallel.ring, or one "
+            "axis for heads: fz.parallel.axis(mesh, (first, second)) takes two axes as one."
+        )
     if isinstance(attention, Attention):
         return Ulysses(attention, ax, chunks, **options)
     return Composed(attention, ax, chunks, options)
@@ -273,14 +279,7 @@ class Composed:
         self.attention, self.ax, self.chunks, self.fixed = attention, ax, chunks, fixed
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
-        who = "parallel.ulysses"
-        for name, x in (("q", q), ("k", k), ("v", v)):
-            if not isinstance(x, torch.Tensor):
-                raise wrong(who, name, x, "a tensor [b, heads, t, d]")
-        dtypes = f"{q.dtype} {k.dtype} {v.dtype} {self.chunks}"
-        lengths, _ = agreed(self.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
-        attend = functools.partial(self._attended, {**self.fixed, **more})
-        return composed(self.ax, lengths, Deal(self.ax.size, q.shape[1], k.shape[1], self.chunks), attend, q, k, v)
+        return _called(self, q, k, v, {**self.fixed, **more})
 
     def _attended(self, options: dict[str, object], *tensors: torch.Tensor) -> torch.Tensor:
         count = tensors[0].shape[1]
@@ -291,6 +290,25 @@ class Composed:
         if not isinstance(out, torch.Tensor) or out.shape != expected:
             raise wrong("parallel.ulysses", "the result of attention", out, f"a tensor of shape {expected}")
         return out[:, :count]
+
+
+def _called(
+    of: Composed, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: dict[str, object]
+) -> torch.Tensor:
+    who = "parallel.ulysses"
+    with told_if_wrong(of.ax, who):
+        for name, x in (("q", q), ("k", k), ("v", v)):
+            if not isinstance(x, torch.Tensor):
+                raise wrong(who, name, x, "a tensor [b, heads, t, d]")
+    # options of other kinds are not compared: a function may be given its rank's own
+    plain = {name: x for name, x in sorted(options.items()) if isinstance(x, (bool, int, float, str, type(None)))}
+    dtypes = f"{q.dtype} {k.dtype} {v.dtype} {of.chunks} {plain}"
+    lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
+    attend = functools.partial(of._attended, options)
+    return composed(of.ax, lengths, Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks), attend, q, k, v)
+
+
+leave_out(__name__, "_called")
 
 
 def composed(

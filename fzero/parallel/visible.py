@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -47,6 +48,8 @@ def options_of(who: str, **given: object) -> Options:
     if window is not None:
         window = need_int(window, who, "window", "a number of tokens", least=1)
     scale = options.scale if options.scale is None else float(need_number(options.scale, who, "scale"))
+    if scale is not None and not math.isfinite(scale):
+        raise ValueError(f"{who}: got scale={scale}, expected a finite number.")
     return Options(options.causal, window, _need_documents(options.documents, who), scale)
 
 
@@ -95,8 +98,9 @@ def visible(total: int, options: Options) -> Visible:
         which = torch.searchsorted(ends, place, right=True)
         low, high = starts[which], ends[which]
     if options.window is not None:
-        low = torch.maximum(low, place - (options.window - 1))
-        high = torch.minimum(high, place + options.window)
+        window = min(options.window, max(total, 1))  # or sums could be too large
+        low = torch.maximum(low, place - (window - 1))
+        high = torch.minimum(high, place + window)
     if options.causal:
         high = torch.minimum(high, place + 1)
     return Visible(low, high)

@@ -12,6 +12,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named
 from fzero.base.interrupts import as_found
+from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, summed, summed_pieces
 from fzero.comm.pieces import gathered
 from fzero.state.checks import check_buffers, constants
@@ -163,6 +164,40 @@ def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.
             summed_up = functools.reduce(torch.add, every.unbind())  # in rank order
         total.update({leaves[place]: summed_up[place] for place in sliced})
     return torch.stack([total[leaf] for leaf in sorted(total)]).sum() if total else as_float64(0.0)
+
+
+def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> None:
+    """Refuses grads that differ over an axis of the function's maps that the step says nothing of, if params do not.
+
+    Args:
+        squares: of `squares_of` every group of the grads.
+        params: which they are of. Ranks that have others, as stages have, have grads of their own.
+    """
+    axis, leaves = params.axis, sorted(squares)
+    known = {axis.tensor.members} if axis.tensor is not None else set[tuple[int, ...]]()
+    for other in [each for members, each in axis.further.items() if members not in known]:
+        apart = _apart(squares, leaves, other)
+        if not apart or any(private.is_wrapped(x) for x in params.locals().values()):
+            continue
+        if _apart(own := squares_of(params), sorted(own), other):
+            continue
+        path = params.layout.rows[leaves[apart[0]]].path
+        raise ValueError(
+            f"The grads of leaf {path!r} differ between the ranks of axis {other.name!r}, over which the function has "
+            "maps, and all of these have the same params, which would drift apart; expected the same on all. Let the "
+            "step take means over that axis (fz.shard_zero1, 2 or 3 with axis=(..., name)), or make leaves each rank's "
+            "own in the function (fz.parallel.copy), so that their cotangents are summed."
+        )
+
+
+def _apart(squares: Mapping[int, torch.Tensor], leaves: Sequence[int], axis: Axis) -> list[int]:
+    """The places of leaves whose squares differ between the ranks of an axis."""
+    own = torch.stack([squares[leaf].detach() for leaf in leaves])
+    if private.is_wrapped(own) or private.is_fake(own):
+        return []
+    every = gathered(axis, own.unsqueeze(0), 0, [1] * axis.size, "global_norm")
+    low, high = every.amin(0), every.amax(0)
+    return (high - low > 1e-6 * high + 1e-16 * every.sum(1).amax()).nonzero().view(-1).tolist()
 
 
 def _need_alike(squares: torch.Tensor, leaves: Sequence[int], like: Sharded) -> None:

@@ -17,7 +17,7 @@ from fzero.engine.function import sums_whole
 from fzero.engine.run import Run
 from fzero.formats.formats import Companded, encode
 from fzero.optim.base import values
-from fzero.state.gather import squares_of, sum_of_squares
+from fzero.state.gather import need_alike_beside, squares_of, sum_of_squares
 from fzero.state.placing import placed, settle
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -53,6 +53,8 @@ class _Grads:
         return grads
 
     def norm(self) -> torch.Tensor:
+        if self.state.params.axis.further:
+            need_alike_beside(self.squares, self.state.params)
         return sum_of_squares(self.squares, self.state.params).sqrt()
 
 
