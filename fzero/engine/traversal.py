@@ -93,7 +93,7 @@ class Traversal:
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf
-            if differentiated:
+            if differentiated and primal.grad_fn is not None:  # without one there will be no pullback
                 self.nodes[key] = weakref.ref(primal.grad_fn)
         return [out[index] for index in range(len(self.layout.rows))]
 

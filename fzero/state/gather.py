@@ -62,6 +62,7 @@ def _nodes(tree: object) -> Sequence[object]:
 def _gather_one(tree: Sharded) -> object:
     leaves: list[torch.Tensor | None] = [None] * len(tree.layout.rows)
     check_buffers("gather", "the tree", tree)
+    _need_whole_alike(tree)
     for key in tree.groups:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
         follows = own.requires_grad and torch.is_grad_enabled()  # plain autograd follows the shards
@@ -71,6 +72,14 @@ def _gather_one(tree: Sharded) -> object:
             leaf = whole_of(row, axis, view) if row.slices is not None else view
             leaves[index] = leaf / tree.scale if tree.scale != 1.0 else leaf.clone() if leaf is view else leaf
     return pytree.unflatten(tree.structure, leaves)
+
+
+def _need_whole_alike(tree: Sharded) -> None:
+    """Refuses to gather whole leaves that differ over the tensor axis, as gradients of a wrong function do."""
+    over = tree.axis.tensor
+    plain = not any(x.requires_grad or private.is_wrapped(x) or private.is_fake(x) for x in tree.locals().values())
+    if over is not None and over.size > 1 and plain:
+        sum_of_squares(squares_of(tree), tree)
 
 
 def global_norm(*trees: object) -> torch.Tensor:
