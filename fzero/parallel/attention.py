@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import zlib
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -268,8 +268,8 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
-        pair: Any = torch.func.vjp(_pullback(ctx.plan), *ctx.saved_tensors)
-        return None, *pair[1](cotangents), None, None
+        _, pull = torch.func.vjp(_pullback(ctx.plan), *ctx.saved_tensors)  # type: ignore[misc]
+        return None, *pull(cotangents), None, None
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]

@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
+from fzero.base import pytree
 from fzero.capture.handle import Function, Operands
+from fzero.parallel.cut_shapes import (
+    DimOf,
+    Given,
+    Mixed,
+    exchanged,
+    input_of,
+    moved,
+    permuted,
+    reshaped,
+    squeezed,
+    unsqueezed,
+)
 from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
-
-Given = dict[str, Any]
 
 
 class Cut(NamedTuple):
@@ -30,11 +40,6 @@ class Cut(NamedTuple):
 
 
 CutOf = Callable[[object], Cut | None]  # None where it is not known
-DimOf = Callable[[object], int | None]
-
-
-class Mixed(Exception):
-    """An operation goes over the dim that is cut."""
 
 
 def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_of: CutOf) -> Cut | None:
@@ -52,11 +57,15 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
     if not isinstance(first, torch.Tensor):
         return None
     if func in _PARTS:
-        x = _input(args, kwargs)
+        x = input_of(args, kwargs)
         own = cut_of(x)
         return None if own is None else _PARTS[func](x, own, args, kwargs, first)
     rule = _RULES.get(func)
-    dim = None if rule is None else rule(args, kwargs, out, dim_of)
+    if rule is None:
+        if any(cut_of(x) is not None for x in pytree.flatten((args, kwargs))[0]):
+            raise Mixed  # nothing is known of what it does along that dim
+        return None
+    dim = rule(args, kwargs, out, dim_of)
     if dim is None:
         return None
     known = [own for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
@@ -68,10 +77,6 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
 
 def _first(out: object) -> Any:
     return out[0] if isinstance(out, (tuple, list)) and out else out
-
-
-def _input(args: Operands, kwargs: Given) -> Any:
-    return args[0] if args else kwargs.get("input")
 
 
 def _pointwise(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
@@ -88,7 +93,7 @@ def _pointwise(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) 
 
 def _along(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """Over dims: mean(x, dim, keepdim), softmax(x, dim), sort(x, dim)."""
-    x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
+    x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
     if dim is None:
         return None
     second = args[1] if len(args) > 1 else None
@@ -102,7 +107,7 @@ def _at(position: int, default: int) -> Callable[..., int | None]:
     """Over the dim that is this argument."""
 
     def rule(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-        x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
+        x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
         over = kwargs.get("dim", args[position] if len(args) > position else default)
         return None if dim is None else _without(x, dim, over, _first(out))
 
@@ -122,7 +127,7 @@ def _without(x: torch.Tensor, dim: int, over: object, out: torch.Tensor) -> int:
 
 def _last(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """Over the last dims: layer_norm(x, normalized_shape)."""
-    dim = dim_of(_input(args, kwargs))
+    dim = dim_of(input_of(args, kwargs))
     shape = kwargs.get("normalized_shape", args[1] if len(args) > 1 else ())
     if dim is not None and dim >= -len(shape):
         raise Mixed
@@ -131,7 +136,7 @@ def _last(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> in
 
 def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """linear(x, weight)."""
-    dim = dim_of(_input(args, kwargs))
+    dim = dim_of(input_of(args, kwargs))
     if dim == -1:
         raise Mixed
     return dim
@@ -139,6 +144,7 @@ def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
 
 def _product(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """x @ y."""
+    args = (*args, *kwargs.values())
     if len(args) < 2 or not all(isinstance(x, torch.Tensor) and x.ndim > 1 for x in args[:2]):
         return None
     left, right = dim_of(args[0]), dim_of(args[1])
@@ -149,83 +155,66 @@ def _product(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
 
 
 def _attended(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    dims = {dim_of(x) for x in args[:3]}
+    dims = {dim_of(x) for x in (*args, *kwargs.values())[:3]}
     if dims & {-1, -2}:
         raise Mixed
     return dims.pop() if len(dims) == 1 else None
 
 
-def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    return dim_of(_input(args, kwargs))
-
-
-def _reshaped(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
-    if dim is None or not x.numel():
-        return None
-    place, size = x.ndim + dim, x.shape[dim]
-    ends = [math.prod(out.shape[:count]) for count in range(out.ndim + 1)]
-    before = math.prod(x.shape[:place])
-    if before not in ends:  # it may become the inner part of a dim, as a whole
-        outer = {math.prod(x.shape[:count]) for count in range(place)}
-        if any(start in outer and end == before * size for start, end in itertools.pairwise(ends)):
-            return None
+def _joined(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """cat(tensors, dim)."""
+    tensors: Sequence[torch.Tensor] = input_of(args, kwargs) if args else kwargs["tensors"]
+    along = kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    dims = {dim_of(x) for x in tensors}
+    if len(dims) > 1 or along % out.ndim - out.ndim in dims:  # slices of one beside those of another, or beside a whole
         raise Mixed
-    found = ends.index(before)
-    if found == out.ndim:
-        return None
-    other, sizes = out.shape[found], _sizes(args, kwargs)
-    if len(sizes) == out.ndim and sizes[found] != -1 and -1 in sizes[found + 1 :]:
-        raise Mixed  # a number of heads that all ranks have together, say
-    if other == 1 or size == 1:  # a dim of one may be a new one, or all that this rank has
-        return None
-    return found - out.ndim if size % other == 0 or other % size == 0 else None
+    return dims.pop()
 
 
-def _sizes(args: Operands, kwargs: Given) -> list[int]:
-    """The sizes that a view is given."""
-    more = [*args[1:], *kwargs.values()]
-    if len(more) == 2 and isinstance(more[1], (tuple, list)):  # unflatten(dim, sizes)
-        x = _input(args, kwargs)
-        dim = more[0] % x.ndim
-        return [*x.shape[:dim], *more[1], *x.shape[dim + 1 :]]
-    return [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else more
-
-
-def _moved(order: Callable[[Sequence[int], int], Sequence[int]]) -> Callable[..., int | None]:
-    """Dims in another order, of which `order(arguments, ndim)` says where each comes from."""
-
-    def rule(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-        x, dim = _input(args, kwargs), dim_of(_input(args, kwargs))
-        if dim is None:
-            return None
-        more = [*args[1:], *kwargs.values()]
-        return [*order(more, x.ndim)].index(x.ndim + dim) - int(x.ndim)
-
-    return rule
-
-
-def _exchanged(given: Sequence[int], ndim: int) -> Sequence[int]:
-    order = [*range(ndim)]
-    first, second = (given[0], given[1]) if len(given) > 1 else (-2, -1)
-    order[first], order[second] = order[second], order[first]
-    return order
-
-
-def _permuted(given: Sequence[int], ndim: int) -> Sequence[int]:
-    dims = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    return [dim % ndim for dim in dims]
-
-
-def _unsqueezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    dim, new = dim_of(_input(args, kwargs)), kwargs.get("dim", args[1] if len(args) > 1 else 0)
+def _stacked(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """stack(tensors, dim)."""
+    tensors: Sequence[torch.Tensor] = input_of(args, kwargs) if args else kwargs["tensors"]
+    dims, new = {dim_of(x) for x in tensors}, kwargs.get("dim", args[1] if len(args) > 1 else 0)
+    if len(dims) > 1:
+        raise Mixed
+    dim = dims.pop()
     return None if dim is None else dim - int(new % out.ndim - out.ndim > dim)
+
+
+def _summed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """einsum(equation, *operands)."""
+    equation, *given = args
+    operands = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+        raise Mixed
+    left, right = equation.replace(" ", "").split("->")
+    letters = {
+        subscripts[dim]
+        for subscripts, x in zip(left.split(","), operands, strict=True)
+        if (dim := dim_of(x)) is not None
+    }
+    if len(letters) > 1 or not letters <= {*right}:
+        raise Mixed
+    return right.index(letters.pop()) - len(right) if letters else None
+
+
+def _of_its_own(*_: object) -> None:
+    """A new tensor."""
+
+
+def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    return dim_of(input_of(args, kwargs))
 
 
 def _indexed(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut | None:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if isinstance(args[1], torch.Tensor):  # examples or tokens
+        gone = args[1].ndim if args[1].dtype == torch.bool else 1
+        if gone > x.ndim + own.dim:
+            raise Mixed
+        return own
     if any(not (each is None or each is ... or isinstance(each, (int, slice))) for each in index):
-        return None
+        raise Mixed
     taken = sum(each is not None and each is not ... for each in index)
     fill = [slice(None)] * (x.ndim - taken)
     at = index.index(...) if ... in index else len(index)
@@ -289,7 +278,11 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(
         [
             *ELEMENTWISE,
-            *named("contiguous detach expand expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_", *BOTH),
+            *named(
+                "contiguous detach expand expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ "
+                "clamp_ exp_ tanh_ sigmoid_ masked_fill_ neg_ sqrt_ square_ pow_",
+                *BOTH,
+            ),
             *named("__iadd__ __imul__ __isub__ __itruediv__", *BOTH),
             *named("dropout alpha_dropout", F),
         ],
@@ -313,11 +306,17 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("matmul __matmul__ bmm", *BOTH), _product),
     F.scaled_dot_product_attention: _attended,
     **dict.fromkeys(named("repeat_interleave", *BOTH), _same),
-    **dict.fromkeys(named("reshape view flatten unflatten", *BOTH), _reshaped),
-    **dict.fromkeys(named("transpose swapaxes swapdims", *BOTH), _moved(_exchanged)),
-    torch.Tensor.mT.__get__: _moved(_exchanged),  # type: ignore[attr-defined]
-    **dict.fromkeys(named("permute", *BOTH), _moved(_permuted)),
-    **dict.fromkeys(named("unsqueeze", *BOTH), _unsqueezed),
+    **dict.fromkeys(named("reshape view flatten unflatten", *BOTH), reshaped),
+    **dict.fromkeys(named("transpose swapaxes swapdims", *BOTH), moved(exchanged)),
+    torch.Tensor.mT.__get__: moved(exchanged),  # type: ignore[attr-defined]
+    **dict.fromkeys(named("permute", *BOTH), moved(permuted)),
+    **dict.fromkeys(named("unsqueeze", *BOTH), unsqueezed),
+    **dict.fromkeys(named("cat concat concatenate", torch), _joined),
+    torch.stack: _stacked,
+    torch.einsum: _summed,
+    **dict.fromkeys(named("squeeze", *BOTH), squeezed),
+    **dict.fromkeys(named("requires_grad_ rand_like randn_like zeros_like ones_like empty_like", *BOTH), _same),
+    **dict.fromkeys(named("new_zeros new_ones new_empty new_full new_tensor", torch.Tensor), _of_its_own),
 }
 _PARTS: dict[object, Callable[..., Cut | None]] = {
     torch.Tensor.__getitem__: _indexed,

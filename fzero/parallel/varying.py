@@ -2,10 +2,11 @@
 
 Such a value is each rank's slice along a dim of features or heads, or each rank's own copy. It goes with others: what
 is the same on all ranks is made each rank's own where the two meet, so that cotangents are summed. What mixes the
-elements along a dim that is cut is refused; a row or a gather puts the whole together. Random numbers are each rank's
-own for slices, and the same otherwise.
+elements along a dim that is cut is refused, and what is not known to leave it alone; a row or a gather puts the whole
+together. Random numbers are each rank's own for slices, and the same otherwise.
 
-Where a unit is compiled nothing is looked at.
+Where a unit is compiled, or torch.func maps inside of a module, nothing is looked at. Nor are numbers: a size that is
+read of a slice is the rank's own.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fzero.base import private, pytree
 from fzero.base.context import during, variable
 from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, name_of, reading, writes
 from fzero.comm.axis import Axis
-from fzero.parallel.cut_dims import Cut, Mixed, cut_behind
+from fzero.parallel.cut_dims import Cut, cut_behind
+from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
 
@@ -109,9 +111,9 @@ class Varying(TorchFunctionMode):
         except Mixed:
             raise ValueError(
                 f"apply: {name_of(func)!r} goes over the dim along which the outputs of module {cut.source!r} are cut "
-                f"over axis {self.axis.name!r}, or takes them apart: each rank has its slice of them, and would get "
-                "another result. Say 'column_gather' of that module in the plan of fz.shard_tensor, or leave it whole; "
-                "of what is fused say fz.parallel.cut('column', parts=...)."
+                f"over axis {self.axis.name!r}, takes them apart, or is not known to leave that dim alone: each rank "
+                "has its slice of them, and would get another result. Say 'column_gather' of that module in the plan "
+                "of fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
             ) from None
 
     def _own(self, x: object) -> object:

@@ -36,6 +36,12 @@ def heads(h: torch.Tensor, number: int = -1, dim: int = 2) -> torch.Tensor:
     return (torch.softmax(q @ q.mT, -1) @ q).transpose(1, 2).flatten(-2)
 
 
+def by_einsum(h: torch.Tensor) -> torch.Tensor:
+    q = h.unflatten(-1, (-1, 2))
+    weights = torch.einsum("bthd,bshd->bhts", q, q).softmax(-1)
+    return torch.einsum("bhts,bshd->bthd", weights, q).flatten(-2)
+
+
 def out_of_heads(h: torch.Tensor) -> torch.Tensor:
     b, t = h.shape[:2]
     q = h.view(b, t, -1, 2).permute(0, 2, 1, 3).reshape(-1, t, 2)
@@ -59,6 +65,13 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
     "attention": lambda h, x: attended(h),
     "in place": lambda h, x: (h * 1).mul_(2).add_(x[..., :1]),
+    "einsum": lambda h, x: torch.einsum("bts,bsf->btf", torch.softmax(x @ x.mT, -1), h),
+    "einsum of heads": lambda h, x: by_einsum(h),
+    "stack": lambda h, x: torch.stack([h, h.sin()], 1).sum(1),
+    "cat of tokens": lambda h, x: torch.cat([h[:, :2], h[:, 2:].cos()], 1),
+    "squeeze": lambda h, x: h.unsqueeze(1).squeeze(1),
+    "examples": lambda h, x: h[torch.arange(h.shape[0] - 1, -1, -1)],
+    "keywords": lambda h, x: torch.matmul(torch.softmax(x @ x.mT, -1), other=h),
 }
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "softmax": lambda h, x: h.softmax(-1),
@@ -70,6 +83,20 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "flip": lambda h, x: h.flip(-1),
     "roll": lambda h, x: h.roll(1, -1),
     "chunk": lambda h, x: torch.cat([h.chunk(2, -1)[0]] * 2, -1),
+    "cat of features": lambda h, x: torch.cat([h.sin(), h.cos()], -1)[..., : h.shape[-1]],
+    "einsum of features": lambda h, x: h * torch.einsum("btf,btf->bt", h, h)[..., None],
+    "norm": lambda h, x: h / torch.linalg.vector_norm(h, dim=-1, keepdim=True),
+    "var_mean": lambda h, x: h - torch.var_mean(h, -1, keepdim=True)[1],
+    "groups": lambda h, x: F.group_norm(h.mT, 1).mT,
+    "pool": lambda h, x: F.avg_pool1d(h, 3, 1, 1),
+    "pad": lambda h, x: F.pad(h, (1, 0))[..., :-1],
+    "index": lambda h, x: h[..., torch.arange(h.shape[-1] - 1, -1, -1)],
+    "narrow": lambda h, x: h * h.narrow(-1, 0, 1),
+    "repeat": lambda h, x: h.repeat(1, 1, 2)[..., : h.shape[-1]],
+    "attention over features": lambda h, x: F.scaled_dot_product_attention(query=h, key=h, value=h),
+    "tokens into features": lambda h, x: h.reshape(h.shape[0], 1, -1)[..., : h.shape[-1]].expand(h.shape),
+    "a head as the inner part": lambda h, x: h.view(*h.shape[:2], -1, 6).transpose(2, 3).flatten(2),
+    "heads as the inner part": lambda h, x: h.view(*h.shape[:2], -1, 3).transpose(2, 3).flatten(2),
     "glu": lambda h, x: torch.cat([F.glu(h)] * 2, -1),
     "one feature": lambda h, x: h * h[..., 0].unsqueeze(-1),
     "some features": lambda h, x: torch.cat([h[..., : h.shape[-1] // 2]] * 2, -1),
