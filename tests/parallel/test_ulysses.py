@@ -252,3 +252,86 @@ def test_examples_one_by_one_have_no_sequences_over_ranks() -> None:
 
     for which in ("ulysses", "ring", "sum", "weighted_mean"):
         run_ranks(functools.partial(run, which=which), 2)
+
+
+def test_what_is_wrong_on_one_rank_is_refused_on_all() -> None:
+    """Nobody waits for a rank that has raised before it told the others."""
+
+    def run(rank: int, which: str, name: str) -> None:
+        ax, x = fz.parallel.axis(None, "sp"), torch.ones(1, 2, 4, 2)
+        attention = {
+            "ring": fz.parallel.ring(ax),
+            "ulysses": fz.parallel.ulysses(None, ax),
+            "custom": fz.parallel.ulysses(plain, ax),
+        }[name]
+        wrong = {"list": [x], "none": None, "integers": x.long(), "dtypes": x.double(), "scale": x}[which]
+        options = {"scale": float("nan")} if which == "scale" and rank else {}
+        with pytest.raises((TypeError, ValueError)):
+            attention(x, wrong if rank else x, x, **options)
+
+    for name in ("ring", "ulysses", "custom"):
+        for which in ("list", "none", "integers", "dtypes", "scale"):
+            run_ranks(functools.partial(run, which=which, name=name), 2)
+
+
+def test_ulysses_of_ulysses_is_one_axis() -> None:
+    def run(rank: int) -> None:
+        ax = fz.parallel.axis(None, "sp")
+        for inner in (fz.parallel.ulysses(None, ax), fz.parallel.ulysses(plain, ax)):
+            with pytest.raises(ValueError, match="takes two axes as one"):
+                fz.parallel.ulysses(inner, ax)
+
+    run_ranks(run, 2)
+
+
+@pytest.mark.parametrize("options", [{"scale": 0.0}, {"scale": -0.5}, {"window": 2**63 - 1}, {"window": 2**63}])
+def test_extreme_options(options: dict[str, Any]) -> None:
+    q, k, v, weight = [torch.randn(2, 3, 9, 4, dtype=F64) for _ in range(4)]
+    small = {**options, "window": 9} if "window" in options else options
+    found, expected = [
+        torch.func.vjp(functools.partial(attend, causal=True, **own), q, k, v)  # type: ignore[misc]
+        for attend, own in ((fz.parallel.attention, options), (plain, small))
+    ]
+    assert_trees_close((found[0], found[1](weight)), (expected[0], expected[1](weight)), rtol=1e-10, atol=1e-12)
+
+
+def test_no_examples() -> None:
+    x = torch.ones(0, 2, 4, 2, requires_grad=True)
+    out = fz.parallel.attention(x, x, x, causal=True, window=2)
+    assert out.shape == x.shape and torch.autograd.grad(out.sum(), x)[0].shape == x.shape
+    with pytest.raises(ValueError, match="at least one feature"):
+        fz.parallel.attention(*[torch.ones(1, 2, 4, 0)] * 3)
+
+
+def drifting(rank: int, ways: str, own_params: bool, shard: bool) -> float:
+    mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    ax = fz.parallel.axis(mesh, "sp")
+    attend = fz.parallel.ring(ax, causal=True)
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        w = fz.parallel.copy(p["w"], ax) if ways == "copied" else p["w"]
+        out = attend(x * w, x, x * w)
+        return fz.parallel.sum(out.square().sum(), ax) / 8 if ways != "averaged" else out.square().mean()
+
+    step = fz.train_step(loss, fz.sgd(0.1))
+    axis = ("dp", "sp") if ways == "averaged" else "dp"
+    step = fz.shard_zero3(step, mesh=mesh, axis=axis) if shard or ways == "averaged" else step
+    state = step.init({"w": torch.ones(2, dtype=F64) + own_params * rank})
+    x = torch.randn(1, 1, 2, 2, dtype=F64, generator=torch.Generator().manual_seed(rank))
+    for _ in range(2):
+        state, metrics = step(state, x)
+    return metrics["loss"].item()
+
+
+@pytest.mark.parametrize("shard", [False, True])
+def test_a_sequence_axis_that_the_step_does_not_name(shard: bool) -> None:
+    """Ranks with the same params would drift apart; where each rank has its own, grads are its own."""
+
+    def run(ways: str, own_params: bool = False) -> list[float]:
+        return run_ranks(functools.partial(drifting, ways=ways, own_params=own_params, shard=shard), 2)
+
+    assert len(set(run("copied"))) == 1
+    run("averaged")
+    run("forgotten", own_params=True)
+    with pytest.raises(fz.testing.RankError, match="grads of leaf 'w' differ between the ranks of axis 'sp'"):
+        run("forgotten")
