@@ -92,7 +92,8 @@ class Batch:
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
             run = Run(step, state, part, (), seed, scale, several and not last, fused=last, partial=several)
             outputs, run.outputs = run.outputs, None
-            if cotangent is None or (isinstance(outputs, torch.Tensor) and outputs.ndim == 0):
+            alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
+            if cotangent is None or alone:
                 self._losses.append(scalar_loss(outputs))
             else:
                 self._scalars += scalars_in(outputs)

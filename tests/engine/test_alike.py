@@ -114,6 +114,51 @@ def test_what_a_column_gives_and_a_module_returns() -> None:
         run_ranks(functools.partial(own, into_loss=True), 2)
 
 
+@pytest.mark.parametrize("way", ["step", "fused", "accumulated"])
+@pytest.mark.parametrize("kind", ["dict", "pair", "complex", "no number", "small"])
+def test_other_outputs_with_a_cotangent(way: str, kind: str) -> None:
+    """Scalars in containers; complex ones; one that is no number on one rank; float64, in which little is much."""
+
+    def own(rank: int, bad: bool) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ax, off = fz.parallel.axis(mesh, "tp"), float(bad) * rank
+
+        def fn(p: Any, x: torch.Tensor) -> Any:
+            loss = fz.parallel.sum((p["w"] * x).sum(), ax)
+            if kind == "complex":
+                return torch.complex(loss, loss + off)
+            if kind == "no number":
+                return loss * (float("nan") if off else 1.0)
+            return {"dict": {"l": loss + off}, "pair": (loss, loss + off), "small": loss * (1 + 1e-8 * off)}[kind]
+
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 0}, mesh)
+        step = {"step": step, "fused": fz.fuse_update(step), "accumulated": fz.accumulate(step, 2)}[way]
+        one = torch.ones((), dtype=F64)
+        cotangent = {"dict": {"l": one}, "pair": (one, one), "complex": one + 0j}.get(kind, one)
+        state = step.init({"w": torch.ones(4, dtype=F64)})
+        return step(state, torch.full((2, 1), 2.0, dtype=F64), cotangent=cotangent)[0].step
+
+    assert run_ranks(functools.partial(own, bad=False), 2) == [1, 1]
+    with pytest.raises(RankError, match="differs between the ranks of axis 'tp'"):
+        run_ranks(functools.partial(own, bad=True), 2)
+
+
+def test_whole_leaves_that_differ_are_not_gathered() -> None:
+    """A pullback that nobody updates with: the gradients of a function without a copy."""
+
+    def own(rank: int) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ax = fz.parallel.axis(mesh, "tp")
+        step = fz.train_step(lambda p, x: fz.parallel.sum((x * p["whole"] * p["w"]).sum(), ax), fz.sgd(0.1))
+        step = fz.shard_tensor(step, {"w": 0}, mesh)
+        state = step.init({"w": torch.arange(4.0, dtype=F64), "whole": torch.ones(1, dtype=F64)})
+        grads, _ = step.vjp(state, torch.ones(1, dtype=F64))[1](torch.ones((), dtype=F64))
+        return fz.gather(grads)
+
+    with pytest.raises(RankError, match="leaf 'whole', which all ranks of axis 'tp' have in full, differ"):
+        run_ranks(own, 2)
+
+
 def test_a_rank_of_its_own_value_says_so_with_a_dim() -> None:
     def own(rank: int) -> torch.Tensor:
         mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
