@@ -30,7 +30,8 @@ def register_attention(name: str, attention: Callable[..., torch.Tensor]) -> Non
     A model made with `attn_implementation=name`, or after `model.set_attn_implementation(name)`, is then called with
     this rank's tokens: `model(**fz.parallel.shard_sequence(batch, ax))`. Causality and windows are those of the model,
     by places in the whole sequence; documents are given as `documents=` or `cu_seq_lens_q=`, of the whole sequence.
-    Register it again to replace it: the name is the process's.
+    Register it again to replace it: the name is the process's. Some models (Falcon, Bloom) have no such registry, and
+    `set_attn_implementation` leaves them as they are with a warning; made with `attn_implementation=name` they fail.
 
     Args:
         name: how `attn_implementation` calls it.
@@ -137,7 +138,11 @@ class Registered:
                 "each rank, and cannot run on pieces."
             )
         if documents is not None:
-            ends = torch.tensor(options_of(WHO, documents=documents).documents, device="cpu")
+            try:
+                known = options_of(WHO, documents=documents).documents
+            except (TypeError, ValueError) as error:  # maybe on this rank only
+                return f"other documents than those of the whole sequence: {error}"
+            ends = torch.tensor(known, device="cpu")
             place = place - ends[torch.searchsorted(ends, place, right=True) - 1]
         given = position_ids.detach().to("cpu")
         if given.shape[-1] != count or not bool((given == place).all()):

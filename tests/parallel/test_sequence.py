@@ -191,6 +191,8 @@ def refused(rank: int, which: str) -> str:
         del batch["position_ids"]
     elif which == "mamba":
         pass
+    elif which == "documents":
+        batch["documents"] = [3, 1] if rank else [0, 6]
     elif which == "padding":
         batch["attention_mask"] = torch.ones_like(batch["input_ids"]).index_fill(1, torch.tensor([2]), 1 - rank)
     elif which == "dropout":
@@ -211,6 +213,7 @@ def refused(rank: int, which: str) -> str:
         ("padding", "an attention_mask with padding"),
         ("dropout", "dropout=0.5, expected 0"),
         ("mask", "a mask of its own"),
+        ("documents", "got other documents than those of the whole sequence"),
         ("bert", "got no position_ids, expected those of this rank's piece"),
         ("mamba", "layers that mix tokens beside attention (linear_attention)"),
     ],
