@@ -136,8 +136,8 @@ def test_what_is_in_flight() -> None:
         (gather, ("blocks.0", 0)),
         (reduce, ("blocks.1", 0)),
         (reduce, ("blocks.0", 0)),
-        ("all_reduce", "global_norm"),
         ("all_reduce", "the loss"),
+        ("all_reduce", "global_norm"),
     ]
 
 
