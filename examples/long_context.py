@@ -1,7 +1,7 @@
 """Trains a byte language model on documents that one rank has no memory for, and asks it for what was said far before.
 
 What a rank may allocate is limited by the operating system (RLIMIT_DATA). One rank alone tries first, and a document
-does not fit; cut over two ranks it does. Two to three minutes on two cores:
+does not fit; cut over two ranks it does. One to three minutes on two cores:
 
     python examples/long_context.py
     python examples/long_context.py --attention ulysses
