@@ -52,7 +52,7 @@ def axis(mesh: Mesh | None, name: str | Sequence[str]) -> Axis:
 def need_axis(ax: object, who: str) -> Axis:
     if not isinstance(ax, Axis):
         raise wrong(f"parallel.{who}", "ax", ax, "an axis that fz.parallel.axis(mesh, name) made")
-    if any(len(set(members).intersection(ax.members)) > 1 for members in one_by_one.get()):
+    if any(len(_common(members, ax)) > 1 for members in one_by_one.get()):
         raise ValueError(
             f"parallel.{who}: fz.per_example_grads takes examples one by one, others on each of ranks "
             f"{list(ax.members)}, between which the function exchanges values over axis {ax.name!r}; expected a "
@@ -60,11 +60,7 @@ def need_axis(ax: object, who: str) -> Axis:
             "of one example here: give a function of whole sequences by fz.with_fn."
         )
     noted = beside.get()
-    if (
-        noted is not None
-        and ax.size > 1
-        and not any(set(own).intersection(ax.members) - {own[0]} for own in averaged.get())
-    ):
+    if noted is not None and ax.size > 1 and all(len(_common(members, ax)) < 2 for members in averaged.get()):
         noted(ax.members, ax)
     return ax
 
@@ -90,7 +86,7 @@ def is_averaged(ax: Axis) -> bool:
     if len(own) > 1 and _spanned(own, ax):
         return True
     for members in own:
-        common = set(members).intersection(ax.members)
+        common = _common(members, ax)
         if len(common) > 1:
             if len(common) < len(ax.members):
                 raise ValueError(
@@ -100,6 +96,10 @@ def is_averaged(ax: Axis) -> bool:
                 )
             return True
     return False
+
+
+def _common(members: Sequence[int], ax: Axis) -> set[int]:
+    return set(members).intersection(ax.members)
 
 
 def _spanned(averages: Sequence[Sequence[int]], ax: Axis) -> bool:

@@ -185,10 +185,10 @@ def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> N
     axis, leaves = params.axis, sorted(squares)
     known = {axis.tensor.members} if axis.tensor is not None else set[tuple[int, ...]]()
     for other in [each for members, each in axis.further.items() if members not in known]:
-        apart = _apart(squares, leaves, other)
+        apart = _apart(squares, leaves, axis, other)
         if not apart or any(private.is_wrapped(x) for x in params.locals().values()):
             continue
-        if _apart(own := squares_of(params), sorted(own), other):
+        if _apart(own := squares_of(params), sorted(own), axis, other):
             continue
         path = params.layout.rows[leaves[apart[0]]].path
         raise ValueError(
@@ -199,11 +199,12 @@ def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> N
         )
 
 
-def _apart(squares: Mapping[int, torch.Tensor], leaves: Sequence[int], axis: Axis) -> list[int]:
-    """The places of leaves whose squares differ between the ranks of an axis."""
+def _apart(squares: Mapping[int, torch.Tensor], leaves: Sequence[int], shards: Axis, axis: Axis) -> list[int]:
+    """The places of leaves whose squares, over all shards so that these agree, differ between the ranks of an axis."""
     own = torch.stack([squares[leaf].detach() for leaf in leaves])
     if private.is_wrapped(own) or private.is_fake(own):
         return []
+    own = shards.sum(own, "global_norm")
     every = gathered(axis, own.unsqueeze(0), 0, [1] * axis.size, "global_norm")
     low, high = every.amin(0), every.amax(0)
     return (high - low > 1e-6 * high + 1e-16 * every.sum(1).amax()).nonzero().view(-1).tolist()

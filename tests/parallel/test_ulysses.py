@@ -304,7 +304,7 @@ def test_no_examples() -> None:
 
 
 def drifting(rank: int, ways: str, own_params: bool, shard: bool) -> float:
-    mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+    mesh = torch.distributed.init_device_mesh("cpu", (1 + shard, 2), mesh_dim_names=("dp", "sp"))
     ax = fz.parallel.axis(mesh, "sp")
     attend = fz.parallel.ring(ax, causal=True)
 
@@ -316,7 +316,7 @@ def drifting(rank: int, ways: str, own_params: bool, shard: bool) -> float:
     step = fz.train_step(loss, fz.sgd(0.1))
     axis = ("dp", "sp") if ways == "averaged" else "dp"
     step = fz.shard_zero3(step, mesh=mesh, axis=axis) if shard or ways == "averaged" else step
-    state = step.init({"w": torch.ones(2, dtype=F64) + own_params * rank})
+    state = step.init({"w": torch.ones(2, dtype=F64) + own_params * (rank % 2)})
     x = torch.randn(1, 1, 2, 2, dtype=F64, generator=torch.Generator().manual_seed(rank))
     for _ in range(2):
         state, metrics = step(state, x)
@@ -328,10 +328,18 @@ def test_a_sequence_axis_that_the_step_does_not_name(shard: bool) -> None:
     """Ranks with the same params would drift apart; where each rank has its own, grads are its own."""
 
     def run(ways: str, own_params: bool = False) -> list[float]:
-        return run_ranks(functools.partial(drifting, ways=ways, own_params=own_params, shard=shard), 2)
+        return run_ranks(functools.partial(drifting, ways=ways, own_params=own_params, shard=shard), 2 + 2 * shard)
 
     assert len(set(run("copied"))) == 1
     run("averaged")
     run("forgotten", own_params=True)
     with pytest.raises(fz.testing.RankError, match="grads of leaf 'w' differ between the ranks of axis 'sp'"):
         run("forgotten")
+    if shard:  # each of them, whatever lies in its shard
+
+        def refused(rank: int) -> str:
+            with pytest.raises(ValueError) as info:
+                drifting(rank, "forgotten", False, True)
+            return str(info.value)
+
+        assert all("grads of leaf 'w' differ between the ranks of axis 'sp'" in said for said in run_ranks(refused, 4))
