@@ -91,6 +91,10 @@ class StandIn(torch.Tensor):
         """What a step's function returns where it returns this."""
         raise self.refusal("what the step's function returns")
 
+    def held(self) -> torch.Tensor | None:
+        """The tensor whose memory a view of this would share."""
+        return None
+
     @classmethod
     def first(cls, args: object, kwargs: object) -> Self:
         """The first one among the operands of a function."""
@@ -251,10 +255,11 @@ def copy_of(tensor: torch.Tensor) -> Handle | None:
 
 def storage_of(tensor: torch.Tensor) -> int:
     """The storage below every functorch level; 0 for a tensor without one."""
-    if isinstance(tensor, Handle):
+    held = tensor.held() if isinstance(tensor, StandIn) else tensor
+    if held is None:
         return 0
     try:
-        return private.unwrapped(tensor).untyped_storage()._cdata
+        return private.unwrapped(held).untyped_storage()._cdata
     except (RuntimeError, NotImplementedError):
         return 0
 

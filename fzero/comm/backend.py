@@ -236,9 +236,10 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
     """send[r] goes to rank r, receive[r] comes from it; only messages of the same number meet."""
     own = rank_in(group)
     peers = [rank for rank in range(len(send)) if rank != own]
-    # what dist.irecv and dist.isend come down to, which look the group up ten times a message
-    works = [group.recv([receive[rank]], rank, number) for rank in peers if receive[rank].numel()]
-    works += [group.send([send[rank]], rank, number) for rank in peers if send[rank].numel()]
+    # what dist.irecv and dist.isend come down to, which look the group up ten times a message; sent first, as who
+    # comes last finds the others ready to receive, and their bytes go out before it asks for its own
+    works = [group.send([send[rank]], rank, number) for rank in peers if send[rank].numel()]
+    works += [group.recv([receive[rank]], rank, number) for rank in peers if receive[rank].numel()]
 
     def wait() -> None:
         for work in works:

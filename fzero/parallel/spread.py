@@ -67,6 +67,9 @@ class Spread(StandIn):
     def outside(self) -> torch.Tensor:
         return self.whole()
 
+    def held(self) -> torch.Tensor | None:
+        return self.value if self.local is None else None
+
     def need_level(self) -> None:
         """Refuses to be read where what is computed has no derivative."""
         own = self.value if self.local is None else self.local
