@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
+from fzero.base.node import first_order
 from fzero.comm.axis import Axis
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
@@ -30,6 +31,8 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: private.Context, cotangent: torch.Tensor) -> object:  # type: ignore[override]
+        if first_order() and not private.forward_mode():
+            return None, None, ctx.transpose(private.unwrapped(cotangent))
         return None, None, _Linear.apply(ctx.transpose, ctx.fn, cotangent)
 
     @staticmethod
@@ -43,9 +46,12 @@ class _Linear(torch.autograd.Function):
         return _Linear.apply(fn, transpose, tensor.movedim(in_dims[2], -1).contiguous()), -1
 
 
+_quick = private.direct(_Linear)
+
+
 def linear(fn: _Map, transpose: _Map, tensor: torch.Tensor) -> torch.Tensor:
     """A linear map as a differentiable function of a tensor."""
-    return _Linear.apply(fn, transpose, tensor)
+    return _quick(fn, transpose, tensor)
 
 
 @dataclass(eq=False, slots=True)

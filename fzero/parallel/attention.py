@@ -15,6 +15,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import wrong
+from fzero.base.node import first_order
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
@@ -214,7 +215,7 @@ def _zeros(tangents: Sequence[torch.Tensor | None], like: Sequence[torch.Tensor]
 
 def attended(plan: Plan, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     """The output by `run`, whose pullback is `pull`, and other derivatives those of `formula`."""
-    return _Attend.apply(plan, q, k, v)[0]
+    return _attend(plan, q, k, v)[0]
 
 
 class _Attend(torch.autograd.Function):
@@ -235,7 +236,10 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: private.Context, cotangent: torch.Tensor, _: object) -> object:  # type: ignore[override]
         q, k, v, out, logarithms = ctx.saved_tensors
-        return None, *_Pull.apply(ctx.plan, q, k, v, cotangent, out.detach(), logarithms)
+        tensors = q, k, v, cotangent, out.detach(), logarithms
+        if first_order() and not private.forward_mode():
+            return None, *_Pull.forward(ctx.plan, *map(private.unwrapped, tensors))
+        return None, *_Pull.apply(ctx.plan, *tensors)
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
@@ -246,6 +250,9 @@ class _Attend(torch.autograd.Function):
     def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
         outs = _Attend.apply(plan, *folded(in_dims[1:], info.batch_size, tensors))
         return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0)
+
+
+_attend = private.direct(_Attend)
 
 
 class _Pull(torch.autograd.Function):

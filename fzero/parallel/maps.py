@@ -50,7 +50,11 @@ def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     """
     _need_tensor(x, "copy")
     need_axis(ax, "copy")
-    return x if is_averaged(ax) else _map("copy", x, ax, _same, functools.partial(_total, ax))
+    if is_averaged(ax):
+        return x
+    # torch sees no write to what a Function returns as it is where levels wrap it; with one alone it refuses them
+    there = _cloned if private.level() > 0 and not private.single_level() else _same
+    return _map("copy", x, ax, there, functools.partial(_total, ax))
 
 
 def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:
@@ -215,6 +219,10 @@ leave_out(__name__, "_map")
 
 def _same(x: torch.Tensor) -> torch.Tensor:
     return x
+
+
+def _cloned(x: torch.Tensor) -> torch.Tensor:
+    return x.clone()
 
 
 def _total(ax: Axis, x: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from fzero.base import private
+from fzero.base.node import first_order
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
@@ -112,6 +113,8 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
+        if first_order() and not private.forward_mode():
+            return None, *ctx.way.transpose().run(*map(private.unwrapped, cotangents))
         return None, *_Exchange.apply(ctx.way.transpose(), *cotangents)
 
     @staticmethod
@@ -122,6 +125,9 @@ class _Exchange(torch.autograd.Function):
     def vmap(info: private.Context, in_dims: Sequence[int | None], way: _Heads, *tensors: torch.Tensor) -> object:  # type: ignore[override]
         outs = _Exchange.apply(way, *folded(in_dims[1:], info.batch_size, tensors))
         return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0,) * len(outs)
+
+
+_exchange = private.direct(_Exchange)
 
 
 def folded(dims: Sequence[int | None], size: int, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -160,7 +166,7 @@ def _exchanged(way: _Heads, tensors: Sequence[torch.Tensor]) -> Sequence[torch.T
         ways = [type(way)(way.ax, way.lengths, each) for each in sizes]
         return [_exchanged(each, [x])[0] for each, x in zip(ways, tensors, strict=True)]
     with varying.unseen():
-        outs = _Exchange.apply(way, *tensors)
+        outs = _exchange(way, *tensors)
     return [varying.mapped("all_to_all", way.ax, x, out) for x, out in zip(tensors, outs, strict=True)]
 
 

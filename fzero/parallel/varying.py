@@ -11,10 +11,11 @@ read of a slice is the rank's own.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import functools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,7 @@ from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
 
+_SINGLE = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))  # arguments of one leaf
 GATHER_OWN = "gather(own=True)"  # the name of that map
 _RANDOM = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
@@ -72,31 +74,41 @@ class Varying(TorchFunctionMode):
     def forget(self, tensor: torch.Tensor) -> None:
         self._known.pop(id(tensor), None)
 
+    @contextlib.contextmanager
+    def anew(self) -> Iterator[None]:
+        """Inside, a unit is watched by itself."""
+        before, self._known = self._known, {}
+        try:
+            yield
+        finally:
+            self._known = before
+
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        kwargs = dict(kwargs or {})
-        if _running.get() is not self or func in READABLE:  # a unit's own, inside, sees to it; or a map does
-            return func(*args, **kwargs)
-        leaves, spec = pytree.flatten((args, kwargs))
+        if not self._known or func in READABLE or _running.get() is not self:  # a map sees to it
+            return func(*args, **(kwargs or {}))
+        kwargs, spec = dict(kwargs or {}), None
+        leaves: Sequence[object] = args
+        if kwargs or not all(isinstance(x, _SINGLE) for x in args):
+            leaves, spec = pytree.flatten((args, kwargs))
         marks = [self.mark_of(x) for x in leaves]
         if not any(marks):
             return func(*args, **kwargs)
-        self._refuse_write(func, kwargs, leaves, marks)
-        own = [x if mark else self._own(x) for x, mark in zip(leaves, marks, strict=True)]
-        given = args, kwargs
-        changed: tuple[Operands, dict[str, object]] = pytree.unflatten(spec, own)
-        args, kwargs = changed
+        into = writes(func, kwargs)
+        if into:
+            self._refuse_write(func, leaves, marks)
+        given, changed = args, kwargs
+        if not all(marks):
+            own = [x if mark else self._own(x) for x, mark in zip(leaves, marks, strict=True)]
+            given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
         cut = [mark for mark in marks if mark and mark.source]
-        if func in _RANDOM and cut:
-            with own_stream(self.axis), during(_running, None):
-                out = func(*args, **kwargs)
-        else:
-            with during(_running, None):
-                out = func(*args, **kwargs)
+        with during(_running, None), own_stream(self.axis) if cut and func in _RANDOM else contextlib.nullcontext():
+            out = func(*given, **changed)
         mark = Mark("")
         if cut:
-            found = self._cut(func, *given, out, cut[0])
+            found = self._cut(func, args, kwargs, out, cut[0])
             mark = Mark(cut[0].source) if found is None else Mark(cut[0].source, found.dim, found.parts)
-        for x in pytree.flatten((out, args[0]) if writes(func, kwargs) else out)[0]:
+        results = [out] if isinstance(out, torch.Tensor) else pytree.flatten(out)[0]
+        for x in (*results, *given[:1]) if into else results:
             if isinstance(x, torch.Tensor):
                 self.note(x, mark)
         return out
@@ -126,11 +138,9 @@ class Varying(TorchFunctionMode):
             return x.own()
         return self._copy(x, self.axis) if private.is_differentiated(x) else x
 
-    def _refuse_write(
-        self, func: Function, kwargs: dict[str, object], leaves: Sequence[object], marks: Sequence[Mark | None]
-    ) -> None:
+    def _refuse_write(self, func: Function, leaves: Sequence[object], marks: Sequence[Mark | None]) -> None:
         first = leaves[0] if leaves else None
-        if writes(func, kwargs) and isinstance(first, torch.Tensor) and marks[0] is None:
+        if isinstance(first, torch.Tensor) and marks[0] is None:
             if isinstance(first, Spread) or private.is_differentiated(first):
                 source = next(mark.source for mark in marks if mark)
                 raise ValueError(
@@ -151,6 +161,10 @@ def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], tor
 
     @functools.wraps(run)
     def call(*args: object, **kwargs: object) -> object:
+        mode = _running.get()
+        if mode is not None and mode.axis == axis and any(each is mode for each in private.function_modes()):
+            with mode.anew():
+                return run(*args, **kwargs)
         mode = Varying(axis, copy)
         with during(_running, mode), mode:
             return run(*args, **kwargs)
@@ -158,9 +172,13 @@ def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], tor
     return call
 
 
-def unseen() -> during[Varying | None]:
-    """Inside, nothing is noted."""
-    return during(_running, None)
+@contextlib.contextmanager
+def unseen() -> Iterator[None]:
+    """Inside, nothing is noted, nor looked at."""
+    mode, off = _running.get(), contextlib.nullcontext()
+    on_top = mode is not None and private.function_mode() is mode
+    with during(_running, None), private.without_function_mode() if on_top else off:
+        yield
 
 
 def mark_of(x: object) -> Mark | None:

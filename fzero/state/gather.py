@@ -96,10 +96,7 @@ def global_norm(*trees: object) -> torch.Tensor:
     for place, tree in enumerate(trees):
         for node in _nodes(tree):
             if is_sharded(node):
-                (node,) = constants("fz.global_norm", **{f"trees[{place}]": node})
-                with as_found(), private.of_normal_tensors(), private.below_transforms():
-                    squares = sum_of_squares(squares_of(node), node)
-                total = total + squares
+                total = total + squares_in(node, f"trees[{place}]")[0]
             elif isinstance(node, torch.Tensor) and node.is_floating_point():
                 total = total + _square([node]).sum()
             elif node is not None or tree is None:
@@ -108,6 +105,14 @@ def global_norm(*trees: object) -> torch.Tensor:
                     "floating tensors (of a complex one torch.view_as_real)."
                 )
     return as_float64(total).sqrt()
+
+
+def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
+    """The sum of squares over all leaves and shards, a 0-d float64 tensor, and `squares_of` them."""
+    (own,) = constants("fz.global_norm", **{argument: grads})
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
+        squares = squares_of(own)
+        return sum_of_squares(squares, own), squares
 
 
 def _square(pieces: list[torch.Tensor]) -> torch.Tensor:

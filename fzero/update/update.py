@@ -17,7 +17,7 @@ from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
 from fzero.optim.base import call_fused, call_update, values, write_values
-from fzero.state.gather import global_norm, need_alike_beside, squares_of
+from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
@@ -42,9 +42,10 @@ def apply_update(
 def _applied(step: Spec, state: TrainState, grads: Sharded, grad_norm: object) -> tuple[TrainState, dict[str, object]]:
     if state.grads is not None:
         grads = values(grads).map(torch.add, values(state.grads))
-    decision = Decision(step, state, global_norm(grads), grad_norm)
+    total, squares = squares_in(grads)
+    decision = Decision(step, state, total.sqrt(), grad_norm)
     if state.params.axis.further:
-        need_alike_beside(squares_of(grads), state.params)
+        need_alike_beside(squares, state.params)
     if decision.finite:
         with Update(step, state) as update:
             trainable = state.layout.trainable
