@@ -12,7 +12,8 @@
 A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes `--steps` steps one after
 the other, until all that it has started has arrived, and then the next one takes as many, in an order drawn anew for
 each round, so that a machine whose speed drifts slows all of them alike. (Single steps in turn would let a contender
-leave work under way for the next one to wait for.) Memory: each contender runs alone in fresh processes.
+leave work under way for the next one to wait for; and gloo's threads have the scheduler's class that fzero gives them in
+its turns only.) Memory: each contender runs alone in fresh processes.
 
 One line per contender:
 
@@ -53,6 +54,7 @@ import torch.multiprocessing as mp
 from contenders import ALL, ALONE, CONTENDERS, Run, Setup, Training, is_here, start
 
 import fzero as fz
+from fzero.comm import transport
 
 MB = 2**20
 KEEPS = {"MALLOC_TRIM_THRESHOLD_": str(1 << 40), "MALLOC_MMAP_MAX_": "0"}  # glibc's malloc: nothing goes back
@@ -111,8 +113,9 @@ def in_turns(runs: dict[str, Run], data: Iterator[Batch], args: argparse.Namespa
         for name in order:
             synchronize(args.device)
             dist.barrier()
-            begin = time.perf_counter()
             run = runs[name]
+            schedule(isinstance(run, Training))
+            begin = time.perf_counter()
             found = [run(x, y) for x, y in steps]
             if isinstance(run, Training):
                 run.settle()
@@ -121,6 +124,14 @@ def in_turns(runs: dict[str, Run], data: Iterator[Batch], args: argparse.Namespa
                 times[name].append((time.perf_counter() - begin) / args.steps)
             losses[name] += [loss.item() for loss in found]
     return times, losses
+
+
+def schedule(yields: bool) -> None:
+    """Gives gloo's threads the class that fzero gives them, which holds for all of a process, or that of any thread."""
+    for thread in transport.threads():
+        os.sched_setscheduler(thread, os.SCHED_OTHER, os.sched_param(0))
+    if yields:
+        transport.make_way()
 
 
 def resident(field: str) -> int:

@@ -37,6 +37,7 @@ class Axis:
 
     def __init__(self, group: Group | None = None, replicas: Group | None = None, name: str = "") -> None:
         self.group, self.name = group, name
+        backend.prepare(group, replicas)
         self._size, self._rank = backend.size_of(group), backend.rank_in(group)
         copies = backend.size_of(replicas)
         self.replicas: tuple[Group, ...] = (replicas,) if replicas is not None and copies > 1 else ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import uuid
+import weakref
 from collections.abc import Callable, Sequence
 
 import torch
@@ -17,6 +18,7 @@ import torch.distributed as dist
 # then outlives destroy_process_group, and its threads now and then abort the process as it ends.
 import torch.distributed.nn.functional
 
+from fzero.comm import transport
 from fzero.comm.hazards import in_flight
 
 Group = dist.ProcessGroup
@@ -30,6 +32,17 @@ def initialized() -> bool:
 
 def world() -> Group | None:
     return dist.group.WORLD
+
+
+_prepared: weakref.WeakSet[Group] = weakref.WeakSet()
+
+
+def prepare(*groups: Group | None) -> None:
+    """What is done once for each process group, before anything is sent."""
+    new = [group for group in groups if group is not None and group not in _prepared]
+    _prepared.update(new)
+    if any(dist.get_backend(group) == "gloo" for group in new):
+        transport.make_way()
 
 
 def size_of(group: Group | None) -> int:
