@@ -12,7 +12,7 @@
 A GPT over bytes on gloo ranks (nccl on CUDA), AdamW, donated. Time: every contender takes `--steps` steps one after
 the other, until all that it has started has arrived, and then the next one takes as many, in an order drawn anew for
 each round, so that a machine whose speed drifts slows all of them alike. (Single steps in turn would let a contender
-leave work under way for the next one to wait for; and gloo's threads have the scheduler's class that fzero gives them in
+leave work under way for the next one to wait for; and gloo's threads have the class that fzero gives them in
 its turns only.) Memory: each contender runs alone in fresh processes.
 
 One line per contender:

@@ -200,9 +200,14 @@ def counted(tensor: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
 
 def unwrapped(tensor: torch.Tensor) -> torch.Tensor:
     """The plain tensor below every functorch level."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
+    while is_wrapper(tensor):
+        tensor = inner(tensor)
     return tensor
+
+
+def inner(wrapper: torch.Tensor) -> torch.Tensor:
+    """The tensor that one functorch level has wrapped."""
+    return _functorch.get_unwrapped(wrapper)
 
 
 def is_mapped(tensor: torch.Tensor) -> bool:
@@ -304,11 +309,6 @@ def without_dead_wrappers() -> AbstractContextManager[object]:
     Otherwise functorch takes its value for a constant, without a word.
     """
     return torch._C._ExcludeDispatchKeyGuard(_WRAPPERS)  # type: ignore[attr-defined]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Tells whether an error is an allocator's: on CPU torch raises a plain RuntimeError."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
 
 
 def keeps_graph() -> bool:

@@ -32,3 +32,8 @@ COMPRESSED = (torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse
 def says(error: BaseException, *texts: str) -> bool:
     """True if torch refused something for one of these reasons."""
     return isinstance(error, RuntimeError) and any(text in str(error) for text in texts)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tells whether an error is an allocator's: on CPU torch raises a plain RuntimeError."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)

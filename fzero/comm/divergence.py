@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from typing import ParamSpec, TypeVar
 
-from fzero.base import private
+from fzero.base import texts
 from fzero.base.context import during, variable
 from fzero.comm import backend
 
@@ -178,7 +178,7 @@ def explained(call: Callable[P, T], words: Callable[[], str], group: backend.Gro
         try:
             return call(*args, **kwargs)
         except RuntimeError as error:
-            if private.is_out_of_memory(error):
+            if texts.is_out_of_memory(error):
                 raise  # of this rank; the others are not to blame
             raise RuntimeError(
                 f"Communication failed on rank {backend.global_rank()}, in {words()}: another rank has stopped, or "

@@ -5,8 +5,8 @@ is the same on all ranks is made each rank's own where the two meet, so that cot
 elements along a dim that is cut is refused, and what is not known to leave it alone; a row or a gather puts the whole
 together. Random numbers are each rank's own for slices, and the same otherwise.
 
-Where a unit is compiled, or torch.func maps inside of a module, nothing is looked at. Nor are numbers: a size that is
-read of a slice is the rank's own.
+Where a unit is compiled nothing is looked at. Nor are numbers: a size that is read of a slice is the rank's own. What
+torch.func maps or differentiates inside of a module must not be a slice.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ class Varying(TorchFunctionMode):
         super().__init__()
         self.axis, self._copy = axis, copy
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
+        self._level = private.level()
 
     def note(self, tensor: torch.Tensor, mark: Mark) -> None:
         self._known[id(tensor)] = weakref.ref(tensor), mark
@@ -77,11 +78,12 @@ class Varying(TorchFunctionMode):
     @contextlib.contextmanager
     def anew(self) -> Iterator[None]:
         """Inside, a unit is watched by itself."""
-        before, self._known = self._known, {}
+        before = self._known, self._level
+        self._known, self._level = {}, private.level()
         try:
             yield
         finally:
-            self._known = before
+            self._known, self._level = before
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if not self._known or func in READABLE or _running.get() is not self:  # a map sees to it
@@ -91,6 +93,8 @@ class Varying(TorchFunctionMode):
         if kwargs or not all(isinstance(x, _SINGLE) for x in args):
             leaves, spec = pytree.flatten((args, kwargs))
         marks = [self.mark_of(x) for x in leaves]
+        if private.level() > self._level:
+            self._refuse_wrapped(func, leaves)
         if not any(marks):
             return func(*args, **kwargs)
         into = writes(func, kwargs)
@@ -137,6 +141,18 @@ class Varying(TorchFunctionMode):
         if isinstance(x, Spread):
             return x.own()
         return self._copy(x, self.axis) if private.is_differentiated(x) else x
+
+    def _refuse_wrapped(self, func: Function, leaves: Sequence[object]) -> None:
+        for x in leaves:
+            while isinstance(x, torch.Tensor) and private.is_wrapper(x):
+                x = private.inner(x)
+                if (mark := self.mark_of(x)) is not None and mark.source:
+                    raise ValueError(
+                        f"apply: torch.func maps or differentiates within a module what module {mark.source!r} gives, "
+                        f"whose outputs are cut over axis {self.axis.name!r}, at {name_of(func)!r}, where nothing is "
+                        "known of what it does with a rank's slice. Write it without torch.func, or say "
+                        "'column_gather' of that module in the plan of fz.shard_tensor."
+                    )
 
     def _refuse_write(self, func: Function, leaves: Sequence[object], marks: Sequence[Mark | None]) -> None:
         first = leaves[0] if leaves else None

@@ -211,9 +211,13 @@ def test_below_all_transforms_tensors_are_plain() -> None:
             assert private.level() == 0 and not private.is_wrapped(torch.ones(1) + 1)
         assert private.level() == 1 and private.is_wrapped(x.detach())
         assert not private.is_wrapped(private.unwrapped(x.detach()))
+        torch.func.vmap(lambda one: seen.append(private.inner(one) is x) or one)(x)
         return (x * x).sum()
 
+    seen: list[bool] = []
+
     assert torch.func.grad(made)(torch.ones(2)).tolist() == [2, 2]
+    assert seen == [True]  # the same object, by which it is known
 
 
 def test_no_grad_makes_constants_for_the_levels_around_it() -> None:
@@ -244,9 +248,9 @@ def test_no_grad_makes_constants_for_the_levels_around_it() -> None:
 def test_an_allocators_error() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 50, dtype=torch.uint8)
-    assert private.is_out_of_memory(caught.value)
-    assert private.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
-    assert not private.is_out_of_memory(RuntimeError("Connection closed by peer"))
+    assert texts.is_out_of_memory(caught.value)
+    assert texts.is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory"))
+    assert not texts.is_out_of_memory(RuntimeError("Connection closed by peer"))
 
 
 def test_dispatch_modes() -> None:

@@ -103,6 +103,9 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a number of heads": lambda h, x: heads(h, 6, -1),
     "tokens as heads": lambda h, x: h.view(h.shape[0], -1, 6, 2).transpose(1, 2).reshape(h.shape),
     "product of features": lambda h, x: h * (h @ h.mT).mean(-1, keepdim=True),
+    "vmap": lambda h, x: torch.func.vmap(lambda row: row.softmax(-1))(h),
+    "vmap of tokens": lambda h, x: torch.func.vmap(lambda a, b: a - b.mean() * a, in_dims=1, out_dims=1)(h, h),
+    "grad": lambda h, x: torch.func.grad(lambda a: a.logsumexp(-1).sum())(h),
     "writes to what is whole": lambda h, x: x.repeat(1, 1, 2)[..., : h.shape[-1]].add_(h),
 }
 

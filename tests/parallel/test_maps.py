@@ -17,7 +17,7 @@ from fzero.base import pytree
 from fzero.base.context import averaged, during
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
-from fzero.testing import assert_collectives, assert_trees_close, assert_trees_equal, run_ranks
+from fzero.testing import RankError, assert_collectives, assert_trees_close, assert_trees_equal, run_ranks
 
 pytestmark = pytest.mark.usefixtures("hazards")
 F64 = torch.float64
@@ -402,6 +402,48 @@ def test_messages() -> None:
             assert_collectives(lambda: pull(out), {"exchange": count})
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("order", ["vjp", "grad", "nested", "plain", "step"])
+@pytest.mark.parametrize("reads", [False, True])
+def test_writes_to_a_copy_are_refused_or_change_nothing_else(order: str, reads: bool) -> None:
+    def rank_main(rank: int) -> torch.Tensor:
+        ax, x = fz.parallel.axis(None, "tp"), torch.tensor([1.0, 2.0], dtype=F64)
+
+        def fn(x: torch.Tensor) -> torch.Tensor:
+            whole = x * 1
+            own = fz.parallel.copy(whole, ax)
+            squares = own**2 if reads else 0 * x
+            own.mul_(3.0)
+            return fz.parallel.sum(own.square() + squares, ax).sum() + (whole**3).sum()
+
+        if order == "plain":
+            x.requires_grad_()
+            return torch.autograd.grad(fn(x), x)[0]
+        if order == "vjp":
+            with torch.no_grad():
+                return torch.func.vjp(fn, x)[1](torch.ones((), dtype=F64))[0]  # type: ignore[misc]
+        if order == "step":
+            step = fz.shard_tensor(
+                fz.train_step(lambda p: fn(p["x"]) + 0 * fz.parallel.sum(p["w"].sum(), ax), fz.sgd(1.0)), {"w": 0}
+            )
+            return fz.gather(step.vjp(step.init({"x": x, "w": x}))[1](torch.ones((), dtype=F64))[0])["x"]
+        if order == "nested":
+            return torch.func.grad(lambda x: torch.func.grad(fn)(x).sum())(x) * x / 2
+        return torch.func.grad(fn)(x)
+
+    try:
+        found = run_ranks(rank_main, 2)
+    except RankError as error:
+        # as torch refuses them: of a view, or of what was saved
+        assert "is being modified inplace" in str(error) or "modified by an inplace operation" in str(error)
+        return
+    x = torch.tensor([1.0, 2.0], dtype=F64)
+    want = 2 * (18 + 2 * reads) * x + 3 * x**2
+    if order == "nested":
+        want = (2 * (18 + 2 * reads) + 6 * x) * x / 2
+    for own in found:
+        torch.testing.assert_close(own, want)
 
 
 def test_one_rank_sends_nothing_and_gets_a_new_tensor() -> None:

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import fzero as fz
 from fzero.base.random import seeded
@@ -218,6 +219,35 @@ def test_what_is_of_one_token_sends_nothing() -> None:
         return found
 
     assert run_ranks(sent, 2) == [[], []]
+
+
+class Residual(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(4), nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.second(torch.tanh(self.first(self.norm(x))))
+
+
+@pytest.mark.parametrize("sharded", [False, True])
+def test_units_read_no_more_than_their_modules_do(sharded: bool) -> None:
+    """Each block gathers what its column reads and scatters what its row gives; the first reads what is whole."""
+    blocks, x = 4, torch.ones(2, 6, 4)
+    apply, params = fz.functional(nn.Sequential(*[Residual() for _ in range(blocks)]))
+
+    def sent(rank: int) -> list[str]:
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        step = fz.train_step(lambda p: apply(p, x).sum(), fz.sgd(0.1))
+        step = fz.shard_tensor(step, {"*.first": "column", "*.second": "row"}, mesh=mesh, sequence=True)
+        step = fz.shard_zero3(step, mesh=mesh, axis="dp") if sharded else step
+        state = step.init(params)
+        with recorded_collectives() as record:
+            step.vjp(state)
+        return [call for call, *_ in record]
+
+    for own in run_ranks(sent, 2):
+        assert own == ["exchange"] * (2 * blocks)
 
 
 def test_dropout_draws_for_each_piece() -> None:
