@@ -37,13 +37,13 @@ class Axis:
 
     def __init__(self, group: Group | None = None, replicas: Group | None = None, name: str = "") -> None:
         self.group, self.name = group, name
-        backend.prepare(group, replicas)
         self._size, self._rank = backend.size_of(group), backend.rank_in(group)
         copies = backend.size_of(replicas)
         self.replicas: tuple[Group, ...] = (replicas,) if replicas is not None and copies > 1 else ()
         self.ranks, self.data_rank = self._size * copies, backend.rank_in(replicas) * self._size + self._rank
         # the global ranks in group order, noted now: two axes of one name and size may be over other ranks
         self.members, self.others = backend.members(group), backend.members(replicas)
+        backend.prepare(group, replicas)
         self.component, self.identity = "", ""
         self.tensor: Axis | None = None
         self.further: dict[tuple[int, ...], Axis] = {}  # further ones that functions of this component have maps over
