@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from fzero.base import private
 from fzero.base.arguments import wrong
-from fzero.base.node import first_order
+from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
+from fzero.parallel import varying
 from fzero.parallel.axis import need_axis
 from fzero.parallel.packed import folded
 from fzero.parallel.types import running
@@ -115,7 +116,7 @@ def _called(
     plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
     if running.get() is not None:  # a dry run, which looks at the maps
         return plan.formula(q, k, v)
-    return plan.attend(q, k, v)
+    return varying.attended(plan.attend, q, k, v)
 
 
 leave_out(__name__, "_called")
@@ -243,8 +244,8 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        tensors = ctx.saved_tensors
-        return torch.func.jvp(ctx.plan.formula, tensors[:3], _zeros(tangents, tensors[:3]))[1], None
+        (out,) = _pushed(_formula(ctx.plan), ctx.saved_tensors, tangents)
+        return out, None
 
     @staticmethod
     def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
@@ -280,13 +281,31 @@ class _Pull(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: private.Context, _: object, *tangents: torch.Tensor | None) -> object:  # type: ignore[override]
-        tensors = ctx.saved_tensors
-        return torch.func.jvp(_pullback(ctx.plan), tuple(tensors), _zeros(tangents[:4], tensors))[1]
+        return _pushed(_pullback(ctx.plan), ctx.saved_tensors, tangents[:4])
 
     @staticmethod
     def vmap(info: private.Context, in_dims: Sequence[int | None], plan: Plan, *tensors: torch.Tensor) -> object:  # type: ignore[override]
         outs = _Pull.apply(plan, *folded(in_dims[1:], info.batch_size, tensors))
         return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0, 0)
+
+
+def _pushed(
+    fn: Callable[..., Tensors], tensors: Sequence[torch.Tensor], tangents: Sequence[torch.Tensor | None]
+) -> Tensors:
+    """The tangents of a function's outputs, which have derivatives themselves: of torch.func.jvp here none would."""
+    op = Op(fn, None, tensors[0].device.type).pushed(len(tensors), range(len(tensors)))
+    arguments = (*tensors, *_zeros(tangents, tensors))
+    return apply(op, active(arguments), *arguments)
+
+
+class _formula:
+    """The output by the formula."""
+
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Tensors:
+        return (self.plan.formula(q, k, v),)
 
 
 class _pullback:

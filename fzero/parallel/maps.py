@@ -53,7 +53,8 @@ def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     if is_averaged(ax):
         return x
     # torch sees no write to what a Function returns as it is where levels wrap it; with one alone it refuses them
-    there = _cloned if private.level() > 0 and not private.single_level() else _same
+    unseen = private.level() > 0 and not private.single_level() and running.get() is None
+    there = _cloned if unseen else _same
     return _map("copy", x, ax, there, functools.partial(_total, ax))
 
 

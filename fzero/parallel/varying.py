@@ -16,7 +16,7 @@ import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -123,6 +123,8 @@ class Varying(TorchFunctionMode):
             return Cut(mark.dim, mark.parts) if mark and mark.dim is not None else None
 
         try:
+            if func is F.scaled_dot_product_attention:
+                self._need_heads(*(*args, *kwargs.values())[:2])
             return cut_behind(func, args, kwargs, out, cut_of)
         except Mixed:
             raise ValueError(
@@ -131,6 +133,24 @@ class Varying(TorchFunctionMode):
                 "has its slice of them, and would get another result. Say 'column_gather' of that module in the plan "
                 "of fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
             ) from None
+
+    def _need_heads(self, q: Any, k: Any) -> None:
+        """Refuses slices of queries' heads with all of several heads of keys, of which some go with each slice."""
+        by_q, by_k = self.mark_of(q), self.mark_of(k)
+        if by_q and by_q.source and not (by_k and by_k.source) and k.ndim > 2 and k.shape[-3] > 1:
+            raise Mixed
+
+    def attended(self, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+        """What attention gives of q, k and v: heads that are slices, where these are."""
+        marks = [self.mark_of(x) for x in tensors]
+        if not any(marks):
+            return attend(*tensors)
+        own = [x if mark else self._own(x) for x, mark in zip(tensors, marks, strict=True)]
+        out = attend(*own)
+        cut = [mark for mark in marks if mark and mark.source]
+        found = self._cut(F.scaled_dot_product_attention, tensors, {}, out, cut[0]) if cut else None
+        self.note(out, Mark(cut[0].source if cut else "", found.dim if found is not None else None))
+        return out
 
     def _own(self, x: object) -> object:
         """What is the same on all ranks, as each rank's own."""
@@ -201,6 +221,12 @@ def mark_of(x: object) -> Mark | None:
     """How a tensor varies, where that is known."""
     mode = _running.get()
     return None if mode is None else mode.mark_of(x)
+
+
+def attended(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    """`attend(q, k, v)`, a function that takes [b, heads, t, d] and that torch's function modes do not see."""
+    mode = _running.get()
+    return attend(*tensors) if mode is None else mode.attended(attend, *tensors)
 
 
 def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:

@@ -254,3 +254,57 @@ def test_what_units_do_to_their_arguments(code: Any) -> None:
     else:
         for grads in run_ranks(rank_main, 2):
             assert_trees_close(grads, want, rtol=1e-10, atol=1e-13)
+
+
+class Heads(nn.Module):
+    """Attention by any function, whose output is scaled head by head by what is whole."""
+
+    def __init__(self, attend: Any, keys: int) -> None:
+        super().__init__()
+        self.q, self.k, self.v = nn.Linear(WIDTH, 8), nn.Linear(WIDTH, 2 * keys), nn.Linear(WIDTH, 2 * keys)
+        self.out, self.scale, self.attend = nn.Linear(8, WIDTH), nn.Parameter(torch.tensor([0.5, 2.0])), attend
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = [layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+        return self.out((self.attend(q, k, v) * self.scale).transpose(1, 2).flatten(2))
+
+
+def torchs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    return F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+
+ATTENTIONS: dict[str, Callable[[Any], Any]] = {
+    "torch": lambda ax: torchs,
+    "attention": lambda ax: fz.parallel.attention,
+    "ring": fz.parallel.ring,
+    "ulysses": lambda ax: fz.parallel.ulysses(None, ax),
+    "composed": lambda ax: fz.parallel.ulysses(torchs, ax),
+}
+
+
+@pytest.mark.parametrize("name", ATTENTIONS)
+@pytest.mark.parametrize("keys", [1, 2, 4])
+@pytest.mark.parametrize("cut", [False, True])
+def test_attention_of_slices_of_heads(name: str, keys: int, cut: bool) -> None:
+    """Equal where keys are cut as queries are, or where all go with the one head; otherwise refused."""
+    torch.manual_seed(0)
+    x, plain = torch.randn(1, 5, WIDTH, dtype=F64), Heads(torchs, keys).to(F64)
+    apply, params = fz.functional(plain)
+    want = torch.func.grad(lambda p: apply(p, x).square().mean())(dict(params))
+    plan = {each: "column" for each in ("qkv" if cut else "q")} | {"out": "row"}
+
+    def rank_main(rank: int) -> Any:
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("sp", "tp"))
+        own, _ = fz.functional(Heads(ATTENTIONS[name](fz.parallel.axis(mesh, "sp")), keys).to(F64))
+        step = fz.shard_tensor(fz.train_step(lambda p: own(p, x).square().mean(), fz.sgd(0.1)), plan, mesh=mesh)
+        _, pullback = step.vjp(step.init(params))
+        return dict(fz.gather(pullback(torch.ones((), dtype=F64))[0]))
+
+    if keys == 1 and cut:
+        return  # less than a head for each rank
+    if keys > 1 and not cut:
+        with pytest.raises(RankError, match="outputs of module 'q' are cut|4 (KV )?heads|[Nn]umber of heads"):
+            run_ranks(rank_main, 2)
+        return
+    for found in run_ranks(rank_main, 2):
+        assert_trees_close(found, want, rtol=1e-10, atol=1e-12)

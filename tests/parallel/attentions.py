@@ -112,6 +112,7 @@ def derivatives(
         "vjp": pair[1](weight),
         "jvp": f.jvp(attend, tuple(inputs), directions)[1],
         "jvp of grad": f.jvp(grad, tuple(inputs), directions)[1],
+        "jvp of jvp": f.jvp(lambda *own: f.jvp(attend, own, directions)[1], tuple(inputs), directions)[1],
         "grad of grad": f.grad(slope, argnums=(0, 1, 2))(*inputs),
         "third": f.jvp(f.grad(slope, argnums=(0, 1, 2)), tuple(inputs), directions)[1],
         "vmap": f.vmap(grad)(*several),
