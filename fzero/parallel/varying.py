@@ -16,7 +16,7 @@ import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -134,10 +134,12 @@ class Varying(TorchFunctionMode):
                 "of fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
             ) from None
 
-    def _need_heads(self, q: Any, k: Any) -> None:
+    def _need_heads(self, q: object, k: object) -> None:
         """Refuses slices of queries' heads with all of several heads of keys, of which some go with each slice."""
         by_q, by_k = self.mark_of(q), self.mark_of(k)
-        if by_q and by_q.source and not (by_k and by_k.source) and k.ndim > 2 and k.shape[-3] > 1:
+        if not (by_q and by_q.source) or (by_k and by_k.source) or not isinstance(k, torch.Tensor):
+            return
+        if k.ndim > 2 and k.shape[-3] > 1:
             raise Mixed
 
     def attended(self, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,9 @@ def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str 
     if plan == AUTO:
         plan = {"*": AUTO}
     if not isinstance(plan, Mapping) or not plan:
-        raise wrong("shard_tensor", "plan", plan, "'auto', or a dict of at least one pattern over paths -> a style or dim")
+        raise wrong(
+            "shard_tensor", "plan", plan, "'auto', or a dict of at least one pattern over paths -> a style or dim"
+        )
     need_bool(sequence, "shard_tensor", "sequence")
     step = step.with_rule("tensor axis", TensorAxis(mesh, axis, sequence), f"shard_tensor(axis={axis!r})")
     for pattern, how in plan.items():

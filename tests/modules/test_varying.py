@@ -303,7 +303,7 @@ def test_attention_of_slices_of_heads(name: str, keys: int, cut: bool) -> None:
     if keys == 1 and cut:
         return  # less than a head for each rank
     if keys > 1 and not cut:
-        with pytest.raises(RankError, match="outputs of module 'q' are cut|4 (KV )?heads|[Nn]umber of heads"):
+        with pytest.raises(RankError, match=r"outputs of module 'q' are cut|4 (KV )?heads|[Nn]umber of heads"):
             run_ranks(rank_main, 2)
         return
     for found in run_ranks(rank_main, 2):
