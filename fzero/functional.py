@@ -209,7 +209,7 @@ class _Copy:
         if not self.converts:
             return run
         run = fresh(self._inside(run))
-        return run if self.watches is None else watching(run, self.watches, maps.copy)
+        return run if self.watches is None else watching(run, self.watches, maps.shared)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""

@@ -41,8 +41,24 @@ def prepare(*groups: Group | None) -> None:
     """What is done once for each process group, before anything is sent."""
     new = [group for group in groups if group is not None and group not in _prepared]
     _prepared.update(new)
-    if any(dist.get_backend(group) == "gloo" for group in new):
+    if any(kind_of(group) == "gloo" for group in new):
         transport.make_way()
+
+
+def kind_of(group: Group) -> str:
+    """The backend that moves a group's tensors: of a group for several kinds of devices, that of the one in use."""
+    kind = _kinds.get(group)
+    if kind is None:
+        kind = dist.get_backend(group)
+        if kind not in ("gloo", "nccl", "threaded", "fake"):
+            by_device = dist.get_backend_config(group)
+            own = "nccl" if "nccl" in by_device and torch.cuda.is_available() else "gloo"
+            kind = own if own in by_device else kind
+        _kinds[group] = kind
+    return kind
+
+
+_kinds: weakref.WeakKeyDictionary[Group, str] = weakref.WeakKeyDictionary()
 
 
 def size_of(group: Group | None) -> int:
@@ -104,7 +120,7 @@ def run_id() -> str:
 
 def timeout_of(group: Group) -> float:
     """Seconds that a collective of this group may take."""
-    device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    device = torch.device("cuda" if kind_of(group) == "nccl" else "cpu")
     try:
         return group._get_backend(device).options._timeout.total_seconds()
     except (AttributeError, RuntimeError):  # the threaded group has no options
@@ -120,12 +136,12 @@ CHUNK = 1 << 16  # elements that stay in a core's cache while they are added up
 
 def start_all_gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
     """Fills `full` with the shards of all ranks, in rank order. The shard may lie in its place already."""
-    late = dist.get_backend(group) == "gloo"  # messages find each other by their numbers
+    late = kind_of(group) == "gloo"  # messages find each other by their numbers
     return in_flight(full, shard, lambda full, shard: _gather(full, shard, group, number), late)
 
 
 def _gather(full: torch.Tensor, shard: torch.Tensor, group: Group, number: int) -> Wait:
-    if dist.get_backend(group) == "gloo":
+    if kind_of(group) == "gloo":
         parts = list(full.chunk(size_of(group)))
         shard = shard.contiguous()
         wait = _start_exchange([shard] * len(parts), parts, group, number)
@@ -149,12 +165,12 @@ def start_reduce_scatter(full: torch.Tensor, out: torch.Tensor, group: Group, nu
 
     `full` travels in its own dtype and is summed in that of `out`: what a backend sums itself, it sums as it travels.
     """
-    late = dist.get_backend(group) == "gloo"
+    late = kind_of(group) == "gloo"
     return in_flight(out, full, lambda out, full: _scatter(full, out, group, number, divisor), late)
 
 
 def _scatter(full: torch.Tensor, out: torch.Tensor, group: Group, number: int, divisor: int) -> Wait:
-    backend, size, rank = dist.get_backend(group), size_of(group), rank_in(group)
+    backend, size, rank = kind_of(group), size_of(group), rank_in(group)
     alike = full.dtype == out.dtype
     if backend not in ("gloo", "threaded") and alike:
         finish = functools.partial(_finish, _reduce_scatter(out, full, group=group, async_op=True), full)
@@ -206,7 +222,7 @@ def all_reduce(tensor: torch.Tensor, group: Group, op: str = "sum") -> None:
 
 def adds_here(group: Group) -> bool:
     """Tells whether sums are best added up here, in rank order, of what the ranks send one another."""
-    return dist.get_backend(group) in ("gloo", "threaded")
+    return kind_of(group) in ("gloo", "threaded")
 
 
 def start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor], group: Group, number: int) -> Wait:
@@ -216,7 +232,7 @@ def start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor]
         send, receive: contiguous, of any sizes that both sides know.
         number: only messages of the same number meet, in order.
     """
-    backend, own = dist.get_backend(group), rank_in(group)
+    backend, own = kind_of(group), rank_in(group)
     if backend == "gloo":
         wait = _start_exchange(send, receive, group, number)
         if receive[own].data_ptr() != send[own].data_ptr():
@@ -236,7 +252,7 @@ def _finish_all(work: dist.Work, sources: Sequence[torch.Tensor]) -> None:
 
 def _settle(group: Group) -> None:
     """On threads, whoever leaves a collective last still holds all ranks' tensors, which donation would see."""
-    if dist.get_backend(group) == "threaded":
+    if kind_of(group) == "threaded":
         dist.barrier(group=group)
 
 
@@ -264,12 +280,12 @@ def _start_exchange(send: Sequence[torch.Tensor], receive: Sequence[torch.Tensor
 
 def is_fake(group: Group | None) -> bool:
     """Tells whether one rank stands for all of a group, and nothing is sent."""
-    return group is not None and dist.get_backend(group) == "fake"
+    return group is not None and kind_of(group) == "fake"
 
 
 def device_of(group: Group | None) -> torch.device:
     """The device whose tensors a group sends."""
-    if group is None or dist.get_backend(group) != "nccl":
+    if group is None or kind_of(group) != "nccl":
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
 
@@ -277,6 +293,6 @@ def device_of(group: Group | None) -> torch.device:
 def gather_strings(text: str, group: Group) -> list[str]:
     """The texts of all ranks of the group, in rank order."""
     texts = [text] * size_of(group)
-    if dist.get_backend(group) != "fake":  # one rank that stands for all
+    if kind_of(group) != "fake":  # one rank that stands for all
         dist.all_gather_object(texts, text, group=group)
     return texts

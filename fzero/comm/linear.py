@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -46,12 +47,24 @@ class _Linear(torch.autograd.Function):
         return _Linear.apply(fn, transpose, tensor.movedim(in_dims[2], -1).contiguous()), -1
 
 
-_quick = private.direct(_Linear)
+def quick(function: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """`apply` of a Function, quick under a single vjp for plain tensors; what stands for one says itself what it is."""
+    direct = private.direct(function)
+
+    def apply(*operands: object) -> Any:
+        stands_in = any(isinstance(x, torch.Tensor) and type(x) not in _PLAIN for x in operands)
+        return (function.apply if stands_in else direct)(*operands)
+
+    return apply
+
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_linear = quick(_Linear)
 
 
 def linear(fn: _Map, transpose: _Map, tensor: torch.Tensor) -> torch.Tensor:
     """A linear map as a differentiable function of a tensor."""
-    return _quick(fn, transpose, tensor)
+    return _linear(fn, transpose, tensor)
 
 
 @dataclass(eq=False, slots=True)

@@ -26,9 +26,9 @@ from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
 Take = Callable[[torch.Tensor], torch.Tensor]
-# the last tensor that a module made each rank's own, which others read too: (it, its version, its copy)
+# the last tensor that a module made each rank's own, which others read too: (it, its version and levels, its copy)
 _given: contextvars.ContextVar[Mark | None] = variable("given", None)  # how the input of what runs varies
-_last: contextvars.ContextVar[list[tuple[torch.Tensor, int, torch.Tensor]]] = variable("last_copied", [])
+_last: contextvars.ContextVar[list[tuple[torch.Tensor, tuple[int, bool, int], torch.Tensor]]] = variable("last_copied", [])
 
 
 class CutLeaf(NamedTuple):
@@ -230,7 +230,7 @@ class Converted:
         before = {name: own[name] for name in self.cut}
         try:
             for name, leaf in before.items():
-                own[name] = maps.copy(_value(leaf), self.axis)  # type: ignore[assignment]
+                own[name] = maps.shared(_value(leaf), self.axis)  # type: ignore[assignment]
             return self.forward(*args, **kwargs)
         finally:
             own.update(before)
@@ -251,7 +251,7 @@ class Converted:
         return forward
 
     def _own(self, x: object) -> object:
-        return maps.copy(_value(x), self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
+        return maps.shared(_value(x), self.axis) if isinstance(x, torch.Tensor) and x.is_floating_point() else x
 
     # ---- their parts
 
@@ -321,10 +321,10 @@ class Converted:
         if _given.get() is not None:  # each rank's own already
             return _value(x)
         last = _last.get()
-        version = private.version(x)
+        version = private.version(x), torch.is_grad_enabled(), private.level()
         if last and last[0][0] is x and last[0][1] == version:
             return last[0][2]
-        out = x.own() if isinstance(x, Piece) else maps.copy(_value(x), self.axis)
+        out = x.own() if isinstance(x, Piece) else maps.shared(_value(x), self.axis)
         last[:] = [(x, version, out)]
         return out
 

@@ -145,5 +145,5 @@ def _pieces(key: Converted | None, ranks: int) -> list[tuple[int, int]] | None:
 
 def _chosen_heads(axis: Axis, dim: int, chosen: Sequence[int], x: torch.Tensor) -> torch.Tensor:
     """The head of keys or values for each of this rank's heads of queries, of those that all ranks have."""
-    own = maps.copy(whole(x), axis).unflatten(-1, (-1, dim))
+    own = maps.shared(whole(x), axis).unflatten(-1, (-1, dim))
     return own.index_select(-2, torch.tensor(chosen, device=x.device)).flatten(-2)

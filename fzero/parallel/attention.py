@@ -18,6 +18,7 @@ from fzero.base.arguments import wrong
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
+from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import varying
 from fzero.parallel.axis import need_axis
@@ -116,7 +117,7 @@ def _called(
     plan = attention.planned((q.shape, k.shape, v.shape), str(q.dtype), {**attention.fixed, **more})
     if running.get() is not None:  # a dry run, which looks at the maps
         return plan.formula(q, k, v)
-    return varying.attended(plan.attend, q, k, v)
+    return varying.attended(plan.attend, (q, k, v))
 
 
 leave_out(__name__, "_called")
@@ -253,7 +254,7 @@ class _Attend(torch.autograd.Function):
         return tuple(out.unflatten(0, (info.batch_size, -1)) for out in outs), (0, 0)
 
 
-_attend = private.direct(_Attend)
+_attend = quick(_Attend)
 
 
 class _Pull(torch.autograd.Function):

@@ -53,6 +53,7 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
         own = cut_of(x)
         return None if own is None else own.dim
 
+    kwargs = {("dim" if name == "axis" else name): x for name, x in kwargs.items()}
     first = _first(out)
     if not isinstance(first, torch.Tensor):
         return None
@@ -292,14 +293,14 @@ _RULES: dict[object, Callable[..., int | None]] = {
         [
             *named(
                 "mean sum var std amax amin max min argmax argmin prod any all logsumexp softmax log_softmax cumsum "
-                "cumprod argsort sort median nanmean nansum count_nonzero flip unbind",
+                "cumprod argsort sort median nanmean nansum count_nonzero unbind",
                 *BOTH,
             ),
             *named("softmax log_softmax softmin", F),
         ],
         _along,
     ),
-    **dict.fromkeys(named("roll norm topk kthvalue", *BOTH), _at(2, -1)),
+    **dict.fromkeys(named("norm topk kthvalue", *BOTH), _at(2, -1)),
     F.normalize: _at(2, 1),
     **dict.fromkeys(named("layer_norm rms_norm", F, torch), _last),
     F.linear: _applied,

@@ -50,12 +50,15 @@ def copy(x: torch.Tensor, ax: Axis) -> torch.Tensor:
     """
     _need_tensor(x, "copy")
     need_axis(ax, "copy")
+    # a tensor of its own, as derivatives would not see writes to one that shares its memory
     if is_averaged(ax):
-        return x
-    # torch sees no write to what a Function returns as it is where levels wrap it; with one alone it refuses them
-    unseen = private.level() > 0 and not private.single_level() and running.get() is None
-    there = _cloned if unseen else _same
-    return _map("copy", x, ax, there, functools.partial(_total, ax))
+        return x.clone()
+    return _map("copy", x, ax, _cloned if running.get() is None else _same, functools.partial(_total, ax))
+
+
+def shared(x: torch.Tensor, ax: Axis) -> torch.Tensor:
+    """A copy that nobody writes to, and which shares the memory of x."""
+    return x if is_averaged(ax) else _map("copy", x, ax, _same, functools.partial(_total, ax))
 
 
 def sum(x: torch.Tensor, ax: Axis) -> torch.Tensor:

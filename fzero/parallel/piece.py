@@ -43,7 +43,7 @@ class Piece(Spread):
         shape = list(local.shape)
         shape[dim] = count
         return cls.of(
-            shape, local.dtype, local.device, {"local": local, "value": None, "version": 0, "axis": axis, "along": dim}
+            shape, local.dtype, local.device, {"local": local, "value": None, "version": 0, "axis": axis, "along": dim, "level": private.level()}
         )
 
     @property
@@ -61,7 +61,7 @@ class Piece(Spread):
     def own(self) -> torch.Tensor:
         """The whole tensor as each rank's own."""
         if self.local is None:
-            return maps.copy(self.whole(), self.axis)
+            return maps.shared(self.whole(), self.axis)
         return maps.gather(self.local, self.axis, self.along, self.sizes, own=True)
 
     def need_plain(self) -> None:
@@ -183,7 +183,7 @@ def cut(x: torch.Tensor, axis: Axis) -> torch.Tensor:
     return x if x.ndim < -DIM else Piece.made(maps.split(x, axis, DIM), axis, x.shape[DIM])
 
 
-_ATTRIBUTES = frozenset(("local", "value", "version", "axis", "along"))
+_ATTRIBUTES = frozenset(("local", "value", "version", "axis", "along", "level"))
 
 
 # ---- what is computed on pieces
@@ -212,7 +212,7 @@ def _here(x: object, beside: Piece) -> object:
         return x
     x = _plain(x)
     if x.ndim < -beside.along or x.shape[beside.along] == 1:
-        return maps.copy(x, beside.axis)
+        return maps.shared(x, beside.axis)
     if x.shape[beside.along] == beside.count:
         return maps.split(x, beside.axis, beside.along, beside.sizes)
     raise _Other
@@ -282,7 +282,7 @@ def _applied(func: Function, args: Operands, kwargs: Given) -> object:
     if any(isinstance(other, Spread) or other.ndim > 2 for other in others) or not others or others[0].ndim != 2:
         return NotImplemented
     here = [
-        x.local if other is x else maps.copy(_plain(other), x.axis) if isinstance(other, torch.Tensor) else other
+        x.local if other is x else maps.shared(_plain(other), x.axis) if isinstance(other, torch.Tensor) else other
         for other in operands
     ]
     args, kwargs = pytree.unflatten(spec, here)

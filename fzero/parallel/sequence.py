@@ -159,7 +159,7 @@ def _cut(batch: dict[str, Any], axes: Sequence[Axis], dim: int, spans: Sequence[
 
     def cut(x: torch.Tensor) -> torch.Tensor:
         for ax in axes:
-            x = maps.copy(x, ax)
+            x = maps.shared(x, ax)
         parts = [x.narrow(dim, start, stop - start) for start, stop in spans]
         return torch.cat(parts, dim) if parts else x.narrow(dim, 0, 0)
 

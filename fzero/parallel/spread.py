@@ -42,6 +42,7 @@ class Spread(StandIn):
     local: torch.Tensor | None
     value: torch.Tensor | None
     version: int  # of the whole tensor, when it was read first
+    level: int  # functorch's, that it was made at
 
     def joined(self, local: torch.Tensor) -> torch.Tensor:
         """The whole tensor, from all ranks."""
@@ -60,7 +61,9 @@ class Spread(StandIn):
         """The whole tensor, differentiable."""
         if self.value is None:
             assert self.local is not None
-            self.value = self.joined(self.local)
+            # as where it was made, as others may read it there, too
+            with private.outside_inference(), torch.enable_grad(), private.below_transforms(self.level):
+                self.value = self.joined(self.local)
             self.version = private.version(private.unwrapped(self.value))
         return self.value
 

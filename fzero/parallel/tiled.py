@@ -19,8 +19,9 @@ from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.engine.dispatch import call_unit
 from fzero.parallel import loss as losses
+from fzero.parallel import varying
 from fzero.parallel.axis import need_dim
-from fzero.parallel.maps import copy
+from fzero.parallel.maps import shared
 
 Fn = Callable[..., Any]
 Region = Callable[[], contextlib.AbstractContextManager[object]]
@@ -62,6 +63,7 @@ def tiled(fn: Fn, x: Any, *args: Any, tiles: int, dim: int = 1) -> Any:
         raise wrong("parallel.tiled", "fn", fn, "a function fn(x, *args)")
     tiles = need_int(tiles, "parallel.tiled", "tiles", "a number of tiles", least=1)
     dim = need_int(dim, "parallel.tiled", "dim", "a dim of the tensors")
+    varying.need_whole(tiled, x, *args)
     return call_unit(_tiled, (fn, tiles, dim, x, *args), {})
 
 
@@ -103,7 +105,7 @@ def tiled_cross_entropy(
     losses.need_targets(targets, hidden.shape[:-1], who)
     first, vocabulary = losses.slice_of(weight, 0, ax, sizes, who)
     losses.need_known(targets, vocabulary, ignore_index, who)
-    hidden = hidden if ax is None else copy(hidden, ax)
+    hidden = hidden if ax is None else shared(hidden, ax)
     rows = hidden.flatten(0, -2) if hidden.ndim > 1 else hidden[None]
     places = losses.places_of(targets, first, weight.shape[0]).reshape(-1)
     fn = functools.partial(_statistics, label_smoothing > 0)

@@ -306,7 +306,7 @@ def _called(
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
     attend = functools.partial(of._attended, options)
     deal = Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks)
-    return varying.attended(functools.partial(composed, of.ax, lengths, deal, attend), q, k, v)
+    return varying.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v), watched=True)
 
 
 leave_out(__name__, "_called")

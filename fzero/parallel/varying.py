@@ -127,12 +127,15 @@ class Varying(TorchFunctionMode):
                 self._need_heads(*(*args, *kwargs.values())[:2])
             return cut_behind(func, args, kwargs, out, cut_of)
         except Mixed:
-            raise ValueError(
-                f"apply: {name_of(func)!r} goes over the dim along which the outputs of module {cut.source!r} are cut "
-                f"over axis {self.axis.name!r}, takes them apart, or is not known to leave that dim alone: each rank "
-                "has its slice of them, and would get another result. Say 'column_gather' of that module in the plan "
-                "of fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
-            ) from None
+            raise self.refused(func, cut) from None
+
+    def refused(self, func: Function, cut: Mark) -> ValueError:
+        return ValueError(
+            f"apply: {name_of(func)!r} goes over the dim along which the outputs of module {cut.source!r} are cut over "
+            f"axis {self.axis.name!r}, takes them apart, or is not known to leave that dim alone: each rank has its "
+            "slice of them, and would get another result. Say 'column_gather' of that module in the plan of "
+            "fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
+        )
 
     def _need_heads(self, q: object, k: object) -> None:
         """Refuses slices of queries' heads with all of several heads of keys, of which some go with each slice."""
@@ -142,13 +145,18 @@ class Varying(TorchFunctionMode):
         if k.ndim > 2 and k.shape[-3] > 1:
             raise Mixed
 
-    def attended(self, attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
+    def attended(
+        self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], watched: bool
+    ) -> torch.Tensor:
         """What attention gives of q, k and v: heads that are slices, where these are."""
         marks = [self.mark_of(x) for x in tensors]
+        if private.level() > self._level:
+            self._refuse_wrapped(F.scaled_dot_product_attention, tensors)
         if not any(marks):
             return attend(*tensors)
         own = [x if mark else self._own(x) for x, mark in zip(tensors, marks, strict=True)]
-        out = attend(*own)
+        with contextlib.nullcontext() if watched else unseen():
+            out = attend(*own)
         cut = [mark for mark in marks if mark and mark.source]
         found = self._cut(F.scaled_dot_product_attention, tensors, {}, out, cut[0]) if cut else None
         self.note(out, Mark(cut[0].source if cut else "", found.dim if found is not None else None))
@@ -194,7 +202,7 @@ def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], tor
     """`run`, a function of a module or of one of its units, in which what varies is known.
 
     Args:
-        copy: `fz.parallel.copy`.
+        copy: `maps.shared`.
     """
 
     @functools.wraps(run)
@@ -225,10 +233,24 @@ def mark_of(x: object) -> Mark | None:
     return None if mode is None else mode.mark_of(x)
 
 
-def attended(attend: Callable[..., torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """`attend(q, k, v)`, a function that takes [b, heads, t, d] and that torch's function modes do not see."""
+def attended(
+    attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], watched: bool = False
+) -> torch.Tensor:
+    """`attend(q, k, v)` of [b, heads, t, d], which torch's function modes do not see as one.
+
+    Args:
+        watched: what it does is looked at, too: it is its user's.
+    """
     mode = _running.get()
-    return attend(*tensors) if mode is None else mode.attended(attend, *tensors)
+    return attend(*tensors) if mode is None else mode.attended(attend, tensors, watched)
+
+
+def need_whole(func: Callable[..., object], *values: object) -> None:
+    """Refuses slices where nothing is known of what a function does with them."""
+    mode = _running.get()
+    for x in pytree.flatten(values)[0] if mode is not None else ():
+        if mode is not None and (mark := mode.mark_of(x)) is not None and mark.source:
+            raise mode.refused(func, mark)
 
 
 def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:

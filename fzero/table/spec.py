@@ -172,7 +172,17 @@ class Spec:
         own = Axis()
         if sharding is not None:
             own = Axis.of(sharding.mesh, sharding.axes, sharding.replicate, f"shard_zero{sharding.stage}")
-        return own if over is None else own.beside(Axis.of(over.mesh, (over.axis,), None, "shard_tensor"))
+        if over is None:
+            return own
+        tensor = Axis.of(over.mesh, (over.axis,), None, "shard_tensor")
+        if len({*tensor.members} & {*own.members, *own.others}) > 1:
+            raise ValueError(
+                f"shard_tensor: leaves are cut over {tensor.place}, and the state is sharded or replicated over "
+                f"{own.place}: some of the same ranks, which cannot have slices of one leaf and different data at "
+                "once. Give both a mesh with an axis for each, as init_device_mesh(device, (data, tensor), "
+                "mesh_dim_names=('dp', 'tp'))."
+            )
+        return own.beside(tensor)
 
     def label(self, path: str) -> str:
         """The name of the optimizer that a leaf gets."""
