@@ -28,9 +28,8 @@ from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.untouched import Untouched
-from fzero.parallel import maps
+from fzero.parallel import maps, varying
 from fzero.parallel.piece import Pieces
-from fzero.parallel.varying import watching
 from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
@@ -209,10 +208,11 @@ class _Copy:
         if not self.converts:
             return run
         run = fresh(self._inside(run))
-        return run if self.watches is None else watching(run, self.watches, maps.shared)
+        return run if self.watches is None else varying.watching(run, self.watches, maps.shared)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""
+        out = varying.opened(out)
         return out if self.pieces is None else self.pieces.whole(out)
 
     def patch(self, path: str) -> None:
@@ -236,7 +236,8 @@ class _Copy:
                 return getattr(run_forward, "__func__", run_forward)(caller, *args, **kwargs)
             if leaves is None:
                 return run_forward(*args, **kwargs)
-            return self.pieces.around(call, leaves, args, kwargs) if self.pieces else call(leaves, args, kwargs)
+            run = call if self.pieces is None else functools.partial(self.pieces.around, call)
+            return run(leaves, args, kwargs) if self.watches is None else varying.around(run, leaves, args, kwargs)
 
         def call(leaves: Params, args: tuple[object, ...], kwargs: Params) -> object:
             leaves = unit.places.now(leaves)

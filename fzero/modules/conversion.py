@@ -28,7 +28,9 @@ Forward = Callable[..., object]
 Take = Callable[[torch.Tensor], torch.Tensor]
 # the last tensor that a module made each rank's own, which others read too: (it, its version and levels, its copy)
 _given: contextvars.ContextVar[Mark | None] = variable("given", None)  # how the input of what runs varies
-_last: contextvars.ContextVar[list[tuple[torch.Tensor, tuple[int, bool, int], torch.Tensor]]] = variable("last_copied", [])
+_last: contextvars.ContextVar[list[tuple[torch.Tensor, tuple[int, bool, int], torch.Tensor]]] = variable(
+    "last_copied", []
+)
 
 
 class CutLeaf(NamedTuple):
@@ -112,7 +114,7 @@ class Converted:
         if known or own.__module__.startswith("torch.nn."):
             other = " with a forward of its own" if known and not kind else ""
             raise self.refused(f"there are no conversions for what a {own.__name__}{other} does with it")
-        return self.forward  # what it does with slices is its own affair
+        return self._known  # what it does with slices is its own affair
 
     @property
     def outputs(self) -> int | None:
@@ -225,6 +227,13 @@ class Converted:
 
         return rows
 
+    def _known(self, *args: object, **kwargs: object) -> object:
+        for name, leaf in self.cut.items():
+            own = self.module._parameters.get(name)
+            if leaf.slices is not None and own is not None:
+                note(own, Mark(leaf.name, leaf.slices.dim - len(leaf.shape)))
+        return self.forward(*args, **kwargs)
+
     def _copied(self, *args: object, **kwargs: object) -> object:
         own = self.module._parameters
         before = {name: own[name] for name in self.cut}
@@ -330,7 +339,7 @@ class Converted:
 
 
 def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
-    if own.run == own._copied:
+    if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
     with unseen(), during(_given, marks[0] if marks else None):

@@ -17,6 +17,7 @@ from fzero.parallel.cut_shapes import (
     Given,
     Mixed,
     exchanged,
+    flattened,
     input_of,
     moved,
     permuted,
@@ -83,6 +84,8 @@ def _first(out: object) -> Any:
 def _pointwise(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     dims = {dim for x in tensors if (dim := dim_of(x)) is not None}
+    if dims and not isinstance(out, torch.Tensor):
+        raise Mixed  # where(x): places
     if len(dims) != 1:
         return None
     (dim,) = dims
@@ -97,7 +100,7 @@ def _along(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> i
     x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
     if dim is None:
         return None
-    second = args[1] if len(args) > 1 else None
+    second = args[1] if len(args) > 1 and not isinstance(args[1], bool) else None  # std(x, unbiased)
     if isinstance(second, torch.Tensor):
         return _pointwise(args, kwargs, _first(out), dim_of)
     over = kwargs.get("dim", kwargs.get("axis", second))
@@ -146,20 +149,20 @@ def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
 def _product(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """x @ y."""
     args = (*args, *kwargs.values())
-    if len(args) < 2 or not all(isinstance(x, torch.Tensor) and x.ndim > 1 for x in args[:2]):
+    if len(args) < 2 or not all(isinstance(x, torch.Tensor) for x in args[:2]):
         return None
     left, right = dim_of(args[0]), dim_of(args[1])
-    if left == -1 or right == -2:
-        raise Mixed
     dims = {dim for dim in (left, right) if dim is not None}
-    return dims.pop() if len(dims) == 1 else None
+    if left == -1 or right == -2 or len(dims) > 1 or (dims and 1 in (args[0].ndim, args[1].ndim)):
+        raise Mixed
+    return dims.pop() if dims else None
 
 
 def _attended(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     dims = {dim_of(x) for x in (*args, *kwargs.values())[:3]}
     if dims & {-1, -2}:
         raise Mixed
-    return dims.pop() if len(dims) == 1 else None
+    return dims.pop() if len(dims) == 1 else dim_of((*args, *kwargs.values())[0])
 
 
 def _joined(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
@@ -307,7 +310,8 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("matmul __matmul__ bmm", *BOTH), _product),
     F.scaled_dot_product_attention: _attended,
     **dict.fromkeys(named("repeat_interleave", *BOTH), _same),
-    **dict.fromkeys(named("reshape view flatten unflatten", *BOTH), reshaped),
+    **dict.fromkeys(named("reshape view unflatten", *BOTH), reshaped),
+    **dict.fromkeys(named("flatten", *BOTH), flattened),
     **dict.fromkeys(named("transpose swapaxes swapdims", *BOTH), moved(exchanged)),
     torch.Tensor.mT.__get__: moved(exchanged),  # type: ignore[attr-defined]
     **dict.fromkeys(named("permute", *BOTH), moved(permuted)),

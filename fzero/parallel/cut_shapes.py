@@ -49,6 +49,22 @@ def reshaped(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
     return found - out.ndim if size % other == 0 or other % size == 0 else None
 
 
+def flattened(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """flatten(x, start_dim, end_dim)."""
+    x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
+    if dim is None:
+        return None
+    given = {"start_dim": 0, "end_dim": -1} | dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
+    start, end = [given[name] % x.ndim - x.ndim for name in ("start_dim", "end_dim")]
+    if dim <= start:
+        return end if dim == start else dim + end - start
+    if dim > end:
+        return dim
+    if end == -1:
+        raise Mixed  # the inner part of features
+    return None
+
+
 def _sizes(args: Operands, kwargs: Given) -> list[int]:
     """The sizes that a view is given."""
     more = [*args[1:], *kwargs.values()]

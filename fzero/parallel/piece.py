@@ -43,7 +43,10 @@ class Piece(Spread):
         shape = list(local.shape)
         shape[dim] = count
         return cls.of(
-            shape, local.dtype, local.device, {"local": local, "value": None, "version": 0, "axis": axis, "along": dim, "level": private.level()}
+            shape,
+            local.dtype,
+            local.device,
+            {"local": local, "value": None, "version": 0, "axis": axis, "along": dim, "level": private.level()},
         )
 
     @property

@@ -16,7 +16,7 @@ import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -54,6 +54,15 @@ class Mark(NamedTuple):
     source: str
     dim: int | None = None
     parts: tuple[int, ...] | None = None
+
+
+class Marked(NamedTuple):
+    """A tensor that varies, where it goes into a unit's call or comes out of it."""
+
+    tensor: torch.Tensor
+    source: str
+    dim: int | None
+    parts: tuple[int, ...] | None
 
 
 class Varying(TorchFunctionMode):
@@ -105,10 +114,13 @@ class Varying(TorchFunctionMode):
             own = [x if mark else self._own(x) for x, mark in zip(leaves, marks, strict=True)]
             given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
         cut = [mark for mark in marks if mark and mark.source]
+        before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
         with during(_running, None), own_stream(self.axis) if cut and func in _RANDOM else contextlib.nullcontext():
             out = func(*given, **changed)
         mark = Mark("")
-        if cut:
+        if func == torch.Tensor.__setitem__:
+            mark = before
+        elif cut:
             found = self._cut(func, args, kwargs, out, cut[0])
             mark = Mark(cut[0].source) if found is None else Mark(cut[0].source, found.dim, found.parts)
         results = [out] if isinstance(out, torch.Tensor) else pytree.flatten(out)[0]
@@ -136,6 +148,18 @@ class Varying(TorchFunctionMode):
             "slice of them, and would get another result. Say 'column_gather' of that module in the plan of "
             "fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
         )
+
+    def _written(self, x: torch.Tensor, index: Any, value: object) -> Mark:
+        """How a tensor varies once `x[index] = value` has been done."""
+        own, other = self.mark_of(x), self.mark_of(value)
+        if own and own.source:
+            self._cut(torch.Tensor.__getitem__, (x, index), {}, x[index], own)
+            return own
+        whole = all(each is ... or each == slice(None) for each in (index if isinstance(index, tuple) else (index,)))
+        assert other is not None
+        if not whole or not isinstance(value, torch.Tensor) or value.shape != x.shape:
+            raise self.refused(torch.Tensor.__setitem__, other)
+        return other
 
     def _need_heads(self, q: object, k: object) -> None:
         """Refuses slices of queries' heads with all of several heads of keys, of which some go with each slice."""
@@ -187,7 +211,8 @@ class Varying(TorchFunctionMode):
     def _refuse_write(self, func: Function, leaves: Sequence[object], marks: Sequence[Mark | None]) -> None:
         first = leaves[0] if leaves else None
         if isinstance(first, torch.Tensor) and marks[0] is None:
-            if isinstance(first, Spread) or private.is_differentiated(first):
+            part = not isinstance(first, Spread) and first._is_view()  # nothing would be known of the whole
+            if isinstance(first, Spread) or private.is_differentiated(first) or part:
                 source = next(mark.source for mark in marks if mark)
                 raise ValueError(
                     f"apply: {name_of(func)!r} writes what module {source!r} gives, whose outputs are cut over axis "
@@ -210,12 +235,34 @@ def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], tor
         mode = _running.get()
         if mode is not None and mode.axis == axis and any(each is mode for each in private.function_modes()):
             with mode.anew():
-                return run(*args, **kwargs)
+                return within(args, kwargs)
         mode = Varying(axis, copy)
         with during(_running, mode), mode:
-            return run(*args, **kwargs)
+            return within(args, kwargs)
+
+    def within(args: Operands, kwargs: dict[str, object]) -> object:
+        return packed(run(*map(opened, args), **{name: opened(x) for name, x in kwargs.items()}))
 
     return call
+
+
+def around(call: Callable[..., object], leaves: object, args: Operands, kwargs: dict[str, object]) -> object:
+    """A unit's call, in which what varies among its arguments, or in tuples of them, is known to do so."""
+    return opened(call(leaves, tuple(map(packed, args)), {name: packed(x) for name, x in kwargs.items()}))
+
+
+def packed(value: object) -> object:
+    mark = mark_of(value)
+    if mark is not None and isinstance(value, torch.Tensor):
+        return Marked(value, *mark)
+    return tuple(map(packed, value)) if type(value) is tuple else value
+
+
+def opened(value: object) -> object:
+    """The inverse of `packed`."""
+    if isinstance(value, Marked):
+        return note(value.tensor, Mark(*value[1:]))
+    return tuple(map(opened, value)) if type(value) is tuple else value
 
 
 @contextlib.contextmanager

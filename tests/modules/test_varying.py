@@ -71,8 +71,33 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "cat of tokens": lambda h, x: torch.cat([h[:, :2], h[:, 2:].cos()], 1),
     "squeeze": lambda h, x: h.unsqueeze(1).squeeze(1),
     "examples": lambda h, x: h[torch.arange(h.shape[0] - 1, -1, -1)],
+    "written": lambda h, x: written(h),
+    "written over": lambda h, x: written(torch.zeros_like(h), h),
     "keywords": lambda h, x: torch.matmul(torch.softmax(x @ x.mT, -1), other=h),
 }
+
+
+def written(h: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
+    h = h * 1
+    if over is None:
+        h[:, 1:] = h[:, :-1].clone()
+    else:
+        h[:] = over
+    return h
+
+
+def first_feature(h: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    h[..., 0] = 0
+    return h
+
+
+def into_a_constant(h: torch.Tensor) -> torch.Tensor:
+    b = torch.zeros(h.shape, dtype=h.dtype)
+    b[:, 1:] = h[:, 1:]
+    return b.softmax(-1)
+
+
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "softmax": lambda h, x: h.softmax(-1),
     "mean": lambda h, x: h - h.mean(-1, keepdim=True),
@@ -103,6 +128,18 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "a number of heads": lambda h, x: heads(h, 6, -1),
     "tokens as heads": lambda h, x: h.view(h.shape[0], -1, 6, 2).transpose(1, 2).reshape(h.shape),
     "product of features": lambda h, x: h * (h @ h.mT).mean(-1, keepdim=True),
+    "roll by name": lambda h, x: h.roll(1, dims=-1),
+    "roll of all": lambda h, x: h.roll(1),
+    "flips": lambda h, x: h.flip(0, -1),
+    "axis": lambda h, x: torch.cat(h.chunk(2, axis=-1)[:1] * 2, axis=-1),
+    "one head": lambda h, x: F.layer_norm(f := h.unflatten(-1, (-1, 6)).sin().flatten(-2), f.shape[-1:]),
+    "features by features": lambda h, x: h * (h.mT @ h).mean(),
+    "a vector": lambda h, x: (x[..., 0].unsqueeze(1) @ h).softmax(-1) * h,
+    "a feature is written": lambda h, x: first_feature(h),
+    "a part of a constant": lambda h, x: into_a_constant(h),
+    "unbiased": lambda h, x: h / h.std(False),
+    "places": lambda h, x: h * torch.where(h > 0)[0].sum(),
+    "tiled": lambda h, x: fz.parallel.tiled(lambda own: own.softmax(-1), h, tiles=2, dim=1),
     "vmap": lambda h, x: torch.func.vmap(lambda row: row.softmax(-1))(h),
     "vmap of tokens": lambda h, x: torch.func.vmap(lambda a, b: a - b.mean() * a, in_dims=1, out_dims=1)(h, h),
     "grad": lambda h, x: torch.func.grad(lambda a: a.logsumexp(-1).sum())(h),
@@ -146,6 +183,98 @@ def test_refused(name: str, sequence: bool) -> None:
         RankError, match=r"outputs (of module 'up' )?are cut|whose (in|out)puts are cut over axis|'up' gives"
     ):
         grads(REFUSED[name], sequence, torch.randn(2, 6, WIDTH, dtype=F64), 2)
+
+
+class First(nn.Module):
+    """A column that runs first without a graph."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        x = x + self.down(torch.tanh(self.up(x)))
+        with torch.no_grad():
+            gate, scale = self.up(x).sigmoid(), x.amax((0, 1))
+        return self.down(self.up(x) * gate) * scale + x.cumsum(1)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gamma = nn.Parameter(torch.linspace(0.5, 2, INNER))
+
+    def forward(self, h: torch.Tensor) -> torch.Tensor:
+        return h * self.gamma
+
+
+class Scaled(nn.Module):
+    """A module of one's own, whose leaf is cut as what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.scale, self.down = nn.Linear(WIDTH, INNER), Scale(), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.scale(self.up(x)))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("made", [First, Scaled])
+@pytest.mark.parametrize("remat", [False, True])
+def test_modules(made: Any, sequence: bool, remat: bool) -> None:
+    torch.manual_seed(0)
+    apply, params = fz.functional(made().to(F64))
+    x = torch.randn(2, 6, WIDTH, dtype=F64)
+    loss = lambda p: apply(p, x).square().mean()
+    want = torch.func.grad(loss)(dict(params))
+    plan: dict[str, Any] = {"up": "column", "down": "row"} | ({"scale.gamma": 0} if made is Scaled else {})
+
+    def rank_main(rank: int) -> Any:
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), plan, sequence=sequence)
+        step = fz.remat(step) if remat else step
+        return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
+
+    for found in run_ranks(rank_main, 2):
+        assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_between_units(stage: int) -> None:
+    """Each element of a Sequential is a unit: what varies goes from one to the next."""
+    x = torch.randn(2, 6, WIDTH, dtype=F64)
+
+    def grads_of(between: nn.Module) -> Any:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, INNER), between, nn.Linear(INNER, WIDTH)).to(F64)
+        apply, params = fz.functional(model)
+        loss = lambda p: apply(p, x).square().mean()
+
+        def rank_main(rank: int) -> Any:
+            mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+            step = fz.train_step(loss, fz.sgd(0.1))
+            step = fz.shard_tensor(step, {"0": "column", "2": "row"}, mesh=mesh)
+            step = fz.shard_zero3(step, mesh=mesh, axis="dp") if stage else step
+            return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
+
+        return run_ranks(rank_main, 2), torch.func.grad(loss)(dict(params))
+
+    for between in (nn.Softmax(-1), nn.LogSoftmax(-1)):
+        with pytest.raises(RankError, match="outputs of module '0' are cut"):
+            grads_of(between)
+    found, want = grads_of(nn.PReLU())
+    for own in found:
+        assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+
+
+def test_one_axis_for_slices_and_data() -> None:
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        fz.shard_zero3(fz.shard_tensor(step, {"w": 0})).init({"w": torch.ones(4)})
+
+    with pytest.raises(RankError, match="some of the same ranks"):
+        run_ranks(rank_main, 2)
 
 
 class Fused(nn.Module):
