@@ -148,12 +148,12 @@ def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
 
 def _product(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """x @ y."""
-    args = (*args, *kwargs.values())
-    if len(args) < 2 or not all(isinstance(x, torch.Tensor) for x in args[:2]):
+    tensors = [x for x in (*args, *kwargs.values())[:2] if isinstance(x, torch.Tensor)]
+    if len(tensors) < 2:
         return None
-    left, right = dim_of(args[0]), dim_of(args[1])
+    left, right = map(dim_of, tensors)
     dims = {dim for dim in (left, right) if dim is not None}
-    if left == -1 or right == -2 or len(dims) > 1 or (dims and 1 in (args[0].ndim, args[1].ndim)):
+    if left == -1 or right == -2 or len(dims) > 1 or (dims and any(x.ndim == 1 for x in tensors)):
         raise Mixed
     return dims.pop() if dims else None
 

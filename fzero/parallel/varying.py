@@ -16,7 +16,7 @@ import contextvars
 import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -149,11 +149,12 @@ class Varying(TorchFunctionMode):
             "fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
         )
 
-    def _written(self, x: torch.Tensor, index: Any, value: object) -> Mark:
+    def _written(self, x: object, index: object, value: object) -> Mark:
         """How a tensor varies once `x[index] = value` has been done."""
+        assert isinstance(x, torch.Tensor)
         own, other = self.mark_of(x), self.mark_of(value)
         if own and own.source:
-            self._cut(torch.Tensor.__getitem__, (x, index), {}, x[index], own)
+            self._cut(torch.Tensor.__getitem__, (x, index), {}, x[index], own)  # type: ignore[index]
             return own
         whole = all(each is ... or each == slice(None) for each in (index if isinstance(index, tuple) else (index,)))
         assert other is not None
@@ -182,7 +183,7 @@ class Varying(TorchFunctionMode):
         with contextlib.nullcontext() if watched else unseen():
             out = attend(*own)
         cut = [mark for mark in marks if mark and mark.source]
-        found = self._cut(F.scaled_dot_product_attention, tensors, {}, out, cut[0]) if cut else None
+        found = self._cut(F.scaled_dot_product_attention, tuple(tensors), {}, out, cut[0]) if cut else None
         self.note(out, Mark(cut[0].source if cut else "", found.dim if found is not None else None))
         return out
 
