@@ -14,6 +14,7 @@ import fzero as fz
 from fzero.testing import RankError, assert_trees_close, run_ranks
 
 F64, WIDTH, INNER = torch.float64, 8, 12
+AXIS: dict[str, Any] = {"axis": -1}  # as numpy calls a dim
 
 
 class Between(nn.Module):
@@ -131,7 +132,7 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "roll by name": lambda h, x: h.roll(1, dims=-1),
     "roll of all": lambda h, x: h.roll(1),
     "flips": lambda h, x: h.flip(0, -1),
-    "axis": lambda h, x: torch.cat(h.chunk(2, axis=-1)[:1] * 2, axis=-1)  # type: ignore[call-overload],
+    "axis": lambda h, x: torch.cat(h.chunk(2, **AXIS)[:1] * 2, **AXIS),
     "one head": lambda h, x: F.layer_norm(f := h.unflatten(-1, (-1, 6)).sin().flatten(-2), f.shape[-1:]),
     "features by features": lambda h, x: h * (h.mT @ h).mean(),
     "a vector": lambda h, x: (x[..., 0].unsqueeze(1) @ h).softmax(-1) * h,
