@@ -97,7 +97,15 @@ def _threaded_world() -> Iterator[Callable[[object], None]]:
     pg._install_threaded_pg()
     pg.ProcessLocalGroup.reset()
     try:
-        yield pg.ProcessLocalGroup.exception_handle
+
+        def fail(error: object) -> None:
+            while True:
+                try:  # it walks through a dict to which other ranks may just add a collective
+                    return pg.ProcessLocalGroup.exception_handle(error)
+                except RuntimeError:
+                    continue
+
+        yield fail
     finally:
         pg._uninstall_threaded_pg()
         pg.ProcessLocalGroup.reset()
