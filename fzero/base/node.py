@@ -28,6 +28,11 @@ def first_order() -> bool:
     return not torch.is_grad_enabled() and private.level() == 0
 
 
+def final() -> bool:
+    """The same, and no tangents either: then a linear map's transpose may be called as it is, outside of a graph."""
+    return first_order() and not private.forward_mode()
+
+
 class Op:
     """`fn(*tensors) -> tuple of tensors`, with the surroundings it was called in.
 

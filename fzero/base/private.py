@@ -144,9 +144,7 @@ def direct(function: Any) -> Any:
             finally:
                 _functorch.push_dynamic_layer_stack(saved)
             if isinstance(out, torch.Tensor):
-                # an operand that is returned is so to autograd, too, which then refuses writes to it
-                same = next((x for x, own in zip(operands, plain, strict=True) if own is out), None)
-                return _functorch._wrap_for_grad(out, level) if same is None else same
+                return _functorch._wrap_for_grad(out, level)
             return tuple(_functorch._wrap_for_grad(o, level) for o in out)
 
         @staticmethod

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from fzero.base import private
-from fzero.base.node import first_order
+from fzero.base.node import final
 from fzero.comm.axis import Axis
 
 _Map = Callable[[torch.Tensor], torch.Tensor]
@@ -31,7 +31,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: private.Context, cotangent: torch.Tensor) -> object:  # type: ignore[override]
-        if first_order() and not private.forward_mode():
+        if final():
             return None, None, ctx.transpose(private.unwrapped(cotangent))
         return None, None, _Linear.apply(ctx.transpose, ctx.fn, cotangent)
 

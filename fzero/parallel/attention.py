@@ -15,7 +15,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import wrong
-from fzero.base.node import Op, Tensors, active, apply, first_order
+from fzero.base.node import Op, Tensors, active, apply, final
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import quick
@@ -239,7 +239,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: private.Context, cotangent: torch.Tensor, _: object) -> object:  # type: ignore[override]
         q, k, v, out, logarithms = ctx.saved_tensors
         tensors = q, k, v, cotangent, out.detach(), logarithms
-        if first_order() and not private.forward_mode():
+        if final():
             return None, *_Pull.forward(ctx.plan, *map(private.unwrapped, tensors))
         return None, *_Pull.apply(ctx.plan, *tensors)
 

@@ -10,7 +10,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from fzero.base import private
-from fzero.base.node import first_order
+from fzero.base.node import final
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import quick
@@ -114,7 +114,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: private.Context, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
-        if first_order() and not private.forward_mode():
+        if final():
             return None, *ctx.way.transpose().run(*map(private.unwrapped, cotangents))
         return None, *_Exchange.apply(ctx.way.transpose(), *cotangents)
 
