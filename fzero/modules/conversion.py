@@ -19,6 +19,7 @@ from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
+from fzero.parallel.cut_shapes import Cut
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
 from fzero.parallel.varying import Mark, mark_of, note, unseen
@@ -231,7 +232,8 @@ class Converted:
         for name, leaf in self.cut.items():
             own = self.module._parameters.get(name)
             if leaf.slices is not None and own is not None:
-                note(own, Mark(leaf.name, leaf.slices.dim - len(leaf.shape)))
+                parts = tuple([size for _, size in leaf.slices.ranges(self.axis.size)[self.axis.rank]])
+                note(own, Mark(leaf.name, Cut(leaf.slices.dim - len(leaf.shape), parts)))
         return self.forward(*args, **kwargs)
 
     def _copied(self, *args: object, **kwargs: object) -> object:
@@ -290,7 +292,7 @@ class Converted:
         if mark is not None and not mark.source:  # each rank's own of what is whole
             start = sum(sizes[: self.axis.rank])
             return _by_rank(x, dim, slices, self.axis.size).narrow(dim, start, sizes[self.axis.rank])
-        if mark is not None and (count != sizes[self.axis.rank] or mark.dim not in (None, dim)):
+        if mark is not None and (count != sizes[self.axis.rank] or (mark.cut and (mark.cut.dim, mark.cut.outer) != (dim, 1))):
             raise self._not_a_piece(x, dim, sizes)
         if mark is not None:
             return x
@@ -351,7 +353,7 @@ def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object])
     weight = own.cut.get("weight")
     slices = None if weight is None or own.then is not None else weight.slices
     parts = [(0, out.shape[dim])] if slices is None else slices.ranges(own.axis.size)[own.axis.rank]
-    return note(out, Mark(own.path or "it", dim, tuple([size for _, size in parts])))
+    return note(out, Mark(own.path or "it", Cut(dim, tuple([size for _, size in parts]))))
 
 
 leave_out(__name__, "_run")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from fzero.base import pytree
 from fzero.capture.handle import Function, Operands
 from fzero.parallel.cut_shapes import (
+    Cut,
     DimOf,
     Given,
     Mixed,
@@ -26,28 +27,19 @@ from fzero.parallel.cut_shapes import (
     unsqueezed,
 )
 from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
+from fzero.parallel.own_size import OwnSize
+
+CutOf = Callable[[object], Cut | None]
 
 
-class Cut(NamedTuple):
-    """How a tensor is cut.
+def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_of: CutOf) -> Cut:
+    """How the result is cut.
 
-    Attributes:
-        dim: from the end.
-        parts: sizes along it of what is fused there (gate and up), of this rank's; None where they are not known.
-    """
-
-    dim: int
-    parts: tuple[int, ...] | None = None
-
-
-CutOf = Callable[[object], Cut | None]  # None where it is not known
-
-
-def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_of: CutOf) -> Cut | None:
-    """How the result is cut; None where it is not known.
+    Args:
+        cut_of: how an operand is; None where it is whole.
 
     Raises:
-        Mixed: elements of slices of several ranks would be needed.
+        Mixed: elements of slices of several ranks would be needed, or nothing is known of what it does along that dim.
     """
 
     def dim_of(x: object) -> int | None:
@@ -57,24 +49,31 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
     kwargs = {("dim" if name == "axis" else name): x for name, x in kwargs.items()}
     first = _first(out)
     if not isinstance(first, torch.Tensor):
-        return None
+        raise Mixed  # numbers of a slice
     if func in _PARTS:
         x = input_of(args, kwargs)
         own = cut_of(x)
-        return None if own is None else _PARTS[func](x, own, args, kwargs, first)
+        if own is None or any(cut_of(other) for other in pytree.flatten((args[1:], kwargs))[0]):
+            raise Mixed  # a slice says which elements are taken
+        return _PARTS[func](x, own, args, kwargs, first)
     rule = _RULES.get(func)
-    if rule is None:
-        if any(cut_of(x) is not None for x in pytree.flatten((args, kwargs))[0]):
-            raise Mixed  # nothing is known of what it does along that dim
-        return None
-    dim = rule(args, kwargs, out, dim_of)
+    dim = None if rule is None else rule(args, kwargs, out, dim_of)
     if dim is None:
-        return None
-    known = [own for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
-    before = known[0].parts if known else None
-    if before is not None and sum(before) != first.shape[dim]:  # heads, say
-        before = (first.shape[dim],) if len(before) == 1 else None
-    return Cut(dim, before)
+        raise Mixed
+    operands = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
+    known = [(x, own) for x in operands if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
+    x, own = known[0]
+    alike = func in _GROUPED or all(each.outer == own.outer and _fits(each, own) for _, each in known)
+    free = func in _GROUPED or func in _REPEATS
+    if not alike or (not free and any(first.shape[dim] != x.shape[each.dim] for x, each in known)):
+        raise Mixed  # slices of other parts, or one element by rank that goes with each of another one's
+    parts = next((each.parts for _, each in known if each.parts is not None), None)
+    count = first.shape[dim] // own.outer
+    return Cut(dim, own._replace(parts=parts).sized(x.shape[own.dim] // own.outer, count), own.outer)
+
+
+def _fits(one: Cut, other: Cut) -> bool:
+    return None in (one.parts, other.parts) or one.parts == other.parts
 
 
 def _first(out: object) -> Any:
@@ -84,14 +83,22 @@ def _first(out: object) -> Any:
 def _pointwise(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     tensors = [x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)]
     dims = {dim for x in tensors if (dim := dim_of(x)) is not None}
-    if dims and not isinstance(out, torch.Tensor):
-        raise Mixed  # where(x): places
-    if len(dims) != 1:
-        return None
+    if len(dims) != 1 or not isinstance(out, torch.Tensor):  # where(x): places
+        raise Mixed
     (dim,) = dims
-    for x in tensors:  # one element by rank would go with each of another one's
-        if dim_of(x) == dim and x.shape[dim] != out.shape[dim]:
+    for x in tensors:  # what is whole is as large as all slices, or the same for each element
+        if dim_of(x) is None and x.ndim >= -dim and x.shape[dim] != 1:
             raise Mixed
+    return dim
+
+
+def _expanded(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """expand(x, sizes)."""
+    dim = dim_of(input_of(args, kwargs))
+    more = [*args[1:], *kwargs.values()]
+    sizes = [*more[0]] if len(more) == 1 and isinstance(more[0], (tuple, list)) else more
+    if any(type(size) is OwnSize and place - len(sizes) != dim for place, size in enumerate(sizes)):
+        raise Mixed
     return dim
 
 
@@ -101,7 +108,7 @@ def _along(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> i
     if dim is None:
         return None
     second = args[1] if len(args) > 1 and not isinstance(args[1], bool) else None  # std(x, unbiased)
-    if isinstance(second, torch.Tensor):
+    if isinstance(second, torch.Tensor):  # max(x, y)
         return _pointwise(args, kwargs, _first(out), dim_of)
     over = kwargs.get("dim", kwargs.get("axis", second))
     return _without(x, dim, over, _first(out))
@@ -139,18 +146,21 @@ def _last(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> in
 
 
 def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    """linear(x, weight)."""
-    dim = dim_of(input_of(args, kwargs))
-    if dim == -1:
-        raise Mixed
-    return dim
+    """linear(x, weight, bias)."""
+    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    x, weight, bias = [dim_of(given.get(name)) for name in ("input", "weight", "bias")]
+    if weight is None and bias is None and x != -1:
+        return x
+    if x is None and weight == -2 and (bias == -1 or given.get("bias") is None):
+        return -1
+    raise Mixed
 
 
 def _product(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """x @ y."""
     tensors = [x for x in (*args, *kwargs.values())[:2] if isinstance(x, torch.Tensor)]
     if len(tensors) < 2:
-        return None
+        raise Mixed
     left, right = map(dim_of, tensors)
     dims = {dim for dim in (left, right) if dim is not None}
     if left == -1 or right == -2 or len(dims) > 1 or (dims and any(x.ndim == 1 for x in tensors)):
@@ -162,7 +172,7 @@ def _attended(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -
     dims = {dim_of(x) for x in (*args, *kwargs.values())[:3]}
     if dims & {-1, -2}:
         raise Mixed
-    return dims.pop() if len(dims) == 1 else dim_of((*args, *kwargs.values())[0])
+    return dim_of((*args, *kwargs.values())[0])
 
 
 def _joined(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
@@ -202,22 +212,51 @@ def _summed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> 
     return right.index(letters.pop()) - len(right) if letters else None
 
 
-def _of_its_own(*_: object) -> None:
-    """A new tensor."""
+def _repeated(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """repeat_interleave(x, repeats, dim)."""
+    repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
+    if type(repeats) is not int or kwargs.get("dim", args[2] if len(args) > 2 else None) is None:
+        raise Mixed
+    return dim_of(input_of(args, kwargs))
+
+
+def _rolled(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """roll(x, shifts, dims)."""
+    over = kwargs.get("dims", args[2] if len(args) > 2 else ())
+    return _over(args, kwargs, out, dim_of, over)
+
+
+def _flipped(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """flip(x, dims)."""
+    more = kwargs.get("dims", args[1:])
+    return _over(args, kwargs, out, dim_of, more[0] if len(more) == 1 and not isinstance(more[0], int) else more)
+
+
+def _over(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf, dims: object) -> int | None:
+    x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
+    return None if dim is None else _without(x, dim, dims, out)
+
+
+def _padded(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """pad(x, two sizes for each dim, the last one first)."""
+    dim, pad = dim_of(input_of(args, kwargs)), kwargs.get("pad", args[1] if len(args) > 1 else ())
+    if dim is None or len(pad) >= -2 * dim:
+        raise Mixed
+    return dim
 
 
 def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     return dim_of(input_of(args, kwargs))
 
 
-def _indexed(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut | None:
+def _indexed(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
     if isinstance(args[1], torch.Tensor):  # examples or tokens
         gone = args[1].ndim if args[1].dtype == torch.bool else 1
         if gone > x.ndim + own.dim:
             raise Mixed
         return own
-    if any(not (each is None or each is ... or isinstance(each, (int, slice))) for each in index):
+    if any(not (each is None or each is ... or type(each) is int or isinstance(each, slice)) for each in index):
         raise Mixed
     taken = sum(each is not None and each is not ... for each in index)
     fill = [slice(None)] * (x.ndim - taken)
@@ -227,41 +266,45 @@ def _indexed(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torc
         here = each is not None and place == x.ndim + own.dim
         if here and isinstance(each, int):
             raise Mixed
-        if here and isinstance(each, slice):
-            parts = _between(parts, *each.indices(x.shape[own.dim]))
+        if here and isinstance(each, slice) and each != slice(None):
+            parts = _between(own, x.shape[own.dim], each)
+        elif isinstance(each, slice) and any(type(end) is OwnSize for end in (each.start, each.stop, each.step)):
+            raise Mixed
         behind += (here or bool(behind)) and not isinstance(each, int)
         place += each is not None
-    return Cut(-behind, parts)
+    return Cut(-behind, parts, own.outer)
 
 
-def _between(parts: tuple[int, ...] | None, start: int, stop: int, step: int) -> tuple[int, ...] | None:
-    """The parts from one place on to another one."""
-    if parts is None or (start, stop, step) == (0, sum(parts), 1):
-        return parts
-    ends = [0, *itertools.accumulate(parts)]
+def _between(own: Cut, size: int, taken: slice) -> tuple[int, ...]:
+    """The parts from one place on to another one; a number that all ranks say alike is no place in a slice."""
+    said = taken.start in (None, 0) or type(taken.start) is OwnSize, taken.stop is None or type(taken.stop) is OwnSize
+    if own.parts is None or own.outer > 1 or not all(said):
+        raise Mixed
+    start, stop, step = taken.indices(size)
+    ends = [0, *itertools.accumulate(own.parts)]
     if step != 1 or start not in ends or stop not in ends:
         raise Mixed
-    return parts[ends.index(start) : ends.index(stop)]
+    return own.parts[ends.index(start) : ends.index(stop)]
 
 
 def _taken_apart(
     x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor, sized: bool = False
-) -> Cut | None:
+) -> Cut:
     """chunk(x, n, dim); where it is `sized`, split(x, size, dim)."""
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-    if dim % x.ndim - x.ndim != own.dim:
-        return own
-    if own.parts is None:
-        return Cut(own.dim)
     many = next((kwargs[name] for name in _MANY if name in kwargs), args[1] if len(args) > 1 else None)
+    if dim % x.ndim - x.ndim != own.dim:
+        if any(type(each) is OwnSize for each in (many if isinstance(many, (tuple, list)) else [many])):
+            raise Mixed
+        return own
+    if own.parts is None or own.outer > 1:
+        raise Mixed
     count, size = len(own.parts), x.shape[own.dim]
-    if sized and isinstance(many, int) and count == 1:  # heads, one after another
-        return None
     if isinstance(many, (tuple, list)):
-        fits = tuple(many) == own.parts
-    else:  # the number of pieces, or their size
+        fits = sized and tuple(many) == own.parts
+    else:  # the number of pieces, or their size, of which each rank has its own
         alike = len(set(own.parts)) == 1 and many == (own.parts[0] if sized else count)
-        fits = alike and out.shape[own.dim] * count == size
+        fits = alike and out.shape[own.dim] * count == size and (type(many) is OwnSize) == sized
     if not fits:
         raise Mixed
     return Cut(own.dim, (out.shape[own.dim],))
@@ -270,12 +313,14 @@ def _taken_apart(
 _MANY = ("chunks", "split_size_or_sections", "split_size", "indices_or_sections", "sections")
 
 
-def _gated(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut | None:
+def _gated(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
     """glu(x, dim)."""
     dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-    if dim % x.ndim - x.ndim == own.dim and own.parts is not None and (len(own.parts) != 2 or len({*own.parts}) != 1):
+    if dim % x.ndim - x.ndim != own.dim:
+        return own
+    if own.parts is None or own.outer > 1 or len(own.parts) != 2 or len({*own.parts}) != 1:
         raise Mixed
-    return Cut(own.dim, (out.shape[own.dim],))
+    return Cut(own.dim, own.parts[:1])
 
 
 _RULES: dict[object, Callable[..., int | None]] = {
@@ -283,7 +328,7 @@ _RULES: dict[object, Callable[..., int | None]] = {
         [
             *ELEMENTWISE,
             *named(
-                "contiguous detach expand expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ "
+                "contiguous detach expand_as bernoulli_ add_ mul_ sub_ div_ relu_ silu_ copy_ fill_ zero_ "
                 "clamp_ exp_ tanh_ sigmoid_ masked_fill_ neg_ sqrt_ square_ pow_",
                 *BOTH,
             ),
@@ -304,14 +349,17 @@ _RULES: dict[object, Callable[..., int | None]] = {
         _along,
     ),
     **dict.fromkeys(named("norm topk kthvalue", *BOTH), _at(2, -1)),
+    **dict.fromkeys(named("narrow index_select", *BOTH), _at(1, 0)),
+    **dict.fromkeys(named("roll", *BOTH), _rolled),
+    **dict.fromkeys(named("flip", *BOTH), _flipped),
+    torch.Tensor.expand: _expanded,
+    F.pad: _padded,
     F.normalize: _at(2, 1),
     **dict.fromkeys(named("layer_norm rms_norm", F, torch), _last),
     F.linear: _applied,
     **dict.fromkeys(named("matmul __matmul__ bmm", *BOTH), _product),
     F.scaled_dot_product_attention: _attended,
-    **dict.fromkeys(named("repeat_interleave", *BOTH), _same),
-    **dict.fromkeys(named("reshape view unflatten", *BOTH), reshaped),
-    **dict.fromkeys(named("flatten", *BOTH), flattened),
+    **dict.fromkeys(named("repeat_interleave", *BOTH), _repeated),
     **dict.fromkeys(named("transpose swapaxes swapdims", *BOTH), moved(exchanged)),
     torch.Tensor.mT.__get__: moved(exchanged),  # type: ignore[attr-defined]
     **dict.fromkeys(named("permute", *BOTH), moved(permuted)),
@@ -321,10 +369,13 @@ _RULES: dict[object, Callable[..., int | None]] = {
     torch.einsum: _summed,
     **dict.fromkeys(named("squeeze", *BOTH), squeezed),
     **dict.fromkeys(named("requires_grad_ rand_like randn_like zeros_like ones_like empty_like", *BOTH), _same),
-    **dict.fromkeys(named("new_zeros new_ones new_empty new_full new_tensor", torch.Tensor), _of_its_own),
 }
-_PARTS: dict[object, Callable[..., Cut | None]] = {
+_REPEATS = frozenset(named("repeat_interleave", *BOTH))
+_GROUPED = frozenset({F.scaled_dot_product_attention})  # several heads of queries with one of keys
+_PARTS: dict[object, Callable[..., Cut]] = {
     torch.Tensor.__getitem__: _indexed,
+    **dict.fromkeys(named("reshape view unflatten", *BOTH), reshaped),
+    **dict.fromkeys(named("flatten", *BOTH), flattened),
     **dict.fromkeys(named("chunk tensor_split", *BOTH), _taken_apart),
     **dict.fromkeys(named("split", *BOTH), functools.partial(_taken_apart, sized=True)),
     F.glu: _gated,

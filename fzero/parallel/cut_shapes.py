@@ -2,70 +2,93 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.capture.handle import Operands
+from fzero.parallel.own_size import OwnSize
 
 Given = dict[str, Any]
-DimOf = Callable[[object], int | None]  # the dim that is cut, from the end; None where it is not known
+DimOf = Callable[[object], int | None]  # the dim that is cut, from the end; None where none is, or it is not known
 
 
 class Mixed(Exception):
-    """An operation goes over the dim that is cut."""
+    """An operation goes over the dim that is cut, or is not known to leave it alone."""
+
+
+class Cut(NamedTuple):
+    """How a tensor is cut.
+
+    Attributes:
+        dim: from the end.
+        parts: sizes along it of what is fused there (gate and up), of this rank's; None where they are not known.
+        outer: how many of the rank's slices follow one another along it: of each example its heads, say.
+    """
+
+    dim: int
+    parts: tuple[int, ...] | None = None
+    outer: int = 1
+
+    def sized(self, before: int, now: int) -> tuple[int, ...] | None:
+        """The parts, where the slice has another number of elements: larger ones, or more of smaller ones."""
+        if self.parts is None or before == now:
+            return self.parts
+        if len(self.parts) == 1:
+            return (now,)
+        scaled = [part * now for part in self.parts]
+        if not before or any(part % before for part in scaled):
+            raise Mixed
+        return tuple([part // before for part in scaled])
 
 
 def input_of(args: Operands, kwargs: Given) -> Any:
     return args[0] if args else kwargs.get("input")
 
 
-def reshaped(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-    x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
-    if dim is None or not x.numel():
-        return None
-    place, size = x.ndim + dim, x.shape[dim]
-    ends = [math.prod(out.shape[:count]) for count in range(out.ndim + 1)]
-    before = math.prod(x.shape[:place])
-    if before not in ends:  # it may become the inner part of a dim, as a whole
-        outer = {math.prod(x.shape[:count]) for count in range(place)}
-        inner = [start in outer and end == before * size for start, end in itertools.pairwise(ends)]
-        if any(inner[:-1]):  # not of the last one, of features
-            return None
+def reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
+    """view(x, sizes): the slice may become one dim, the inner part of one, or several, of which the outermost is cut."""
+    sizes, place = _sizes(args, kwargs), x.ndim + own.dim
+    if len(sizes) != out.ndim or not all(isinstance(size, int) for size in sizes):
+        raise Mixed  # a view of another dtype
+    count = x.shape[place] // own.outer
+    low = math.prod(x.shape[place + 1 :])  # elements from one of the slice to the next one
+    high = low * count
+    steps = [math.prod(out.shape[dim + 1 :]) for dim in range(out.ndim)]
+    ends = [step * size for step, size in zip(steps, out.shape, strict=True)]
+    outermost = [dim for dim in range(out.ndim) if ends[dim] == high]
+    around = [dim for dim in range(out.ndim) if steps[dim] <= low and ends[dim] >= high and not ends[dim] % high]
+    either = sorted({*outermost, *around})
+    said = [dim for dim in either if type(sizes[dim]) is OwnSize] or [dim for dim in either if sizes[dim] == -1]
+    found = said if len(said) == 1 else outermost or around
+    if len(found) != 1:  # which of the dims of one element is it?
         raise Mixed
-    found = ends.index(before)
-    if found == out.ndim:  # one element, as the inner part of features
+    (dim,) = found
+    others = [size for each, size in enumerate(sizes) if each != dim]
+    # a number that all ranks say alike is not the size of a slice, which would be left over for another dim
+    if any(type(size) is OwnSize for size in others) or (-1 in others and dim not in said):
         raise Mixed
-    other, sizes = out.shape[found], _sizes(args, kwargs)
-    if len(sizes) == out.ndim and sizes[found] != -1 and -1 in sizes[found + 1 :]:
-        raise Mixed  # a number of heads that all ranks have together, say
-    if len(sizes) == out.ndim and sizes[found] == -1:
-        return found - out.ndim
-    if other == 1 or size == 1:  # a dim of one may be a new one, or all that this rank has
-        return None
-    return found - out.ndim if size % other == 0 or other % size == 0 else None
+    outer = max(1, ends[dim] // high)
+    return Cut(dim - out.ndim, own.sized(count, out.shape[dim] // outer), outer)
 
 
-def flattened(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
     """flatten(x, start_dim, end_dim)."""
-    x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
-    if dim is None:
-        return None
     given = {"start_dim": 0, "end_dim": -1} | dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
     start, end = [given[name] % x.ndim - x.ndim for name in ("start_dim", "end_dim")]
-    if dim <= start:
-        return end if dim == start else dim + end - start
-    if dim > end:
-        return dim
-    if end == -1:
-        raise Mixed  # the inner part of features
-    return None
+    if own.dim > end:
+        return own
+    if own.dim < start:
+        return own._replace(dim=own.dim + end - start)
+    local = x.shape[own.dim] // own.outer
+    outer = math.prod(x.shape[start + x.ndim : own.dim + x.ndim]) * own.outer
+    size = local * math.prod(x.shape[own.dim + x.ndim + 1 : end + x.ndim + 1])
+    return Cut(end, own.sized(local, size), outer)
 
 
-def _sizes(args: Operands, kwargs: Given) -> list[int]:
+def _sizes(args: Operands, kwargs: Given) -> list[Any]:
     """The sizes that a view is given."""
     more = [*args[1:], *kwargs.values()]
     if len(more) == 2 and isinstance(more[1], (tuple, list)):  # unflatten(dim, sizes)

@@ -281,12 +281,14 @@ class Composed:
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **more: object) -> torch.Tensor:
         return _called(self, q, k, v, {**self.fixed, **more})
 
-    def _attended(self, options: dict[str, object], *tensors: torch.Tensor) -> torch.Tensor:
+    def _attended(
+        self, attention: Callable[..., torch.Tensor], options: dict[str, object], *tensors: torch.Tensor
+    ) -> torch.Tensor:
         count = tensors[0].shape[1]
         if not count:  # one of zeros: the result depends on what it does elsewhere, and ranks pull back the same maps
             tensors = tuple(torch.cat([x, x.new_zeros((x.shape[0], 1, *x.shape[2:]))], 1) for x in tensors)
         q, k, v = tensors
-        out, expected = self.attention(q, k, v, **options), (*q.shape[:3], v.shape[3])
+        out, expected = attention(q, k, v, **options), (*q.shape[:3], v.shape[3])
         if not isinstance(out, torch.Tensor) or out.shape != expected:
             raise wrong("parallel.ulysses", "the result of attention", out, f"a tensor of shape {expected}")
         return out[:, :count]
@@ -304,9 +306,9 @@ def _called(
     plain = {name: x for name, x in sorted(options.items()) if isinstance(x, (bool, int, float, str, type(None)))}
     dtypes = f"{q.dtype} {k.dtype} {v.dtype} {of.chunks} {plain}"
     lengths, _ = agreed(of.ax, who, (q.shape, k.shape, v.shape), dtypes, {})
-    attend = functools.partial(of._attended, options)
+    attend = functools.partial(of._attended, varying.seen(of.attention, (q, k, v)), options)
     deal = Deal(of.ax.size, q.shape[1], k.shape[1], of.chunks)
-    return varying.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v), watched=True)
+    return varying.attended(functools.partial(composed, of.ax, lengths, deal, attend), (q, k, v))
 
 
 leave_out(__name__, "_called")

@@ -5,8 +5,10 @@ is the same on all ranks is made each rank's own where the two meet, so that cot
 elements along a dim that is cut is refused, and what is not known to leave it alone; a row or a gather puts the whole
 together. Random numbers are each rank's own for slices, and the same otherwise.
 
-Where a unit is compiled nothing is looked at. Nor are numbers: a size that is read of a slice is the rank's own. What
-torch.func maps or differentiates inside of a module must not be a slice.
+A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
+out again, on whatever way (`capture/notes.py`). Where a unit is compiled nothing is looked at, nor is what Python's
+floats compute with a size (`0.5 * h.shape[-1]`). What torch.func maps or differentiates inside of a module must not be
+a slice.
 """
 
 from __future__ import annotations
@@ -14,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
-import weakref
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -23,14 +25,25 @@ import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
+from fzero.base.pytree import leaves
 from fzero.base.context import during, variable
+from fzero.capture.contents import tensors_in
 from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, name_of, reading, writes
+from fzero.capture.notes import Notes, known, notes
 from fzero.comm.axis import Axis
-from fzero.parallel.cut_dims import Cut, cut_behind
-from fzero.parallel.cut_shapes import Mixed
+from fzero.parallel.cut_dims import cut_behind
+from fzero.parallel.cut_shapes import Cut, Mixed
+from fzero.parallel.elementwise import BOTH, named
+from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
 
+# read values of it
+_READS = {
+    *named("tolist item numpy __bool__ __float__ __int__ __complex__ __index__ __contains__", torch.Tensor),
+    *named("equal allclose is_nonzero", *BOTH),
+}
+_OURS = "fzero."  # whose own functions read sizes of slices as they are
 _SINGLE = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))  # arguments of one leaf
 GATHER_OWN = "gather(own=True)"  # the name of that map
 _RANDOM = {
@@ -42,76 +55,63 @@ _RANDOM = {
 }
 
 
+MAP = "a map"  # the source of what a map of `fz.parallel` gives, called by a module itself, which its user sees to
+
+
 class Mark(NamedTuple):
     """How a tensor varies.
 
     Attributes:
         source: the path of the module whose outputs are cut, that it comes from; "" for a copy.
-        dim: that is cut, from the end; None where it is not known.
-        parts: sizes along it of what is fused there, of this rank's; None where they are not known.
+        cut: along which dim; None where it is not known, of what has no elements or what maps gave.
     """
 
     source: str
-    dim: int | None = None
-    parts: tuple[int, ...] | None = None
-
-
-class Marked(NamedTuple):
-    """A tensor that varies, where it goes into a unit's call or comes out of it."""
-
-    tensor: torch.Tensor
-    source: str
-    dim: int | None
-    parts: tuple[int, ...] | None
+    cut: Cut | None = None
 
 
 class Varying(TorchFunctionMode):
     """Inside, what varies is known."""
 
-    def __init__(self, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor]) -> None:
+    def __init__(self, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor], known: Notes) -> None:
         super().__init__()
-        self.axis, self._copy = axis, copy
-        self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
+        self.axis, self._copy, self.known = axis, copy, known
         self._level = private.level()
 
     def note(self, tensor: torch.Tensor, mark: Mark) -> None:
-        self._known[id(tensor)] = weakref.ref(tensor), mark
+        self.known.note(tensor, mark)
 
     def mark_of(self, x: object) -> Mark | None:
-        found = self._known.get(id(x))
-        return found[1] if found is not None and found[0]() is x else None
-
-    def forget(self, tensor: torch.Tensor) -> None:
-        self._known.pop(id(tensor), None)
-
-    @contextlib.contextmanager
-    def anew(self) -> Iterator[None]:
-        """Inside, a unit is watched by itself."""
-        before = self._known, self._level
-        self._known, self._level = {}, private.level()
-        try:
-            yield
-        finally:
-            self._known, self._level = before
+        mark = self.known.of(x)
+        return mark if isinstance(mark, Mark) else None
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if not self._known or func in READABLE or _running.get() is not self:  # a map sees to it
+        if not self.known or _running.get() is not self:  # a map sees to it
             return func(*args, **(kwargs or {}))
+        if func in READABLE:
+            out = func(*args, **(kwargs or {}))
+            mark = self.mark_of(args[0]) if func in SIZES and args else None
+            if mark is None or mark.cut is None or str(sys._getframe(1).f_globals.get("__name__")).startswith(_OURS):
+                return out
+            return own_sizes(out, args, kwargs or {}, mark.cut.dim, lambda size: self._own_size(size, mark.source))
         kwargs, spec = dict(kwargs or {}), None
-        leaves: Sequence[object] = args
+        flat: Sequence[object] = args
         if kwargs or not all(isinstance(x, _SINGLE) for x in args):
-            leaves, spec = pytree.flatten((args, kwargs))
-        marks = [self.mark_of(x) for x in leaves]
+            flat, spec = pytree.flatten((args, kwargs))
+        marks = [self.mark_of(x) for x in flat]
         if private.level() > self._level:
-            self._refuse_wrapped(func, leaves)
+            self._refuse_wrapped(func, flat)
+        size = next(own_sizes_in(args, kwargs), None)
+        if size is not None and (func not in SHAPED or not any(mark and mark.cut for mark in marks)):
+            return self._made(func, size, args, kwargs)
         if not any(marks):
             return func(*args, **kwargs)
         into = writes(func, kwargs)
         if into:
-            self._refuse_write(func, leaves, marks)
+            self._refuse_write(func, flat, marks)
         given, changed = args, kwargs
         if not all(marks):
-            own = [x if mark else self._own(x) for x, mark in zip(leaves, marks, strict=True)]
+            own = [x if mark else self._own(x) for x, mark in zip(flat, marks, strict=True)]
             given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
@@ -120,26 +120,36 @@ class Varying(TorchFunctionMode):
         mark = Mark("")
         if func == torch.Tensor.__setitem__:
             mark = before
+        elif func in MADE_LIKE:
+            return out
         elif cut:
-            found = self._cut(func, args, kwargs, out, cut[0])
-            mark = Mark(cut[0].source) if found is None else Mark(cut[0].source, found.dim, found.parts)
+            mark = self._behind(func, args, kwargs, out, cut)
         results = [out] if isinstance(out, torch.Tensor) else pytree.flatten(out)[0]
         for x in (*results, *given[:1]) if into else results:
             if isinstance(x, torch.Tensor):
                 self.note(x, mark)
         return out
 
-    def _cut(self, func: Function, args: Operands, kwargs: dict[str, object], out: object, cut: Mark) -> Cut | None:
+    def _behind(
+        self, func: Function, args: Operands, kwargs: dict[str, object], out: object, cut: Sequence[Mark]
+    ) -> Mark:
+        """How varies what a function gives of slices; what mixes them is refused."""
+        unknown = [mark for mark in cut if mark.cut is None]
+        gives = any(isinstance(x, torch.Tensor) for x in ([out] if isinstance(out, torch.Tensor) else leaves(out)))
+        if unknown or not (gives or func in _READS):
+            return unknown[0] if unknown else cut[0]
+
         def cut_of(x: object) -> Cut | None:
             mark = self.mark_of(x)
-            return Cut(mark.dim, mark.parts) if mark and mark.dim is not None else None
+            return mark.cut if mark else None
 
         try:
             if func is F.scaled_dot_product_attention:
                 self._need_heads(*(*args, *kwargs.values())[:2])
-            return cut_behind(func, args, kwargs, out, cut_of)
+            empty = any(cut_of(x) and x.numel() == 0 for x in leaves((args, kwargs)))
+            return Mark(cut[0].source, None if empty else cut_behind(func, args, kwargs, out, cut_of))
         except Mixed:
-            raise self.refused(func, cut) from None
+            raise self.refused(func, cut[0]) from None
 
     def refused(self, func: Function, cut: Mark) -> ValueError:
         return ValueError(
@@ -149,18 +159,48 @@ class Varying(TorchFunctionMode):
             "fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
         )
 
+    def _own_size(self, size: int, source: str) -> OwnSize:
+        return OwnSize.of(size, source, self.axis.name)
+
+    def _made(self, func: Function, size: OwnSize, args: Operands, kwargs: dict[str, object]) -> object:
+        """What is made as large as a slice: the slice of what would be made as large as the whole."""
+        dim = dim_made(func, args, kwargs)
+        if dim is None:
+            raise size.refusal(repr(name_of(func)))
+        given = (self._own(args[0]), *args[1:]) if func is torch.Tensor.expand else args
+        with during(_running, None), own_stream(self.axis) if func in _RANDOM else contextlib.nullcontext():
+            out = func(*given, **kwargs)
+        assert isinstance(out, torch.Tensor)
+        return note(out, Mark(size.source, Cut(dim)))
+
     def _written(self, x: object, index: object, value: object) -> Mark:
         """How a tensor varies once `x[index] = value` has been done."""
         assert isinstance(x, torch.Tensor)
         own, other = self.mark_of(x), self.mark_of(value)
         if own and own.source:
-            self._cut(torch.Tensor.__getitem__, (x, index), {}, x[index], own)  # type: ignore[index]
+            found = self._behind(torch.Tensor.__getitem__, (x, index), {}, part := x[index], [own])  # type: ignore[index]
+            if isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor):
+                self._need_beside(part, found, value, other)
             return own
         whole = all(each is ... or each == slice(None) for each in (index if isinstance(index, tuple) else (index,)))
         assert other is not None
         if not whole or not isinstance(value, torch.Tensor) or value.shape != x.shape:
             raise self.refused(torch.Tensor.__setitem__, other)
         return other
+
+    def _need_beside(self, part: torch.Tensor, found: Mark, value: torch.Tensor, other: Mark | None) -> None:
+        """Refuses to write to a slice what does not lie as it does."""
+        marks = {id(part): found, id(value): other}
+
+        def cut_of(x: object) -> Cut | None:
+            mark = marks.get(id(x))
+            return mark.cut if mark else None
+
+        if found.cut is not None and not (other and other.source and other.cut is None):
+            try:
+                cut_behind(torch.add, (part, value), {}, part, cut_of)
+            except Mixed:
+                raise self.refused(torch.Tensor.__setitem__, found) from None
 
     def _need_heads(self, q: object, k: object) -> None:
         """Refuses slices of queries' heads with all of several heads of keys, of which some go with each slice."""
@@ -170,9 +210,7 @@ class Varying(TorchFunctionMode):
         if k.ndim > 2 and k.shape[-3] > 1:
             raise Mixed
 
-    def attended(
-        self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], watched: bool
-    ) -> torch.Tensor:
+    def attended(self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """What attention gives of q, k and v: heads that are slices, where these are."""
         marks = [self.mark_of(x) for x in tensors]
         if private.level() > self._level:
@@ -180,11 +218,10 @@ class Varying(TorchFunctionMode):
         if not any(marks):
             return attend(*tensors)
         own = [x if mark else self._own(x) for x, mark in zip(tensors, marks, strict=True)]
-        with contextlib.nullcontext() if watched else unseen():
+        with unseen():
             out = attend(*own)
         cut = [mark for mark in marks if mark and mark.source]
-        found = self._cut(F.scaled_dot_product_attention, tuple(tensors), {}, out, cut[0]) if cut else None
-        self.note(out, Mark(cut[0].source if cut else "", found.dim if found is not None else None))
+        self.note(out, self._behind(F.scaled_dot_product_attention, tuple(tensors), {}, out, cut) if cut else Mark(""))
         return out
 
     def _own(self, x: object) -> object:
@@ -197,8 +234,8 @@ class Varying(TorchFunctionMode):
             return x.own()
         return self._copy(x, self.axis) if private.is_differentiated(x) else x
 
-    def _refuse_wrapped(self, func: Function, leaves: Sequence[object]) -> None:
-        for x in leaves:
+    def _refuse_wrapped(self, func: Function, flat: Sequence[object]) -> None:
+        for x in flat:
             while isinstance(x, torch.Tensor) and private.is_wrapper(x):
                 x = private.inner(x)
                 if (mark := self.mark_of(x)) is not None and mark.source:
@@ -209,8 +246,8 @@ class Varying(TorchFunctionMode):
                         "'column_gather' of that module in the plan of fz.shard_tensor."
                     )
 
-    def _refuse_write(self, func: Function, leaves: Sequence[object], marks: Sequence[Mark | None]) -> None:
-        first = leaves[0] if leaves else None
+    def _refuse_write(self, func: Function, flat: Sequence[object], marks: Sequence[Mark | None]) -> None:
+        first = flat[0] if flat else None
         if isinstance(first, torch.Tensor) and marks[0] is None:
             part = not isinstance(first, Spread) and first._is_view()  # nothing would be known of the whole
             if isinstance(first, Spread) or private.is_differentiated(first) or part:
@@ -224,46 +261,38 @@ class Varying(TorchFunctionMode):
 _running: contextvars.ContextVar[Varying | None] = variable("varying", None)
 
 
-def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor]) -> Function:
+def watching(
+    run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor], returns: bool = False
+) -> Function:
     """`run`, a function of a module or of one of its units, in which what varies is known.
 
     Args:
         copy: `maps.shared`.
+        returns: whether `run` is the whole module's, whose results go to its caller.
     """
 
     @functools.wraps(run)
     def call(*args: object, **kwargs: object) -> object:
-        mode = _running.get()
-        if mode is not None and mode.axis == axis and any(each is mode for each in private.function_modes()):
-            with mode.anew():
-                return within(args, kwargs)
-        mode = Varying(axis, copy)
-        with during(_running, mode), mode:
-            return within(args, kwargs)
-
-    def within(args: Operands, kwargs: dict[str, object]) -> object:
-        return packed(run(*map(opened, args), **{name: opened(x) for name, x in kwargs.items()}))
+        mode = Varying(axis, copy, known())
+        with during(_running, mode), during(notes, mode.known), mode:
+            out = run(*args, **kwargs)
+        for x in tensors_in(out, lambda _: False) if returns and mode.known else ():
+            if mode.mark_of(x) == Mark("") and private.is_differentiated(x):
+                raise ValueError(
+                    f"apply: the module returns a tensor of shape {tuple(x.shape)} that was made each rank's own of "
+                    f"axis {axis.name!r}, by fz.parallel.copy or with a leaf that is copied, and is whole on each: its "
+                    "cotangents would be summed over ranks. Compute it of what is not copied, or put it together with "
+                    "fz.parallel.sum."
+                )
+        return out
 
     return call
 
 
-def around(call: Callable[..., object], leaves: object, args: Operands, kwargs: dict[str, object]) -> object:
-    """A unit's call, in which what varies among its arguments, or in tuples of them, is known to do so."""
-    return opened(call(leaves, tuple(map(packed, args)), {name: packed(x) for name, x in kwargs.items()}))
-
-
-def packed(value: object) -> object:
-    mark = mark_of(value)
-    if mark is not None and isinstance(value, torch.Tensor):
-        return Marked(value, *mark)
-    return tuple(map(packed, value)) if type(value) is tuple else value
-
-
-def opened(value: object) -> object:
-    """The inverse of `packed`."""
-    if isinstance(value, Marked):
-        return note(value.tensor, Mark(*value[1:]))
-    return tuple(map(opened, value)) if type(value) is tuple else value
+def around(call: Callable[..., object], *given: object) -> object:
+    """A unit's call, which is watched by itself: what the engine does around it is not looked at."""
+    with unseen():
+        return call(*given)
 
 
 @contextlib.contextmanager
@@ -281,16 +310,26 @@ def mark_of(x: object) -> Mark | None:
     return None if mode is None else mode.mark_of(x)
 
 
-def attended(
-    attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor], watched: bool = False
-) -> torch.Tensor:
-    """`attend(q, k, v)` of [b, heads, t, d], which torch's function modes do not see as one.
-
-    Args:
-        watched: what it does is looked at, too: it is its user's.
-    """
+def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
     mode = _running.get()
-    return attend(*tensors) if mode is None else mode.attended(attend, tensors, watched)
+    return attend(*tensors) if mode is None else mode.attended(attend, tensors)
+
+
+def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """A user's function of tensors that vary as these do, where other code runs unseen."""
+    mode = _running.get()
+    marks = [] if mode is None else [mode.mark_of(x) or Mark("") for x in tensors]
+    if mode is None or all(mark == Mark("") for mark in marks):
+        return run
+
+    def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
+        for x, mark in zip(given, marks, strict=True):
+            mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
+        with during(_running, mode), mode:
+            return run(*given, **options)
+
+    return call
 
 
 def need_whole(func: Callable[..., object], *values: object) -> None:
@@ -315,8 +354,8 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor) -> torch.Ten
         return out
     before = mode.mark_of(x)
     if ax.members == mode.axis.members:
-        after = {"copy": Mark(""), GATHER_OWN: Mark(""), "sum": None, "gather": None}.get(name, Mark("a map"))
+        after = {"copy": Mark(""), GATHER_OWN: Mark(""), "sum": None, "gather": None}.get(name, Mark(MAP))
     else:
-        after = None if before is None else before._replace(dim=None, parts=None)
-    mode.forget(out) if after is None else mode.note(out, after)
+        after = before
+    mode.known.forget(out) if after is None else mode.note(out, after)
     return out

@@ -63,7 +63,6 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "over tokens": lambda h, x: h - h.mean(1, keepdim=True) + h.cumsum(1).softmax(1),
     "heads": lambda h, x: heads(torch.tanh(h)),
     "heads in the batch": lambda h, x: out_of_heads(h),
-    "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
     "attention": lambda h, x: attended(h),
     "in place": lambda h, x: (h * 1).mul_(2).add_(x[..., :1]),
     "einsum": lambda h, x: torch.einsum("bts,bsf->btf", torch.softmax(x @ x.mT, -1), h),
@@ -100,6 +99,7 @@ def into_a_constant(h: torch.Tensor) -> torch.Tensor:
 
 
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
     "softmax": lambda h, x: h.softmax(-1),
     "mean": lambda h, x: h - h.mean(-1, keepdim=True),
     "sum of all": lambda h, x: h / h.sum(),

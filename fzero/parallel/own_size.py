@@ -1,0 +1,142 @@
+"""A size that is read of a rank's slice: good for shapes, where every rank has its own, and refused as a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+import torch
+
+from fzero.capture.handle import Function, Operands
+from fzero.capture.notes import notes
+from fzero.parallel.elementwise import BOTH, named
+
+SIZES = {torch.Tensor.shape.__get__, *named("size numel nelement", torch.Tensor), torch.numel}  # type: ignore[attr-defined]
+_MADE = named("zeros ones empty full rand randn", torch)
+MADE_LIKE = named("new_zeros new_ones new_empty new_full", torch.Tensor)
+SHAPED = frozenset(named("view reshape unflatten expand split __getitem__", *BOTH))  # of slices, by sizes
+
+
+class OwnSize(int):
+    """The size of a dim that is cut, on this rank.
+
+    Shapes may be made of it, of multiples of it and of parts that it consists of. What else is computed with it would
+    be another number on one rank than for the whole: it is refused, while the function runs that read it.
+
+    Attributes:
+        source: the path of the module whose outputs are cut.
+        axis: the name of the axis that they are cut over.
+    """
+
+    source: str
+    axis: str
+
+    @classmethod
+    def of(cls, size: int, source: str, axis: str) -> OwnSize:
+        self = cls(size)
+        self.source, self.axis = source, axis
+        return self
+
+    def _like(self, size: int) -> OwnSize:
+        return OwnSize.of(size, self.source, self.axis)
+
+    def need_shape(self, what: str) -> None:
+        """Refuses another use than that of a shape."""
+        if notes.get() is not None:
+            raise self.refusal(what)
+
+    def refusal(self, what: str) -> ValueError:
+        return ValueError(
+            f"apply: {what} uses a size that was read of what module {self.source!r} gives, whose outputs are cut over "
+            f"axis {self.axis!r}: got {int.__repr__(self)}, this rank's, where another number is needed than that of "
+            "its slice, or none is known to be right. Use the whole size (module.out_features, a number of the "
+            "config), -1 in a view, or say 'column_gather' of that module in the plan of fz.shard_tensor."
+        )
+
+    def __mul__(self, other: object) -> OwnSize:  # type: ignore[override]
+        if type(other) is int:
+            return self._like(int.__mul__(self, other))
+        if isinstance(other, (int, float, complex)):
+            self.need_shape("*")
+        return int.__mul__(self, other)  # type: ignore[operator]
+
+    __rmul__ = __mul__  # type: ignore[assignment]
+
+    def __floordiv__(self, other: object) -> OwnSize:  # type: ignore[override]
+        if type(other) is int and other and not int.__mod__(self, other):
+            return self._like(int.__floordiv__(self, other))
+        if isinstance(other, (int, float)):
+            self.need_shape("//")
+        return int.__floordiv__(self, other)  # type: ignore[operator]
+
+    def __add__(self, other: object) -> int:  # type: ignore[override]
+        if type(other) is OwnSize:
+            return self._like(int.__add__(self, other))
+        if other == 0 and type(other) is int:  # sum(sizes)
+            return self
+        if isinstance(other, (int, float, complex)):
+            self.need_shape("+")
+        return int.__add__(self, other)  # type: ignore[operator]
+
+    __radd__ = __add__  # type: ignore[assignment]
+
+    def __neg__(self) -> OwnSize:
+        return self._like(int.__neg__(self))
+
+    def __mod__(self, other: object) -> int:  # type: ignore[override]
+        out = int.__mod__(self, other)  # type: ignore[operator]
+        return out if out is NotImplemented or not out else self._like(out)
+
+
+def _as_number(name: str) -> Callable[..., object]:
+    plain = getattr(int, name)
+
+    def method(self: OwnSize, *others: object) -> object:
+        out = plain(self, *others)
+        if out is not NotImplemented or any(isinstance(x, (float, complex)) for x in others):
+            self.need_shape(name.strip("_"))
+        return out
+
+    method.__name__ = name
+    return method
+
+
+for _name in (
+    "__sub__ __rsub__ __truediv__ __rtruediv__ __rfloordiv__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ "
+    "__lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ "
+    "__lt__ __le__ __gt__ __ge__ __float__ __int__ __round__ __trunc__ __floor__ __ceil__ bit_length"
+).split():
+    setattr(OwnSize, _name, _as_number(_name))
+
+
+def own_sizes(out: object, args: Operands, kwargs: Mapping[str, object], dim: int, own: Callable[[int], OwnSize]) -> object:
+    """Sizes of a slice, of which that of the dim that is cut is this rank's own."""
+    x, *more = args
+    assert isinstance(x, torch.Tensor) and isinstance(out, (int, torch.Size))
+    place = x.ndim + dim
+    if isinstance(out, torch.Size):
+        return torch.Size([own(size) if each == place else size for each, size in enumerate(out)])
+    of = kwargs.get("dim", more[0] if more else None)
+    return own(out) if of is None or (isinstance(of, int) and of % x.ndim == place) else out
+
+
+def own_sizes_in(args: Operands, kwargs: Mapping[str, object]) -> Iterator[OwnSize]:
+    """Those among arguments, and in tuples, lists and slices of them."""
+    for x in (*args, *kwargs.values()):
+        if type(x) is OwnSize:
+            yield x
+        elif isinstance(x, (tuple, list)):
+            yield from own_sizes_in(tuple(x), {})
+        elif isinstance(x, slice):
+            yield from own_sizes_in((x.start, x.stop, x.step), {})
+
+
+def dim_made(func: Function, args: Operands, kwargs: Mapping[str, object]) -> int | None:
+    """The dim, from the end, that something is made as large as a slice along; None where no such thing is made."""
+    like = func in MADE_LIKE or func is torch.Tensor.expand
+    if not (like or func in _MADE):
+        return None
+    more = args[1:] if like else args
+    shape = more[0] if more and isinstance(more[0], (tuple, list)) else more or kwargs.get("size", ())
+    assert isinstance(shape, (tuple, list))
+    places = [place - len(shape) for place, size in enumerate(shape) if type(size) is OwnSize]
+    return places[0] if len(places) == 1 == sum(1 for _ in own_sizes_in(args, kwargs)) else None
