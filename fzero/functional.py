@@ -148,7 +148,7 @@ class _Apply:
                 if isinstance(leaf, Handle):
                     by_index.setdefault(leaf.index, {})[name] = leaf
             with during(_outside, by_index), during(reading, full):
-                return own.whole(own.root.places.call(own._fresh(own.module, True), outside, args, kwargs))
+                return own.whole(own.root.places.call(own._fresh(own.module), outside, args, kwargs))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, converted for what is cut."""
@@ -198,17 +198,17 @@ class _Copy:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
         places, around = Places(module, self.elsewhere, apart), self.untouched.around
         runs = (run, compiled(run, module)) if self.pieces is None else (run, run)  # nothing compiles pieces
-        call, fast = (around(functools.partial(places.call, self._fresh(own, not prefix))) for own in runs)
+        call, fast = (around(functools.partial(places.call, self._fresh(own))) for own in runs)
         return _Unit(prefix, places, Surroundings(module), call, fast)
 
     def _inside(self, run: Function) -> Function:
         return run if self.pieces is None else self.pieces.inside(run)
 
-    def _fresh(self, run: Function, returns: bool = False) -> Function:
+    def _fresh(self, run: Function) -> Function:
         if not self.converts:
             return run
         run = fresh(self._inside(run))
-        return run if self.watches is None else varying.watching(run, self.watches, maps.shared, returns)
+        return run if self.watches is None else varying.watching(run, self.watches, maps.shared)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero.base import private, pytree
+from fzero.capture.notes import Notes
 from fzero.comm.axis import Axis
 from fzero.comm.pieces import gathered
 
@@ -17,6 +18,29 @@ def scalars_in(outputs: object) -> list[torch.Tensor]:
     with private.below_transforms():
         own = [private.unwrapped(x).detach() for x in leaves if x.ndim == 0 and pytree.is_real(x)]
         return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in own]
+
+
+def need_invariant(outputs: object, known: Notes) -> None:
+    """Refuses scalars that vary between the ranks of the tensor axis, and copies: derivatives would be added up.
+
+    Args:
+        outputs: of a function that is differentiated.
+
+    Raises:
+        ValueError: on all ranks, as all run the same function.
+    """
+    for x in pytree.flatten(outputs)[0]:
+        mark = known.of(x)
+        if mark is None or not private.is_differentiated(x) or (mark.source and x.ndim):
+            continue
+        of = f"of {mark.source!r}, of which each rank has its slice," if mark.source else "of each rank's own copy"
+        raise ValueError(
+            f"step: the function returned a tensor of shape {tuple(x.shape)} that was computed {of} and varies between "
+            f"the ranks of axis {known.axis.name!r}, over which leaves are cut; expected one that is the same on all. "
+            "Its gradients would be those of the sum over ranks. Put it together by fz.parallel.sum or gather (for the "
+            "module that gives slices, say 'column_gather' in the plan of fz.shard_tensor), or compute it of what is "
+            "not a fz.parallel.copy. Where each rank's own is meant, return it with a dim, as x[None]."
+        )
 
 
 def _near(x: torch.Tensor) -> float:

@@ -20,7 +20,7 @@ from fzero.capture.containers import Container, Content, is_same
 from fzero.capture.contents import replaced, tensors_in
 from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
 from fzero.capture.handle import Handle, storage_of
-from fzero.capture.notes import known, notes
+from fzero.capture.notes import Mark, hand_on, marks_of, notes
 from fzero.capture.second_run import SecondRun
 from fzero.capture.surroundings import Filling, Reach, Surroundings, put_again, take_out
 from fzero.engine.traversal import Present, Traversal, inside
@@ -50,7 +50,7 @@ class Call:
         self.reach = Reach((*args, *self.kwargs.values()), surroundings)
         self.facts, self.first = Facts(), True
         self.more: list[Handle] = []
-        self._notes, self._noted = known(), list[object]()
+        self._notes, self._noted = notes.get(), list[Mark | None]()
         # the stored buffers of its leaves, as far as is known
         self.primals: dict[Key, torch.Tensor] = {handle.key: handle.primal for handle in self.reach.handles}
         self._second = SecondRun(self.reach)
@@ -74,7 +74,7 @@ class Call:
         self._changed: set[int] = set()  # ids of what the function changed
         self._form: Sequence[object] = ()  # of what the function puts out
         self._outlets: Outlets | None = None  # which tensors are put out, and how
-        self._gives: list[object] = []  # what is known of each
+        self._gives: list[Mark | None] = []  # how each varies
 
     def is_alone(self, place: int) -> bool:
         """Tells whether one of its tensors is needed as it is by a run later only, and held in no object."""
@@ -128,7 +128,7 @@ class Call:
     def _know(self, facts: Facts) -> None:
         self.facts = facts
         self.reach.reads(facts.read)
-        self._noted = self._notes.of_each(self.reach.tensors)
+        self._noted = marks_of(self._notes, self.reach.tensors)
         self.more = [self._traversal.handle(index) for index in facts.more]
         self.primals.update((handle.key, handle.primal) for handle in self.more)
 
@@ -225,7 +225,7 @@ class Call:
             copied = [i in self.facts.mutated or (fresh and x.requires_grad) for i, x in enumerate(tensors)]
             tensors = [x.clone() if own else x for x, own in zip(tensors, copied, strict=True)]
         tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
-        self._notes.hand_on(self._noted, tensors)
+        hand_on(self._notes, self._noted, tensors)
         mapping, shapes = self._mapping(leaves, tensors), [geometry(x) for x in tensors]
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(mapping[id(outer)]), outer) for _, outer in self.reach.unread)
@@ -281,7 +281,7 @@ class Call:
         if self._outlets is None:
             own = {storage_of(full) for full in self._fulls}
             count = len(exports.tensors)
-            self._gives = self._notes.of_each(out)
+            self._gives = marks_of(self._notes, out)
             self._outlets = Outlets(out, count, tensors, self.reach.tensors, own, self._moving, self._leaves)
             self._need_copies(self._outlets.returned)
         form = [(x.shape, x.dtype) for x in out]
@@ -388,7 +388,7 @@ class Call:
         for x, slot in zip(changed, recipes[len(recipes) - len(changed) :], strict=True):
             x.copy_(out[slot.index])
         tensors = [recipe.outside(out) for recipe in recipes]
-        self._notes.hand_on(self._gives, [*tensors[: len(tensors) - len(changed)], *changed])
+        hand_on(self._notes, self._gives, [*tensors[: len(tensors) - len(changed)], *changed])
         for i, (kind, _) in self._dressed.items():
             tensors[i] = tensors[i].as_subclass(kind)
         for i, (_, content) in self._dressed.items():

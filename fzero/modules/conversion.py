@@ -14,15 +14,15 @@ from torch import nn
 from fzero.base import private
 from fzero.base.context import during, variable
 from fzero.capture.handle import Handle
+from fzero.capture.notes import Cut, Mark
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
-from fzero.parallel.cut_shapes import Cut
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
-from fzero.parallel.varying import Mark, mark_of, note, unseen
+from fzero.parallel.varying import mark_of, note, unseen
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
@@ -292,7 +292,7 @@ class Converted:
         if mark is not None and not mark.source:  # each rank's own of what is whole
             start = sum(sizes[: self.axis.rank])
             return _by_rank(x, dim, slices, self.axis.size).narrow(dim, start, sizes[self.axis.rank])
-        if mark is not None and (count != sizes[self.axis.rank] or (mark.cut and (mark.cut.dim, mark.cut.outer) != (dim, 1))):
+        if mark is not None and (count != sizes[self.axis.rank] or not self._lies_so(mark.cut, dim, slices)):
             raise self._not_a_piece(x, dim, sizes)
         if mark is not None:
             return x
@@ -304,6 +304,11 @@ class Converted:
         if count != whole:
             raise self._not_a_piece(x, dim, sizes)
         return self._slice(x, dim, slices)
+
+    def _lies_so(self, cut: Cut | None, dim: int, slices: Slices) -> bool:
+        """Tells whether a tensor is cut as a row's leaf is, as far as is known of it."""
+        own = tuple([size for _, size in slices.ranges(self.axis.size)[self.axis.rank]])
+        return cut is None or (cut.dim == dim and cut.outer == 1 and cut.parts == own)
 
     def _not_a_piece(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> ValueError:
         return ValueError(

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 
 from fzero.base import pytree
 from fzero.capture.handle import Function, Operands
+from fzero.capture.notes import Cut
 from fzero.parallel.cut_shapes import (
-    Cut,
     DimOf,
     Given,
     Mixed,
@@ -23,6 +23,7 @@ from fzero.parallel.cut_shapes import (
     moved,
     permuted,
     reshaped,
+    sized,
     squeezed,
     unsqueezed,
 )
@@ -63,17 +64,12 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
     operands = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     known = [(x, own) for x in operands if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
     x, own = known[0]
-    alike = func in _GROUPED or all(each.outer == own.outer and _fits(each, own) for _, each in known)
+    alike = func in _GROUPED or all((each.outer, each.parts) == (own.outer, own.parts) for _, each in known)
     free = func in _GROUPED or func in _REPEATS
     if not alike or (not free and any(first.shape[dim] != x.shape[each.dim] for x, each in known)):
         raise Mixed  # slices of other parts, or one element by rank that goes with each of another one's
-    parts = next((each.parts for _, each in known if each.parts is not None), None)
     count = first.shape[dim] // own.outer
-    return Cut(dim, own._replace(parts=parts).sized(x.shape[own.dim] // own.outer, count), own.outer)
-
-
-def _fits(one: Cut, other: Cut) -> bool:
-    return None in (one.parts, other.parts) or one.parts == other.parts
+    return Cut(dim, sized(own, x.shape[own.dim] // own.outer, count), own.outer)
 
 
 def _first(out: object) -> Any:
@@ -288,9 +284,9 @@ def _between(own: Cut, size: int, taken: slice) -> tuple[int, ...]:
 
 
 def _taken_apart(
-    x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor, sized: bool = False
+    x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor, by_size: bool = False
 ) -> Cut:
-    """chunk(x, n, dim); where it is `sized`, split(x, size, dim)."""
+    """chunk(x, n, dim); `by_size`, split(x, size, dim)."""
     dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
     many = next((kwargs[name] for name in _MANY if name in kwargs), args[1] if len(args) > 1 else None)
     if dim % x.ndim - x.ndim != own.dim:
@@ -301,10 +297,10 @@ def _taken_apart(
         raise Mixed
     count, size = len(own.parts), x.shape[own.dim]
     if isinstance(many, (tuple, list)):
-        fits = sized and tuple(many) == own.parts
+        fits = by_size and tuple(many) == own.parts
     else:  # the number of pieces, or their size, of which each rank has its own
-        alike = len(set(own.parts)) == 1 and many == (own.parts[0] if sized else count)
-        fits = alike and out.shape[own.dim] * count == size and (type(many) is OwnSize) == sized
+        alike = len(set(own.parts)) == 1 and many == (own.parts[0] if by_size else count)
+        fits = alike and out.shape[own.dim] * count == size and (type(many) is OwnSize) == by_size
     if not fits:
         raise Mixed
     return Cut(own.dim, (out.shape[own.dim],))
@@ -377,6 +373,6 @@ _PARTS: dict[object, Callable[..., Cut]] = {
     **dict.fromkeys(named("reshape view unflatten", *BOTH), reshaped),
     **dict.fromkeys(named("flatten", *BOTH), flattened),
     **dict.fromkeys(named("chunk tensor_split", *BOTH), _taken_apart),
-    **dict.fromkeys(named("split", *BOTH), functools.partial(_taken_apart, sized=True)),
+    **dict.fromkeys(named("split", *BOTH), functools.partial(_taken_apart, by_size=True)),
     F.glu: _gated,
 }

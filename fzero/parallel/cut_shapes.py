@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from fzero.capture.handle import Operands
+from fzero.capture.notes import Cut
 from fzero.parallel.own_size import OwnSize
 
 Given = dict[str, Any]
@@ -19,29 +20,16 @@ class Mixed(Exception):
     """An operation goes over the dim that is cut, or is not known to leave it alone."""
 
 
-class Cut(NamedTuple):
-    """How a tensor is cut.
-
-    Attributes:
-        dim: from the end.
-        parts: sizes along it of what is fused there (gate and up), of this rank's; None where they are not known.
-        outer: how many of the rank's slices follow one another along it: of each example its heads, say.
-    """
-
-    dim: int
-    parts: tuple[int, ...] | None = None
-    outer: int = 1
-
-    def sized(self, before: int, now: int) -> tuple[int, ...] | None:
-        """The parts, where the slice has another number of elements: larger ones, or more of smaller ones."""
-        if self.parts is None or before == now:
-            return self.parts
-        if len(self.parts) == 1:
-            return (now,)
-        scaled = [part * now for part in self.parts]
-        if not before or any(part % before for part in scaled):
-            raise Mixed
-        return tuple([part // before for part in scaled])
+def sized(own: Cut, before: int, now: int) -> tuple[int, ...] | None:
+    """The parts, where the slice has another number of elements: larger ones, or more of smaller ones."""
+    if own.parts is None or before == now:
+        return own.parts
+    if len(own.parts) == 1:
+        return (now,)
+    scaled = [part * now for part in own.parts]
+    if not before or any(part % before for part in scaled):
+        raise Mixed
+    return tuple([part // before for part in scaled])
 
 
 def input_of(args: Operands, kwargs: Given) -> Any:
@@ -49,7 +37,7 @@ def input_of(args: Operands, kwargs: Given) -> Any:
 
 
 def reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
-    """view(x, sizes): the slice may become one dim, the inner part of one, or several, of which the outermost is cut."""
+    """view(x, sizes): the slice may become one dim, the inner part of one, or several; the outermost is cut then."""
     sizes, place = _sizes(args, kwargs), x.ndim + own.dim
     if len(sizes) != out.ndim or not all(isinstance(size, int) for size in sizes):
         raise Mixed  # a view of another dtype
@@ -71,7 +59,7 @@ def reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torc
     if any(type(size) is OwnSize for size in others) or (-1 in others and dim not in said):
         raise Mixed
     outer = max(1, ends[dim] // high)
-    return Cut(dim - out.ndim, own.sized(count, out.shape[dim] // outer), outer)
+    return Cut(dim - out.ndim, sized(own, count, out.shape[dim] // outer), outer)
 
 
 def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
@@ -85,7 +73,7 @@ def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: tor
     local = x.shape[own.dim] // own.outer
     outer = math.prod(x.shape[start + x.ndim : own.dim + x.ndim]) * own.outer
     size = local * math.prod(x.shape[own.dim + x.ndim + 1 : end + x.ndim + 1])
-    return Cut(end, own.sized(local, size), outer)
+    return Cut(end, sized(own, local, size), outer)
 
 
 def _sizes(args: Operands, kwargs: Given) -> list[Any]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 
 from fzero.capture.handle import Function, Operands
-from fzero.capture.notes import notes
+from fzero.capture.notes import Mark, notes
 from fzero.parallel.elementwise import BOTH, named
 
 SIZES = {torch.Tensor.shape.__get__, *named("size numel nelement", torch.Tensor), torch.numel}  # type: ignore[attr-defined]
@@ -25,19 +25,21 @@ class OwnSize(int):
     Attributes:
         source: the path of the module whose outputs are cut.
         axis: the name of the axis that they are cut over.
+        parts: that it consists of; None where they are not known.
     """
 
     source: str
     axis: str
+    parts: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, size: int, source: str, axis: str) -> OwnSize:
+    def of(cls, size: int, source: str, axis: str, parts: tuple[int, ...] | None) -> OwnSize:
         self = cls(size)
-        self.source, self.axis = source, axis
+        self.source, self.axis, self.parts = source, axis, parts
         return self
 
     def _like(self, size: int) -> OwnSize:
-        return OwnSize.of(size, self.source, self.axis)
+        return OwnSize.of(size, self.source, self.axis, (size,) if self.parts and len(self.parts) == 1 else None)
 
     def need_shape(self, what: str) -> None:
         """Refuses another use than that of a shape."""
@@ -108,11 +110,18 @@ for _name in (
     setattr(OwnSize, _name, _as_number(_name))
 
 
-def own_sizes(out: object, args: Operands, kwargs: Mapping[str, object], dim: int, own: Callable[[int], OwnSize]) -> object:
+def own_sizes(out: object, args: Operands, kwargs: Mapping[str, object], mark: Mark, axis: str) -> object:
     """Sizes of a slice, of which that of the dim that is cut is this rank's own."""
+    assert mark.cut is not None
+    cut = mark.cut
+
+    def own(size: int) -> OwnSize:
+        known = cut.parts if cut.parts and sum(cut.parts) == size else None
+        return OwnSize.of(size, mark.source, axis, known)
+
     x, *more = args
     assert isinstance(x, torch.Tensor) and isinstance(out, (int, torch.Size))
-    place = x.ndim + dim
+    place = x.ndim + cut.dim
     if isinstance(out, torch.Size):
         return torch.Size([own(size) if each == place else size for each, size in enumerate(out)])
     of = kwargs.get("dim", more[0] if more else None)

@@ -18,21 +18,20 @@ import contextvars
 import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
-from fzero.base.pytree import leaves
 from fzero.base.context import during, variable
-from fzero.capture.contents import tensors_in
+from fzero.base.pytree import leaves
+from fzero.base.refusals import is_ours
 from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, name_of, reading, writes
-from fzero.capture.notes import Notes, known, notes
+from fzero.capture.notes import Cut, Following, Mark, Notes, notes
 from fzero.comm.axis import Axis
 from fzero.parallel.cut_dims import cut_behind
-from fzero.parallel.cut_shapes import Cut, Mixed
+from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.elementwise import BOTH, named
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
 from fzero.parallel.randomness import own_stream
@@ -56,34 +55,16 @@ _RANDOM = {
 
 
 MAP = "a map"  # the source of what a map of `fz.parallel` gives, called by a module itself, which its user sees to
-
-
-class Mark(NamedTuple):
-    """How a tensor varies.
-
-    Attributes:
-        source: the path of the module whose outputs are cut, that it comes from; "" for a copy.
-        cut: along which dim; None where it is not known, of what has no elements or what maps gave.
-    """
-
-    source: str
-    cut: Cut | None = None
+MAP = "a map"  # the source of what a map of `fz.parallel` gives, called by a module itself, which its user sees to
 
 
 class Varying(TorchFunctionMode):
     """Inside, what varies is known."""
 
-    def __init__(self, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor], known: Notes) -> None:
+    def __init__(self, known: Notes, copy: Callable[[torch.Tensor, Axis], torch.Tensor]) -> None:
         super().__init__()
-        self.axis, self._copy, self.known = axis, copy, known
-        self._level = private.level()
-
-    def note(self, tensor: torch.Tensor, mark: Mark) -> None:
-        self.known.note(tensor, mark)
-
-    def mark_of(self, x: object) -> Mark | None:
-        mark = self.known.of(x)
-        return mark if isinstance(mark, Mark) else None
+        self.axis, self._copy, self.known = known.axis, copy, known
+        self.note, self.mark_of, self._level = known.note, known.of, private.level()
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         if not self.known or _running.get() is not self:  # a map sees to it
@@ -93,7 +74,7 @@ class Varying(TorchFunctionMode):
             mark = self.mark_of(args[0]) if func in SIZES and args else None
             if mark is None or mark.cut is None or str(sys._getframe(1).f_globals.get("__name__")).startswith(_OURS):
                 return out
-            return own_sizes(out, args, kwargs or {}, mark.cut.dim, lambda size: self._own_size(size, mark.source))
+            return own_sizes(out, args, kwargs or {}, mark, self.axis.name)
         kwargs, spec = dict(kwargs or {}), None
         flat: Sequence[object] = args
         if kwargs or not all(isinstance(x, _SINGLE) for x in args):
@@ -116,7 +97,15 @@ class Varying(TorchFunctionMode):
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
         with during(_running, None), own_stream(self.axis) if cut and func in _RANDOM else contextlib.nullcontext():
-            out = func(*given, **changed)
+            try:
+                out = func(*given, **changed)
+            except (RuntimeError, IndexError) as error:
+                if cut and not is_ours(error):
+                    error.add_note(
+                        f"fzero: operands are this rank's slices of what {cut[0].source!r} gives, cut over axis "
+                        f"{self.axis.name!r}: sizes along the dim that is cut are its own."
+                    )
+                raise
         mark = Mark("")
         if func == torch.Tensor.__setitem__:
             mark = before
@@ -159,9 +148,6 @@ class Varying(TorchFunctionMode):
             "fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
         )
 
-    def _own_size(self, size: int, source: str) -> OwnSize:
-        return OwnSize.of(size, source, self.axis.name)
-
     def _made(self, func: Function, size: OwnSize, args: Operands, kwargs: dict[str, object]) -> object:
         """What is made as large as a slice: the slice of what would be made as large as the whole."""
         dim = dim_made(func, args, kwargs)
@@ -171,7 +157,7 @@ class Varying(TorchFunctionMode):
         with during(_running, None), own_stream(self.axis) if func in _RANDOM else contextlib.nullcontext():
             out = func(*given, **kwargs)
         assert isinstance(out, torch.Tensor)
-        return note(out, Mark(size.source, Cut(dim)))
+        return note(out, Mark(size.source, Cut(dim, size.parts)))
 
     def _written(self, x: object, index: object, value: object) -> Mark:
         """How a tensor varies once `x[index] = value` has been done."""
@@ -261,46 +247,38 @@ class Varying(TorchFunctionMode):
 _running: contextvars.ContextVar[Varying | None] = variable("varying", None)
 
 
-def watching(
-    run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor], returns: bool = False
-) -> Function:
+def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor]) -> Function:
     """`run`, a function of a module or of one of its units, in which what varies is known.
 
     Args:
         copy: `maps.shared`.
-        returns: whether `run` is the whole module's, whose results go to its caller.
     """
 
     @functools.wraps(run)
     def call(*args: object, **kwargs: object) -> object:
-        mode = Varying(axis, copy, known())
-        with during(_running, mode), during(notes, mode.known), mode:
-            out = run(*args, **kwargs)
-        for x in tensors_in(out, lambda _: False) if returns and mode.known else ():
-            if mode.mark_of(x) == Mark("") and private.is_differentiated(x):
-                raise ValueError(
-                    f"apply: the module returns a tensor of shape {tuple(x.shape)} that was made each rank's own of "
-                    f"axis {axis.name!r}, by fz.parallel.copy or with a leaf that is copied, and is whole on each: its "
-                    "cotangents would be summed over ranks. Compute it of what is not copied, or put it together with "
-                    "fz.parallel.sum."
-                )
-        return out
+        known = notes.get()
+        if known is None or known.axis != axis:
+            known = Notes(axis)
+        mode = Varying(known, copy)
+        modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
+        with during(_running, mode), during(notes, known), private.under_function_modes(modes):
+            return run(*args, **kwargs)
 
     return call
 
 
 def around(call: Callable[..., object], *given: object) -> object:
     """A unit's call, which is watched by itself: what the engine does around it is not looked at."""
-    with unseen():
+    with unseen(notes.get()):
         return call(*given)
 
 
 @contextlib.contextmanager
-def unseen() -> Iterator[None]:
-    """Inside, nothing is noted, nor looked at."""
-    mode, off = _running.get(), contextlib.nullcontext()
-    on_top = mode is not None and private.function_mode() is mode
-    with during(_running, None), private.without_function_mode() if on_top else off:
+def unseen(known: Notes | None = None) -> Iterator[None]:
+    """Inside, nothing is looked at, nor noted, unless it is said in which notes."""
+    on_top = isinstance(private.function_mode(), (Varying, Following))
+    off = private.without_function_mode() if on_top else contextlib.nullcontext()
+    with during(_running, None), during(notes, known), off:
         yield
 
 
@@ -326,7 +304,7 @@ def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> C
     def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
         for x, mark in zip(given, marks, strict=True):
             mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
-        with during(_running, mode), mode:
+        with during(_running, mode), during(notes, mode.known), mode:
             return run(*given, **options)
 
     return call
@@ -349,13 +327,11 @@ def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:
 
 def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
     """Notes what a map of `fz.parallel` gave."""
-    mode = _running.get()
-    if mode is None:
+    known = notes.get()
+    if known is None:
         return out
-    before = mode.mark_of(x)
-    if ax.members == mode.axis.members:
+    after = known.of(x)
+    if ax.members == known.axis.members:
         after = {"copy": Mark(""), GATHER_OWN: Mark(""), "sum": None, "gather": None}.get(name, Mark(MAP))
-    else:
-        after = before
-    mode.known.forget(out) if after is None else mode.note(out, after)
+    known.forget(out) if after is None else known.note(out, after)
     return out
