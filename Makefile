@@ -24,6 +24,7 @@ MINUTES ?= 10
 SEED ?= 0
 soak: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/soak.py --minutes $(MINUTES) --seed $(SEED)
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/between.py --programs 1000000 --minutes $(MINUTES) --seed $(SEED)
 
 # many steps with everything on a disk, and many saves; nothing may grow
 STEPS ?= 1000

@@ -278,3 +278,20 @@ def differs_unseen(inner: torch.Tensor, outer: torch.Tensor) -> bool:
 
 def geometry(x: torch.Tensor) -> object:
     return (x.shape, x.stride()) if x.layout == torch.strided else x.shape
+
+
+def refuse_aliases(unit: str, mutated: Collection[int], tensors: Sequence[torch.Tensor]) -> None:
+    """Refuses to change an input in place, in a copy, of which another one that shares its memory knows nothing.
+
+    Args:
+        mutated: places of the inputs that are changed.
+        tensors: the inputs, as the unit's caller has them.
+    """
+    for i, own in enumerate(tensors):
+        for j, other in enumerate(tensors if i in mutated else ()):
+            if i != j and memory(private.unwrapped(other)) == memory(private.unwrapped(own)):
+                raise ValueError(
+                    f"Unit {unit!r} changes one of its inputs in place, of shape {tuple(own.shape)}, which shares its "
+                    f"memory with another one, of shape {tuple(other.shape)}. Give the unit one of them and take the "
+                    "other from it inside, or a clone of it."
+                )

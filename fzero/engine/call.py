@@ -18,7 +18,7 @@ from fzero.base.context import during
 from fzero.capture.again import Again, Facts, Unread
 from fzero.capture.containers import Container, Content, is_same
 from fzero.capture.contents import replaced, tensors_in
-from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, memory
+from fzero.capture.exports import Exports, Outlets, alike, built, differs_unseen, geometry, refuse_aliases
 from fzero.capture.handle import Handle, storage_of
 from fzero.capture.notes import Mark, hand_on, marks_of, notes
 from fzero.capture.second_run import SecondRun
@@ -171,7 +171,8 @@ class Call:
         self._fulls, self._derived = fulls, derived
         self._moving = {i for i, x in enumerate(inputs) if x.requires_grad}
         self._leaves = {id(x) for x in (*inputs, *leaves.values())}
-        self._refuse_aliases(unit, inputs, derived)
+        if derived:
+            refuse_aliases(unit, self.facts.mutated, self.reach.tensors)
         before, gathered = [private.version(x) for x in inputs], [private.version(full) for full in fulls]
         try:
             out = self.body(leaves, inputs, watch)
@@ -196,18 +197,6 @@ class Call:
                 )
             raise Again(Facts(mutated=changed))
         return out
-
-    def _refuse_aliases(self, unit: str, inputs: Sequence[torch.Tensor], derived: bool) -> None:
-        """Refuses to change an input in place, in a copy, of which another one that shares its memory knows nothing."""
-        for i in self.facts.mutated if derived else ():
-            own = memory(private.unwrapped(self.reach.tensors[i]))
-            for j, other in enumerate(self.reach.tensors):
-                if i != j and memory(private.unwrapped(other)) == own:
-                    raise ValueError(
-                        f"Unit {unit!r} changes one of its inputs in place, of shape {tuple(inputs[i].shape)}, which "
-                        f"shares its memory with another one, of shape {tuple(other.shape)}. Give the unit one of them "
-                        "and take the other from it inside, or a clone of it."
-                    )
 
     def body(
         self,

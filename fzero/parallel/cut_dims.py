@@ -236,7 +236,7 @@ def _over(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf, dims:
 def _padded(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """pad(x, two sizes for each dim, the last one first)."""
     dim, pad = dim_of(input_of(args, kwargs)), kwargs.get("pad", args[1] if len(args) > 1 else ())
-    if dim is None or len(pad) >= -2 * dim:
+    if dim is None or any(pad[-2 * dim - 2 : -2 * dim]):
         raise Mixed
     return dim
 

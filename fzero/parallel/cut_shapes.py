@@ -64,7 +64,8 @@ def reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torc
 
 def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
     """flatten(x, start_dim, end_dim)."""
-    given = {"start_dim": 0, "end_dim": -1} | dict(zip(("start_dim", "end_dim"), args[1:], strict=False)) | kwargs
+    given: Given = {"start_dim": 0, "end_dim": -1} | dict(zip(("start_dim", "end_dim"), args[1:], strict=False))
+    given |= kwargs
     start, end = [given[name] % x.ndim - x.ndim for name in ("start_dim", "end_dim")]
     if own.dim > end:
         return own

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -73,8 +74,27 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "examples": lambda h, x: h[torch.arange(h.shape[0] - 1, -1, -1)],
     "written": lambda h, x: written(h),
     "written over": lambda h, x: written(torch.zeros_like(h), h),
+    "heads by sizes": lambda h, x: h.view(*h.shape[:2], h.shape[-1] // 2, 2).cos().flatten(-2),
+    "heads in the batch by sizes": lambda h, x: in_the_batch(h),
+    "as large": lambda h, x: h * torch.ones(h.shape, dtype=h.dtype) + h.new_zeros(h.shape),
+    "a constant is filled": lambda h, x: filled(h),
+    "tokens are padded": lambda h, x: F.pad(h, (0, 0, 1, 0))[:, :-1].flip(1).roll(1, 1).narrow(1, 0, h.shape[1]),
+    "what is whole, as large": lambda h, x: h + x[..., :1].expand(h.shape),
+    "a linear map of one's own": lambda h, x: h + F.linear(x.mean(-1, keepdim=True), torch.ones(1, 1, dtype=h.dtype)),
     "keywords": lambda h, x: torch.matmul(torch.softmax(x @ x.mT, -1), other=h),
 }
+
+
+def in_the_batch(h: torch.Tensor) -> torch.Tensor:
+    b, t, heads = h.shape[0], h.shape[1], h.shape[2] // 2
+    q = h.view(b, t, heads, 2).permute(0, 2, 1, 3).reshape(b * heads, t, 2)
+    return (torch.softmax(q @ q.mT, -1) @ q).view(b, heads, t, 2).transpose(1, 2).reshape(b, t, heads * 2)
+
+
+def filled(h: torch.Tensor) -> torch.Tensor:
+    b = torch.zeros(h.shape, dtype=h.dtype)
+    b[:, 1:] = h[:, 1:].sin()
+    return b * 2
 
 
 def written(h: torch.Tensor, over: torch.Tensor | None = None) -> torch.Tensor:
@@ -92,6 +112,13 @@ def first_feature(h: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def written_beside(h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    h[:, 0] = h.mT[:, :, 0][..., : h.shape[-1]]
+    h[:, 1] = h[:, 2].flip(-1)
+    return h
+
+
 def into_a_constant(h: torch.Tensor) -> torch.Tensor:
     b = torch.zeros(h.shape, dtype=h.dtype)
     b[:, 1:] = h[:, 1:]
@@ -101,6 +128,18 @@ def into_a_constant(h: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
     "softmax": lambda h, x: h.softmax(-1),
+    "sum of pieces": lambda h, x: F.pad(sum(h.split(2, -1), torch.zeros((), dtype=h.dtype)), (0, 10)),
+    "the first of all heads": lambda h, x: h * h.unflatten(-1, (-1, 2))[..., :1, :1].flatten(-2),
+    "heads of what is no size": lambda h, x: h * h.view(h.shape[0], -1, 3, 2).mean(1).flatten(-2)[:, None],
+    "by the size": lambda h, x: h * h.shape[-1] ** -0.5,
+    "by the root of the size": lambda h, x: h / math.sqrt(h.size(-1)),
+    "a number by the size": lambda h, x: h * x.mean() / h.shape[2],
+    "by the number of elements": lambda h, x: h / h.numel(),
+    "positions": lambda h, x: h + torch.arange(h.shape[-1]),
+    "if it is large": lambda h, x: h if h.shape[-1] > 8 else -h,
+    "in two batches": lambda h, x: h.mT.reshape(-1, 6).softmax(0).view(h.mT.shape).mT,
+    "flattened": lambda h, x: h.repeat_interleave(2).view(2, 6, -1)[..., ::2],
+    "written beside": lambda h, x: written_beside(h, x),
     "mean": lambda h, x: h - h.mean(-1, keepdim=True),
     "sum of all": lambda h, x: h / h.sum(),
     "normalize": lambda h, x: F.normalize(h, dim=-1),
@@ -181,7 +220,7 @@ def test_equal(name: str, sequence: bool) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_refused(name: str, sequence: bool) -> None:
     with pytest.raises(
-        RankError, match=r"outputs (of module 'up' )?are cut|whose (in|out)puts are cut over axis|'up' gives"
+        RankError, match=r"a size that was|outputs (of module 'up' )?are cut|whose \w+puts are cut over axis|'up' gives"
     ):
         grads(REFUSED[name], sequence, torch.randn(2, 6, WIDTH, dtype=F64), 2)
 
@@ -267,6 +306,113 @@ def test_between_units(stage: int) -> None:
     found, want = grads_of(nn.GELU())
     for own in found:
         assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+
+
+class Held:
+    def __init__(self, x: torch.Tensor) -> None:
+        self.x = x
+
+
+CONTAINERS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "list": (lambda h: [h], lambda held: held[0]),
+    "dict": (lambda h: {"h": [h]}, lambda held: held["h"][0]),
+    "object": (Held, lambda held: held.x),
+    "closure": (lambda h: lambda: h, lambda held: held()),
+}
+
+
+class Through(nn.Module):
+    """A unit that is given a value in a container, and gives one back."""
+
+    def __init__(self, layer: nn.Module, name: str, code: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.code, (self.into, self.out) = layer, code, CONTAINERS[name]
+
+    def forward(self, held: Any) -> Any:
+        return self.into(self.layer(self.code(self.out(held))))
+
+
+class InContainers(nn.Module):
+    """Three units, whose values go from one to the next in containers."""
+
+    def __init__(self, name: str, code: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        layers = [nn.Linear(WIDTH, INNER), Scale(), nn.Linear(INNER, WIDTH)]
+        codes = [torch.Tensor.contiguous, code, torch.Tensor.contiguous]
+        self.units = nn.ModuleList([Through(*each) for each in zip(layers, [name] * 3, codes, strict=True)])
+        self.into, self.out = CONTAINERS[name]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.into(x)
+        for unit in self.units:
+            held = unit(held)
+        return self.out(held)
+
+
+@pytest.mark.parametrize("name", CONTAINERS)
+@pytest.mark.parametrize("remat", [False, True])
+def test_containers_between_units(name: str, remat: bool) -> None:
+    x = torch.randn(2, 6, WIDTH, dtype=F64)
+
+    def run(code: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        torch.manual_seed(0)
+        apply, params = fz.functional(InContainers(name, code).to(F64))
+        loss = lambda p: apply(p, x).square().mean()
+        plan: dict[str, Any] = {"units.0.layer": "column", "units.2.layer": "row", "*gamma": 0}
+
+        def rank_main(rank: int) -> Any:
+            mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+            step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1), units=["units.*"]), plan, mesh=mesh)
+            step = fz.shard_zero3(fz.remat(step) if remat else step, mesh=mesh, axis="dp")
+            return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
+
+        return run_ranks(rank_main, 2), torch.func.grad(loss)(dict(params))
+
+    found, want = run(torch.tanh)
+    for own in found:
+        assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+    with pytest.raises(RankError, match=r"outputs of module .units.0.layer. are cut"):
+        run(lambda h: h.softmax(-1))
+
+
+def test_a_copy_that_is_used_as_a_whole() -> None:
+    """Values and gradients are alike on all ranks, and wrong."""
+    x = torch.randn(2, WIDTH, dtype=F64)
+
+    class Copies(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.up = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, INNER)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return fz.parallel.copy(self.first(x), fz.parallel.axis(None, "tp"))
+
+    apply, params = fz.functional(Copies().to(F64))
+
+    def rank_main(rank: int, loss: Any) -> Any:
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), {"up": "column"})
+        return step.vjp(step.init(params))[0]
+
+    for loss in (lambda p: apply(p, x), lambda p: apply(p, x).square().mean()):
+        with pytest.raises(RankError, match="each rank's own copy and varies between the ranks of axis 'tp'"):
+            run_ranks(lambda rank, loss=loss: rank_main(rank, loss), 2)
+
+
+def test_slices_whose_sums_are_alike() -> None:
+    """Zeros: each rank's value is that of the whole, and its gradient not."""
+    params = {"w": torch.zeros(4, dtype=F64), "v": torch.ones((), dtype=F64)}
+
+    def rank_main(rank: int, own: bool) -> Any:
+        ax = fz.parallel.axis(None, "tp")
+        total = lambda x: x if own else fz.parallel.sum(x, ax)
+        step = fz.train_step(lambda p: total(p["w"].exp().mul(p["w"]).sum()) * p["v"], fz.sgd(0.1))
+        step = fz.shard_tensor(step, {"w": 0})
+        return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
+
+    for grads in run_ranks(lambda rank: rank_main(rank, False), 2):
+        assert_trees_close(grads, {"w": torch.ones(4, dtype=F64), "v": torch.zeros((), dtype=F64)})
+    with pytest.raises(RankError, match="computed of 'w', of which each rank has its slice"):
+        run_ranks(lambda rank: rank_main(rank, True), 2)
 
 
 def test_one_axis_for_slices_and_data() -> None:

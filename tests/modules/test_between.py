@@ -1,0 +1,28 @@
+"""Drawn programs between a column and a row, in units and outside of them: one process's values, or a refusal."""
+
+from __future__ import annotations
+
+import random
+
+import between
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+
+@pytest.mark.filterwarnings("ignore:std..:UserWarning", "ignore:Tensor.mT is deprecated:UserWarning")
+@settings(max_examples=120)
+@given(st.integers(0, 10**9))
+def test_programs_are_equal_to_one_process_or_refused(seed: int) -> None:
+    rng = random.Random(seed)
+    lines, how = between.drawn(rng), between.arrangement(rng)
+    says = between.compared(lines, seed, *how)
+    assert not says.startswith("WRONG"), (seed, lines, how, says)
+
+
+def test_programs_that_are_equal_are_drawn() -> None:
+    said = []
+    for seed in range(40):
+        rng = random.Random(seed)
+        said.append(between.compared(between.drawn(rng), seed, *between.arrangement(rng)))
+    assert said.count("equal") >= 4 and said.count("refused") >= 4, said
