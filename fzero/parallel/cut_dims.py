@@ -143,7 +143,7 @@ def _last(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> in
 
 def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """linear(x, weight, bias)."""
-    given: dict[str, Any] = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
+    given: Given = dict(zip(("input", "weight", "bias"), args, strict=False)) | kwargs
     x, weight, bias = [dim_of(given.get(name)) for name in ("input", "weight", "bias")]
     if weight is None and bias is None and x != -1:
         return x

@@ -48,13 +48,12 @@ GATHER_OWN = "gather(own=True)"  # the name of that map
 _RANDOM = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
     *(F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
-    *(torch.bernoulli, torch.rand_like, torch.randn_like, torch.randint_like, torch.normal, torch.multinomial),
+    *(torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.randint_like, torch.normal),
+    *(torch.bernoulli, torch.multinomial),
     *(torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_),
     *(torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.exponential_),
 }
 
-
-MAP = "a map"  # the source of what a map of `fz.parallel` gives, called by a module itself, which its user sees to
 MAP = "a map"  # the source of what a map of `fz.parallel` gives, called by a module itself, which its user sees to
 
 
@@ -67,15 +66,11 @@ class Varying(TorchFunctionMode):
         self.note, self.mark_of, self._level = known.note, known.of, private.level()
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
-        if not self.known or _running.get() is not self:  # a map sees to it
-            return func(*args, **(kwargs or {}))
-        if func in READABLE:
-            out = func(*args, **(kwargs or {}))
-            mark = self.mark_of(args[0]) if func in SIZES and args else None
-            if mark is None or mark.cut is None or str(sys._getframe(1).f_globals.get("__name__")).startswith(_OURS):
-                return out
-            return own_sizes(out, args, kwargs or {}, mark, self.axis.name)
         kwargs, spec = dict(kwargs or {}), None
+        if not self.known or _running.get() is not self:  # a map sees to it
+            return func(*args, **kwargs)
+        if func in READABLE:
+            return self._read(func, args, kwargs, str(sys._getframe(1).f_globals.get("__name__")))
         flat: Sequence[object] = args
         if kwargs or not all(isinstance(x, _SINGLE) for x in args):
             flat, spec = pytree.flatten((args, kwargs))
@@ -96,9 +91,28 @@ class Varying(TorchFunctionMode):
             given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
-        with during(_running, None), own_stream(self.axis) if cut and func in _RANDOM else contextlib.nullcontext():
+        out = self._ran(func, given, changed, cut)
+        if func in MADE_LIKE:  # as large as no slice
+            return out
+        mark = before if func == torch.Tensor.__setitem__ or not cut else self._behind(func, args, kwargs, out, cut)
+        for x in (*leaves(out), *given[:1]) if into else leaves(out):
+            if isinstance(x, torch.Tensor):
+                self.note(x, mark)
+        return out
+
+    def _read(self, func: Function, args: Operands, kwargs: dict[str, object], reader: str) -> object:
+        """What can be read of a tensor without its values."""
+        out, mark = func(*args, **kwargs), self.mark_of(args[0]) if args else None
+        if mark is None or mark.cut is None or func not in SIZES or reader.startswith(_OURS):
+            return out
+        return own_sizes(out, args, kwargs, mark, self.axis.name)
+
+    def _ran(self, func: Function, args: Operands, kwargs: dict[str, object], cut: Sequence[Mark]) -> object:
+        """What a function gives that is looked at as one."""
+        draws = bool(cut) and func in _RANDOM
+        with during(_running, None), own_stream(self.axis) if draws else contextlib.nullcontext():
             try:
-                out = func(*given, **changed)
+                return func(*args, **kwargs)
             except (RuntimeError, IndexError) as error:
                 if cut and not is_ours(error):
                     error.add_note(
@@ -106,25 +120,13 @@ class Varying(TorchFunctionMode):
                         f"{self.axis.name!r}: sizes along the dim that is cut are its own."
                     )
                 raise
-        mark = Mark("")
-        if func == torch.Tensor.__setitem__:
-            mark = before
-        elif func in MADE_LIKE:
-            return out
-        elif cut:
-            mark = self._behind(func, args, kwargs, out, cut)
-        results = [out] if isinstance(out, torch.Tensor) else pytree.flatten(out)[0]
-        for x in (*results, *given[:1]) if into else results:
-            if isinstance(x, torch.Tensor):
-                self.note(x, mark)
-        return out
 
     def _behind(
         self, func: Function, args: Operands, kwargs: dict[str, object], out: object, cut: Sequence[Mark]
     ) -> Mark:
         """How varies what a function gives of slices; what mixes them is refused."""
         unknown = [mark for mark in cut if mark.cut is None]
-        gives = any(isinstance(x, torch.Tensor) for x in ([out] if isinstance(out, torch.Tensor) else leaves(out)))
+        gives = any(isinstance(x, torch.Tensor) for x in leaves(out))
         if unknown or not (gives or func in _READS):
             return unknown[0] if unknown else cut[0]
 
@@ -154,8 +156,7 @@ class Varying(TorchFunctionMode):
         if dim is None:
             raise size.refusal(repr(name_of(func)))
         given = (self._own(args[0]), *args[1:]) if func is torch.Tensor.expand else args
-        with during(_running, None), own_stream(self.axis) if func in _RANDOM else contextlib.nullcontext():
-            out = func(*given, **kwargs)
+        out = self._ran(func, given, kwargs, [Mark(size.source)])
         assert isinstance(out, torch.Tensor)
         return note(out, Mark(size.source, Cut(dim, size.parts)))
 

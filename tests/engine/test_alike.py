@@ -53,16 +53,17 @@ class Columns(nn.Module):
         return self.down(torch.tanh(hidden)), hidden
 
 
-def loss(p: Any, x: torch.Tensor, ax: Any, mixed: float) -> torch.Tensor:
+def loss(p: Any, x: torch.Tensor, ax: Any, mixed: float, by_rank: float) -> torch.Tensor:
     hidden = torch.tanh(fz.parallel.copy(x, ax) @ p["up"])
-    whole = fz.parallel.sum(hidden @ p["down"], ax)
-    return whole.square().mean() + mixed * hidden.square().mean()
+    out = fz.parallel.sum(hidden @ p["down"], ax).square().mean()
+    return out * (1 + by_rank * ax.rank) + (mixed * hidden.square().mean() if mixed else 0.0)
 
 
-def run(rank: int, way: str, mixed: float, ranks: int) -> object:
+def run(rank: int, way: str, ranks: int, mixed: float = 0.0, by_rank: float = 0.0) -> object:
+    """`mixed`: how much is of slices, which is followed; `by_rank`: of the rank's number, which values alone tell."""
     mesh = init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
     ax = fz.parallel.axis(mesh, "tp")
-    step = fz.train_step(lambda p, x: loss(p, x, ax, mixed), fz.sgd(0.1))
+    step = fz.train_step(lambda p, x: loss(p, x, ax, mixed, by_rank), fz.sgd(0.1))
     step = fz.shard_zero3(fz.shard_tensor(step, {"up": 1, "down": 0}, mesh), mesh)
     generator = torch.Generator().manual_seed(0)
     params = {
@@ -75,18 +76,27 @@ def run(rank: int, way: str, mixed: float, ranks: int) -> object:
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(way: str) -> None:
-    found = run_ranks(functools.partial(run, way=way, mixed=0.0, ranks=2), 2)
+    found = run_ranks(functools.partial(run, way=way, ranks=2), 2)
     assert_trees_close(found[0], found[1])
-    with pytest.raises(RankError, match=r"differs between the ranks of axis 'tp'.*expected the same on all"):
+    followed = way not in ("forward", "per example")  # where nothing is differentiated, or under a map
+    words = "of which each rank has its slice, and varies" if followed else "differs"
+    with pytest.raises(RankError, match=rf"{words} between the ranks of axis 'tp'.*the same on all"):
         run_ranks(functools.partial(run, way=way, mixed=0.1, ranks=2), 2)
+    with pytest.raises(RankError, match=r"differs between the ranks of axis 'tp'.*expected the same on all"):
+        run_ranks(functools.partial(run, way=way, by_rank=0.1, ranks=2), 2)
 
 
-@given(ranks=st.integers(2, 3), way=st.sampled_from(sorted(WAYS)), part=st.sampled_from([0.0, 1e-2, 1e-1, 1.0]))
-@example(ranks=3, way="step", part=1e-2)
-def test_all_ranks_hear_of_it(ranks: int, way: str, part: float) -> None:
+@given(
+    ranks=st.integers(2, 3),
+    way=st.sampled_from(sorted(WAYS)),
+    part=st.sampled_from([0.0, 1e-2, 1e-1, 1.0]),
+    what=st.sampled_from(["mixed", "by_rank"]),
+)
+@example(ranks=3, way="step", part=1e-2, what="mixed")
+def test_all_ranks_hear_of_it(ranks: int, way: str, part: float, what: str) -> None:
     def own(rank: int) -> str:
         try:
-            run(rank, way, part, ranks)
+            run(rank, way, ranks, **{what: part})
         except ValueError as error:
             return str(error)
         return ""
@@ -110,7 +120,7 @@ def test_what_a_column_gives_and_a_module_returns() -> None:
         return step(step.init(params, sync=True), torch.ones(2, WIDTH, dtype=F64))[1]["loss"]
 
     assert len({x.item() for x in run_ranks(functools.partial(own, into_loss=False), 2)}) == 1
-    with pytest.raises(RankError, match="keys and values, attention weights"):
+    with pytest.raises(RankError, match="computed of 'up', of which each rank has its slice"):
         run_ranks(functools.partial(own, into_loss=True), 2)
 
 

@@ -208,7 +208,7 @@ def test_what_is_whole_stays_the_same_on_all_ranks(name: str, stage: int) -> Non
         if name:
             said = {
                 "copy": "leaf 'whole', which all ranks of axis 'tp' have in full, differ",
-                "sum": "returned a loss that differs between the ranks of axis 'tp'",
+                "sum": "computed of 'up', of which each rank has its slice, and varies between the ranks of axis 'tp'",
             }
             with pytest.raises(ValueError, match=said[name]):
                 step(state, x)
