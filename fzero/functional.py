@@ -27,6 +27,7 @@ from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
 from fzero.modules.places import Absent, Places, full, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
+from fzero.modules.shown import Shown
 from fzero.modules.untouched import Untouched
 from fzero.parallel import maps, varying
 from fzero.parallel.piece import Pieces
@@ -139,7 +140,8 @@ class _Apply:
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
         with as_found(), own.untouched.around_call(), during(_units, units):
             if ROOT in units:  # the whole module is one unit
-                _, places, surroundings, call, fast = own.root
+                _, places, surroundings, call, *_ = own.root
+                fast = own.fast(own.root, args, kwargs)
                 out = call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
                 return own.whole(out)
             outside = {name: params[leaf] for name, leaf in self._aliases.items()}
@@ -172,6 +174,7 @@ class _Unit(NamedTuple):
     surroundings: Surroundings
     call: Function
     fast: Function
+    shown: Shown
 
 
 class _Copy:
@@ -186,7 +189,8 @@ class _Copy:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self.module, self.elsewhere = module, places_of(module, holdings)
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
-        self.watches = cuts.axis if cuts is not None and not cuts.compiled else None
+        self.watches = cuts.axis if cuts is not None else None
+        self.compiles = cuts is not None and cuts.compiled
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
@@ -197,9 +201,16 @@ class _Copy:
     def _unit(self, prefix: str, module: nn.Module, run: Function) -> _Unit:
         apart = {name.removeprefix(prefix): place for name, place in self.apart.items() if name.startswith(prefix)}
         places, around = Places(module, self.elsewhere, apart), self.untouched.around
-        runs = (run, compiled(run, module)) if self.pieces is None else (run, run)  # nothing compiles pieces
-        call, fast = (around(functools.partial(places.call, self._fresh(own))) for own in runs)
-        return _Unit(prefix, places, Surroundings(module), call, fast)
+        call = around(functools.partial(places.call, self._fresh(run)))
+        code = compiled(run, module)
+        fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
+        return _Unit(prefix, places, Surroundings(module), call, fast if self.pieces is None else call, Shown())
+
+    def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
+        """What runs of a unit in a compiled step."""
+        if not self.compiles:
+            return unit.fast
+        return unit.shown.choice(unit.prefix.removesuffix("."), unit.call, unit.fast, (args, dict(kwargs)))
 
     def _inside(self, run: Function) -> Function:
         return run if self.pieces is None else self.pieces.inside(run)
@@ -271,7 +282,7 @@ class _Copy:
             with contextlib.nullcontext() if self.untouched.depth else others():
                 return call(*given)
 
-        own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, unit.fast)
+        own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))
         return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, unit.surroundings, around)
 
 

@@ -22,7 +22,7 @@ from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
-from fzero.parallel.varying import mark_of, note, unseen
+from fzero.parallel.varying import mark_of, note, note_help, unseen
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
@@ -349,6 +349,8 @@ def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object])
     if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
+    if marks and not marks[0].source:
+        note_help(f"a copy goes into module {own.path!r}")
     with unseen(), during(_given, marks[0] if marks else None):
         out = own.run(*args, **kwargs)
         out = out if own.then is None else own.then(out)  # type: ignore[arg-type]

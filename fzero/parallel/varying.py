@@ -6,9 +6,9 @@ elements along a dim that is cut is refused, and what is not known to leave it a
 together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
-out again, on whatever way (`capture/notes.py`). Where a unit is compiled nothing is looked at, nor is what Python's
-floats compute with a size (`0.5 * h.shape[-1]`). What torch.func maps or differentiates inside of a module must not be
-a slice.
+out again, on whatever way (`capture/notes.py`). Compiled units are watched once (`modules/shown.py`). Not looked at is
+what Python's floats compute with a size (`0.5 * h.shape[-1]`). What torch.func maps or differentiates inside of a
+module must not be a slice.
 """
 
 from __future__ import annotations
@@ -89,6 +89,8 @@ class Varying(TorchFunctionMode):
         if not all(marks):
             own = [x if mark else self._own(x) for x, mark in zip(flat, marks, strict=True)]
             given, changed = (tuple(own), {}) if spec is None else pytree.unflatten(spec, own)
+            if any(x is not y for x, y in zip(flat, own, strict=True)):
+                note_help(f"what is whole meets slices in {name_of(func)!r}")
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
         out = self._ran(func, given, changed, cut)
@@ -110,6 +112,8 @@ class Varying(TorchFunctionMode):
     def _ran(self, func: Function, args: Operands, kwargs: dict[str, object], cut: Sequence[Mark]) -> object:
         """What a function gives that is looked at as one."""
         draws = bool(cut) and func in _RANDOM
+        if draws:
+            note_help(f"{name_of(func)!r} draws for slices")
         with during(_running, None), own_stream(self.axis) if draws else contextlib.nullcontext():
             try:
                 return func(*args, **kwargs)
@@ -245,6 +249,8 @@ class Varying(TorchFunctionMode):
                 )
 
 
+# takes what was done in modules for what varies there, in words, where somebody asks
+helped: contextvars.ContextVar[list[str] | None] = variable("helped", None)
 _running: contextvars.ContextVar[Varying | None] = variable("varying", None)
 
 
@@ -317,6 +323,13 @@ def need_whole(func: Callable[..., object], *values: object) -> None:
     for x in pytree.flatten(values)[0] if mode is not None else ():
         if mode is not None and (mark := mode.mark_of(x)) is not None and mark.source:
             raise mode.refused(func, mark)
+
+
+def note_help(what: str) -> None:
+    """Notes that something was done which code that is not watched does without."""
+    told = helped.get()
+    if told is not None:
+        told.append(what)
 
 
 def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
@@ -306,6 +307,46 @@ def test_between_units(stage: int) -> None:
     found, want = grads_of(nn.GELU())
     for own in found:
         assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+
+
+class InUnits(nn.Module):
+    def __init__(self, code: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Between(code)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks[0](x)
+
+
+@pytest.mark.parametrize("name", ["heads", "gate", "softmax", "by the size"])
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
+@pytest.mark.parametrize("remat", [False, True])
+def test_compiled_units(name: str, remat: bool) -> None:
+    """Compiled code is not watched: it runs once the same code was, if nothing had to be done for slices."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, WIDTH, dtype=F64)
+    apply, params = fz.functional(InUnits((EQUAL | REFUSED)[name]).to(F64))
+    loss = lambda p: apply(p, x).square().mean()
+
+    def rank_main(rank: int) -> Any:
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), {"*.up": "column", "*.down": "row"}, mesh=mesh)
+        step = fz.compile(fz.shard_zero3(step, mesh=mesh, axis="dp"))
+        step = fz.remat(step) if remat else step
+        state = step.init(params)
+        return [dict(fz.gather(step.vjp(state)[1](torch.ones((), dtype=F64))[0])) for _ in range(3)]
+
+    if name in REFUSED:
+        with pytest.raises(RankError, match="module 'blocks.0.up'"):
+            run_ranks(rank_main, 2)
+        return
+    want = torch.func.grad(loss)(dict(params))
+    said = pytest.warns(UserWarning, match=r"'blocks.0' is not compiled, as what is whole meets slices in '\w+'")
+    with said if name == "gate" else contextlib.nullcontext():
+        every = run_ranks(rank_main, 2, timeout=200)
+    for found in every:
+        for own in found:
+            assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
 
 
 class Held:

@@ -1,0 +1,67 @@
+"""Units that are compiled, between whose operations nothing can be looked at: what a watched run showed of them.
+
+What a compiled unit does with slices is that of its code, which is watched in the first run with inputs of the same
+forms: it refuses what mixes slices, and shows whether anything had to be seen to (what is whole made each rank's own,
+random numbers). If so the unit runs as it is, and is not compiled.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.context import during
+from fzero.capture.contents import tensors_in
+from fzero.capture.handle import Function
+from fzero.capture.notes import Mark, hand_on, marks_of, notes
+from fzero.parallel.varying import helped
+
+
+class Shown:
+    """What is known of one unit."""
+
+    def __init__(self) -> None:
+        # forms of inputs -> how the outputs vary; None where the unit is not compiled
+        self._outputs: dict[object, list[Mark | None] | None] = {}
+
+    def choice(self, unit: str, watched: Function, fast: Function, given: object) -> Function:
+        """What runs in a compiled step, which stays the same for all runs of one call.
+
+        Args:
+            given: the arguments.
+        """
+        flat, spec = pytree.flatten(given)
+        known = notes.get()
+        forms = [(x.shape, x.dtype, known and known.of(x)) if isinstance(x, torch.Tensor) else type(x) for x in flat]
+        form = (spec, tuple(forms), torch.is_grad_enabled())
+        if form not in self._outputs:
+            return functools.partial(self._first, unit, form, watched)
+        marks = self._outputs[form]
+        return watched if marks is None else functools.partial(_noted, fast, marks)
+
+    def _first(self, unit: str, form: object, watched: Function, *args: object) -> object:
+        reasons = list[str]()
+        with during(helped, reasons):
+            out = watched(*args)
+        if form not in self._outputs:
+            self._outputs[form] = None if reasons else marks_of(notes.get(), _tensors(out))
+            if reasons and not private.level():
+                warnings.warn(
+                    f"fz.compile: unit {unit or 'of all leaves'!r} is not compiled, as {reasons[0]} between a column "
+                    "and a row of fz.shard_tensor, which compiled code would do without a copy.",
+                    stacklevel=2,
+                )
+        return out
+
+
+def _noted(fast: Function, marks: list[Mark | None], *args: object) -> object:
+    out = fast(*args)
+    hand_on(notes.get(), marks, _tensors(out))
+    return out
+
+
+def _tensors(out: object) -> list[torch.Tensor]:
+    return list(tensors_in(out, lambda _: False))
