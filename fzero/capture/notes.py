@@ -61,6 +61,16 @@ class Notes:
         found = self._known.get(id(x))
         return found[1] if found is not None and found[0]() is x else None
 
+    def among(self, values: Sequence[object]) -> list[Mark]:
+        """How those vary that are among some values, or in containers of them."""
+        found = []
+        for x in values:
+            own = [self.of(x)] if isinstance(x, torch.Tensor) else []
+            if isinstance(x, (tuple, list, dict)):
+                own = map(self.of, pytree.leaves(x))
+            found += [mark for mark in own if mark is not None]
+        return found
+
     def forget(self, tensor: torch.Tensor) -> None:
         self._known.pop(id(tensor), None)
 
@@ -94,10 +104,11 @@ class Following(TorchFunctionMode):
         out = func(*args, **(kwargs or {}))
         if not self._known or func in READABLE:
             return out
-        found = [mark for x in pytree.leaves((args, kwargs or {})) if (mark := self._known.of(x)) is not None]
+        found = self._known.among((*args, *kwargs.values()) if kwargs else args)
         if found:
             mark = Mark(max(mark.source for mark in found))
-            for x in (*pytree.leaves(out), *args[: out is None]):  # x[...] = y gives None
+            results = [out] if isinstance(out, torch.Tensor) else [*pytree.leaves(out), *args[: out is None]]
+            for x in results:  # x[...] = y gives None
                 if isinstance(x, torch.Tensor) and (self._known.of(x) is None or x is args[0]):
                     self._known.note(x, mark)
         return out
