@@ -241,6 +241,14 @@ def _padded(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> 
     return dim
 
 
+def _like_another(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """view_as(x, other)."""
+    x, other = (*args, *kwargs.values())[:2]
+    if x.shape != other.shape or dim_of(x) != dim_of(other):
+        raise Mixed
+    return dim_of(x)
+
+
 def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     return dim_of(input_of(args, kwargs))
 
@@ -364,6 +372,9 @@ _RULES: dict[object, Callable[..., int | None]] = {
     torch.stack: _stacked,
     torch.einsum: _summed,
     **dict.fromkeys(named("squeeze", *BOTH), squeezed),
+    **dict.fromkeys(named("view_as reshape_as", torch.Tensor), _like_another),
+    torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
+    **dict.fromkeys(named("to type type_as cpu cuda", torch.Tensor), _same),
     **dict.fromkeys(named("requires_grad_ rand_like randn_like zeros_like ones_like empty_like", *BOTH), _same),
 }
 _REPEATS = frozenset(named("repeat_interleave", *BOTH))

@@ -10,7 +10,8 @@ from fzero.capture.handle import Function, Operands
 from fzero.capture.notes import Mark, notes
 from fzero.parallel.elementwise import BOTH, named
 
-SIZES = {torch.Tensor.shape.__get__, *named("size numel nelement", torch.Tensor), torch.numel}  # type: ignore[attr-defined]
+_NBYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
+SIZES = {torch.Tensor.shape.__get__, *named("size numel nelement stride __len__", torch.Tensor), torch.numel, _NBYTES}  # type: ignore[attr-defined]
 _MADE = named("zeros ones empty full rand randn", torch)
 MADE_LIKE = named("new_zeros new_ones new_empty new_full", torch.Tensor)
 SHAPED = frozenset(named("view reshape unflatten expand split __getitem__", *BOTH))  # of slices, by sizes
@@ -110,8 +111,10 @@ for _name in (
     setattr(OwnSize, _name, _as_number(_name))
 
 
-def own_sizes(out: object, args: Operands, kwargs: Mapping[str, object], mark: Mark, axis: str) -> object:
-    """Sizes of a slice, of which that of the dim that is cut is this rank's own."""
+def own_sizes(
+    func: Function, out: object, args: Operands, kwargs: Mapping[str, object], mark: Mark, axis: str
+) -> object:
+    """Sizes of a slice, of which that of the dim that is cut is this rank's own, and strides of dims before it."""
     assert mark.cut is not None
     cut = mark.cut
 
@@ -120,12 +123,19 @@ def own_sizes(out: object, args: Operands, kwargs: Mapping[str, object], mark: M
         return OwnSize.of(size, mark.source, axis, known)
 
     x, *more = args
-    assert isinstance(x, torch.Tensor) and isinstance(out, (int, torch.Size))
-    place = x.ndim + cut.dim
-    if isinstance(out, torch.Size):
-        return torch.Size([own(size) if each == place else size for each, size in enumerate(out)])
-    of = kwargs.get("dim", more[0] if more else None)
-    return own(out) if of is None or (isinstance(of, int) and of % x.ndim == place) else out
+    assert isinstance(x, torch.Tensor) and isinstance(out, (int, tuple))
+    place, strides = x.ndim + cut.dim, func == torch.Tensor.stride
+    if isinstance(out, tuple):
+        sizes = [own(n) if (each < place if strides else each == place) else n for each, n in enumerate(out)]
+        return tuple(sizes) if strides else torch.Size(sizes)
+    if func == torch.Tensor.__len__:
+        if place == 0:  # Python makes a plain number of it
+            raise own(out).refusal("len")
+        return out
+    dim = kwargs.get("dim", more[0] if more else None)
+    if not isinstance(dim, int):
+        return own(out)
+    return own(out) if (dim % x.ndim < place if strides else dim % x.ndim == place) else out
 
 
 def own_sizes_in(args: Operands, kwargs: Mapping[str, object]) -> Iterator[OwnSize]:

@@ -7,7 +7,7 @@ together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
 out again, on whatever way (`capture/notes.py`). Compiled units are watched once (`modules/shown.py`). Not looked at is
-what Python's floats compute with a size (`0.5 * h.shape[-1]`). What torch.func maps or differentiates inside of a
+what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates inside of a
 module must not be a slice.
 """
 
@@ -69,7 +69,7 @@ class Varying(TorchFunctionMode):
         kwargs, spec = dict(kwargs or {}), None
         if not self.known or _running.get() is not self:  # a map sees to it
             return func(*args, **kwargs)
-        if func in READABLE:
+        if func in READABLE or func in SIZES:
             return self._read(func, args, kwargs, str(sys._getframe(1).f_globals.get("__name__")))
         flat: Sequence[object] = args
         if kwargs or not all(isinstance(x, _SINGLE) for x in args):
@@ -107,7 +107,7 @@ class Varying(TorchFunctionMode):
         out, mark = func(*args, **kwargs), self.mark_of(args[0]) if args else None
         if mark is None or mark.cut is None or func not in SIZES or reader.startswith(_OURS):
             return out
-        return own_sizes(out, args, kwargs, mark, self.axis.name)
+        return own_sizes(func, out, args, kwargs, mark, self.axis.name)
 
     def _ran(self, func: Function, args: Operands, kwargs: dict[str, object], cut: Sequence[Mark]) -> object:
         """What a function gives that is looked at as one."""

@@ -11,8 +11,8 @@ def compile(step: S, pattern: str = "*") -> S:
 
     The numbers are eager's up to the last bits, where kernels are fused; random numbers are the same. What is outside
     of units, and derivatives of derivatives, run as they are. The first steps take long; on CPU they need a C++
-    compiler. A unit whose leaves `fz.shard_tensor` cuts runs as it is in its first run with inputs of some shapes, which
-    shows what it does with slices; where something has to be done for them besides, it stays so, with a warning.
+    compiler. A unit whose leaves `fz.shard_tensor` cuts is not compiled in its first run with inputs of some shapes,
+    which shows what it does with slices; nor later, with a warning, where something has to be done for them besides.
 
     Args:
         step: any step.

@@ -20,8 +20,8 @@ def shard_tensor(step: S, plan: Plan | str, mesh: Mesh | None = None, axis: str 
     outputs and what is not cut are the same on all ranks of the axis. A module of `fz.functional` gets these maps by
     itself, from the dim that its weight is cut along: linear layers (an output dim is "column", an input dim "row"),
     embeddings and convolutions. What follows a column stays cut until a row, but for "column_gather"; what mixes
-    features or heads in between, or uses a slice's size as a number, is refused. So is a scalar output that was computed
-    of slices, or of a copy, with no map of `fz.parallel` behind that puts them together.
+    features or heads in between, or uses a slice's size as a number, is refused. So is a scalar output that was
+    computed of slices, or of a copy, with no map of `fz.parallel` behind that puts them together.
 
     Args:
         step: any step.

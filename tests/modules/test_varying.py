@@ -79,6 +79,7 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads in the batch by sizes": lambda h, x: in_the_batch(h),
     "as large": lambda h, x: h * torch.ones(h.shape, dtype=h.dtype) + h.new_zeros(h.shape),
     "a constant is filled": lambda h, x: filled(h),
+    "as another": lambda h, x: (h.to(x) + h.view_as(h).type(torch.float64).cpu()).data + h,
     "tokens are padded": lambda h, x: F.pad(h, (0, 0, 1, 0))[:, :-1].flip(1).roll(1, 1).narrow(1, 0, h.shape[1]),
     "what is whole, as large": lambda h, x: h + x[..., :1].expand(h.shape),
     "a linear map of one's own": lambda h, x: h + F.linear(x.mean(-1, keepdim=True), torch.ones(1, 1, dtype=h.dtype)),
@@ -136,6 +137,9 @@ REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "by the root of the size": lambda h, x: h / math.sqrt(h.size(-1)),
     "a number by the size": lambda h, x: h * x.mean() / h.shape[2],
     "by the number of elements": lambda h, x: h / h.numel(),
+    "by the stride": lambda h, x: h / h.stride(1),
+    "by its bytes": lambda h, x: h / h.nbytes,
+    "by its length": lambda h, x: h / len(h[0, 0]),
     "positions": lambda h, x: h + torch.arange(h.shape[-1]),
     "if it is large": lambda h, x: h if h.shape[-1] > 8 else -h,
     "in two batches": lambda h, x: h.mT.reshape(-1, 6).softmax(0).view(h.mT.shape).mT,
@@ -337,7 +341,7 @@ def test_compiled_units(name: str, remat: bool) -> None:
         return [dict(fz.gather(step.vjp(state)[1](torch.ones((), dtype=F64))[0])) for _ in range(3)]
 
     if name in REFUSED:
-        with pytest.raises(RankError, match="module 'blocks.0.up'"):
+        with pytest.raises(RankError, match=r"module 'blocks\.0\.up'"):
             run_ranks(rank_main, 2)
         return
     want = torch.func.grad(loss)(dict(params))
