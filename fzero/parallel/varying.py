@@ -7,8 +7,8 @@ together. Random numbers are each rank's own for slices, and the same otherwise.
 
 A size that is read of a slice is the rank's own, good for shapes alone. What is known goes with tensors into units and
 out again, on whatever way (`capture/notes.py`). Compiled units are watched once (`modules/shown.py`). Not looked at is
-what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates inside of a
-module must not be a slice.
+what Python computes with a size by itself (`0.5 * h.shape[-1]`, `range`). What torch.func maps or differentiates inside
+of a module must not be a slice.
 """
 
 from __future__ import annotations
