@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import contextvars
 import math
 import random
 import sys
@@ -74,12 +75,24 @@ b = torch.zeros(h.shape, dtype=h.dtype); b[:, 1:] = h[:, 1:]; h = b
 p = h
 p = torch.ones_like(h)
 h = kept(h)
+h = h * total(h.square().sum(-1, keepdim=True))
+h = h * total(torch.einsum("btf,btf->bt", h, h))[..., None]
+h = h / (1 + total(h.square().sum())).sqrt()
+h = torch.softmax(total(h @ h.mT), -1) @ h
 h = einops.rearrange(h, "b t (n d) -> b n t d", d={k})
 h = einops.rearrange(h, "b n t d -> b t (n d)")
 h = einops.rearrange(h, "b t (n d) -> (b n) t d", d={k})
 h = einops.rearrange(h, "(b n) t d -> b t (n d)", b=2)
 """.strip().splitlines()
 LINES = """
+h = total(h.sum({d}, keepdim=True)) * h
+h = total(h.sum({d}, keepdim=True) / 3 + p) * h
+h = total(h) * p
+h = h - total(h.sum({d}, keepdim=True).tanh())
+h = total((h @ p.mT).transpose(-1, -2)) @ p
+h = total(h.mean({d}, keepdim=True)) * h
+p = total(p.sum(-1, keepdim=True))
+p = p.sum(-1, keepdim=True)
 h = h.tanh()
 h = h * 2 + 1
 h = -h
@@ -259,6 +272,13 @@ def drawn(rng: random.Random, least: int = 1, most: int = 6) -> list[str]:
             return lines
 
 
+here: contextvars.ContextVar[Any] = contextvars.ContextVar("axis", default=None)  # that the program runs over
+
+
+def total(x: torch.Tensor) -> torch.Tensor:
+    return x if here.get() is None else fz.parallel.sum(x, here.get())
+
+
 def space_of(h: torch.Tensor, x: torch.Tensor) -> dict[str, Any]:
     import einops
 
@@ -268,7 +288,15 @@ def space_of(h: torch.Tensor, x: torch.Tensor) -> dict[str, Any]:
         box.append(y)
         return box[-1]
 
-    names = {"F": F, "torch": torch, "math": math, "einops": einops, "kept": kept, "Doubled": Doubled}
+    names: dict[str, Any] = {
+        "total": total,
+        "F": F,
+        "torch": torch,
+        "math": math,
+        "einops": einops,
+        "kept": kept,
+        "Doubled": Doubled,
+    }
     return {"h": h, "x": x, "p": h, **names}
 
 
@@ -325,6 +353,7 @@ def compared(lines: list[str], seed: int, ranks: int, plan: dict[str, Any], unit
 
     def rank_main(rank: int) -> Any:
         mesh = torch.distributed.init_device_mesh("cpu", (1, ranks), mesh_dim_names=("dp", "tp"))
+        here.set(fz.parallel.axis(mesh, "tp"))
         step = fz.train_step(loss, fz.sgd(0.1), units=["parts.*"] if units else [])
         step = fz.shard_tensor(step, plan, mesh=mesh, sequence=sequence)
         step = fz.shard_zero3(step, mesh=mesh, axis="dp") if units else step

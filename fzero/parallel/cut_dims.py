@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch.nn.functional as F
 from fzero.base import pytree
 from fzero.capture.handle import Function, Operands
 from fzero.capture.notes import Cut
+from fzero.parallel.cut_parts import gated, indexed, taken_apart
 from fzero.parallel.cut_shapes import (
     DimOf,
     Given,
@@ -21,14 +21,17 @@ from fzero.parallel.cut_shapes import (
     flattened,
     input_of,
     moved,
+    moved_to,
     permuted,
     reshaped,
     sized,
     squeezed,
+    turned,
     unsqueezed,
 )
 from fzero.parallel.elementwise import BOTH, ELEMENTWISE, named
 from fzero.parallel.own_size import OwnSize
+from fzero.parallel.partial import PARTIAL, behind_partial
 
 CutOf = Callable[[object], Cut | None]
 
@@ -48,6 +51,8 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
         return None if own is None else own.dim
 
     kwargs = {("dim" if name == "axis" else name): x for name, x in kwargs.items()}
+    if any(cut_of(x) == PARTIAL for x in pytree.leaves((args, kwargs))):
+        return behind_partial(func, args, kwargs, cut_of)
     first = _first(out)
     if not isinstance(first, torch.Tensor):
         raise Mixed  # numbers of a slice
@@ -65,6 +70,10 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
     known = [(x, own) for x in operands if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
     x, own = known[0]
     alike = func in _GROUPED or all((each.outer, each.parts) == (own.outer, own.parts) for _, each in known)
+    if not dim:
+        if not alike:
+            raise Mixed
+        return PARTIAL
     free = func in _GROUPED or func in _REPEATS
     if not alike or (not free and any(first.shape[dim] != x.shape[each.dim] for x, each in known)):
         raise Mixed  # slices of other parts, or one element by rank that goes with each of another one's
@@ -110,6 +119,16 @@ def _along(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> i
     return _without(x, dim, over, _first(out))
 
 
+def _total(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """sum(x, dim, keepdim), of which each rank has its part where dims that are cut are among them."""
+    x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
+    over = kwargs.get("dim", args[1] if len(args) > 1 else None)
+    over = range(x.ndim) if over is None or over == () else (over,) if isinstance(over, int) else over
+    if dim is None or dim in {each % x.ndim - x.ndim for each in over}:
+        return None if dim is None else 0
+    return _without(x, dim, tuple(over), out)
+
+
 def _at(position: int, default: int) -> Callable[..., int | None]:
     """Over the dim that is this argument."""
 
@@ -147,6 +166,8 @@ def _applied(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
     x, weight, bias = [dim_of(given.get(name)) for name in ("input", "weight", "bias")]
     if weight is None and bias is None and x != -1:
         return x
+    if x == weight == -1 and given.get("bias") is None:
+        return 0
     if x is None and weight == -2 and (bias == -1 or given.get("bias") is None):
         return -1
     raise Mixed
@@ -159,6 +180,8 @@ def _product(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
         raise Mixed
     left, right = map(dim_of, tensors)
     dims = {dim for dim in (left, right) if dim is not None}
+    if left == -1 and right == -2:
+        return 0
     if left == -1 or right == -2 or len(dims) > 1 or (dims and any(x.ndim == 1 for x in tensors)):
         raise Mixed
     return dims.pop() if dims else None
@@ -203,8 +226,13 @@ def _summed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> 
         for subscripts, x in zip(left.split(","), operands, strict=True)
         if (dim := dim_of(x)) is not None
     }
-    if len(letters) > 1 or not letters <= {*right}:
+    if len(letters) > 1:
         raise Mixed
+    if not letters <= {*right}:  # a sum over it, if it is cut wherever it stands
+        both = zip(left.split(","), operands, strict=True)
+        if any(dim_of(x) is None for subscripts, x in both if letters & {*subscripts}):
+            raise Mixed
+        return 0
     return right.index(letters.pop()) - len(right) if letters else None
 
 
@@ -243,7 +271,7 @@ def _padded(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> 
 
 def _like_another(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """view_as(x, other)."""
-    x, other = (*args, *kwargs.values())[:2]
+    x, other = input_of(args, kwargs), kwargs.get("other", args[-1])
     if x.shape != other.shape or dim_of(x) != dim_of(other):
         raise Mixed
     return dim_of(x)
@@ -251,80 +279,6 @@ def _like_another(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimO
 
 def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     return dim_of(input_of(args, kwargs))
-
-
-def _indexed(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
-    index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if isinstance(args[1], torch.Tensor):  # examples or tokens
-        gone = args[1].ndim if args[1].dtype == torch.bool else 1
-        if gone > x.ndim + own.dim:
-            raise Mixed
-        return own
-    if any(not (each is None or each is ... or type(each) is int or isinstance(each, slice)) for each in index):
-        raise Mixed
-    taken = sum(each is not None and each is not ... for each in index)
-    fill = [slice(None)] * (x.ndim - taken)
-    at = index.index(...) if ... in index else len(index)
-    place, behind, parts = 0, 0, own.parts  # in x; dims of the result from the cut one on
-    for each in (*index[:at], *fill, *index[at + 1 :]):
-        here = each is not None and place == x.ndim + own.dim
-        if here and isinstance(each, int):
-            raise Mixed
-        if here and isinstance(each, slice) and each != slice(None):
-            parts = _between(own, x.shape[own.dim], each)
-        elif isinstance(each, slice) and any(type(end) is OwnSize for end in (each.start, each.stop, each.step)):
-            raise Mixed
-        behind += (here or bool(behind)) and not isinstance(each, int)
-        place += each is not None
-    return Cut(-behind, parts, own.outer)
-
-
-def _between(own: Cut, size: int, taken: slice) -> tuple[int, ...]:
-    """The parts from one place on to another one; a number that all ranks say alike is no place in a slice."""
-    said = taken.start in (None, 0) or type(taken.start) is OwnSize, taken.stop is None or type(taken.stop) is OwnSize
-    if own.parts is None or own.outer > 1 or not all(said):
-        raise Mixed
-    start, stop, step = taken.indices(size)
-    ends = [0, *itertools.accumulate(own.parts)]
-    if step != 1 or start not in ends or stop not in ends:
-        raise Mixed
-    return own.parts[ends.index(start) : ends.index(stop)]
-
-
-def _taken_apart(
-    x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor, by_size: bool = False
-) -> Cut:
-    """chunk(x, n, dim); `by_size`, split(x, size, dim)."""
-    dim = kwargs.get("dim", args[2] if len(args) > 2 else 0)
-    many = next((kwargs[name] for name in _MANY if name in kwargs), args[1] if len(args) > 1 else None)
-    if dim % x.ndim - x.ndim != own.dim:
-        if any(type(each) is OwnSize for each in (many if isinstance(many, (tuple, list)) else [many])):
-            raise Mixed
-        return own
-    if own.parts is None or own.outer > 1:
-        raise Mixed
-    count, size = len(own.parts), x.shape[own.dim]
-    if isinstance(many, (tuple, list)):
-        fits = by_size and tuple(many) == own.parts
-    else:  # the number of pieces, or their size, of which each rank has its own
-        alike = len(set(own.parts)) == 1 and many == (own.parts[0] if by_size else count)
-        fits = alike and out.shape[own.dim] * count == size and (type(many) is OwnSize) == by_size
-    if not fits:
-        raise Mixed
-    return Cut(own.dim, (out.shape[own.dim],))
-
-
-_MANY = ("chunks", "split_size_or_sections", "split_size", "indices_or_sections", "sections")
-
-
-def _gated(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
-    """glu(x, dim)."""
-    dim = kwargs.get("dim", args[1] if len(args) > 1 else -1)
-    if dim % x.ndim - x.ndim != own.dim:
-        return own
-    if own.parts is None or own.outer > 1 or len(own.parts) != 2 or len({*own.parts}) != 1:
-        raise Mixed
-    return Cut(own.dim, own.parts[:1])
 
 
 _RULES: dict[object, Callable[..., int | None]] = {
@@ -344,7 +298,7 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(
         [
             *named(
-                "mean sum var std amax amin max min argmax argmin prod any all logsumexp softmax log_softmax cumsum "
+                "mean var std amax amin max min argmax argmin prod any all logsumexp softmax log_softmax cumsum "
                 "cumprod argsort sort median nanmean nansum count_nonzero unbind",
                 *BOTH,
             ),
@@ -352,6 +306,7 @@ _RULES: dict[object, Callable[..., int | None]] = {
         ],
         _along,
     ),
+    **dict.fromkeys(named("sum", *BOTH), _total),
     **dict.fromkeys(named("norm topk kthvalue", *BOTH), _at(2, -1)),
     **dict.fromkeys(named("narrow index_select", *BOTH), _at(1, 0)),
     **dict.fromkeys(named("roll", *BOTH), _rolled),
@@ -364,7 +319,9 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("matmul __matmul__ bmm", *BOTH), _product),
     F.scaled_dot_product_attention: _attended,
     **dict.fromkeys(named("repeat_interleave", *BOTH), _repeated),
-    **dict.fromkeys(named("transpose swapaxes swapdims", *BOTH), moved(exchanged)),
+    **dict.fromkeys(named("transpose swapaxes swapdims t", *BOTH), moved(exchanged)),
+    **dict.fromkeys(named("movedim moveaxis", *BOTH), moved(moved_to)),
+    torch.Tensor.T.__get__: moved(turned),  # type: ignore[attr-defined]
     torch.Tensor.mT.__get__: moved(exchanged),  # type: ignore[attr-defined]
     **dict.fromkeys(named("permute", *BOTH), moved(permuted)),
     **dict.fromkeys(named("unsqueeze", *BOTH), unsqueezed),
@@ -380,10 +337,10 @@ _RULES: dict[object, Callable[..., int | None]] = {
 _REPEATS = frozenset(named("repeat_interleave", *BOTH))
 _GROUPED = frozenset({F.scaled_dot_product_attention})  # several heads of queries with one of keys
 _PARTS: dict[object, Callable[..., Cut]] = {
-    torch.Tensor.__getitem__: _indexed,
+    torch.Tensor.__getitem__: indexed,
     **dict.fromkeys(named("reshape view unflatten", *BOTH), reshaped),
     **dict.fromkeys(named("flatten", *BOTH), flattened),
-    **dict.fromkeys(named("chunk tensor_split", *BOTH), _taken_apart),
-    **dict.fromkeys(named("split", *BOTH), functools.partial(_taken_apart, by_size=True)),
-    F.glu: _gated,
+    **dict.fromkeys(named("chunk tensor_split", *BOTH), taken_apart),
+    **dict.fromkeys(named("split", *BOTH), functools.partial(taken_apart, by_size=True)),
+    F.glu: gated,
 }

@@ -112,6 +112,18 @@ def permuted(given: Sequence[int], ndim: int) -> Sequence[int]:
     return [dim % ndim for dim in dims]
 
 
+def moved_to(given: Sequence[int | Sequence[int]], ndim: int) -> Sequence[int]:
+    """movedim(x, source, destination)"""
+    source, destination = [[dim % ndim for dim in ((each,) if isinstance(each, int) else each)] for each in given]
+    rest = iter([dim for dim in range(ndim) if dim not in source])
+    by_place = dict(zip(destination, source, strict=True))
+    return [by_place[place] if place in by_place else next(rest) for place in range(ndim)]
+
+
+def turned(given: Sequence[int], ndim: int) -> Sequence[int]:
+    return range(ndim)[::-1]
+
+
 def unsqueezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     dim, new = dim_of(input_of(args, kwargs)), kwargs.get("dim", args[1] if len(args) > 1 else 0)
     return None if dim is None else dim - int(new % out.ndim - out.ndim > dim)

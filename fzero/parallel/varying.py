@@ -34,6 +34,7 @@ from fzero.parallel.cut_dims import cut_behind
 from fzero.parallel.cut_shapes import Mixed
 from fzero.parallel.elementwise import BOTH, named
 from fzero.parallel.own_size import MADE_LIKE, SHAPED, SIZES, OwnSize, dim_made, own_sizes, own_sizes_in
+from fzero.parallel.partial import PARTIAL
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
 
@@ -105,7 +106,7 @@ class Varying(TorchFunctionMode):
     def _read(self, func: Function, args: Operands, kwargs: dict[str, object], reader: str) -> object:
         """What can be read of a tensor without its values."""
         out, mark = func(*args, **kwargs), self.mark_of(args[0]) if args else None
-        if mark is None or mark.cut is None or func not in SIZES or reader.startswith(_OURS):
+        if mark is None or mark.cut in (None, PARTIAL) or func not in SIZES or reader.startswith(_OURS):
             return out
         return own_sizes(func, out, args, kwargs, mark, self.axis.name)
 
@@ -146,12 +147,14 @@ class Varying(TorchFunctionMode):
         except Mixed:
             raise self.refused(func, cut[0]) from None
 
-    def refused(self, func: Function, cut: Mark) -> ValueError:
+    def refused(self, func: Function | str, cut: Mark) -> ValueError:
+        what = func if isinstance(func, str) else name_of(func)
         return ValueError(
-            f"apply: {name_of(func)!r} goes over the dim along which the outputs of module {cut.source!r} are cut over "
-            f"axis {self.axis.name!r}, takes them apart, or is not known to leave that dim alone: each rank has its "
-            "slice of them, and would get another result. Say 'column_gather' of that module in the plan of "
-            "fz.shard_tensor, or leave it whole; of what is fused say fz.parallel.cut('column', parts=...)."
+            f"apply: {what!r} goes over the dim along which the outputs of module {cut.source!r} are cut over axis "
+            f"{self.axis.name!r}, takes them apart, or is not known to leave that dim alone: each rank has its slice "
+            "of them, and would get another result. Say 'column_gather' of that module in the plan of fz.shard_tensor, "
+            "or leave it whole; of what is fused say fz.parallel.cut('column', parts=...). A sum over that dim is put "
+            "together by fz.parallel.sum, before anything else is computed of it."
         )
 
     def _made(self, func: Function, size: OwnSize, args: Operands, kwargs: dict[str, object]) -> object:
@@ -345,6 +348,10 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor) -> torch.Ten
     if known is None:
         return out
     after = known.of(x)
+    mode = _running.get()
+    if mode is not None and after is not None and after.cut is not None and ax.members == mode.axis.members:
+        if (after.cut == PARTIAL) != (name in ("sum", "reduce_scatter")):  # slices are no parts of a sum
+            raise mode.refused(f"fz.parallel.{name}", after)
     if ax.members == known.axis.members:
         after = {"copy": Mark(""), GATHER_OWN: Mark(""), "sum": None, "gather": None}.get(name, Mark(MAP))
     known.forget(out) if after is None else known.note(out, after)

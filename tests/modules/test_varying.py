@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -311,6 +312,63 @@ def test_between_units(stage: int) -> None:
     found, want = grads_of(nn.GELU())
     for own in found:
         assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
+
+
+class ByHand(nn.Module):
+    """A module of one's own, which says itself where ranks exchange values."""
+
+    def __init__(self, code: Any, ax: Any) -> None:
+        super().__init__()
+        self.up, self.down = nn.Parameter(torch.randn(WIDTH, INNER)), nn.Parameter(torch.randn(INNER, WIDTH))
+        self.bias, self.last, self.code = nn.Parameter(torch.randn(WIDTH)), nn.Linear(WIDTH, 3), code
+        self.copy: Any = functools.partial(fz.parallel.copy, ax=ax) if ax else lambda x: x
+        self.sum: Any = functools.partial(fz.parallel.sum, ax=ax) if ax else lambda x: x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.code(self, torch.tanh(self.copy(x) @ self.up)))
+
+
+BY_HAND: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "product": lambda m, h: m.sum(h @ m.down) + m.bias,
+    "linear": lambda m, h: m.sum(F.linear(h, m.down.t())) + m.bias,
+    "einsum": lambda m, h: m.sum(torch.einsum("btf,fo->bto", h, m.down)) + m.bias,
+    "linear of parts": lambda m, h: m.sum((h @ m.down / 3 * m.bias).flatten(0, 1)).unflatten(0, h.shape[:2]),
+    "regularised": lambda m, h: m.sum(h @ m.down) * m.sum((m.down**2).sum()),
+    "norm": lambda m, h: m.sum((h / (1 + m.sum(h.square().sum(-1, keepdim=True))).sqrt()) @ m.down),
+}
+NOT_SUMMED: dict[str, Callable[[Any, torch.Tensor], torch.Tensor]] = {
+    "bias": lambda m, h: m.sum(h @ m.down + m.bias),
+    "number": lambda m, h: m.sum(h @ m.down + 1),
+    "not linear": lambda m, h: m.sum(torch.relu(h @ m.down)),
+    "not at all": lambda m, h: h @ m.down,
+    "squared": lambda m, h: m.sum((p := h @ m.down) * p),
+    "slices": lambda m, h: m.sum(h)[..., :WIDTH],
+    "mean": lambda m, h: m.sum(h.mean(-1, keepdim=True)) * m.bias,
+}
+
+
+@pytest.mark.parametrize("name", [*BY_HAND, *NOT_SUMMED])
+def test_maps_by_hand(name: str) -> None:
+    x = torch.randn(2, 3, WIDTH, dtype=F64)
+
+    def made(ax: Any) -> Any:
+        apply, params = fz.functional(ByHand((BY_HAND | NOT_SUMMED)[name], ax).to(F64))
+        return (lambda p: apply(p, x).square().mean()), params
+
+    def rank_main(rank: int) -> Any:
+        loss, _ = made(fz.parallel.axis(None, "tp"))
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), {"up": 1, "down": 0})
+        return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
+
+    whole, params = made(None)
+    if name in NOT_SUMMED:
+        with pytest.raises(RankError, match=r"put together by fz\.parallel\.sum, before anything else"):
+            run_ranks(rank_main, 2)
+        return
+    want = torch.func.grad(whole)(dict(params))
+    for ranks in (2, 3):
+        for found in run_ranks(rank_main, ranks):
+            assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
 
 
 class InUnits(nn.Module):
