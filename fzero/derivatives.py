@@ -14,7 +14,8 @@ from fzero.base.context import during, one_by_one
 from fzero.base.interrupts import as_found
 from fzero.base.patterns import matches
 from fzero.base.random import seeded
-from fzero.engine.alike import need_alike, scalars_in
+from fzero.capture.notes import followed, notes
+from fzero.engine.alike import need_alike, need_invariant, scalars_in
 from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.run import scalar_loss, split_result
@@ -170,13 +171,19 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
 
     def loss(values: dict[int, torch.Tensor], *example: Any) -> torch.Tensor:
         full = leaves | values
-        tree = pytree.unflatten(state.params.structure, [full[i] for i in range(len(rows))])
+        each = [full[i] for i in range(len(rows))]
+        tree = pytree.unflatten(state.params.structure, each)
+        told, follow = followed(None if traversal.table.compiled else axis.tensor, each, rows)
         batch = [x if dim is None else x[None] for x, dim in zip(example, dims, strict=True)]
         of_leaves = during(known, (traversal, {id(x): i for i, x in full.items()}))
         alone = during(one_by_one, traversal.averaged)
-        with during(running, state.layout), alone, of_leaves, autocast(traversal.device, traversal.table.outside):
+        outside = autocast(traversal.device, traversal.table.outside)
+        with during(running, state.layout), alone, of_leaves, outside, during(notes, told), follow:
             out = step.fn(tree, *pytree.unflatten(spec, batch))
-        return scalar_loss(split_result(step, out)[0], "per_example_grads")
+        value = scalar_loss(split_result(step, out)[0], "per_example_grads")
+        if told:
+            need_invariant(value, told)
+        return value
 
     axis = state.params.axis
     mapped = torch.func.vmap(torch.func.grad_and_value(loss), in_dims=(None, *dims), randomness="different")

@@ -81,9 +81,7 @@ def shared_forward_mode() -> Iterator[None]:
 
 def level() -> int:
     """Counts how many functorch levels (vjp, jvp, vmap) are active here; 0 for none."""
-    if _functorch.peek_interpreter_stack() is None:
-        return 0
-    return int(_functorch.maybe_current_level() or 0)
+    return int(_functorch.maybe_current_level() or 0) if _functorch.peek_interpreter_stack() is not None else 0
 
 
 def pull_back_early(ctx: Context) -> None:
@@ -173,7 +171,12 @@ def direct(function: Any) -> Any:
 
 def is_wrapped(tensor: torch.Tensor) -> bool:
     """Tells whether an active functorch level wraps this tensor; one that has ended leaves wrappers, which are dead."""
-    return _functorch.maybe_get_level(tensor) > 0
+    return level_of(tensor) > 0
+
+
+def level_of(tensor: torch.Tensor) -> int:
+    """The functorch level that wraps this tensor; 0 or less for none, or one that has ended."""
+    return _functorch.maybe_get_level(tensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
@@ -219,7 +222,7 @@ def is_mapped(tensor: torch.Tensor) -> bool:
 
 def below(tensor: torch.Tensor) -> bool:
     """Tells whether what runs now runs below the level of this tensor, where its derivative would be lost."""
-    return _functorch.maybe_get_level(tensor) > level()
+    return level_of(tensor) > level()
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:

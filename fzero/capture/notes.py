@@ -6,18 +6,20 @@ them, and on to what is computed of it, until a map puts the whole together.
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 from torch.overrides import TorchFunctionMode
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.context import variable
-from fzero.capture.handle import READABLE, Function, Named, Operands
+from fzero.capture.handle import READABLE, Function, Handle, Named, Operands, writes
 from fzero.comm.axis import Axis
+from fzero.table.rows import Row
 
 
 class Cut(NamedTuple):
@@ -25,13 +27,33 @@ class Cut(NamedTuple):
 
     Attributes:
         dim: from the end.
-        parts: sizes along it of what is fused there (gate and up), of this rank's; None where they are not known.
+        parts: of what is fused there (gate and up), one after the other: the size of every rank's slice of it; None
+            where they are not known.
+        rank: this one.
         outer: how many of the rank's slices follow one another along it: of each example its heads, say.
     """
 
     dim: int
-    parts: tuple[int, ...] | None = None
+    parts: tuple[tuple[int, ...], ...] | None = None
+    rank: int = 0
     outer: int = 1
+
+    @property
+    def own(self) -> tuple[int, ...] | None:
+        """The sizes of this rank's slices of the parts."""
+        return None if self.parts is None else tuple([part[self.rank] for part in self.parts])
+
+    def sized(self, before: int, now: int) -> Cut | None:
+        """The same, where the slice has another number of elements: larger ones, or more of smaller ones.
+
+        None where that of another rank could not have.
+        """
+        if self.parts is None or before == now:
+            return self
+        scaled = [[size * now for size in part] for part in self.parts]
+        if not before or any(size % before for part in scaled for size in part):
+            return None
+        return self._replace(parts=tuple([tuple([size // before for size in part]) for part in scaled]))
 
 
 class Mark(NamedTuple):
@@ -51,15 +73,26 @@ class Notes:
     """Tensor -> how it varies over an axis, by identity; it keeps no tensor alive."""
 
     def __init__(self, axis: Axis) -> None:
-        self.axis = axis
+        self.axis, self._level = axis, private.level()
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
 
     def note(self, tensor: torch.Tensor, mark: Mark) -> None:
         self._known[id(tensor)] = weakref.ref(tensor), mark
+        if private.level_of(tensor) > self._level:  # what is left of it when that level ends
+            self.note(private.inner(tensor), Mark(mark.source))
 
     def of(self, x: object) -> Mark | None:
         found = self._known.get(id(x))
-        return found[1] if found is not None and found[0]() is x else None
+        if found is not None and found[0]() is x:
+            return found[1]
+        above = isinstance(x, torch.Tensor) and private.level_of(x) > self._level
+        return self.of(private.inner(x)) if above else None  # type: ignore[arg-type]
+
+    def note_cut(self, leaves: Mapping[int, torch.Tensor], rows: Sequence[Row]) -> None:
+        """Notes the leaves of a step that are cut: index of a leaf -> its tensor."""
+        for index, leaf in leaves.items():
+            if rows[index].slices is not None and not isinstance(leaf, Handle):
+                self.note(leaf, Mark(rows[index].path))
 
     def among(self, values: Sequence[object]) -> list[Mark]:
         """How those vary that are among some values, or in containers of them."""
@@ -82,6 +115,21 @@ class Notes:
 notes: contextvars.ContextVar[Notes | None] = variable("notes", None)
 
 
+def followed(
+    axis: Axis | None, leaves: Sequence[torch.Tensor], rows: Sequence[Row]
+) -> tuple[Notes | None, contextlib.AbstractContextManager[object]]:
+    """The notes of a function of these leaves, and what follows them in it; None where no leaf is cut.
+
+    Args:
+        axis: that leaves are cut over.
+    """
+    if axis is None or axis.size == 1:
+        return None, contextlib.nullcontext()
+    known = Notes(axis)
+    known.note_cut(dict(enumerate(leaves)), rows)
+    return known, Following(known)
+
+
 def marks_of(known: Notes | None, tensors: Sequence[object]) -> list[Mark | None]:
     return [known.of(x) for x in tensors] if known else []
 
@@ -93,22 +141,53 @@ def hand_on(known: Notes | None, marks: Sequence[Mark | None], tensors: Sequence
             known.note(tensor, mark)
 
 
+_LIKE = {
+    *(getattr(torch, f"{name}_like") for name in "zeros ones empty full rand randn randint".split()),
+    *(getattr(torch.Tensor, f"new_{name}") for name in "zeros ones empty full tensor".split()),
+}
+# whose further operands say a dtype or a shape
+_FIRST = {getattr(torch.Tensor, name) for name in "to type_as expand_as view_as reshape_as".split()}
+
+
 class Following(TorchFunctionMode):
-    """Inside, what is computed of tensors that vary is known to vary, on whichever dims."""
+    """Inside, what is computed of tensors that vary is known to vary, on whichever dims.
+
+    What torch.func maps (vmap) along another dim than the first is not followed out of the map.
+    """
 
     def __init__(self, known: Notes) -> None:
         super().__init__()
         self._known = known
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
+        if func == torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
         out = func(*args, **(kwargs or {}))
-        if not self._known or func in READABLE:
+        if not self._known or func in READABLE or func in _LIKE:
             return out
-        found = self._known.among((*args, *kwargs.values()) if kwargs else args)
+        given = args[:1] if func in _FIRST else (*args, *kwargs.values()) if kwargs else args
+        found = self._known.among(given)
         if found:
-            mark = Mark(max(mark.source for mark in found))
-            results = [out] if isinstance(out, torch.Tensor) else [*pytree.leaves(out), *args[: out is None]]
-            for x in results:  # x[...] = y gives None
-                if isinstance(x, torch.Tensor) and (self._known.of(x) is None or x is args[0]):
-                    self._known.note(x, mark)
+            self._follow(func, given, kwargs, out, Mark(max(mark.source for mark in found)))
         return out
+
+    def _follow(self, func: Function, given: Operands, kwargs: Named, out: object, mark: Mark) -> None:
+        known, into = self._known, given[0] if given and writes(func, kwargs) else None
+        if isinstance(out, (tuple, list)):  # a tensor of each of a list: gradients, norms
+            lists = [x for x in given if isinstance(x, (tuple, list)) and len(x) == len(out)]
+            lists += [given] if len(given) == len(out) and all(isinstance(x, torch.Tensor) for x in given) else []
+            if lists:
+                marks = [known.of(x) for x in lists[-1]]
+                for x, own in zip(out, marks, strict=True):
+                    if own is not None and isinstance(x, torch.Tensor):
+                        known.note(x, Mark(own.source))
+                return
+        results = [out] if isinstance(out, torch.Tensor) else pytree.leaves(out)
+        for x in results:
+            if isinstance(x, torch.Tensor) and (x is into or not any(x is each for each in given)):
+                known.note(x, mark)
+        if isinstance(into, torch.Tensor):
+            over = func == torch.Tensor.copy_ and known.of(given[1]) is None
+            known.forget(into) if over else known.note(into, mark)
+            if not over and into._is_view() and into._base is not None:
+                known.note(into._base, mark)

@@ -215,6 +215,8 @@ class Call:
             tensors = [x.clone() if own else x for x, own in zip(tensors, copied, strict=True)]
         tensors = [alike(x, outer) for x, outer in zip(tensors, self.reach.tensors, strict=True)]
         hand_on(self._notes, self._noted, tensors)
+        if self._notes is not None:
+            self._notes.note_cut(leaves, self._traversal.layout.rows)
         mapping, shapes = self._mapping(leaves, tensors), [geometry(x) for x in tensors]
         origins = {id(inner): outer for outer, inner in zip(self.reach.tensors, tensors, strict=True)}
         origins.update((id(mapping[id(outer)]), outer) for _, outer in self.reach.unread)

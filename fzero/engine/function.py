@@ -13,7 +13,7 @@ from fzero.base.context import during
 from fzero.base.node import active
 from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, StandIn, storage_of
-from fzero.capture.notes import Following, Mark, Notes, notes
+from fzero.capture.notes import followed, notes
 from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
 from fzero.engine.alike import need_invariant
@@ -122,7 +122,8 @@ def call_function(
     elif traversal.acts:
         watch = watching_run(None)
     tree = pytree.unflatten(state.params.structure, leaves)
-    known, follow = _notes_of(traversal, leaves)
+    # compiled code is not looked at
+    known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
     with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             with heard(), during(notes, known), follow:
@@ -153,20 +154,6 @@ def call_function(
             )
     # what is the state's own memory is copied, as the caller may write to what is given out
     return pytree.map_leaves(lambda x: x.clone() if isinstance(x, torch.Tensor) and storage_of(x) in stored else x, out)
-
-
-def _notes_of(
-    traversal: Traversal, leaves: Sequence[torch.Tensor]
-) -> tuple[Notes | None, contextlib.AbstractContextManager[object]]:
-    """What is known of leaves that are cut; nothing is looked at where a unit is compiled."""
-    axis = traversal.tensor
-    if axis is None or axis.size == 1 or traversal.table.compiled:
-        return None, contextlib.nullcontext()
-    known = Notes(axis)
-    for leaf, row in zip(leaves, traversal.layout.rows, strict=True):
-        if row.slices is not None and not isinstance(leaf, Handle):
-            known.note(leaf, Mark(row.path))
-    return known, Following(known)
 
 
 def _stored(params: Sharded) -> dict[int, tuple[torch.Tensor, LeafOf]]:

@@ -22,7 +22,7 @@ from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
 from fzero.parallel.piece import Piece
 from fzero.parallel.spread import whole
-from fzero.parallel.varying import mark_of, note, note_help, unseen
+from fzero.parallel.varying import mark_of, need_level, note, note_help, unseen
 from fzero.table.slices import Slices
 
 Forward = Callable[..., object]
@@ -90,6 +90,7 @@ class Converted:
         self.cut = {leaf.name.removeprefix(self.before): leaf for leaf in cut}
         self.leaves: dict[str, object] = {}
         self.then: Callable[[torch.Tensor], torch.Tensor] | None = None
+        self.heads: tuple[int, ...] | None = None  # elements that every rank has after that
         self.forward = module.forward
         self.run = self._made()
 
@@ -206,6 +207,7 @@ class Converted:
                 raise self.refused(f"its embedding has {name}={getattr(module, name)}")
 
         def features(input: torch.Tensor) -> torch.Tensor:
+            self._need_no_slices(input)
             out = F.embedding(input, _value(self.leaves["weight"]), module.padding_idx)
             return out if leaf.style == "column" else self._shed(self._gathered(out, -1, slices))
 
@@ -218,6 +220,7 @@ class Converted:
         own_padding = padding - start if padding is not None and 0 <= padding - start < size else None
 
         def rows(input: torch.Tensor) -> torch.Tensor:
+            self._need_no_slices(input)
             weight = _value(self.leaves["weight"])
             known = (input >= 0) & (input < count)  # what is not is left to F.embedding, which refuses it
             inside = (input >= start) & (input < start + size)
@@ -232,8 +235,7 @@ class Converted:
         for name, leaf in self.cut.items():
             own = self.module._parameters.get(name)
             if leaf.slices is not None and own is not None:
-                parts = tuple([size for _, size in leaf.slices.ranges(self.axis.size)[self.axis.rank]])
-                note(own, Mark(leaf.name, Cut(leaf.slices.dim - len(leaf.shape), parts)))
+                note(own, Mark(leaf.name, self._cut(leaf.slices, leaf.slices.dim - len(leaf.shape))))
         return self.forward(*args, **kwargs)
 
     def _copied(self, *args: object, **kwargs: object) -> object:
@@ -307,8 +309,12 @@ class Converted:
 
     def _lies_so(self, cut: Cut | None, dim: int, slices: Slices) -> bool:
         """Tells whether a tensor is cut as a row's leaf is, as far as is known of it."""
-        own = tuple([size for _, size in slices.ranges(self.axis.size)[self.axis.rank]])
-        return cut is None or (cut.dim == dim and cut.outer == 1 and cut.parts == own)
+        return cut is None or cut == self._cut(slices, dim)
+
+    def _cut(self, slices: Slices, dim: int) -> Cut:
+        """How a tensor is cut that is so along a dim, from the end."""
+        by_part = zip(*slices.ranges(self.axis.size), strict=True)
+        return Cut(dim, tuple([tuple([size for _, size in part]) for part in by_part]), self.axis.rank)
 
     def _not_a_piece(self, x: torch.Tensor, dim: int, sizes: Sequence[int]) -> ValueError:
         return ValueError(
@@ -332,6 +338,15 @@ class Converted:
                 "let a 'row' follow that, or say 'column_gather' of it in the plan of fz.shard_tensor."
             )
 
+    def _need_no_slices(self, x: torch.Tensor) -> None:
+        mark = _given.get()
+        if mark is not None and mark.source:
+            raise ValueError(
+                f"apply: module {self.path!r}, which is cut over axis {self.axis.name!r}, got numbers of shape "
+                f"{tuple(x.shape)} that come of slices, of {mark.source!r}; expected the same on all ranks. Say "
+                f"'column_gather' of {mark.source!r} in the plan of fz.shard_tensor."
+            )
+
     def _shared(self, x: torch.Tensor) -> torch.Tensor:
         """The input as each rank's own, one copy for all modules that read it: its cotangents are summed once."""
         if _given.get() is not None:  # each rank's own already
@@ -346,6 +361,7 @@ class Converted:
 
 
 def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
+    need_level(own.path or "it")
     if own.run in (own._copied, own._known):
         return own.run(*args, **kwargs)
     marks = [mark for x in (*args, *kwargs.values()) if (mark := mark_of(x)) is not None]
@@ -359,8 +375,10 @@ def _run(own: Converted, args: tuple[object, ...], kwargs: Mapping[str, object])
         return out
     weight = own.cut.get("weight")
     slices = None if weight is None or own.then is not None else weight.slices
-    parts = [(0, out.shape[dim])] if slices is None else slices.ranges(own.axis.size)[own.axis.rank]
-    return note(out, Mark(own.path or "it", Cut(dim, tuple([size for _, size in parts]))))
+    if slices is None:  # heads of keys, as those of the queries
+        assert own.heads is not None
+        return note(out, Mark(own.path or "it", Cut(dim, (own.heads,), own.axis.rank)))
+    return note(out, Mark(own.path or "it", own._cut(slices, dim)))
 
 
 leave_out(__name__, "_run")

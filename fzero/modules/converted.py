@@ -133,6 +133,7 @@ def _share_heads(path: str, module: nn.Module, made: dict[str, Converted], cuts:
         elif key.cut["weight"].style == "column":
             key.cut["weight"] = key.cut["weight"]._replace(style="column_gather")
         key.then = functools.partial(_chosen_heads, axis, heads.dim, chosen)
+        key.heads = tuple([size for _, size in own])
     if hasattr(module, "num_key_value_groups"):
         module.num_key_value_groups = 1  # type: ignore[assignment]
 

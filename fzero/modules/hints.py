@@ -55,6 +55,10 @@ def heads_of(module: nn.Module) -> Heads | None:
     assert isinstance(query, nn.Linear)
     width = query.out_features
     others = [n for n, m in children.items() if n not in (_QUERY, *_KEYS) and kind_of(m) == "linear"]
+    if not hasattr(module, "num_key_value_groups") and {getattr(children[n], "out_features", 0) for n in _KEYS} != {
+        width
+    }:
+        return None  # its own code says which heads of keys go with which of queries
     outs = [name for name in others if getattr(children[name], "in_features", None) == width]
     return Heads(dim, groups, outs[0]) if len(outs) == 1 and width % (dim * groups) == 0 else None
 

@@ -36,8 +36,8 @@ from fzero.parallel.partial import PARTIAL, behind_partial
 CutOf = Callable[[object], Cut | None]
 
 
-def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_of: CutOf) -> Cut:
-    """How the result is cut.
+def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_of: CutOf) -> Cut | list[Cut]:
+    """How the result is cut; each of several, where these differ.
 
     Args:
         cut_of: how an operand is; None where it is whole.
@@ -52,33 +52,42 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
 
     kwargs = {("dim" if name == "axis" else name): x for name, x in kwargs.items()}
     if any(cut_of(x) == PARTIAL for x in pytree.leaves((args, kwargs))):
-        return behind_partial(func, args, kwargs, cut_of)
+        return behind_partial(func, args, kwargs, out, cut_of)
     first = _first(out)
     if not isinstance(first, torch.Tensor):
         raise Mixed  # numbers of a slice
-    if func in _PARTS:
-        x = input_of(args, kwargs)
-        own = cut_of(x)
-        if own is None or any(cut_of(other) for other in pytree.flatten((args[1:], kwargs))[0]):
-            raise Mixed  # a slice says which elements are taken
-        return _PARTS[func](x, own, args, kwargs, first)
-    rule = _RULES.get(func)
-    dim = None if rule is None else rule(args, kwargs, out, dim_of)
-    if dim is None:
-        raise Mixed
     operands = [x for arg in (*args, *kwargs.values()) for x in (arg if isinstance(arg, (tuple, list)) else (arg,))]
     known = [(x, own) for x in operands if isinstance(x, torch.Tensor) and (own := cut_of(x)) is not None]
     x, own = known[0]
-    alike = func in _GROUPED or all((each.outer, each.parts) == (own.outer, own.parts) for _, each in known)
-    if not dim:
-        if not alike:
+    if func in _PARTS:
+        if x is not input_of(args, kwargs) or len(known) > 1:  # a slice says which elements are taken
             raise Mixed
+        return _PARTS[func](x, own, args, kwargs, first)
+    rule = _RULES.get(func)
+    dim = None if rule is None else rule(args, kwargs, out, dim_of)
+    if dim is None or (rule not in _JOINT and len(known) > 1 and not (rule is _along and known[1][0] is args[1])):
+        raise Mixed
+    if rule is _attended:
+        if any(not _same_heads(own, each) for _, each in known[1:]):
+            raise Mixed
+        return own._replace(dim=dim)
+    if any((each.outer, each.parts) != (own.outer, own.parts) for _, each in known):
+        raise Mixed  # slices of other parts
+    if not dim:
         return PARTIAL
-    free = func in _GROUPED or func in _REPEATS
-    if not alike or (not free and any(first.shape[dim] != x.shape[each.dim] for x, each in known)):
-        raise Mixed  # slices of other parts, or one element by rank that goes with each of another one's
-    count = first.shape[dim] // own.outer
-    return Cut(dim, sized(own, x.shape[own.dim] // own.outer, count), own.outer)
+    if rule is not _repeated and any(first.shape[dim] != x.shape[each.dim] for x, each in known):
+        raise Mixed  # one element by rank that goes with each of another one's
+    return sized(own, x.shape[own.dim] // own.outer, first.shape[dim] // own.outer)._replace(dim=dim)
+
+
+def _same_heads(q: Cut, k: Cut) -> bool:
+    """Tells whether every rank has the heads of keys that go with its heads of queries, one or several with each."""
+    if q.parts is None or k.parts is None:
+        return q.parts == k.parts
+    if len(q.parts) != 1 or len(k.parts) != 1 or q.outer != k.outer:
+        return q == k
+    own, other = q.parts[0], k.parts[0]
+    return [size * sum(other) for size in own] == [size * sum(own) for size in other]
 
 
 def _first(out: object) -> Any:
@@ -129,7 +138,7 @@ def _total(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> i
     return _without(x, dim, tuple(over), out)
 
 
-def _at(position: int, default: int) -> Callable[..., int | None]:
+def _at(position: int, default: int | None) -> Callable[..., int | None]:
     """Over the dim that is this argument."""
 
     def rule(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
@@ -196,7 +205,8 @@ def _attended(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -
 
 def _joined(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """cat(tensors, dim)."""
-    tensors: Sequence[torch.Tensor] = input_of(args, kwargs) if args else kwargs["tensors"]
+    every: Sequence[torch.Tensor] = input_of(args, kwargs) if args else kwargs["tensors"]
+    tensors = [x for x in every if x.shape != (0,)]  # which torch lets join anything, as caches begin with it
     along = kwargs.get("dim", args[1] if len(args) > 1 else 0)
     dims = {dim_of(x) for x in tensors}
     if len(dims) > 1 or along % out.ndim - out.ndim in dims:  # slices of one beside those of another, or beside a whole
@@ -211,29 +221,37 @@ def _stacked(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) ->
     if len(dims) > 1:
         raise Mixed
     dim = dims.pop()
-    return None if dim is None else dim - int(new % out.ndim - out.ndim > dim)
+    return None if dim is None else dim - int(new % out.ndim - out.ndim >= dim)
 
 
 def _summed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     """einsum(equation, *operands)."""
     equation, *given = args
     operands = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+    if not isinstance(equation, str) or "->" not in equation:
         raise Mixed
     left, right = equation.replace(" ", "").split("->")
-    letters = {
-        subscripts[dim]
-        for subscripts, x in zip(left.split(","), operands, strict=True)
-        if (dim := dim_of(x)) is not None
-    }
+    each: list[tuple[str, Any]] = list(zip(left.split(","), operands, strict=True))
+    letters = {_letter(subscripts, x.ndim, dim) for subscripts, x in each if (dim := dim_of(x)) is not None}
     if len(letters) > 1:
         raise Mixed
-    if not letters <= {*right}:  # a sum over it, if it is cut wherever it stands
-        both = zip(left.split(","), operands, strict=True)
-        if any(dim_of(x) is None for subscripts, x in both if letters & {*subscripts}):
-            raise Mixed
-        return 0
-    return right.index(letters.pop()) - len(right) if letters else None
+    (letter,) = letters
+    if letter in right:
+        before, _, behind = right.partition("...")
+        return behind.index(letter) - len(behind) if letter in behind else before.index(letter) - out.ndim
+    if any(dim_of(x) is None for subscripts, x in each if letter in subscripts):
+        raise Mixed
+    return 0  # a sum over it
+
+
+def _letter(subscripts: str, ndim: int, dim: int) -> str:
+    """That of a dim, from the end."""
+    before, dots, behind = subscripts.partition("...")
+    if -dim <= len(behind) or not dots:
+        return (behind or before)[dim]
+    if ndim + dim < len(before):
+        return before[ndim + dim]
+    raise Mixed
 
 
 def _repeated(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
@@ -277,6 +295,24 @@ def _like_another(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimO
     return dim_of(x)
 
 
+def _triangle(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """tril(x)"""
+    dim = dim_of(input_of(args, kwargs))
+    return None if dim in (-1, -2) else dim
+
+
+def _as_complex(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """view_as_complex(x): pairs of the last dim are one number; view_as_real(x)"""
+    dim = dim_of(input_of(args, kwargs))
+    return None if dim is None or (dim == -1 and out.is_complex()) else dim + (1 if out.is_complex() else -1)
+
+
+def _by_slope(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """prelu(x, weight)"""
+    weight = kwargs.get("weight", args[-1])
+    return dim_of(input_of(args, kwargs)) if weight.numel() == 1 else None
+
+
 def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     return dim_of(input_of(args, kwargs))
 
@@ -299,7 +335,7 @@ _RULES: dict[object, Callable[..., int | None]] = {
         [
             *named(
                 "mean var std amax amin max min argmax argmin prod any all logsumexp softmax log_softmax cumsum "
-                "cumprod argsort sort median nanmean nansum count_nonzero unbind",
+                "cumprod argsort sort median nanmean nansum count_nonzero cummax cummin logcumsumexp var_mean std_mean",
                 *BOTH,
             ),
             *named("softmax log_softmax softmin", F),
@@ -307,11 +343,17 @@ _RULES: dict[object, Callable[..., int | None]] = {
         _along,
     ),
     **dict.fromkeys(named("sum", *BOTH), _total),
-    **dict.fromkeys(named("norm topk kthvalue", *BOTH), _at(2, -1)),
+    **dict.fromkeys(named("unbind", *BOTH), _at(1, 0)),
+    **dict.fromkeys(named("topk kthvalue", *BOTH), _at(2, -1)),
+    **dict.fromkeys(named("norm", *BOTH), _at(2, None)),
     **dict.fromkeys(named("narrow index_select", *BOTH), _at(1, 0)),
     **dict.fromkeys(named("roll", *BOTH), _rolled),
     **dict.fromkeys(named("flip", *BOTH), _flipped),
-    torch.Tensor.expand: _expanded,
+    **dict.fromkeys([torch.Tensor.expand, *named("broadcast_to", *BOTH)], _expanded),
+    **dict.fromkeys(named("tril triu", *BOTH), _triangle),
+    **dict.fromkeys(named("view_as_complex view_as_real", torch), _as_complex),
+    F.prelu: _by_slope,
+    torch.linalg.vector_norm: _at(2, None),
     F.pad: _padded,
     F.normalize: _at(2, 1),
     **dict.fromkeys(named("layer_norm rms_norm", F, torch), _last),
@@ -332,11 +374,12 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("view_as reshape_as", torch.Tensor), _like_another),
     torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
     **dict.fromkeys(named("to type type_as cpu cuda", torch.Tensor), _same),
-    **dict.fromkeys(named("requires_grad_ rand_like randn_like zeros_like ones_like empty_like", *BOTH), _same),
+    **dict.fromkeys(
+        named("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", *BOTH), _same
+    ),
 }
-_REPEATS = frozenset(named("repeat_interleave", *BOTH))
-_GROUPED = frozenset({F.scaled_dot_product_attention})  # several heads of queries with one of keys
-_PARTS: dict[object, Callable[..., Cut]] = {
+_JOINT = (_pointwise, _product, _applied, _joined, _stacked, _summed, _attended, _like_another)  # of several operands
+_PARTS: dict[object, Callable[..., Cut | list[Cut]]] = {
     torch.Tensor.__getitem__: indexed,
     **dict.fromkeys(named("reshape view unflatten", *BOTH), reshaped),
     **dict.fromkeys(named("flatten", *BOTH), flattened),

@@ -20,16 +20,11 @@ class Mixed(Exception):
     """An operation goes over the dim that is cut, or is not known to leave it alone."""
 
 
-def sized(own: Cut, before: int, now: int) -> tuple[int, ...] | None:
-    """The parts, where the slice has another number of elements: larger ones, or more of smaller ones."""
-    if own.parts is None or before == now:
-        return own.parts
-    if len(own.parts) == 1:
-        return (now,)
-    scaled = [part * now for part in own.parts]
-    if not before or any(part % before for part in scaled):
+def sized(own: Cut, before: int, now: int) -> Cut:
+    found = own.sized(before, now)
+    if found is None:
         raise Mixed
-    return tuple([part // before for part in scaled])
+    return found
 
 
 def input_of(args: Operands, kwargs: Given) -> Any:
@@ -38,6 +33,16 @@ def input_of(args: Operands, kwargs: Given) -> Any:
 
 def reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
     """view(x, sizes): the slice may become one dim, the inner part of one, or several; the outermost is cut then."""
+    try:
+        return _reshaped(x, own, args, kwargs, out)
+    except Mixed:
+        if own.parts is None or len(own.parts) == 1 or len({*own.parts}) > 1:
+            raise
+    # a dim of its own for parts of one size: several slices that follow one another
+    return _reshaped(x, own._replace(parts=own.parts[:1], outer=own.outer * len(own.parts)), args, kwargs, out)
+
+
+def _reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
     sizes, place = _sizes(args, kwargs), x.ndim + own.dim
     if len(sizes) != out.ndim or not all(isinstance(size, int) for size in sizes):
         raise Mixed  # a view of another dtype
@@ -59,7 +64,7 @@ def reshaped(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torc
     if any(type(size) is OwnSize for size in others) or (-1 in others and dim not in said):
         raise Mixed
     outer = max(1, ends[dim] // high)
-    return Cut(dim - out.ndim, sized(own, count, out.shape[dim] // outer), outer)
+    return sized(own, count, out.shape[dim] // outer)._replace(dim=dim - out.ndim, outer=outer)
 
 
 def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: torch.Tensor) -> Cut:
@@ -74,7 +79,7 @@ def flattened(x: torch.Tensor, own: Cut, args: Operands, kwargs: Given, out: tor
     local = x.shape[own.dim] // own.outer
     outer = math.prod(x.shape[start + x.ndim : own.dim + x.ndim]) * own.outer
     size = local * math.prod(x.shape[own.dim + x.ndim + 1 : end + x.ndim + 1])
-    return Cut(end, sized(own, local, size), outer)
+    return sized(own, local, size)._replace(dim=end, outer=outer)
 
 
 def _sizes(args: Operands, kwargs: Given) -> list[Any]:
@@ -126,7 +131,7 @@ def turned(given: Sequence[int], ndim: int) -> Sequence[int]:
 
 def unsqueezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     dim, new = dim_of(input_of(args, kwargs)), kwargs.get("dim", args[1] if len(args) > 1 else 0)
-    return None if dim is None else dim - int(new % out.ndim - out.ndim > dim)
+    return None if dim is None else dim - int(new % out.ndim - out.ndim >= dim)
 
 
 def squeezed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:

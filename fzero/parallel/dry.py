@@ -16,6 +16,7 @@ from fzero.comm.axis import Axis
 from fzero.parallel import maps
 from fzero.parallel.axis import is_averaged
 from fzero.parallel.forms import CONSTANT, REPLICATED, Form
+from fzero.parallel.map_marks import GATHER_OWN
 from fzero.parallel.types import (
     WHO,
     Axes,
@@ -29,7 +30,6 @@ from fzero.parallel.types import (
     set_type,
     type_of,
 )
-from fzero.parallel.varying import GATHER_OWN
 
 TOLD = 8 * (1 + maps.MOST_DIMS)  # bytes of the sizes that ranks tell each other
 INVARIANT, VARYING = "invariant", "varying"

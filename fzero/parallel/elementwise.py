@@ -23,7 +23,7 @@ ELEMENTWISE = [
         "logical_and logical_or logical_not logical_xor isnan isinf isfinite clone to type_as float double half "
         "bfloat16 int long short bool trunc frac log10 sinh cosh asin acos atan asinh acosh atanh atan2 hypot xlogy "
         "erfinv logit remainder fmod floor_divide sgn lgamma digamma heaviside copysign bitwise_and bitwise_or "
-        "bitwise_xor bitwise_not "
+        "bitwise_xor bitwise_not logaddexp logaddexp2 conj conj_physical "
         "__eq__ __ne__ __lt__ __le__ __gt__ __ge__ __and__ __or__ __xor__ __invert__ __abs__ __mod__ __floordiv__ "
         "__add__ __radd__ __sub__ __rsub__ __mul__ __rmul__ __truediv__ __rtruediv__ __pow__ __rpow__ __neg__",
         *BOTH,

@@ -18,12 +18,14 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_int, wrong
+from fzero.capture.notes import Cut
 from fzero.comm import pieces
 from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.engine.compiled import leave_out
 from fzero.parallel import varying
 from fzero.parallel.axis import is_averaged, need_axis, need_dim
+from fzero.parallel.map_marks import GATHER_OWN, mapped, need_mappable
 from fzero.parallel.types import running
 
 Map = Callable[[torch.Tensor], torch.Tensor]
@@ -104,8 +106,9 @@ def gather(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None, own:
     sizes = _own_sizes(x, ax, dim, sizes, "gather")
     own = own and not is_averaged(ax)  # where it is so anyway
     there, back = _joined, _scattered if own or is_averaged(ax) else _cut
-    name = varying.GATHER_OWN if own else "gather"
-    return _map(name, x, ax, *[functools.partial(each, ax, dim, sizes) for each in (there, back)])
+    name = GATHER_OWN if own else "gather"
+    there, back = [functools.partial(each, ax, dim, sizes) for each in (there, back)]
+    return _map(name, x, ax, there, back, joins=dim)
 
 
 def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
@@ -126,7 +129,8 @@ def split(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> to
     dim = _need_dim(x, ax, dim, "split")
     sizes = _need_sizes(sizes, x, ax, dim, "split")
     back = _padded if is_averaged(ax) else _joined
-    return _map("split", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_cut, back)])
+    there, back = [functools.partial(each, ax, dim, sizes) for each in (_cut, back)]
+    return _map("split", x, ax, there, back, cuts=Cut(dim - x.ndim, (tuple(sizes),), ax.rank))
 
 
 def reduce_scatter(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = None) -> torch.Tensor:
@@ -146,7 +150,8 @@ def reduce_scatter(x: torch.Tensor, ax: Axis, dim: int, sizes: Sizes | None = No
     """
     dim = _need_dim(x, ax, dim, "reduce_scatter")
     sizes = _need_sizes(sizes, x, ax, dim, "reduce_scatter")
-    return _map("reduce_scatter", x, ax, *[functools.partial(each, ax, dim, sizes) for each in (_scattered, _joined)])
+    there, back = [functools.partial(each, ax, dim, sizes) for each in (_scattered, _joined)]
+    return _map("reduce_scatter", x, ax, there, back, cuts=Cut(dim - x.ndim, (tuple(sizes),), ax.rank))
 
 
 def all_to_all(
@@ -206,13 +211,21 @@ def is_whole(x: torch.Tensor, dim: int, count: int, ax: Axis, tag: str) -> bool:
     return pieces.told(ax, [x.shape[dim]], tag) == [(count,)] * ax.size
 
 
-def _map(name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map) -> torch.Tensor:
-    """Applies a linear map, which every derivative goes through; `back` is its transpose."""
+def _map(
+    name: str, x: torch.Tensor, ax: Axis, there: Map, back: Map, joins: int | None = None, cuts: Cut | None = None
+) -> torch.Tensor:
+    """Applies a linear map, which every derivative goes through; `back` is its transpose.
+
+    Args:
+        joins: the dim that it joins ranks' tensors along.
+        cuts: how its result is cut.
+    """
+    need_mappable(name, ax, x, joins)
     if (run := running.get()) is not None:
         there, back = run.typed(name, ax, there, back)
     with varying.unseen():
         out = linear(there, back, x) if pytree.is_real(x) or private.is_wrapper(x) else there(x)
-    return varying.mapped(name, ax, x, out)
+    return mapped(name, ax, x, out, cuts)
 
 
 leave_out(__name__, "_map")

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+import types
 from collections.abc import Callable, Iterator, Mapping
+from fractions import Fraction
 
 import torch
 
 from fzero.capture.handle import Function, Operands
-from fzero.capture.notes import Mark, notes
+from fzero.capture.notes import Cut, Mark, notes
 from fzero.parallel.elementwise import BOTH, named
 
 _NBYTES = torch.Tensor.nbytes.__get__  # type: ignore[attr-defined]
@@ -26,21 +29,29 @@ class OwnSize(int):
     Attributes:
         source: the path of the module whose outputs are cut.
         axis: the name of the axis that they are cut over.
-        parts: that it consists of; None where they are not known.
+        cut: how a tensor with this size is cut.
     """
 
     source: str
     axis: str
-    parts: tuple[int, ...] | None
+    cut: Cut
 
     @classmethod
-    def of(cls, size: int, source: str, axis: str, parts: tuple[int, ...] | None) -> OwnSize:
+    def of(cls, size: int, source: str, axis: str, cut: Cut) -> OwnSize:
         self = cls(size)
-        self.source, self.axis, self.parts = source, axis, parts
+        self.source, self.axis, self.cut = source, axis, cut
         return self
 
     def _like(self, size: int) -> OwnSize:
-        return OwnSize.of(size, self.source, self.axis, (size,) if self.parts and len(self.parts) == 1 else None)
+        cut = self.cut.sized(int.__index__(self), size) if len(self.cut.parts or ()) == 1 else None
+        return OwnSize.of(size, self.source, self.axis, cut or self.cut._replace(parts=None))
+
+    def _ratio(self, other: OwnSize) -> int | None:
+        """How many go into one, where that is the same on all ranks."""
+        (own,), (each,) = self.cut.parts or ((),), other.cut.parts or ((),)
+        found = {Fraction(size, beside) if beside else None for size, beside in zip(own, each, strict=True)}
+        ratio = found.pop() if len(found) == 1 else None
+        return int(ratio) if ratio is not None and ratio.denominator == 1 else None
 
     def need_shape(self, what: str) -> None:
         """Refuses another use than that of a shape."""
@@ -64,7 +75,9 @@ class OwnSize(int):
 
     __rmul__ = __mul__  # type: ignore[assignment]
 
-    def __floordiv__(self, other: object) -> OwnSize:  # type: ignore[override]
+    def __floordiv__(self, other: object) -> int:  # type: ignore[override]
+        if type(other) is OwnSize and (ratio := self._ratio(other)) is not None:
+            return ratio
         if type(other) is int and other and not int.__mod__(self, other):
             return self._like(int.__floordiv__(self, other))
         if isinstance(other, (int, float)):
@@ -85,9 +98,27 @@ class OwnSize(int):
     def __neg__(self) -> OwnSize:
         return self._like(int.__neg__(self))
 
+    def __eq__(self, other: object) -> bool:
+        if type(other) is int and not _checks(sys._getframe(1)):
+            self.need_shape("==")
+        return int.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        if type(other) is int and not _checks(sys._getframe(1)):
+            self.need_shape("!=")
+        return int.__ne__(self, other)
+
     def __mod__(self, other: object) -> int:  # type: ignore[override]
-        out = int.__mod__(self, other)  # type: ignore[operator]
-        return out if out is NotImplemented or not out else self._like(out)
+        if not _checks(sys._getframe(1)):
+            self.need_shape("%")
+        return int.__mod__(self, other)  # type: ignore[operator]
+
+    __hash__ = int.__hash__
+
+
+def _checks(frame: types.FrameType) -> bool:
+    """Tells whether a library asks, that looks whether a shape can be: what it does next depends on no more."""
+    return str(frame.f_globals.get("__name__")).partition(".")[0] in ("einops", "fzero", "torch")
 
 
 def _as_number(name: str) -> Callable[..., object]:
@@ -106,7 +137,8 @@ def _as_number(name: str) -> Callable[..., object]:
 for _name in (
     "__sub__ __rsub__ __truediv__ __rtruediv__ __rfloordiv__ __rmod__ __divmod__ __rdivmod__ __pow__ __rpow__ "
     "__lshift__ __rlshift__ __rshift__ __rrshift__ __and__ __rand__ __or__ __ror__ __xor__ __rxor__ __invert__ "
-    "__lt__ __le__ __gt__ __ge__ __float__ __int__ __round__ __trunc__ __floor__ __ceil__ bit_length"
+    "__lt__ __le__ __gt__ __ge__ __abs__ __pos__ __float__ __int__ "
+    "__round__ __trunc__ __floor__ __ceil__ bit_length"
 ).split():
     setattr(OwnSize, _name, _as_number(_name))
 
@@ -119,8 +151,8 @@ def own_sizes(
     cut = mark.cut
 
     def own(size: int) -> OwnSize:
-        known = cut.parts if cut.parts and sum(cut.parts) == size else None
-        return OwnSize.of(size, mark.source, axis, known)
+        known = cut.own is not None and sum(cut.own) == size
+        return OwnSize.of(size, mark.source, axis, cut if known else cut._replace(parts=None))
 
     x, *more = args
     assert isinstance(x, torch.Tensor) and isinstance(out, (int, tuple))

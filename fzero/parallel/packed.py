@@ -16,6 +16,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import quick
 from fzero.engine.compiled import leave_out
 from fzero.parallel import maps, varying
+from fzero.parallel.map_marks import mapped
 from fzero.parallel.types import running
 
 Range = tuple[int, int]  # the first of some heads, and the one behind the last
@@ -168,7 +169,7 @@ def _exchanged(way: _Heads, tensors: Sequence[torch.Tensor]) -> Sequence[torch.T
         return [_exchanged(each, [x])[0] for each, x in zip(ways, tensors, strict=True)]
     with varying.unseen():
         outs = _exchange(way, *tensors)
-    return [varying.mapped("all_to_all", way.ax, x, out) for x, out in zip(tensors, outs, strict=True)]
+    return [mapped("all_to_all", way.ax, x, out) for x, out in zip(tensors, outs, strict=True)]
 
 
 leave_out(__name__, "_exchanged")

@@ -27,22 +27,29 @@ _SCALED = frozenset(named("mul multiply __mul__ __rmul__", *BOTH))
 _DIVIDED = frozenset(named("div divide true_divide __truediv__", *BOTH))
 
 
-def behind_partial(func: Function, args: Operands, kwargs: Given, cut_of: Callable[[object], Cut | None]) -> Cut:
+def behind_partial(
+    func: Function, args: Operands, kwargs: Given, out: object, cut_of: Callable[[object], Cut | None]
+) -> Cut:
     """What comes of parts of sums.
 
     Raises:
         Mixed: of the parts comes something else than of the sums.
     """
-    tensors = [x for x in pytree.leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-    cuts = [cut_of(x) for x in tensors]
-    others = [cut for cut in cuts if cut is not None and cut != PARTIAL]
+    given = pytree.leaves((args, kwargs))
+    cuts = [cut_of(x) for x in given if isinstance(x, torch.Tensor)]
     if func in _ADDED:
-        numbers = func in _SUMS and any(isinstance(x, (int, float, complex)) and x for x in args[1:2])
-        fits = all(cut == PARTIAL for cut in cuts) and not numbers
+        numbers = [x for name, x in (*enumerate(args), *kwargs.items()) if name != "alpha" and isinstance(x, _NUMBERS)]
+        fits = all(cut == PARTIAL for cut in cuts) and not (func in _SUMS and any(numbers))
     elif func in _SCALED:
         fits = cuts.count(PARTIAL) == 1
     else:
         fits = func in _DIVIDED and cut_of(args[0]) == PARTIAL and cuts.count(PARTIAL) == 1
-    if others or not fits:
+        fits = fits and kwargs.get("rounding_mode") is None
+    others = [cut for cut in cuts if cut is not None and cut != PARTIAL]
+    rounded = [x for x in pytree.leaves(out) if isinstance(x, torch.Tensor) and not pytree.is_real(x)]
+    if others or rounded or not fits:
         raise Mixed
     return PARTIAL
+
+
+_NUMBERS = (int, float, complex)

@@ -38,14 +38,18 @@ from fzero.parallel.partial import PARTIAL
 from fzero.parallel.randomness import own_stream
 from fzero.parallel.spread import Spread
 
-# read values of it
-_READS = {
-    *named("tolist item numpy __bool__ __float__ __int__ __complex__ __index__ __contains__", torch.Tensor),
-    *named("equal allclose is_nonzero", *BOTH),
+# of the object, not of its values
+_OF_THE_OBJECT = {
+    *(getattr(torch.Tensor, name).__get__ for name in "grad_fn is_leaf _version grad".split()),
+    *named("is_contiguous data_ptr storage_offset get_device retain_grad type __repr__ __format__ is_inference", *BOTH),
+    *named(
+        "register_hook is_signed is_conj is_neg is_pinned is_shared untyped_storage __hash__ backward", torch.Tensor
+    ),
 }
+_DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
+_SAYS_DTYPE = {torch.Tensor.to, torch.Tensor.type_as}
 _OURS = "fzero."  # whose own functions read sizes of slices as they are
 _SINGLE = (torch.Tensor, int, float, complex, str, torch.dtype, torch.device, type(None))  # arguments of one leaf
-GATHER_OWN = "gather(own=True)"  # the name of that map
 _RANDOM = {
     *(F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.alpha_dropout, F.feature_alpha_dropout, torch.dropout),
     *(F.scaled_dot_product_attention, F.rrelu, F.gumbel_softmax),
@@ -54,8 +58,6 @@ _RANDOM = {
     *(torch.Tensor.bernoulli, torch.Tensor.bernoulli_, torch.Tensor.uniform_, torch.Tensor.normal_),
     *(torch.Tensor.multinomial, torch.Tensor.random_, torch.Tensor.exponential_),
 }
-
-MAP = "a map"  # the source of what a map of `fz.parallel` gives, called by a module itself, which its user sees to
 
 
 class Varying(TorchFunctionMode):
@@ -68,8 +70,10 @@ class Varying(TorchFunctionMode):
 
     def __torch_function__(self, func: Function, types: object, args: Operands = (), kwargs: Named = None) -> object:
         kwargs, spec = dict(kwargs or {}), None
-        if not self.known or _running.get() is not self:  # a map sees to it
+        if not self.known or running_mode.get() is not self:  # a map sees to it
             return func(*args, **kwargs)
+        if func == torch.Tensor.__iter__:
+            return iter(self.__torch_function__(torch.Tensor.unbind, types, args))  # type: ignore[call-overload]
         if func in READABLE or func in SIZES:
             return self._read(func, args, kwargs, str(sys._getframe(1).f_globals.get("__name__")))
         flat: Sequence[object] = args
@@ -77,12 +81,17 @@ class Varying(TorchFunctionMode):
             flat, spec = pytree.flatten((args, kwargs))
         marks = [self.mark_of(x) for x in flat]
         if private.level() > self._level:
-            self._refuse_wrapped(func, flat)
+            self.need_level(flat, name_of(func))
         size = next(own_sizes_in(args, kwargs), None)
         if size is not None and (func not in SHAPED or not any(mark and mark.cut for mark in marks)):
             return self._made(func, size, args, kwargs)
         if not any(marks):
             return func(*args, **kwargs)
+        if func in _DIFFERENTIATES:
+            source = next((mark.source for mark in marks if mark and mark.source), "a copy")
+            raise self.refused(func, Mark(source))
+        if func == torch.Tensor.register_hook and marks[0]:
+            return func(args[0], functools.partial(self._hooked, args[1], marks[0]))
         into = writes(func, kwargs)
         if into:
             self._refuse_write(func, flat, marks)
@@ -95,13 +104,22 @@ class Varying(TorchFunctionMode):
         cut = [mark for mark in marks if mark and mark.source]
         before = self._written(*args) if func == torch.Tensor.__setitem__ and cut else Mark("")
         out = self._ran(func, given, changed, cut)
-        if func in MADE_LIKE:  # as large as no slice
+        if func in MADE_LIKE or (func in _SAYS_DTYPE and not marks[0]):  # as large as no slice, and of none
             return out
         mark = before if func == torch.Tensor.__setitem__ or not cut else self._behind(func, args, kwargs, out, cut)
-        for x in (*leaves(out), *given[:1]) if into else leaves(out):
+        results = [*leaves(out), *given[:1]] if into else leaves(out)
+        for x, own in zip(results, mark if isinstance(mark, list) else [mark] * len(results), strict=True):
             if isinstance(x, torch.Tensor):
-                self.note(x, mark)
+                self.note(x, own)
         return out
+
+    def _hooked(self, hook: object, mark: Mark, cotangent: torch.Tensor) -> object:
+        """What a hook makes of the cotangent of a tensor, which is cut as that is."""
+        mode = Varying(Notes(self.axis), self._copy)
+        mode.note(cotangent, mark)
+        with during(running_mode, mode), during(notes, mode.known), mode:
+            assert callable(hook)
+            return hook(cotangent)
 
     def _read(self, func: Function, args: Operands, kwargs: dict[str, object], reader: str) -> object:
         """What can be read of a tensor without its values."""
@@ -115,7 +133,7 @@ class Varying(TorchFunctionMode):
         draws = bool(cut) and func in _RANDOM
         if draws:
             note_help(f"{name_of(func)!r} draws for slices")
-        with during(_running, None), own_stream(self.axis) if draws else contextlib.nullcontext():
+        with during(running_mode, None), own_stream(self.axis) if draws else contextlib.nullcontext():
             try:
                 return func(*args, **kwargs)
             except (RuntimeError, IndexError) as error:
@@ -128,11 +146,10 @@ class Varying(TorchFunctionMode):
 
     def _behind(
         self, func: Function, args: Operands, kwargs: dict[str, object], out: object, cut: Sequence[Mark]
-    ) -> Mark:
-        """How varies what a function gives of slices; what mixes them is refused."""
+    ) -> Mark | list[Mark]:
+        """How varies what a function gives of slices, each of several where these differ; what mixes is refused."""
         unknown = [mark for mark in cut if mark.cut is None]
-        gives = any(isinstance(x, torch.Tensor) for x in leaves(out))
-        if unknown or not (gives or func in _READS):
+        if unknown or func in _OF_THE_OBJECT:
             return unknown[0] if unknown else cut[0]
 
         def cut_of(x: object) -> Cut | None:
@@ -142,10 +159,12 @@ class Varying(TorchFunctionMode):
         try:
             if func is F.scaled_dot_product_attention:
                 self._need_heads(*(*args, *kwargs.values())[:2])
-            empty = any(cut_of(x) and x.numel() == 0 for x in leaves((args, kwargs)))
-            return Mark(cut[0].source, None if empty else cut_behind(func, args, kwargs, out, cut_of))
+            if any(cut_of(x) and x.numel() == 0 for x in leaves((args, kwargs))):
+                return Mark(cut[0].source)
+            found = cut_behind(func, args, kwargs, out, cut_of)
         except Mixed:
             raise self.refused(func, cut[0]) from None
+        return [Mark(cut[0].source, each) for each in found] if isinstance(found, list) else Mark(cut[0].source, found)
 
     def refused(self, func: Function | str, cut: Mark) -> ValueError:
         what = func if isinstance(func, str) else name_of(func)
@@ -165,21 +184,27 @@ class Varying(TorchFunctionMode):
         given = (self._own(args[0]), *args[1:]) if func is torch.Tensor.expand else args
         out = self._ran(func, given, kwargs, [Mark(size.source)])
         assert isinstance(out, torch.Tensor)
-        return note(out, Mark(size.source, Cut(dim, size.parts)))
+        return note(out, Mark(size.source, size.cut._replace(dim=dim)))
 
     def _written(self, x: object, index: object, value: object) -> Mark:
         """How a tensor varies once `x[index] = value` has been done."""
         assert isinstance(x, torch.Tensor)
         own, other = self.mark_of(x), self.mark_of(value)
         if own and own.source:
+            number = not isinstance(value, torch.Tensor)
+            masked = isinstance(index, torch.Tensor) and index.dtype == torch.bool and index.shape == x.shape
+            if masked and number and own.cut != PARTIAL and self.mark_of(index) == own:
+                return own
             found = self._behind(torch.Tensor.__getitem__, (x, index), {}, part := x[index], [own])  # type: ignore[index]
-            if isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor):
+            if number and own.cut == PARTIAL and value:
+                raise self.refused(torch.Tensor.__setitem__, own)
+            if isinstance(value, torch.Tensor) and isinstance(part, torch.Tensor) and isinstance(found, Mark):
                 self._need_beside(part, found, value, other)
             return own
         whole = all(each is ... or each == slice(None) for each in (index if isinstance(index, tuple) else (index,)))
-        assert other is not None
-        if not whole or not isinstance(value, torch.Tensor) or value.shape != x.shape:
-            raise self.refused(torch.Tensor.__setitem__, other)
+        if other is None or not whole or not isinstance(value, torch.Tensor) or value.shape != x.shape:
+            source = next(mark for mark in (other, *map(self.mark_of, leaves(index))) if mark)
+            raise self.refused(torch.Tensor.__setitem__, source)
         return other
 
     def _need_beside(self, part: torch.Tensor, found: Mark, value: torch.Tensor, other: Mark | None) -> None:
@@ -208,14 +233,16 @@ class Varying(TorchFunctionMode):
         """What attention gives of q, k and v: heads that are slices, where these are."""
         marks = [self.mark_of(x) for x in tensors]
         if private.level() > self._level:
-            self._refuse_wrapped(F.scaled_dot_product_attention, tensors)
+            self.need_level(tensors, "attention")
         if not any(marks):
             return attend(*tensors)
         own = [x if mark else self._own(x) for x, mark in zip(tensors, marks, strict=True)]
         with unseen():
             out = attend(*own)
         cut = [mark for mark in marks if mark and mark.source]
-        self.note(out, self._behind(F.scaled_dot_product_attention, tuple(tensors), {}, out, cut) if cut else Mark(""))
+        found = self._behind(F.scaled_dot_product_attention, tuple(tensors), {}, out, cut) if cut else Mark("")
+        assert isinstance(found, Mark)
+        self.note(out, found)
         return out
 
     def _own(self, x: object) -> object:
@@ -228,17 +255,23 @@ class Varying(TorchFunctionMode):
             return x.own()
         return self._copy(x, self.axis) if private.is_differentiated(x) else x
 
-    def _refuse_wrapped(self, func: Function, flat: Sequence[object]) -> None:
-        for x in flat:
-            while isinstance(x, torch.Tensor) and private.is_wrapper(x):
-                x = private.inner(x)
-                if (mark := self.mark_of(x)) is not None and mark.source:
-                    raise ValueError(
-                        f"apply: torch.func maps or differentiates within a module what module {mark.source!r} gives, "
-                        f"whose outputs are cut over axis {self.axis.name!r}, at {name_of(func)!r}, where nothing is "
-                        "known of what it does with a rank's slice. Write it without torch.func, or say "
-                        "'column_gather' of that module in the plan of fz.shard_tensor."
-                    )
+    def need_level(self, values: Sequence[object], what: str, path: str = "") -> None:
+        """Refuses slices where a map or derivative of torch.func goes on that began within the module.
+
+        Args:
+            path: of a module that gives slices there.
+        """
+        if private.level() <= self._level:
+            return
+        marks = [self.mark_of(private.unwrapped(x)) or self.mark_of(x) for x in values if isinstance(x, torch.Tensor)]
+        source = path or next((mark.source for mark in marks if mark and mark.source), "")
+        if source:
+            raise ValueError(
+                f"apply: torch.func maps or differentiates within a module what module {source!r} gives, whose "
+                f"outputs are cut over axis {self.axis.name!r}, at {what!r}, where nothing is known of what it does "
+                "with a rank's slice. Write it without torch.func, or say 'column_gather' of that module in the plan "
+                "of fz.shard_tensor."
+            )
 
     def _refuse_write(self, func: Function, flat: Sequence[object], marks: Sequence[Mark | None]) -> None:
         first = flat[0] if flat else None
@@ -254,7 +287,7 @@ class Varying(TorchFunctionMode):
 
 # takes what was done in modules for what varies there, in words, where somebody asks
 helped: contextvars.ContextVar[list[str] | None] = variable("helped", None)
-_running: contextvars.ContextVar[Varying | None] = variable("varying", None)
+running_mode: contextvars.ContextVar[Varying | None] = variable("varying", None)
 
 
 def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], torch.Tensor]) -> Function:
@@ -271,7 +304,7 @@ def watching(run: Function, axis: Axis, copy: Callable[[torch.Tensor, Axis], tor
             known = Notes(axis)
         mode = Varying(known, copy)
         modes = [*(each for each in private.function_modes() if not isinstance(each, Following)), mode]
-        with during(_running, mode), during(notes, known), private.under_function_modes(modes):
+        with during(running_mode, mode), during(notes, known), private.under_function_modes(modes):
             return run(*args, **kwargs)
 
     return call
@@ -288,25 +321,32 @@ def unseen(known: Notes | None = None) -> Iterator[None]:
     """Inside, nothing is looked at, nor noted, unless it is said in which notes."""
     on_top = isinstance(private.function_mode(), (Varying, Following))
     off = private.without_function_mode() if on_top else contextlib.nullcontext()
-    with during(_running, None), during(notes, known), off:
+    with during(running_mode, None), during(notes, known), off:
         yield
 
 
 def mark_of(x: object) -> Mark | None:
     """How a tensor varies, where that is known."""
-    mode = _running.get()
+    mode = running_mode.get()
     return None if mode is None else mode.mark_of(x)
+
+
+def need_level(path: str) -> None:
+    """Refuses a module whose leaves are cut within a map or derivative of torch.func that began in a module."""
+    mode = running_mode.get()
+    if mode is not None:
+        mode.need_level((), "its forward", path)
 
 
 def attended(attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """`attend(q, k, v)` of [b, heads, t, d], which is not looked at but for what it calls `seen`."""
-    mode = _running.get()
+    mode = running_mode.get()
     return attend(*tensors) if mode is None else mode.attended(attend, tensors)
 
 
 def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> Callable[..., torch.Tensor]:
     """A user's function of tensors that vary as these do, where other code runs unseen."""
-    mode = _running.get()
+    mode = running_mode.get()
     marks = [] if mode is None else [mode.mark_of(x) or Mark("") for x in tensors]
     if mode is None or all(mark == Mark("") for mark in marks):
         return run
@@ -314,7 +354,7 @@ def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> C
     def call(*given: torch.Tensor, **options: object) -> torch.Tensor:
         for x, mark in zip(given, marks, strict=True):
             mode.note(x, mark._replace(cut=mark.cut and mark.cut._replace(parts=None)))
-        with during(_running, mode), during(notes, mode.known), mode:
+        with during(running_mode, mode), during(notes, mode.known), mode:
             return run(*given, **options)
 
     return call
@@ -322,7 +362,7 @@ def seen(run: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> C
 
 def need_whole(func: Callable[..., object], *values: object) -> None:
     """Refuses slices where nothing is known of what a function does with them."""
-    mode = _running.get()
+    mode = running_mode.get()
     for x in pytree.flatten(values)[0] if mode is not None else ():
         if mode is not None and (mark := mode.mark_of(x)) is not None and mark.source:
             raise mode.refused(func, mark)
@@ -336,23 +376,7 @@ def note_help(what: str) -> None:
 
 
 def note(x: torch.Tensor, mark: Mark) -> torch.Tensor:
-    mode = _running.get()
+    mode = running_mode.get()
     if mode is not None:
         mode.note(x, mark)
     return x
-
-
-def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
-    """Notes what a map of `fz.parallel` gave."""
-    known = notes.get()
-    if known is None:
-        return out
-    after = known.of(x)
-    mode = _running.get()
-    if mode is not None and after is not None and after.cut is not None and ax.members == mode.axis.members:
-        if (after.cut == PARTIAL) != (name in ("sum", "reduce_scatter")):  # slices are no parts of a sum
-            raise mode.refused(f"fz.parallel.{name}", after)
-    if ax.members == known.axis.members:
-        after = {"copy": Mark(""), GATHER_OWN: Mark(""), "sum": None, "gather": None}.get(name, Mark(MAP))
-    known.forget(out) if after is None else known.note(out, after)
-    return out

@@ -78,7 +78,7 @@ def run(rank: int, way: str, ranks: int, mixed: float = 0.0, by_rank: float = 0.
 def test_a_loss_of_slices_is_refused_on_every_way_to_a_derivative(way: str) -> None:
     found = run_ranks(functools.partial(run, way=way, ranks=2), 2)
     assert_trees_close(found[0], found[1])
-    followed = way not in ("forward", "per example")  # where nothing is differentiated, or under a map
+    followed = way != "forward"  # where nothing is differentiated
     words = "of which each rank has its slice, and varies" if followed else "differs"
     with pytest.raises(RankError, match=rf"{words} between the ranks of axis 'tp'.*the same on all"):
         run_ranks(functools.partial(run, way=way, mixed=0.1, ranks=2), 2)

@@ -1,0 +1,60 @@
+"""What maps of `fz.parallel` do to what is known of tensors that vary: what they take, and how their results vary."""
+
+from __future__ import annotations
+
+import torch
+
+from fzero.base import private
+from fzero.capture.notes import Cut, Mark, notes
+from fzero.comm.axis import Axis
+from fzero.parallel.partial import PARTIAL
+from fzero.parallel.varying import running_mode
+
+MAP = "a map"  # the source of what a map gives, called by a module or a function itself
+GATHER_OWN = "gather(own=True)"  # the name of that map
+_WHOLE = ("sum", "gather")
+
+
+def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
+    """Notes what a map of `fz.parallel` gave.
+
+    Args:
+        cut: how it cuts the result, where it does.
+    """
+    known = notes.get()
+    if known is None:
+        return out
+    after = known.of(x)
+    if ax.members == known.axis.members:
+        after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
+        if name == "copy" and not private.is_differentiated(out):  # no cotangents are summed
+            after = None
+    elif name in _WHOLE and set(known.axis.members) <= set(ax.members):  # of several axes as one
+        after = None
+    known.forget(out) if after is None else known.note(out, after)
+    return out
+
+
+def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None:
+    """Refuses a map of what varies, or is cut, otherwise than the map takes it.
+
+    Args:
+        dim: along which the map joins what ranks have, where it does.
+    """
+    known = notes.get()
+    mark = None if known is None else known.of(x)
+    if known is None or mark is None or ax.members != known.axis.members:
+        return
+    if name in ("copy", "split") and private.is_differentiated(x):
+        raise ValueError(
+            f"parallel.{name}: got a tensor of shape {tuple(x.shape)} that varies between the ranks of axis "
+            f"{ax.name!r} already ({f'it comes of {mark.source!r}' if mark.source else 'it is a copy'}), expected one "
+            "that is the same on all, as its cotangents are put together. Leave the map out, or put the ranks' tensors "
+            "together first (fz.parallel.sum, gather)."
+        )
+    mode = running_mode.get()
+    if mode is not None and mark.cut is not None:
+        summed = name in ("sum", "reduce_scatter")  # slices are no parts of a sum
+        elsewhere = name in ("gather", GATHER_OWN) and dim is not None and dim - x.ndim != mark.cut.dim
+        if (mark.cut == PARTIAL) != summed or elsewhere:
+            raise mode.refused(f"fz.parallel.{name}", mark)
