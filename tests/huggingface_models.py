@@ -16,7 +16,7 @@ def llama(keys: int, tied: bool) -> nn.Module:
         num_attention_heads=4,
         num_key_value_heads=keys,
         tie_word_embeddings=tied,
-        use_cache=False,
+        use_cache=not tied,  # which is their default
     )
     return transformers.LlamaForCausalLM(config)
 

@@ -18,6 +18,7 @@ from fzero.capture.notes import Cut, Mark
 from fzero.comm.axis import Axis
 from fzero.engine.compiled import leave_out
 from fzero.modules.hints import kind_of
+from fzero.modules.parts_order import by_rank, in_order
 from fzero.modules.places import Absent, full
 from fzero.parallel import maps, piece
 from fzero.parallel.piece import Piece
@@ -293,7 +294,7 @@ class Converted:
         sizes, count, mark = slices.sizes(self.axis.size), x.shape[dim], _given.get()
         if mark is not None and not mark.source:  # each rank's own of what is whole
             start = sum(sizes[: self.axis.rank])
-            return _by_rank(x, dim, slices, self.axis.size).narrow(dim, start, sizes[self.axis.rank])
+            return by_rank(x, dim, slices, self.axis.size).narrow(dim, start, sizes[self.axis.rank])
         if mark is not None and (count != sizes[self.axis.rank] or not self._lies_so(mark.cut, dim, slices)):
             raise self._not_a_piece(x, dim, sizes)
         if mark is not None:
@@ -324,10 +325,10 @@ class Converted:
         )
 
     def _slice(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
-        return maps.split(_by_rank(x, dim, slices, self.axis.size), self.axis, dim, slices.sizes(self.axis.size))
+        return maps.split(by_rank(x, dim, slices, self.axis.size), self.axis, dim, slices.sizes(self.axis.size))
 
     def _gathered(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:
-        return _in_order(maps.gather(x, self.axis, dim, slices.sizes(self.axis.size)), dim, slices, self.axis.size)
+        return in_order(maps.gather(x, self.axis, dim, slices.sizes(self.axis.size)), dim, slices, self.axis.size)
 
     def _need_whole(self, x: torch.Tensor, dim: int, count: int) -> None:
         mark = _given.get()
@@ -387,21 +388,3 @@ leave_out(__name__, "_run")
 def _value(leaf: object) -> torch.Tensor:
     assert isinstance(leaf, torch.Tensor)
     return full(leaf) if isinstance(leaf, Handle) else whole(leaf)
-
-
-def _by_rank(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:
-    """Elements of a whole dim in the order of ranks' slices."""
-    if len(slices.parts) == 1:
-        return x
-    return torch.cat([x.narrow(dim, *piece) for own in slices.ranges(ranks) for piece in own], dim)
-
-
-def _in_order(x: torch.Tensor, dim: int, slices: Slices, ranks: int) -> torch.Tensor:
-    """Ranks' slices of a dim, one after the other, in the order of the whole."""
-    if len(slices.parts) == 1:
-        return x
-    starts, end = {}, 0
-    for own in slices.ranges(ranks):
-        for start, size in own:
-            starts[start, size], end = end, end + size
-    return torch.cat([x.narrow(dim, place, size) for (_, size), place in sorted(starts.items())], dim)

@@ -231,7 +231,8 @@ def _summed(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> 
     if not isinstance(equation, str) or "->" not in equation:
         raise Mixed
     left, right = equation.replace(" ", "").split("->")
-    each: list[tuple[str, Any]] = list(zip(left.split(","), operands, strict=True))
+    tensors: list[torch.Tensor] = [*operands]  # type: ignore[list-item]
+    each = list(zip(left.split(","), tensors, strict=True))
     letters = {_letter(subscripts, x.ndim, dim) for subscripts, x in each if (dim := dim_of(x)) is not None}
     if len(letters) > 1:
         raise Mixed

@@ -81,11 +81,46 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "as large": lambda h, x: h * torch.ones(h.shape, dtype=h.dtype) + h.new_zeros(h.shape),
     "a constant is filled": lambda h, x: filled(h),
     "as another": lambda h, x: (h.to(x) + h.view_as(h).type(torch.float64).cpu()).data + h,
+    "a new last dim": lambda h, x: torch.stack([h, h.sin()], -1).sum(-1) + h.unsqueeze(-1).squeeze(-1),
+    "masked": lambda h, x: masked(h) * (x.new_ones(2, 6, 1) > 0).to(h),
+    "places by tensors": lambda h, x: h[[1, 0]][:, torch.tensor([5, 4, 3, 2, 1, 0])],
+    "last tokens": lambda h, x: h * h[torch.arange(2), torch.tensor([0, 3])][:, None],
+    "causal by hand": lambda h, x: causal(h),
+    "rotary by complex numbers": lambda h, x: rotated(h),
+    "a cache that begins empty": lambda h, x: torch.cat([torch.tensor([], dtype=h.dtype), h], -2),
+    "one slope": lambda h, x: F.prelu(h, x.mean().view(1)),
+    "einsum with dots": lambda h, x: torch.einsum("...f,...f->...f", h, h.sin()),
+    "one by one": lambda h, x: torch.stack([row * 2 for row in h]),
+    "a hook": lambda h, x: hooked(h, lambda g: g * 2),
+    "a shape like another": lambda h, x: h if h.shape == h.sin().shape else -h,
     "tokens are padded": lambda h, x: F.pad(h, (0, 0, 1, 0))[:, :-1].flip(1).roll(1, 1).narrow(1, 0, h.shape[1]),
     "what is whole, as large": lambda h, x: h + x[..., :1].expand(h.shape),
     "a linear map of one's own": lambda h, x: h + F.linear(x.mean(-1, keepdim=True), torch.ones(1, 1, dtype=h.dtype)),
     "keywords": lambda h, x: torch.matmul(torch.softmax(x @ x.mT, -1), other=h),
 }
+
+
+def masked(h: torch.Tensor) -> torch.Tensor:
+    h = h * 1
+    h[h < 0] = 0
+    return h
+
+
+def causal(h: torch.Tensor) -> torch.Tensor:
+    q = h.unflatten(-1, (-1, 2)).transpose(1, 2)
+    return ((q @ q.mT).tril() @ q).transpose(1, 2).flatten(2)
+
+
+def rotated(h: torch.Tensor) -> torch.Tensor:
+    turns = torch.polar(torch.ones(6, 1, dtype=h.dtype), torch.arange(6, dtype=h.dtype)[:, None])
+    return torch.view_as_real(torch.view_as_complex(h.unflatten(-1, (-1, 2)).contiguous()) * turns[:, :1]).flatten(2)
+
+
+def hooked(h: torch.Tensor, hook: Any) -> torch.Tensor:
+    h = h * 1
+    if h.requires_grad:
+        h.register_hook(hook)
+    return h
 
 
 def in_the_batch(h: torch.Tensor) -> torch.Tensor:
@@ -131,6 +166,14 @@ def into_a_constant(h: torch.Tensor) -> torch.Tensor:
 REFUSED: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "heads one by one": lambda h, x: torch.cat([heads(own) for own in h.split(2, -1)], -1),
     "softmax": lambda h, x: h.softmax(-1),
+    "a hook by the norm": lambda h, x: hooked(h, lambda g: g / (g.norm() + 1)),
+    "if it is as wide": lambda h, x: h if h.shape == x.shape else -h,
+    "if it can be divided": lambda h, x: h * (1 if h.shape[-1] % 12 == 0 else 2),
+    "what a map of functions gives": lambda h, x: torch.vmap(lambda row: row * 2)(h).softmax(-1),
+    "a slice that a map of functions reads": lambda h, x: torch.vmap(lambda a: h * a)(torch.ones(1))[0].softmax(-1),
+    "autograd": lambda h, x: torch.autograd.grad(h.square().sum(1).sum(), h)[0],
+    "by an index of slices": lambda h, x: h.index_select(1, (h > 0).long().sum((0, 1)).clamp(max=2)).mean(1, True) + h,
+    "its norm": lambda h, x: h / (h.norm() + 1),
     "sum of pieces": lambda h, x: F.pad(sum(h.split(2, -1), torch.zeros((), dtype=h.dtype)), (0, 10)),
     "the first of all heads": lambda h, x: h * h.unflatten(-1, (-1, 2))[..., :1, :1].flatten(-2),
     "heads of what is no size": lambda h, x: h * h.view(h.shape[0], -1, 3, 2).mean(1).flatten(-2)[:, None],
@@ -371,6 +414,43 @@ def test_maps_by_hand(name: str) -> None:
             assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize(("heads", "keys", "ranks"), [(8, 2, 4), (12, 3, 2), (8, 4, 2), (6, 3, 3), (4, 4, 2)])
+@pytest.mark.parametrize("grouped", [False, True])
+def test_heads_of_keys_by_rank(heads: int, keys: int, ranks: int, grouped: bool) -> None:
+    """Heads of keys go with heads of queries: those of the rank, or it is refused."""
+    x = torch.randn(2, 3, WIDTH, dtype=F64)
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.o = nn.Linear(WIDTH, 2 * heads), nn.Linear(2 * heads, WIDTH)
+            self.k, self.v = nn.Linear(WIDTH, 2 * keys), nn.Linear(WIDTH, 2 * keys)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = [layer(x).unflatten(-1, (-1, 2)).transpose(1, 2) for layer in (self.q, self.k, self.v)]
+            if not grouped:
+                k, v = [each.repeat_interleave(heads // keys, 1) for each in (k, v)]
+            out = F.scaled_dot_product_attention(q, k, v, enable_gqa=grouped)
+            return self.o(out.transpose(1, 2).flatten(2))
+
+    apply, params = fz.functional(Grouped().to(F64))
+    loss = lambda p: apply(p, x).square().mean()
+    want = torch.func.grad(loss)(dict(params))
+    plan = {f"{name}.*": fz.parallel.cut("column", multiple=2) for name in "qkv"}
+    plan["o.*"] = fz.parallel.cut("row", multiple=2)
+
+    def rank_main(rank: int) -> Any:
+        step = fz.shard_tensor(fz.train_step(loss, fz.sgd(0.1)), plan)
+        return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
+
+    if keys % ranks:
+        with pytest.raises(RankError, match="'scaled_dot_product_attention' goes over the dim"):
+            run_ranks(rank_main, ranks)
+        return
+    for found in run_ranks(rank_main, ranks):
+        assert_trees_close(found, want, rtol=1e-10, atol=1e-12)
+
+
 class InUnits(nn.Module):
     def __init__(self, code: Any) -> None:
         super().__init__()
@@ -540,6 +620,7 @@ FUSED: dict[str, Any] = {
     "chunk": lambda h: torch.sigmoid(h.chunk(2, -1)[0]) * h.chunk(2, -1)[1],
     "glu": F.glu,
     "halves": lambda h: h[..., : h.shape[-1] // 2] * h[..., h.shape[-1] // 2 :],
+    "dims": lambda h: h.reshape(*h.shape[:2], 2, -1)[:, :, 0] * h.reshape(*h.shape[:2], 2, -1).unbind(2)[1],
     "sizes": lambda h: h.split([h.shape[-1] // 2] * 2, -1)[0] + h.split(h.shape[-1] // 2, -1)[1],
 }
 

@@ -1,0 +1,141 @@
+"""What varies over a tensor axis is followed through pure functions: right ones pass, others are refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.device_mesh import init_device_mesh
+
+import fzero as fz
+from fzero.testing import RankError, assert_trees_close, run_ranks
+
+F64 = torch.float64
+Loss = Callable[[Any, torch.Tensor, Any, Any], torch.Tensor]
+
+
+def own(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return ((x + p["b"]) ** 2).sum()
+
+
+# (p, x, copy, sum): in one process both maps are the identity
+RIGHT: dict[str, Loss] = {
+    "sum": lambda p, x, c, s: s((p["w"] ** 2).sum()) + own(p, x),
+    "by keywords": lambda p, x, c, s: s((torch.real(input=p["w"]) ** 2).sum()) + own(p, x),
+    "as large as a slice": lambda p, x, c, s: (p["w"].new_zeros(()) + own(p, x)) * torch.ones_like(p["w"]).mean(),
+    "dtype of a slice": lambda p, x, c, s: own(p, x.to(p["w"]).type_as(p["w"])) + x.view_as(x).sum(),
+    "gradients inside": lambda p, x, c, s: inside(p, x, c, s),
+    "norms of each": lambda p, x, c, s: norms(p, s) + own(p, x),
+    "a copy without derivative": lambda p, x, c, s: own(p, x) * c(p["b"].detach()).abs().mean(),
+    "places by a copy": lambda p, x, c, s: p["b"][c(torch.tensor([0, 1]))].sum() + s(p["w"].sum()),
+    "written over": lambda p, x, c, s: written(p, s).sum() + own(p, x),
+    "row by row": lambda p, x, c, s: s(sum((row**2).sum() for row in p["w"])) + own(p, x),
+    "a map of functions": lambda p, x, c, s: s(torch.func.vmap(lambda r: (r**2).sum())(p["w"]).sum()) + own(p, x),
+}
+WRONG: dict[str, Loss] = {
+    "no sum": lambda p, x, c, s: (p["w"] ** 2).sum() + own(p, x),
+    "a copy": lambda p, x, c, s: ((x + c(p["b"])) ** 2).sum() + s(p["w"].sum()),
+    "a copy in vjp": lambda p, x, c, s: torch.func.vjp(lambda z: ((z + c(p["b"])) ** 2).sum(), x)[0] + s(p["w"].sum()),
+    "a copy in jvp": lambda p, x, c, s: jvp(p, x, c) + s(p["w"].sum()),
+    "a copy in a map": lambda p, x, c, s: (
+        torch.func.vmap(lambda r: ((r + c(p["b"])) ** 2).sum())(x).sum() + s(p["w"].sum())
+    ),
+    "a slice in a map": lambda p, x, c, s: torch.func.vmap(lambda r: (r**2).sum())(p["w"]).sum() + own(p, x),
+    "a copy of a copy": lambda p, x, c, s: s(((x + c(c(p["b"]))) ** 2).sum() / 2) + s(p["w"].sum()),
+    "through a view": lambda p, x, c, s: through_a_view(p, x, c) + s(p["w"].sum()),
+    "row by row": lambda p, x, c, s: sum(((row**2).sum() for row in p["w"]), own(p, x)),
+}
+
+
+def inside(p: Any, x: torch.Tensor, c: Any, s: Any) -> torch.Tensor:
+    loss = s((torch.tanh(c(x) @ p["w"])).sum()) + own(p, x)
+    of_w, of_b = torch.autograd.grad(loss, [p["w"], p["b"]], create_graph=True)
+    return loss + (of_b**2).sum() + s((of_w**2).sum())
+
+
+def norms(p: Any, s: Any) -> torch.Tensor:
+    of_w, of_b = torch._foreach_norm([p["w"], p["b"]])
+    return s(of_w**2) + of_b**2
+
+
+def written(p: Any, s: Any) -> torch.Tensor:
+    h = p["w"] * 1
+    return h.copy_(s(h))
+
+
+def jvp(p: Any, x: torch.Tensor, c: Any) -> torch.Tensor:
+    f = lambda b: ((x + c(b)) ** 2).sum()
+    return torch.func.jvp(f, (p["b"],), (torch.zeros_like(p["b"]),))[0]
+
+
+def through_a_view(p: Any, x: torch.Tensor, c: Any) -> torch.Tensor:
+    y = torch.zeros(1, 4, dtype=F64)
+    y[0].copy_(c(p["b"]))
+    return ((x + y) ** 2).sum()
+
+
+PARAMS = {"w": torch.ones(4, 6, dtype=F64), "b": torch.linspace(0, 1, 4, dtype=F64)}
+X = torch.linspace(-1, 1, 12, dtype=F64).view(3, 4)
+
+
+def run(rank: int, loss: Loss, dims: tuple[int, ...] = (2,)) -> Any:
+    mesh = init_device_mesh("cpu", dims, mesh_dim_names=("tp", "other")[: len(dims)])
+    ax = fz.parallel.axis(mesh, "tp")
+    fn = lambda p, x: loss(p, x, lambda y: fz.parallel.copy(y, ax), lambda y: fz.parallel.sum(y, ax))
+    step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 1}, mesh)
+    out, pullback = step.vjp(step.init(PARAMS), X)
+    return out, fz.gather(pullback(torch.ones_like(out))[0])
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_right(name: str) -> None:
+    whole = lambda p: RIGHT[name](p, X, lambda y: y, lambda y: y)
+    want = torch.func.grad(whole)(PARAMS) if name != "gradients inside" else None
+    for out, grads in run_ranks(lambda rank: run(rank, RIGHT[name]), 2):
+        if want is not None and name not in ("as large as a slice", "written over"):
+            assert_trees_close((out, grads), (whole(PARAMS), want), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong(name: str) -> None:
+    words = r"varies between the ranks of axis 'tp'"
+    with pytest.raises(RankError, match=words):
+        run_ranks(lambda rank: run(rank, WRONG[name]), 2)
+
+
+@pytest.mark.parametrize("way", ["unit", "per example"])
+def test_on_other_ways(way: str) -> None:
+    """A slice that a unit reads, whose leaves are gathered there; examples one by one."""
+    unit = fz.unit(lambda q: (q["w"] ** 2).sum())
+
+    def rank_main(rank: int, right: bool) -> Any:
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        ax = fz.parallel.axis(mesh, "tp")
+        total = (lambda x: fz.parallel.sum(x, ax)) if right else lambda x: x
+        if way == "unit":
+            fn = lambda p, x: total(unit(p["l"][0])) + x.sum()
+            step = fz.remat(fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"*.w": 1}, mesh))
+            state = step.init({"l": [{"w": torch.ones(4, 6, dtype=F64)}]})
+            out, pullback = step.vjp(state, X)
+            return fz.gather(pullback(torch.ones_like(out))[0])["l"][0]["w"]
+        fn = lambda p, x: (total((p["w"] ** 2).sum()) + own(p, x)) / len(x)
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 1}, mesh)
+        return fz.per_example_grads(step, step.init(PARAMS), X)["w"]
+
+    for found in run_ranks(lambda rank: rank_main(rank, True), 2):
+        assert_trees_close(found, torch.full(found.shape, 2.0, dtype=F64))
+    with pytest.raises(RankError, match="of which each rank has its slice, and varies"):
+        run_ranks(lambda rank: rank_main(rank, False), 2)
+
+
+def test_a_sum_over_two_axes() -> None:
+    def rank_main(rank: int) -> torch.Tensor:
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("sp", "tp"))
+        both = fz.parallel.axis(mesh, ("sp", "tp"))
+        fn = lambda p, x: fz.parallel.sum((p["w"] ** 2).sum(), both)
+        step = fz.shard_tensor(fz.train_step(fn, fz.sgd(0.1)), {"w": 1}, mesh, "tp")
+        return step.vjp(step.init({"w": PARAMS["w"]}), X)[0]
+
+    assert [x.item() for x in run_ranks(rank_main, 4)] == [48.0] * 4
