@@ -444,7 +444,7 @@ def test_heads_of_keys_by_rank(heads: int, keys: int, ranks: int, grouped: bool)
         return dict(fz.gather(step.vjp(step.init(params))[1](torch.ones((), dtype=F64))[0]))
 
     if keys % ranks:
-        with pytest.raises(RankError, match="attention' goes over the dim|this rank's slices of what 'q' gives"):
+        with pytest.raises(RankError, match=r"attention' goes over the dim|this rank's slices of what 'q' gives"):
             run_ranks(rank_main, ranks)
         return
     for found in run_ranks(rank_main, ranks):
