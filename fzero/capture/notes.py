@@ -77,6 +77,8 @@ class Notes:
         self._known: dict[int, tuple[weakref.ref[torch.Tensor], Mark]] = {}
 
     def note(self, tensor: torch.Tensor, mark: Mark) -> None:
+        if not mark.source and not private.is_differentiated(tensor):  # a copy's value is the same on all
+            return self.forget(tensor)
         self._known[id(tensor)] = weakref.ref(tensor), mark
         if private.level_of(tensor) > self._level:  # what is left of it when that level ends
             self.note(private.inner(tensor), Mark(mark.source))
@@ -85,8 +87,9 @@ class Notes:
         found = self._known.get(id(x))
         if found is not None and found[0]() is x:
             return found[1]
-        above = isinstance(x, torch.Tensor) and private.level_of(x) > self._level
-        return self.of(private.inner(x)) if above else None  # type: ignore[arg-type]
+        if not isinstance(x, torch.Tensor) or not private.is_wrapper(x) or 0 < private.level_of(x) <= self._level:
+            return None
+        return self.of(private.inner(x))  # of a level that began in the function, or did and has ended
 
     def note_cut(self, leaves: Mapping[int, torch.Tensor], rows: Sequence[Row]) -> None:
         """Notes the leaves of a step that are cut: index of a leaf -> its tensor."""
@@ -172,22 +175,61 @@ class Following(TorchFunctionMode):
         return out
 
     def _follow(self, func: Function, given: Operands, kwargs: Named, out: object, mark: Mark) -> None:
-        known, into = self._known, given[0] if given and writes(func, kwargs) else None
-        if isinstance(out, (tuple, list)):  # a tensor of each of a list: gradients, norms
-            lists = [x for x in given if isinstance(x, (tuple, list)) and len(x) == len(out)]
-            lists += [given] if len(given) == len(out) and all(isinstance(x, torch.Tensor) for x in given) else []
-            if lists:
-                marks = [known.of(x) for x in lists[-1]]
-                for x, own in zip(out, marks, strict=True):
-                    if own is not None and isinstance(x, torch.Tensor):
-                        known.note(x, Mark(own.source))
-                return
+        known, into = self._known, _written(func, given, kwargs)
+        by_place = _by_place(func, given, kwargs, out)
+        if by_place is not None:
+            for x, operands in by_place:
+                own = known.among(operands)
+                if own and isinstance(x, torch.Tensor):
+                    known.note(x, Mark(max(each.source for each in own)))
+            return
         results = [out] if isinstance(out, torch.Tensor) else pytree.leaves(out)
         for x in results:
             if isinstance(x, torch.Tensor) and (x is into or not any(x is each for each in given)):
                 known.note(x, mark)
-        if isinstance(into, torch.Tensor):
-            over = func == torch.Tensor.copy_ and known.of(given[1]) is None
-            known.forget(into) if over else known.note(into, mark)
-            if not over and into._is_view() and into._base is not None:
+        if into is not None:
+            others = [x for x in given if x is not into]
+            if _is_overwritten(func, others) and not known.among(others):
+                known.forget(into)
+                return
+            known.note(into, mark)
+            if into._is_view() and into._base is not None:
                 known.note(into._base, mark)
+
+
+def _written(func: Function, given: Operands, kwargs: Named) -> torch.Tensor | None:
+    """The tensor that a function writes to."""
+    if not writes(func, kwargs):
+        return None
+    into = (kwargs or {}).get("out")
+    into = given[0] if into is None and given else into
+    return into if isinstance(into, torch.Tensor) else None
+
+
+def _is_overwritten(func: Function, others: Sequence[object]) -> bool:
+    """Tells whether nothing stays of what was in a tensor."""
+    name = getattr(func, "__name__", "")
+    if func == torch.Tensor.__setitem__:
+        index = others[0] if isinstance(others[0], tuple) else (others[0],)
+        return all(each is ... or (isinstance(each, slice) and each == slice(None)) for each in index)
+    return name in ("copy_", "zero_", "fill_", "normal_", "uniform_", "bernoulli_", "exponential_", "random_")
+
+
+def _by_place(
+    func: Function, given: Operands, kwargs: Named, out: object
+) -> list[tuple[object, tuple[object, ...]]] | None:
+    """Results of a function of several tensors one by one, each with the operands that it comes of; None of others."""
+    name = getattr(func, "__name__", "")
+    if not isinstance(out, (tuple, list)):
+        return None
+    if func is torch.autograd.grad:  # those by what is the same on all ranks are so, too
+        inputs = (kwargs or {}).get("inputs", given[1] if len(given) > 1 else ())
+        inputs = inputs if isinstance(inputs, (tuple, list)) else (inputs,)
+        return [(x, (y,)) for x, y in zip(out, inputs, strict=True)]
+    if name.startswith("_foreach_"):
+        lists = [x for x in given if isinstance(x, (tuple, list)) and len(x) == len(out)]
+        return [(x, tuple(own)) for x, *own in zip(out, *lists, strict=True)]
+    if name in ("broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"):
+        tensors = given[0] if isinstance(given[0], (tuple, list)) else [x for x in given if isinstance(x, torch.Tensor)]
+        return [(x, (y,)) for x, y in zip(out, tensors, strict=True)]
+    return None

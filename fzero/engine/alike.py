@@ -39,7 +39,8 @@ def need_invariant(outputs: object, known: Notes) -> None:
             f"the ranks of axis {known.axis.name!r}, over which leaves are cut; expected one that is the same on all. "
             "Its gradients would be those of the sum over ranks. Put it together by fz.parallel.sum or gather (for the "
             "module that gives slices, say 'column_gather' in the plan of fz.shard_tensor), or compute it of what is "
-            "not a fz.parallel.copy. Where each rank's own slice is meant, return it with a dim, as x[None]."
+            "not a fz.parallel.copy. Where each rank's own slice is meant, return it with a dim, as x[None]. "
+            "What torch.distributed puts together by itself is not seen: gather(x, ax, 0).amax(0) is a maximum."
         )
 
 

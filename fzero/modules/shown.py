@@ -16,7 +16,7 @@ from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.capture.contents import tensors_in
 from fzero.capture.handle import Function
-from fzero.capture.notes import Mark, hand_on, marks_of, notes
+from fzero.capture.notes import Mark, Notes, hand_on, marks_of, notes
 from fzero.parallel.varying import helped
 
 
@@ -35,7 +35,7 @@ class Shown:
         """
         flat, spec = pytree.flatten(given)
         known = notes.get()
-        forms = [(x.shape, x.dtype, known and known.of(x)) if isinstance(x, torch.Tensor) else type(x) for x in flat]
+        forms = [_form(x, known) for x in flat]
         form = (spec, tuple(forms), torch.is_grad_enabled())
         if form not in self._outputs:
             return functools.partial(self._first, unit, form, watched)
@@ -55,6 +55,16 @@ class Shown:
                     stacklevel=2,
                 )
         return out
+
+
+def _form(x: object, known: Notes | None) -> object:
+    """What the code that a unit runs may depend on; what a tensor's values decide is not looked at."""
+    if isinstance(x, torch.Tensor):
+        return x.shape, x.dtype, known.of(x) if known is not None else None
+    return (type(x), x) if isinstance(x, _VALUES) else (type(x), id(x))
+
+
+_VALUES = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
 
 
 def _noted(fast: Function, marks: list[Mark | None], *args: object) -> object:

@@ -65,6 +65,7 @@ def cut_behind(func: Function, args: Operands, kwargs: Given, out: object, cut_o
         return _PARTS[func](x, own, args, kwargs, first)
     rule = _RULES.get(func)
     dim = None if rule is None else rule(args, kwargs, out, dim_of)
+    known = known[:1] if rule is _kept else known
     if dim is None or (rule not in _JOINT and len(known) > 1 and not (rule is _along and known[1][0] is args[1])):
         raise Mixed
     if rule is _attended:
@@ -314,6 +315,11 @@ def _by_slope(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -
     return dim_of(input_of(args, kwargs)) if weight.numel() == 1 else None
 
 
+def _kept(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
+    """to(x, other), of which only the dtype matters."""
+    return dim_of(input_of(args, kwargs))
+
+
 def _same(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
     return dim_of(input_of(args, kwargs))
 
@@ -374,7 +380,7 @@ _RULES: dict[object, Callable[..., int | None]] = {
     **dict.fromkeys(named("squeeze", *BOTH), squeezed),
     **dict.fromkeys(named("view_as reshape_as", torch.Tensor), _like_another),
     torch.Tensor.data.__get__: _same,  # type: ignore[attr-defined]
-    **dict.fromkeys(named("to type type_as cpu cuda", torch.Tensor), _same),
+    **dict.fromkeys(named("to type type_as cpu cuda", torch.Tensor), _kept),
     **dict.fromkeys(
         named("requires_grad_ rand_like randn_like zeros_like ones_like empty_like full_like", *BOTH), _same
     ),

@@ -15,6 +15,11 @@ GATHER_OWN = "gather(own=True)"  # the name of that map
 _WHOLE = ("sum", "gather")
 
 
+def _covers(ax: Axis, tensor: Axis) -> bool:
+    """Tells whether a map's axis is the tensor axis, or several that are one with it."""
+    return set(tensor.members) <= set(ax.members)
+
+
 def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | None = None) -> torch.Tensor:
     """Notes what a map of `fz.parallel` gave.
 
@@ -25,12 +30,9 @@ def mapped(name: str, ax: Axis, x: torch.Tensor, out: torch.Tensor, cut: Cut | N
     if known is None:
         return out
     after = known.of(x)
-    if ax.members == known.axis.members:
+    if _covers(ax, known.axis):
+        cut = cut if ax.members == known.axis.members else None
         after = None if name in _WHOLE else Mark("" if name in ("copy", GATHER_OWN) else MAP, cut)
-        if name == "copy" and not private.is_differentiated(out):  # no cotangents are summed
-            after = None
-    elif name in _WHOLE and set(known.axis.members) <= set(ax.members):  # of several axes as one
-        after = None
     known.forget(out) if after is None else known.note(out, after)
     return out
 
@@ -43,7 +45,7 @@ def need_mappable(name: str, ax: Axis, x: torch.Tensor, dim: int | None) -> None
     """
     known = notes.get()
     mark = None if known is None else known.of(x)
-    if known is None or mark is None or ax.members != known.axis.members:
+    if known is None or mark is None or not _covers(ax, known.axis):
         return
     if name in ("copy", "split") and private.is_differentiated(x):
         raise ValueError(

@@ -99,12 +99,12 @@ class OwnSize(int):
         return self._like(int.__neg__(self))
 
     def __eq__(self, other: object) -> bool:
-        if type(other) is int and not _checks(sys._getframe(1)):
+        if type(other) is int and other and not _checks(sys._getframe(1)):  # whether it is empty may be asked
             self.need_shape("==")
         return int.__eq__(self, other)
 
     def __ne__(self, other: object) -> bool:
-        if type(other) is int and not _checks(sys._getframe(1)):
+        if type(other) is int and other and not _checks(sys._getframe(1)):
             self.need_shape("!=")
         return int.__ne__(self, other)
 

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch.overrides import TorchFunctionMode
 
-from fzero.base import private, pytree
+from fzero.base import hooks, private, pytree
 from fzero.base.context import during, variable
 from fzero.base.pytree import leaves
 from fzero.base.refusals import is_ours
@@ -131,6 +131,12 @@ class Varying(TorchFunctionMode):
     def _ran(self, func: Function, args: Operands, kwargs: dict[str, object], cut: Sequence[Mark]) -> object:
         """What a function gives that is looked at as one."""
         draws = bool(cut) and func in _RANDOM
+        if draws and hooks.in_checkpoint():
+            raise ValueError(
+                f"apply: {name_of(func)!r} draws random numbers for what module {cut[0].source!r} gives, whose outputs "
+                f"are cut over axis {self.axis.name!r}, within torch.utils.checkpoint, which would draw others when it "
+                "runs again. Use fz.remat(step) in its place, or leave the random numbers out of it."
+            )
         if draws:
             note_help(f"{name_of(func)!r} draws for slices")
         with during(running_mode, None), own_stream(self.axis) if draws else contextlib.nullcontext():
@@ -158,7 +164,7 @@ class Varying(TorchFunctionMode):
 
         try:
             if func is F.scaled_dot_product_attention:
-                self._need_heads(*(*args, *kwargs.values())[:2])
+                self._need_heads(*(*args, *kwargs.values())[:3])
             if any(cut_of(x) and x.numel() == 0 for x in leaves((args, kwargs))):
                 return Mark(cut[0].source)
             found = cut_behind(func, args, kwargs, out, cut_of)
@@ -221,13 +227,13 @@ class Varying(TorchFunctionMode):
             except Mixed:
                 raise self.refused(torch.Tensor.__setitem__, found) from None
 
-    def _need_heads(self, q: object, k: object) -> None:
-        """Refuses slices of queries' heads with all of several heads of keys, of which some go with each slice."""
-        by_q, by_k = self.mark_of(q), self.mark_of(k)
-        if not (by_q and by_q.source) or (by_k and by_k.source) or not isinstance(k, torch.Tensor):
-            return
-        if k.ndim > 2 and k.shape[-3] > 1:
-            raise Mixed
+    def _need_heads(self, q: object, *others: object) -> None:
+        """Refuses slices of queries' heads with all of several heads of keys or values: some go with each slice."""
+        by_q = self.mark_of(q)
+        for x in others if by_q and by_q.source else ():
+            own = self.mark_of(x)
+            if isinstance(x, torch.Tensor) and x.ndim > 2 and x.shape[-3] > 1 and not (own and own.source):
+                raise Mixed
 
     def attended(self, attend: Callable[..., torch.Tensor], tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """What attention gives of q, k and v: heads that are slices, where these are."""

@@ -31,6 +31,9 @@ RIGHT: dict[str, Loss] = {
     "a copy without derivative": lambda p, x, c, s: own(p, x) * c(p["b"].detach()).abs().mean(),
     "places by a copy": lambda p, x, c, s: p["b"][c(torch.tensor([0, 1]))].sum() + s(p["w"].sum()),
     "written over": lambda p, x, c, s: written(p, s).sum() + own(p, x),
+    "masks of a copy": lambda p, x, c, s: masked(p, x, c, s),
+    "into a buffer": lambda p, x, c, s: buffered(p, x, c, s),
+    "a pullback of slices": lambda p, x, c, s: pulled(p, x, c) + s(p["w"].sum()) * 0,
     "row by row": lambda p, x, c, s: s(sum((row**2).sum() for row in p["w"])) + own(p, x),
     "a map of functions": lambda p, x, c, s: s(torch.func.vmap(lambda r: (r**2).sum())(p["w"]).sum()) + own(p, x),
 }
@@ -44,6 +47,10 @@ WRONG: dict[str, Loss] = {
     ),
     "a slice in a map": lambda p, x, c, s: torch.func.vmap(lambda r: (r**2).sum())(p["w"]).sum() + own(p, x),
     "a copy of a copy": lambda p, x, c, s: s(((x + c(c(p["b"]))) ** 2).sum() / 2) + s(p["w"].sum()),
+    "pieces of a copy": lambda p, x, c, s: pieces(p, x, c) + s(p["w"].sum()),
+    "one of each": lambda p, x, c, s: torch._foreach_mul([p["w"]], [x.sum()])[0].sum() + own(p, x),
+    "moments": lambda p, x, c, s: sum(torch.var_mean(p["w"], (0, 1))) + own(p, x),
+    "a pullback to slices": lambda p, x, c, s: to_slices(p["w"]).sum() + own(p, x),
     "through a view": lambda p, x, c, s: through_a_view(p, x, c) + s(p["w"].sum()),
     "row by row": lambda p, x, c, s: sum(((row**2).sum() for row in p["w"]), own(p, x)),
 }
@@ -53,6 +60,42 @@ def inside(p: Any, x: torch.Tensor, c: Any, s: Any) -> torch.Tensor:
     loss = s((torch.tanh(c(x) @ p["w"])).sum()) + own(p, x)
     of_w, of_b = torch.autograd.grad(loss, [p["w"], p["b"]], create_graph=True)
     return loss + (of_b**2).sum() + s((of_w**2).sum())
+
+
+def masked(p: Any, x: torch.Tensor, c: Any, s: Any) -> torch.Tensor:
+    copied = c(x * p["b"])
+    mask = copied.abs().sum(-1) > 0.1
+    scale = copied.detach().abs().amax()
+    return (s(torch.tanh(copied @ p["w"]).sum(-1)) * mask).sum() / mask.sum() / scale
+
+
+def buffered(p: Any, x: torch.Tensor, c: Any, s: Any) -> torch.Tensor:
+    with torch.no_grad():
+        buffer = torch.empty(3, p["w"].shape[1], dtype=F64)
+        torch.matmul(x, p["w"], out=buffer)
+    total = p["b"].detach() * 1
+    total.copy_(p["w"].detach()[:, 0])
+    total.zero_()
+    other = p["b"].detach() * 1
+    other.copy_(p["w"].detach()[:, 0])
+    other[:] = x[0]
+    return own(p, x + total + other) + s(p["w"].sum())
+
+
+def pulled(p: Any, x: torch.Tensor, c: Any) -> torch.Tensor:
+    made: Any = torch.func.vjp(lambda z: torch.tanh(c(z) @ p["w"]), x)
+    h, pull = made
+    return pull(h)[0].square().mean()
+
+
+def pieces(p: Any, x: torch.Tensor, c: Any) -> torch.Tensor:
+    a, b = c(x * p["b"]).split([1, 3], 1)
+    return a.square().sum() + b.square().sum()
+
+
+def to_slices(w: torch.Tensor) -> torch.Tensor:
+    made: Any = torch.func.vjp(lambda v: (v**3).sum(), w)
+    return made[1](torch.ones((), dtype=F64))[0]
 
 
 def norms(p: Any, s: Any) -> torch.Tensor:

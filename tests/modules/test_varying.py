@@ -491,6 +491,51 @@ def test_compiled_units(name: str, remat: bool) -> None:
             assert_trees_close(own, want, rtol=1e-10, atol=1e-12)
 
 
+class Chooses(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor, mixes: bool) -> torch.Tensor:
+        h = self.up(x)
+        return self.down(h.softmax(-1) if mixes else h.tanh())
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # that the compiler itself looks at
+def test_another_branch_of_a_compiled_unit() -> None:
+    apply, params = fz.functional(nn.Sequential(Chooses()).to(F64)[0])
+
+    def rank_main(rank: int) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        step = fz.train_step(lambda p, x, mixes: apply(p, x, mixes).square().mean(), fz.sgd(0.1), units=["*"])
+        step = fz.shard_tensor(step, {"up": "column", "down": "row"}, mesh=mesh)
+        step = fz.compile(fz.shard_zero3(step, mesh=mesh, axis="dp"))
+        state, x = step.init(params, sync=True), torch.ones(2, 3, WIDTH, dtype=F64)
+        for _ in range(2):
+            step.vjp(state, x, False)
+        with pytest.raises(ValueError, match="'softmax' goes over the dim"):
+            step.vjp(state, x, True)
+
+    run_ranks(rank_main, 2, timeout=200)
+
+
+def test_random_numbers_within_a_checkpoint() -> None:
+    """Which would draw others when it runs again: for slices each rank draws its own."""
+    again = torch.utils.checkpoint.checkpoint
+    code = lambda h, x: again(lambda y: F.dropout(y, 0.5), h, use_reentrant=False)
+    apply, params = fz.functional(InUnits(code).to(F64))
+
+    def rank_main(rank: int) -> None:
+        mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        step = fz.shard_tensor(step, {"*.up": "column", "*.down": "row"}, mesh=mesh)
+        step = fz.shard_zero3(step, mesh=mesh, axis="dp")
+        step.vjp(step.init(params), torch.ones(2, 6, WIDTH, dtype=F64))
+
+    with pytest.raises(RankError, match=r"within torch\.utils\.checkpoint, which would draw others"):
+        run_ranks(rank_main, 2)
+
+
 class Held:
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
