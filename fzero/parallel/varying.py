@@ -41,10 +41,8 @@ from fzero.parallel.spread import Spread
 # of the object, not of its values
 _OF_THE_OBJECT = {
     *(getattr(torch.Tensor, name).__get__ for name in "grad_fn is_leaf _version grad".split()),
-    *named("is_contiguous data_ptr storage_offset get_device retain_grad type __repr__ __format__ is_inference", *BOTH),
-    *named(
-        "register_hook is_signed is_conj is_neg is_pinned is_shared untyped_storage __hash__ backward", torch.Tensor
-    ),
+    *named("is_contiguous data_ptr storage_offset get_device retain_grad __repr__ __format__ is_inference", *BOTH),
+    *named("register_hook is_signed is_conj is_neg is_pinned is_shared untyped_storage __hash__", torch.Tensor),
 }
 _DIFFERENTIATES = {torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward}
 _SAYS_DTYPE = {torch.Tensor.to, torch.Tensor.type_as}

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero.testing import RankError, assert_trees_close, run_ranks
@@ -521,8 +522,7 @@ def test_another_branch_of_a_compiled_unit() -> None:
 
 def test_random_numbers_within_a_checkpoint() -> None:
     """Which would draw others when it runs again: for slices each rank draws its own."""
-    again = torch.utils.checkpoint.checkpoint
-    code = lambda h, x: again(lambda y: F.dropout(y, 0.5), h, use_reentrant=False)
+    code = lambda h, x: checkpoint(lambda y: F.dropout(y, 0.5), h, use_reentrant=False)
     apply, params = fz.functional(InUnits(code).to(F64))
 
     def rank_main(rank: int) -> None:
