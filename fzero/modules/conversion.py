@@ -352,6 +352,8 @@ class Converted:
         """The input as each rank's own, one copy for all modules that read it: its cotangents are summed once."""
         if _given.get() is not None:  # each rank's own already
             return _value(x)
+        if isinstance(x, Piece):
+            x.need_level()
         last = _last.get()
         version = private.version(x), torch.is_grad_enabled(), private.level()
         if last and last[0][0] is x and last[0][1] == version:

@@ -68,7 +68,8 @@ class Piece(Spread):
         return maps.gather(self.local, self.axis, self.along, self.sizes, own=True)
 
     def need_plain(self) -> None:
-        """Refuses attributes that its user has set, which do not go through a unit's call."""
+        """Refuses attributes that its user has set, which do not go through a unit's call, and a graph of its own."""
+        self.need_untracked()
         if more := sorted(vars(self).keys() - _ATTRIBUTES):
             raise ValueError(
                 f"A tensor of shape {tuple(self.shape)}, of which each rank has a piece (shard_tensor(sequence=True)), "

@@ -80,6 +80,14 @@ class Spread(StandIn):
         constant = not torch.is_grad_enabled() and private.level() == 0 and own.requires_grad
         if private.below(own) or constant:
             raise noted(self.refusal("a torch.autograd.Function, as its argument, or torch.no_grad()"))
+        self.need_untracked()
+
+    def need_untracked(self) -> None:
+        """Refuses what an autograd Function returned (a reentrant checkpoint): this stands for it without its graph."""
+        with private.without_subclasses():
+            tracked = self.requires_grad
+        if tracked:
+            raise noted(self.refusal("a torch.autograd.Function that returned it"))
 
     def refusal(self, func: object) -> RuntimeError:
         return RuntimeError(

@@ -536,6 +536,29 @@ def test_random_numbers_within_a_checkpoint() -> None:
         run_ranks(rank_main, 2)
 
 
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, INNER), nn.Linear(INNER, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inner = lambda x: self.down(self.up(x).tanh())
+        return checkpoint(inner, self.norm(x), use_reentrant=True)  # type: ignore[return-value]
+
+
+def test_a_piece_that_a_function_returns() -> None:
+    """Its graph is the Function's, of which a piece knows nothing: all gradients inside were zero."""
+    apply, params = fz.functional(nn.Sequential(Reentrant()).to(F64))
+
+    def rank_main(rank: int) -> None:
+        step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1))
+        step = fz.shard_tensor(step, {"*.up": "column", "*.down": "row"}, sequence=True)
+        step(step.init(params, sync=True), torch.ones(2, 6, WIDTH, dtype=F64))
+
+    with pytest.raises(RankError, match=r"a torch\.autograd\.Function that returned it"):
+        run_ranks(rank_main, 2)
+
+
 class Held:
     def __init__(self, x: torch.Tensor) -> None:
         self.x = x
