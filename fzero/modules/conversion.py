@@ -321,7 +321,7 @@ class Converted:
         return ValueError(
             f"apply: module {self.path!r}, whose inputs are cut over axis {self.axis.name!r}, got a tensor of "
             f"shape {tuple(x.shape)}, expected {sizes[self.axis.rank]} elements in dim {dim}, this rank's, or all "
-            f"{sum(sizes)}."
+            f"{sum(sizes)}; and what is cut already as its own leaf is: along that dim, what is fused part by part."
         )
 
     def _slice(self, x: torch.Tensor, dim: int, slices: Slices) -> torch.Tensor:

@@ -19,6 +19,8 @@ from fzero.capture.handle import Function
 from fzero.capture.notes import Mark, Notes, hand_on, marks_of, notes
 from fzero.parallel.varying import helped
 
+FORMS = 64  # that are kept of a unit: a call may be given other objects each time
+
 
 class Shown:
     """What is known of one unit."""
@@ -47,6 +49,8 @@ class Shown:
         with during(helped, reasons):
             out = watched(*args)
         if form not in self._outputs:
+            for old in list(self._outputs)[: 1 - FORMS]:
+                del self._outputs[old]
             self._outputs[form] = None if reasons else marks_of(notes.get(), _tensors(out))
             if reasons and not private.level():
                 warnings.warn(

@@ -125,8 +125,7 @@ def _along(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> i
     second = args[1] if len(args) > 1 and not isinstance(args[1], bool) else None  # std(x, unbiased)
     if isinstance(second, torch.Tensor):  # max(x, y)
         return _pointwise(args, kwargs, _first(out), dim_of)
-    over = kwargs.get("dim", kwargs.get("axis", second))
-    return _without(x, dim, over, _first(out))
+    return _without(x, dim, kwargs.get("dim", second), _first(out))
 
 
 def _total(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
@@ -143,9 +142,8 @@ def _at(position: int, default: int | None) -> Callable[..., int | None]:
     """Over the dim that is this argument."""
 
     def rule(args: Operands, kwargs: Given, out: torch.Tensor, dim_of: DimOf) -> int | None:
-        x, dim = input_of(args, kwargs), dim_of(input_of(args, kwargs))
         over = kwargs.get("dim", args[position] if len(args) > position else default)
-        return None if dim is None else _without(x, dim, over, _first(out))
+        return _over(args, kwargs, _first(out), dim_of, over)
 
     return rule
 

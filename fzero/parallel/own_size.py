@@ -48,8 +48,10 @@ class OwnSize(int):
 
     def _ratio(self, other: OwnSize) -> int | None:
         """How many go into one, where that is the same on all ranks."""
-        (own,), (each,) = self.cut.parts or ((),), other.cut.parts or ((),)
-        found = {Fraction(size, beside) if beside else None for size, beside in zip(own, each, strict=True)}
+        parts, others = self.cut.parts or (), other.cut.parts or ()
+        if len(parts) != 1 or len(others) != 1:  # what is fused, or not known
+            return None
+        found = {Fraction(size, beside) if beside else None for size, beside in zip(parts[0], others[0], strict=True)}
         ratio = found.pop() if len(found) == 1 else None
         return int(ratio) if ratio is not None and ratio.denominator == 1 else None
 

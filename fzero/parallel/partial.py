@@ -9,7 +9,7 @@ import torch
 from fzero.base import pytree
 from fzero.capture.handle import Function, Operands
 from fzero.capture.notes import Cut
-from fzero.parallel.cut_shapes import Given, Mixed
+from fzero.parallel.cut_shapes import Given, Mixed, input_of
 from fzero.parallel.elementwise import BOTH, named
 
 PARTIAL = Cut(0)  # in the place of how a tensor is cut: it is as large as the whole
@@ -43,7 +43,7 @@ def behind_partial(
     elif func in _SCALED:
         fits = cuts.count(PARTIAL) == 1
     else:
-        fits = func in _DIVIDED and cut_of(args[0]) == PARTIAL and cuts.count(PARTIAL) == 1
+        fits = func in _DIVIDED and cut_of(input_of(args, kwargs)) == PARTIAL and cuts.count(PARTIAL) == 1
         fits = fits and kwargs.get("rounding_mode") is None
     others = [cut for cut in cuts if cut is not None and cut != PARTIAL]
     rounded = [x for x in pytree.leaves(out) if isinstance(x, torch.Tensor) and not pytree.is_real(x)]
