@@ -19,4 +19,4 @@ def test_how_many_go_into_one() -> None:
         assert type(found) is int and found == 2
         for cut in (fused, uneven, Cut(-1)):
             with pytest.raises(ValueError, match="// uses a size that was read of what module 'up' gives"):
-                OwnSize.of(4, "up", "tp", cut) // by
+                _ = OwnSize.of(4, "up", "tp", cut) // by
