@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class Run:
     """A forward under torch.func.vjp. `outputs`, `aux`, and `pull(cotangents)` with leaves in the outputs' order.
 
     Args:
+        argnums: the inputs to differentiate, which must float; of those in a set, what floats.
         scale: what cotangents are multiplied by.
         unreduced: cotangents of params stay full and unreduced.
         alone: whether no other run of the same step waits for its pullback meanwhile.
@@ -39,7 +41,7 @@ class Run:
         step: Spec,
         state: TrainState,
         inputs: Sequence[object],
-        argnums: Sequence[int] | None,
+        argnums: Collection[int] | None,
         seed: tuple[int, ...],
         scale: float,
         unreduced: bool = False,
@@ -216,7 +218,7 @@ def refuse_hidden(value: object) -> None:
         )
 
 
-def _wanted(inputs: Sequence[object], argnums: Sequence[int] | None) -> list[int]:
+def _wanted(inputs: Sequence[object], argnums: Collection[int] | None) -> list[int]:
     """Flat positions of the input tensors to differentiate."""
     out, place = [], 0
     for number, tree in enumerate(inputs):
@@ -224,7 +226,7 @@ def _wanted(inputs: Sequence[object], argnums: Sequence[int] | None) -> list[int
             chosen = argnums is None or number in argnums
             if chosen and is_differentiable(leaf):
                 out.append(place)
-            elif argnums is not None and chosen and isinstance(leaf, torch.Tensor):
+            elif chosen and isinstance(leaf, torch.Tensor) and not isinstance(argnums, (frozenset, NoneType)):
                 raise TypeError(
                     f"argnums: input {number} has a tensor of dtype {leaf.dtype}, which has no gradient; "
                     "expected floating tensors. Leave it out of argnums."

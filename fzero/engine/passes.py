@@ -1,0 +1,94 @@
+"""Passes: a step's microbatches one by one, forward and back in the order of a schedule, with one sum of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.interrupts import as_found
+from fzero.engine.alike import need_alike, scalars_in
+from fzero.engine.batch import Sums, as_grads, grads_of, scale_of, seed_of, sum_of
+from fzero.engine.function import sums_whole
+from fzero.engine.run import Run
+from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
+from fzero.stores.away import tensor_of
+from fzero.stores.put import put_again
+from fzero.table.spec import Spec
+
+
+class Passes:
+    """What a pipeline asks of a stage during one call: a forward and a pullback per microbatch, and the sum of grads.
+
+    Microbatches may be run, and pulled back, in any order. Their gradients are added in the order of the microbatches,
+    so that the sum has the bits of `fz.accumulate`; those that come early wait for their turn.
+
+    Args:
+        count: the number of microbatches.
+        rng: as in `step.vjp`.
+    """
+
+    def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0) -> None:
+        self._step, self._state, self._rng, self.count = step, state, rng, count
+        self._like = grads_of(step, state, {})
+        self._runs: dict[int, Run] = {}
+        self._specs: dict[int, pytree.Spec] = {}
+        self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come
+        self._total: Sums | None = None
+        self._next = 0
+        self._scalars: list[torch.Tensor] = []
+
+    def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int] = ()) -> tuple[object, object]:
+        """(outputs, aux) of one microbatch, whose pullback is kept.
+
+        Args:
+            wanted: the inputs to differentiate, where they float.
+        """
+        assert microbatch not in self._runs, f"microbatch {microbatch} was run before"
+        several = self.count > 1
+        with as_found():
+            seed, scale = seed_of(self._state, self._rng, microbatch), scale_of(self._step, self._state)
+            chosen = frozenset(wanted)
+            run = Run(self._step, self._state, inputs, chosen, seed, scale, several, alone=False, partial=several)
+            self._scalars += scalars_in(run.outputs)
+        self._runs[microbatch], self._specs[microbatch] = run, pytree.flatten(tuple(inputs))[1]
+        outputs, aux = run.outputs, run.aux
+        run.outputs = run.aux = None
+        return outputs, aux
+
+    def backward(self, microbatch: int, cotangent: object) -> tuple[object, ...]:
+        """The cotangents of a microbatch's inputs, one per input, None where it was not differentiated."""
+        with as_found():
+            grads, flat = self._runs.pop(microbatch).pull(cotangent)
+            self._add(microbatch, grads)
+            return self._as_inputs(microbatch, flat)
+
+    def _as_inputs(self, microbatch: int, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+        trees = pytree.unflatten(self._specs.pop(microbatch), flat)
+        return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+
+    def _add(self, microbatch: int, grads: Sums) -> None:
+        self._early[microbatch] = grads
+        while self._next in self._early:
+            self._total = sum_of(self._total, self._early.pop(self._next))
+            self._next += 1
+
+    def grads(self, times: float = 1.0) -> Sharded:
+        """The gradients of all microbatches, once all have been pulled back.
+
+        Args:
+            times: by what the sum is to be divided.
+        """
+        assert self._next == self.count and self._total is not None, f"{self._next} of {self.count} were pulled back"
+        total, self._total = self._total, None
+        scalars, self._scalars = self._scalars, []
+        with as_found():
+            need_alike(self._like.axis, scalars, "pullback")
+            for key in [key for key in total if self.count > 1 and sums_whole(self._state.params, key)]:
+                mean = self._state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
+                total[key] = put_again(total[key], mean)
+            if times != 1.0:
+                total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
+            return self._like.with_buffers(as_grads(self._like.layout, total))
