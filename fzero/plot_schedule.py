@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from fzero.base.arguments import need_path, wrong
 from fzero.plotting import LINES, TEXT, Axes, new_axes
-from fzero.schedules.simulate import Times, simulate
+from fzero.schedules.simulate import Durations, Times, simulate
 from fzero.schedules.task import Kind, Schedule
 from fzero.schedules.timeline import Span, Timeline
 
@@ -20,13 +20,13 @@ MEANS = {
     Kind.PARAMS: "W gradients of params",
 }
 HEAD, ROW, BAR = 0.9, 1.0, 0.76  # in rows
-INCHES, DIGIT, SIZE = 0.42, 0.068, 7  # of a row's height, of a digit's width; points
+INCHES, DIGIT, SIZE = 0.42, 0.062, 7  # of a row's height, of a digit's width; points
 Drawn = Schedule | Timeline
 
 
 def plot_schedule(
     schedule: Drawn | Sequence[Drawn] | Mapping[str, Drawn],
-    times: Times | Mapping[str, object] | None = None,
+    times: Times | Mapping[str, Durations] | None = None,
     path: str | os.PathLike[str] | None = None,
     axes: Axes = None,
 ) -> object:
@@ -159,7 +159,7 @@ def _bars(axes: Axes, spans: Sequence[Span], begun: float, middle: float, hue: s
     axes.broken_barh(pieces, (middle - BAR / 2, BAR), facecolor=hue, edgecolor="white", linewidth=edge)
     for span, (start, length) in zip(spans, pieces, strict=True):
         number = str(span.task.microbatch)
-        if length * width >= DIGIT * len(number) + 0.03:
+        if length * width >= DIGIT * len(number) + 0.02:
             look = {"ha": "center", "va": "center_baseline", "fontsize": SIZE, "color": _readable(hue)}
             axes.text(start + length / 2, middle, number, **look)
 

@@ -20,7 +20,19 @@ WINGS = (
     *("base", "comm", "formats", "kernels", "stores", "table", "schedules", "state", "transforms", "optim"),
     *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat"),
 )
-TOP = ("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plotting", "plan", "fits", "plot_schedule")
+TOP = (
+    "step",
+    "unit",
+    "functional",
+    "derivatives",
+    "convert",
+    "bandwidth",
+    "traffic",
+    "plotting",
+    "plan",
+    "fits",
+    "plot_schedule",
+)
 FILES = sorted(ROOT.rglob("*.py"))
 # testing is beside the house: it looks at comm, and its strategies at everything
 MODULES = {

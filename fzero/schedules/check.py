@@ -64,9 +64,7 @@ def check(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
         ((0, F0.0), (0, S0.0>1), (1, R1.0<0), (1, F1.0))
     """
     need_schedule(schedule, "check")
-    if edges is not None:
-        edges = list(edges)
-    elif schedule.has_messages:
+    if edges is None and schedule.has_messages:
         told = ((task.stage, task.peer) for tasks in schedule.places for task in tasks if task.peer is not None)
         edges = {(min(pair), max(pair)) for pair in told}
     pairs = schedule.edges(edges)
@@ -75,7 +73,7 @@ def check(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
     proof.need_order(pairs)
     if schedule.has_messages:
         proof.need_messages(pairs)
-    full = schedule.with_messages(edges)
+    full = schedule.with_messages(pairs)
     return Report(
         alive=tuple(_alive(tasks) for tasks in full.places),
         messages=sum(task.kind is Kind.SEND for tasks in full.places for task in tasks),
@@ -180,14 +178,12 @@ class _Proof:
         ends = {end for send, _, _ in expected for end in (send, send.other_end)}
         for task, (place, _) in self.found.items():
             if task.peer is not None and task not in ends:
-                why = (
-                    f"stages {task.stage} and {task.peer} are at one place and hand it on without a message"
-                    if self.homes[task.stage] == self.homes[task.peer]
-                    else f"nothing goes between stages {task.stage} and {task.peer}"
-                )
+                between = min(task.stage, task.peer), max(task.stage, task.peer)
+                why = f"edges has nothing between these stages; say edges=[{between}] or leave it out"
+                if self.homes[task.stage] == self.homes[task.peer]:
+                    why = f"stages {task.stage} and {task.peer} are both there and hand it on themselves; leave it out"
                 raise ValueError(
-                    f"check: {self.schedule.name!r} has {task!r} at place {place}, expected no such message, as {why}; "
-                    f"leave it out, or say edges=[({min(task.stage, task.peer)}, {max(task.stage, task.peer)})]."
+                    f"check: {self.schedule.name!r} has {task!r} at place {place}, expected no such message, as {why}."
                 )
         for send, made, needed in expected:
             receive = send.other_end

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 from fzero.base.arguments import need_number, wrong
 from fzero.schedules.check import check
 from fzero.schedules.task import Kind, Schedule, Task, need_schedule
 from fzero.schedules.timeline import Span, Timeline
+
+Durations = float | Sequence[float]  # for all stages, or for each
 
 
 @dataclass(frozen=True)
@@ -32,9 +33,9 @@ class Times:
         (2, 2)
     """
 
-    forward: float | Sequence[float] = 1.0
-    inputs: float | Sequence[float] = 1.0
-    params: float | Sequence[float] = 1.0
+    forward: Durations = 1.0
+    inputs: Durations = 1.0
+    params: Durations = 1.0
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -53,7 +54,7 @@ class Times:
         return {Kind.INPUTS: inputs, Kind.PARAMS: params, Kind.BACKWARD: inputs + params}.get(task.kind, 0)
 
 
-def simulate(schedule: Schedule, times: Times | Mapping[str, Any], send: float = 0.0) -> Timeline:
+def simulate(schedule: Schedule, times: Times | Mapping[str, Durations], send: float = 0.0) -> Timeline:
     """When each task runs if every place does one after the other, each as soon as it can.
 
     Args:
@@ -110,7 +111,7 @@ def need_times(times: object, schedule: Schedule, who: str) -> Times:
     return times
 
 
-def _of_stage(times: float | Sequence[float], stage: int) -> float:
+def _of_stage(times: Durations, stage: int) -> float:
     return times[stage] if isinstance(times, Sequence) else times
 
 
