@@ -55,17 +55,16 @@ def test_measured_is_drawn_as_simulated_is() -> None:
     assert len(rows) == 6 and axes.get_xlim() == (0, 17)
 
 
-def test_numbers_stand_where_they_fit() -> None:
-    wide: Any = fz.plot_schedule(gpipe(2, 12))
-    numbers = [text.get_text() for text in wide.texts if text.get_text().isdigit()]
-    assert sorted(map(int, numbers)) == sorted(4 * list(range(12)))
-    narrow: Any = fz.plot_schedule(gpipe(2, 12), axes=Figure(figsize=(1, 1)).add_subplot())
-    assert not [text for text in narrow.texts if text.get_text().isdigit()]
-    figure: Any = wide.figure
-    figure.draw_without_rendering()
-    renderer = figure._get_renderer()
-    boxes = [text.get_window_extent(renderer) for text in wide.texts if text.get_text().isdigit()]
-    spans = [path.get_extents(wide.transData) for own in wide.collections[:] for path in own.get_paths()]
+@pytest.mark.parametrize(("width", "shown"), [(None, {1: 40, 2: 8}), (5.0, {1: 40, 2: 4}), (1.0, {})])
+def test_numbers_stand_where_they_fit(width: float | None, shown: dict[int, int]) -> None:
+    given = None if width is None else Figure(figsize=(width, 2)).add_subplot()
+    axes: Any = fz.plot_schedule(gpipe(2, 12), axes=given)
+    numbers = [text for text in axes.texts if text.get_text().isdigit()]
+    assert {digits: sum(len(text.get_text()) == digits for text in numbers) for digits in shown} == shown
+    axes.figure.draw_without_rendering()
+    renderer = axes.figure._get_renderer()
+    boxes = [text.get_window_extent(renderer) for text in numbers]
+    spans = [path.get_extents(axes.transData) for own in axes.collections for path in own.get_paths()]
     assert all(any(span.x0 <= box.x0 and box.x1 <= span.x1 for span in spans) for box in boxes)
 
 

@@ -113,7 +113,7 @@ def apply(step: fz.Step, chosen: Sequence[tuple[str, Transform]]) -> fz.Step:
 def schedules(
     stages: int = 4, microbatches: int = 8, edges: Sequence[tuple[int, int]] = ()
 ) -> st.SearchStrategy[Schedule]:
-    """Any legal pipeline schedule: any place for each stage, backward whole or in halves, tasks in any order that keeps
+    """Legal pipeline schedules: any place for each stage, backward whole or in halves, tasks in any order that keeps
     what each of them needs before it. With all its messages, anywhere between what makes and what needs them, or none.
 
     Args:

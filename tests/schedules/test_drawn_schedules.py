@@ -17,7 +17,7 @@ from fzero.testing import strategies
 SKIPS = [(0, 2), (1, 3), (0, 3)]
 drawn = strategies.schedules()
 skipping = strategies.schedules(edges=SKIPS)
-BACK = (Kind.BACKWARD, Kind.INPUTS)
+BACK, DONE = (Kind.BACKWARD, Kind.INPUTS), (Kind.BACKWARD, Kind.PARAMS)
 
 
 def edges_of(schedule: Schedule) -> list[tuple[int, int]]:
@@ -49,6 +49,12 @@ def needs(schedule: Schedule, edges: list[tuple[int, int]]) -> list[tuple[Task, 
     return pairs
 
 
+def pullbacks(tasks: tuple[Task, ...]) -> list[tuple[Task, Task]]:
+    """(what begins, what ends) each pullback at a place."""
+    ends = {(task.stage, task.microbatch): task for task in tasks if task.kind in DONE}
+    return [(task, ends[task.stage, task.microbatch]) for task in tasks if task.kind is Kind.FORWARD]
+
+
 @settings(max_examples=60)
 @given(skipping)
 def test_every_legal_schedule_is_accepted(schedule: Schedule) -> None:
@@ -61,6 +67,18 @@ def test_every_legal_schedule_is_accepted(schedule: Schedule) -> None:
     assert all(at[first] < at[then] for first, then in needs(full, list(full.edges(edges))))
     for place, tasks in enumerate(full.places):
         assert [task for where, task in report.order if where == place] == list(tasks)
+        alive = [
+            sum((first in tasks[:n]) - (last in tasks[:n]) for first, last in pullbacks(tasks))
+            for n in range(len(tasks) + 1)
+        ]
+        assert report.alive[place] == max(alive)
+        for stage in full.stages_of(place):
+            parts = [task.microbatch for task in tasks if task.stage == stage and task.kind in DONE]
+            late = [
+                sum(any(other not in parts[:n] for other in range(part)) for part in parts[:n])
+                for n in range(len(parts) + 1)
+            ]
+            assert report.waiting[stage] == max(late)
     assert report.messages == sum(task.kind is Kind.RECEIVE for tasks in full.places for task in tasks)
     assert full.with_messages(edges) == full and full.computes == schedule.computes
 

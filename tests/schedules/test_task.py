@@ -149,9 +149,9 @@ def test_one_stage_that_is_wrong_is_named(places: tuple[str, ...], words: str) -
 
 BACKWARD = "R1.0<0 F1.0 B1.0 S1.0>0"
 WAITS = (
-    "stops after 1 tasks, as 2 places wait for each other: place 0 waits at R0.0<1 for S1.0>0, which place 1 has behind "
-    "R1.0<0; place 1 waits at R1.0<0 for S0.0>1, which place 0 has behind R0.0<1. Expected an order in which every send "
-    "can come before its receive; move one of these receives, and the task that needs it, behind the send"
+    "stops after 1 tasks, as 2 places wait for each other: place 0 waits at R0.0<1 for S1.0>0, which place 1 has "
+    "behind R1.0<0; place 1 waits at R1.0<0 for S0.0>1, which place 0 has behind R0.0<1. Expected an order in which "
+    "every send can come before its receive; move one of these receives, and the task that needs it, behind the send"
 )
 MISSING = "as F1.0 needs what F0.0 makes, S0.0>1 is at place 0, and a schedule has all its messages or none; put it in."
 MADE = "expected it behind, as F0.0 makes what is sent; move one of them."
