@@ -3,6 +3,7 @@
 from fzero import compat as compat
 from fzero import optim as optim
 from fzero import parallel as parallel
+from fzero import schedules as schedules
 from fzero import testing as testing
 from fzero import transforms as transforms
 from fzero.bandwidth import Bandwidth as Bandwidth
@@ -40,6 +41,7 @@ from fzero.optim import warmup_cosine as warmup_cosine
 from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
 from fzero.plan import plot_plan as plot_plan
+from fzero.plot_schedule import plot_schedule as plot_schedule
 from fzero.state.gather import gather as gather
 from fzero.state.gather import global_norm as global_norm
 from fzero.state.sharded import Sharded as Sharded

@@ -17,10 +17,13 @@ import fzero as fz
 ROOT = Path(fz.__file__).parent
 # each wing imports from those before it, and from itself
 WINGS = (
-    *("base", "comm", "formats", "kernels", "stores", "table", "state", "transforms", "optim"),
+    *("base", "comm", "formats", "kernels", "stores", "table", "schedules", "state", "transforms", "optim"),
     *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat"),
 )
-TOP = ("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plotting", "plan", "fits")
+TOP = (
+    *("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plotting", "plan", "fits"),
+    *("plot_schedule",),
+)
 FILES = sorted(ROOT.rglob("*.py"))
 # testing is beside the house: it looks at comm, and its strategies at everything
 MODULES = {
