@@ -18,6 +18,8 @@ from fzero.checkpoint.save import save as save
 from fzero.checkpoint.save import save_async as save_async
 from fzero.compat.safetensors import load_safetensors as load_safetensors
 from fzero.compat.safetensors import save_safetensors as save_safetensors
+from fzero.components.parts import PerStage as PerStage
+from fzero.components.parts import PipelineState as PipelineState
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
@@ -38,6 +40,8 @@ from fzero.optim import lion as lion
 from fzero.optim import partition as partition
 from fzero.optim import sgd as sgd
 from fzero.optim import warmup_cosine as warmup_cosine
+from fzero.pipeline import Pipeline as Pipeline
+from fzero.pipeline import pipeline as pipeline
 from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
 from fzero.plan import plot_plan as plot_plan

@@ -1,0 +1,1 @@
+"""Components made of components: pipelines of stages, wherever each stage runs."""
