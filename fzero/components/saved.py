@@ -25,7 +25,7 @@ def save_parts(path: str, states: Sequence[TrainState | None], extra: object, le
 
     Args:
         states: of every component, None of those that other places write.
-        leads: whether this rank writes the file that says what belongs together.
+        leads: whether this rank, in its line of places, writes the file that says what belongs together.
         agree: raises on every rank where one has failed.
     """
     error: BaseException | None = None
@@ -47,7 +47,8 @@ def save_parts(path: str, states: Sequence[TrainState | None], extra: object, le
     agree(error)
     error = None
     try:
-        if leads:
+        # of several lines of places the one that leads in its components
+        if leads and all(Everyone(state.params.axis).leads for state in states if state is not None):
             tokens = [read_manifest(f"{folder}/{slot}/{c}").token for c in range(len(states))]
             there = folder_at(folder)
             there.replace(NAME, together(slot, tokens, json.loads(text)))
