@@ -53,6 +53,14 @@ def test_axes() -> None:
     assert "losses agree" in out and "fzero TP / torch TP " in out and "would not run" not in out
 
 
+def test_pipeline() -> None:
+    sizes = "--width 16 --heads 2 --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1 --warmup 0"
+    out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "1F1B", "zero bubble")
+    assert "1F1B" in out and "did not run" not in out
+    out = run("pipeline.py", *sizes.split(), "--sleeps", "--sleep", "0.005", "--schedules", "interleaved")
+    assert "interleaved" in out
+
+
 def test_axes_lengths(tmp_path: Path) -> None:
     out = run("axes.py", *"--lengths --longest 64 --degrees 1 2 --out".split(), str(tmp_path / "activations.png"))
     assert out.count("of ideal") == 4 and (tmp_path / "activations.png").stat().st_size
