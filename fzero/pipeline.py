@@ -11,7 +11,7 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_int, need_norm, wrong
 from fzero.base.interrupts import as_found
-from fzero.components.call import Call, goes_forward
+from fzero.components.call import Call, goes_forward, need_constants
 from fzero.components.flow import Passes as StagePasses
 from fzero.components.joint import updated
 from fzero.components.line import Line
@@ -20,7 +20,7 @@ from fzero.components.parts import PerStage, PipelineState
 from fzero.components.places import AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.saved import load_parts
-from fzero.components.wiring import Number, Wiring, default_inputs, wiring
+from fzero.components.wiring import Number, Wiring, wiring
 from fzero.engine.passes import Passes
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
@@ -127,9 +127,11 @@ class Pipeline:
         self._check(state, "pipeline.vjp")
         chosen = need_argnums(argnums, inputs)
         need_derivatives("pipeline.vjp")
+        if self._line is not None:
+            need_constants("pipeline.vjp", inputs=inputs)
         call = self._call(state, inputs, range(len(inputs)) if chosen is None else chosen, rng)
         with as_found():
-            call.run(goes_forward, tuple)
+            call.run("vjp", goes_forward, tuple)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
         pullback = PipelinePullback(call, inputs)
         return (outputs, pullback, aux) if self._has_aux else (outputs, pullback)
@@ -140,7 +142,7 @@ class Pipeline:
         state, inputs = constants("pipeline.forward", state=state, inputs=inputs)
         call = self._call(state, inputs, None, rng)
         with as_found(), private.outside_inference(), torch.no_grad():
-            call.run(goes_forward, tuple)
+            call.run("forward", goes_forward, tuple)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
         return (outputs, aux) if self._has_aux else outputs
 
@@ -158,16 +160,21 @@ class Pipeline:
             components is there as "lr.0", "lr.1", ...
         """
         self._check(state, "pipeline")
-        return self._stepped(state, inputs, cotangent, rng, False)[:2]
+        with as_found():
+            call, (loss, times, aux) = self._run(state, inputs, cotangent, rng, records=False)
+            new, metrics = self._updated(state, call.grads(times), None)
+        metrics |= {"loss": loss} if loss is not None else {}
+        return new, metrics | ({"aux": aux} if self._has_aux else {})
 
     def timeline(self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0) -> Timeline:
-        """When each task of one step began and ended, in all places: for `fz.plot_schedule`. The update is thrown away.
+        """When each task of one step began and ended, in all places: for `fz.plot_schedule`. Nothing is updated.
 
         Args:
             state, inputs, cotangent, rng: as for a step.
         """
         self._check(state, "pipeline.timeline")
-        return self._stepped(state, inputs, cotangent, rng, True)[2]
+        with as_found():
+            return self._timeline(self._run(state, inputs, cotangent, rng, records=True)[0])
 
     def update(
         self, state: PipelineState, grads: PerStage, grad_norm: object = None
@@ -244,8 +251,7 @@ class Pipeline:
         passes: dict[int, StagePasses] = {
             c: Passes(self.steps[c], state[c], self._micro.count, rng, at_once=at_once) for c in self._here
         }
-        wires, parts = default_inputs(self._wires, len(inputs)), self._micro.split(inputs)
-        return Call(wires, passes, parts, wanted, self._micro, self._tasks, self._places, records, keep)
+        return Call(self._wires, passes, inputs, wanted, self._micro, self._tasks, self._places, records, keep)
 
     def _updated(
         self, state: PipelineState, grads: PerStage, grad_norm: object
@@ -257,9 +263,10 @@ class Pipeline:
     def _aux(self, call: Call) -> object:
         return call.merged(call.flow.auxes, "aux") if self._has_aux else None
 
-    def _stepped(
+    def _run(
         self, state: PipelineState, inputs: Sequence[object], cotangent: object, rng: int, records: bool
-    ) -> tuple[PipelineState, dict[str, Any], Any]:
+    ) -> tuple[Call, tuple[Any, float, object]]:
+        """All tasks; and (the loss, by what to divide the gradients, aux)."""
         for c in self._here:
             check_optimizer(self.steps[c], state[c])
             refuse_captured("pipeline", self.steps[c].fn)
@@ -267,14 +274,9 @@ class Pipeline:
         state, inputs, cotangent = constants("pipeline", state=state, inputs=inputs, cotangent=cotangent)
         losses = Losses(self._micro, cotangent)
         call = self._call(state, inputs, (), rng, True, records, losses.note)
-        with as_found():
-            call.run(lambda _: True, lambda: losses.pieces)
-            axis = state[self._last].params.axis if call.has_last else None
-            loss, times, aux = call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))
-            new, metrics = self._updated(state, call.grads(times), None)
-            spans = self._timeline(call) if records else None
-        metrics |= {"loss": loss} if loss is not None else {}
-        return new, metrics | ({"aux": aux} if self._has_aux else {}), spans
+        call.run("the pipeline's step", lambda _: True, lambda: losses.pieces)
+        axis = state[self._last].params.axis if call.has_last else None
+        return call, call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))
 
     def _timeline(self, call: Call) -> Timeline:
         own = [(list(task), start, end) for task, start, end in call.spans]

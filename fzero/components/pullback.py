@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
-from fzero.components.call import Call, goes_forward
+from fzero.components.call import Call, goes_forward, need_constants
 from fzero.components.parts import PerStage
 from fzero.state.checks import need_derivatives
 from fzero.table.microbatch import parts_of
@@ -52,6 +52,8 @@ class PipelinePullback:
                 "The pullback of this pipeline was used up by an earlier call, which freed what it kept. Pass "
                 "retain_graph=True to every call but the last."
             )
+        if call.line is not None:
+            need_constants("pullback", cotangent=cotangent)
         if not retain_graph:
             self._call = None
         pieces: list[object] = []
@@ -70,7 +72,7 @@ class PipelinePullback:
             return pieces
 
         with as_found():
-            call.run(lambda task: not goes_forward(task), asked, retain_graph)
+            call.run("pullback", lambda task: not goes_forward(task), asked, retain_graph)
             factor = call.known(lambda: times[0])
             grads = call.grads(factor)
             cotangents = call.input_cotangents(self._inputs, factor)
