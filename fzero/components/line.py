@@ -61,6 +61,7 @@ class Line:
             for other in range(len(self.seats)):  # who will see at the end of his call that this one is another
                 if other != self.rank and (other, ALL) not in self._gone:
                     self._send(other, ALL, None)
+            self._mail.hurry(1.0)
             raise Lost(
                 f"pipeline: rank {rank} of the pipeline makes its call {count}, of {verb}, and rank {self.rank} its "
                 f"call {self._count}, of {self._verb}; expected the same calls in the same order on all ranks. Start "
