@@ -17,6 +17,7 @@ from fzero.checkpoint.save import save as save
 from fzero.checkpoint.save import save_async as save_async
 from fzero.compat.safetensors import load_safetensors as load_safetensors
 from fzero.compat.safetensors import save_safetensors as save_safetensors
+from fzero.components.remote.failure import ComponentDied as ComponentDied
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
@@ -40,6 +41,8 @@ from fzero.optim import warmup_cosine as warmup_cosine
 from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
 from fzero.plan import plot_plan as plot_plan
+from fzero.remote import fetch as fetch
+from fzero.remote import remote as remote
 from fzero.state.gather import gather as gather
 from fzero.state.gather import global_norm as global_norm
 from fzero.state.sharded import Sharded as Sharded

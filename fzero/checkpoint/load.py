@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
+from fzero.base.elsewhere import Elsewhere
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Choice, Wanted, choose
 from fzero.checkpoint.everyone import Everyone
@@ -71,6 +72,9 @@ def load(
         >>> fz.gather(small.params)["w"]
         tensor([1., 1., 1.])
     """
+    if isinstance(step, Elsewhere):
+        options = {"pattern": pattern, "params_only": params_only, "lossy": lossy, "lenient": lenient}
+        return step.loaded(path_of(path, "load"), like=like, **options)
     need_step(step, "load")
     return load_both(
         lambda: Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient), step, params_only

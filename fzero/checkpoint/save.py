@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Callable
 
 from fzero.base.arguments import named, wrong
+from fzero.base.elsewhere import Elsewhere
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.everyone import Everyone
@@ -52,6 +53,8 @@ def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) 
         >>> again.step, torch.equal(again.params["w"], state.params["w"])
         (1, True)
     """
+    if isinstance(state, Elsewhere):
+        return state.saved(path_of(path, "save"), json.loads(_as_json(extra, "fz.save: extra")))
     begin("save", lambda: path_of(path, "save"), state, extra).wait()
 
 

@@ -9,11 +9,12 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 from fzero.base.thread_state import isolate_group_names
 from fzero.comm import backend
 
-_c10d = backend.dist.distributed_c10d
+_c10d: Any = backend.dist.distributed_c10d
 
 
 class _World:
@@ -31,11 +32,14 @@ class _World:
 class _Worlds:
     """The world of a thread that has its own; that of the process otherwise."""
 
+    _outer: object
+    _own: Any
+
     def __init__(self, outer: object) -> None:
         object.__setattr__(self, "_outer", outer)
         object.__setattr__(self, "_own", threading.local())
 
-    def _world(self) -> object:
+    def _world(self) -> Any:
         return getattr(self._own, "world", None) or self._outer
 
     def __getattr__(self, name: str) -> object:
@@ -77,7 +81,7 @@ def install() -> None:
         isolate_group_names(True)
         for name, group in _installed.names.items():
             _c10d._register_process_group(name, group)
-        _c10d._world = _installed.worlds  # type: ignore[assignment]
+        _c10d._world = _installed.worlds
 
 
 def uninstall() -> None:
@@ -96,7 +100,7 @@ def uninstall() -> None:
         for name in now.keys() - before.keys():
             _c10d._register_process_group(name, now[name])
         if _c10d._world is worlds:
-            _c10d._world = outer  # type: ignore[assignment]
+            _c10d._world = outer
         _installed.worlds, _installed.names = None, {}
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named
+from fzero.base.elsewhere import Elsewhere
 from fzero.base.interrupts import as_found
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, summed, summed_pieces
@@ -42,6 +43,9 @@ def gather(tree: object) -> Any:
         tensor([1., 1., 1.])
     """
     nodes = _nodes(tree)
+    if any(isinstance(node, Elsewhere) for node in nodes):
+        each = [node.gathered() if isinstance(node, Elsewhere) else node and gather(node) for node in nodes]
+        return pytree.unflatten(pytree.flatten(tree, _is_node)[1], each)
     whole = any(isinstance(node, TrainState) for node in nodes)
     # slices have forgotten what they are slices of
     if whole or tree is None or (any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)):
@@ -56,7 +60,11 @@ def gather(tree: object) -> Any:
 
 def _nodes(tree: object) -> Sequence[object]:
     """The leaves of a pytree, states and sharded trees whole."""
-    return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))[0]
+    return pytree.flatten(tree, is_leaf=_is_node)[0]
+
+
+def _is_node(node: object) -> bool:
+    return is_sharded(node) or isinstance(node, TrainState)
 
 
 def _gather_one(tree: Sharded) -> object:
@@ -93,18 +101,28 @@ def global_norm(*trees: object) -> torch.Tensor:
         tensor(5., dtype=torch.float64)
     """
     total: torch.Tensor | float = 0.0
+    for square in squares_by_node(trees):
+        if isinstance(square, Elsewhere):
+            return square.norm_with(trees)
+        total = total + square
+    return as_float64(total).sqrt()
+
+
+def squares_by_node(trees: Sequence[object]) -> Iterator[torch.Tensor | Elsewhere]:
+    """The sum of squares of each tree in some pytrees, 0-d float64 tensors; of what lies elsewhere, that itself."""
     for place, tree in enumerate(trees):
         for node in _nodes(tree):
-            if is_sharded(node):
-                total = total + squares_in(node, f"trees[{place}]")[0]
+            if isinstance(node, Elsewhere):
+                yield node
+            elif is_sharded(node):
+                yield squares_in(node, f"trees[{place}]")[0]
             elif isinstance(node, torch.Tensor) and node.is_floating_point():
-                total = total + _square([node]).sum()
+                yield _square([node]).sum()
             elif node is not None or tree is None:
                 raise TypeError(
                     f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
                     "floating tensors (of a complex one torch.view_as_real)."
                 )
-    return as_float64(total).sqrt()
 
 
 def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, dict[int, torch.Tensor]]:

@@ -1,0 +1,334 @@
+"""A component on ranks of its own, with a step's verbs: calls return at once, and what they make stays there."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import weakref
+from collections.abc import Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import named, need_argnums, need_bool, need_int, need_norm, wrong
+from fzero.base.elsewhere import Elsewhere
+from fzero.components.remote.failure import Failed
+from fzero.components.remote.group import Group
+from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value
+from fzero.components.remote.layout import Layout
+from fzero.components.remote.operands import Given, cotangent_for, inputs_for, is_value, scalar_for
+from fzero.components.remote.pull import whole
+from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
+from fzero.engine.op import used_up
+
+
+class RemoteComponent(Elsewhere):
+    """A step on ranks of its own. Made by `fz.remote`; used as a step is, and as a context that closes it.
+
+    Seen from outside it is its function on the whole batch in one process. Calls return at once and run in order;
+    what they make are handles of values that stay there and never change. An error of a call is raised where its
+    results are used.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.name = group, group.settings.component
+        self._keys: dict[object, tuple[int, list[Any]]] = {}
+        self._count = itertools.count()
+        self._end = weakref.finalize(self, group.close)
+
+    def close(self) -> None:
+        """Ends the ranks; what lies there is lost. More than once does no harm."""
+        self.group.close()
+
+    def __enter__(self) -> RemoteComponent:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RemoteComponent({self.name!r}, {self.group.settings.ranks} ranks)"
+
+    # ---- a step's verbs
+
+    def init(self, seed: int = 0) -> RemoteState:
+        """The state for the params that `build` returned.
+
+        Args:
+            seed: as in `step.init`.
+        """
+        return RemoteState(self._made("init", {"options": {"seed": need_int(seed, "init", "seed")}}), 0)
+
+    def vjp(self, state: RemoteState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
+        """Outputs and their pullback, as `step.vjp`: handles in the function's tree, for the whole batch.
+
+        Args:
+            state: of this component.
+            inputs: the whole batch: tensors are split along dim 0 over the data ranks, those without dims go to all.
+                Handles, of this component or another, are brought from where they lie.
+            argnums, rng: as in `step.vjp`.
+
+        Returns:
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
+        """
+        own = need_argnums(argnums, _stood_for(inputs))
+        options = {"argnums": own, "rng": need_int(rng, "vjp", "rng")}
+        given = inputs_for(self.group, inputs, "vjp")
+        made, trees = self._called("vjp", {"state": state}, options, given, own)
+        skeletons, wanted, alone = trees
+        outputs, *aux = _handles(made, skeletons)
+        pullback = RemotePullback(self, made, skeletons[0], given.skeleton, wanted, alone)
+        return (outputs, pullback, *aux)
+
+    def forward(self, state: RemoteState, *inputs: object, rng: int = 0) -> Any:
+        """The outputs without gradients, as `step.forward`."""
+        given = inputs_for(self.group, inputs, "forward")
+        made, skeletons = self._called("forward", {"state": state}, {"rng": need_int(rng, "forward", "rng")}, given)
+        own = _handles(made, skeletons)
+        return tuple(own) if len(own) > 1 else own[0]
+
+    def update(
+        self, state: RemoteState, grads: RemoteTree, grad_norm: object = None
+    ) -> tuple[RemoteState, dict[str, Any]]:
+        """The optimizer's update, as `step.update`.
+
+        Args:
+            grads: of a pullback of this component.
+            grad_norm: a norm to clip by, such as `fz.global_norm` of several components' grads.
+        """
+        arguments: dict[str, Any] = {}
+        held: list[Away] = []
+        if grad_norm is not None:
+            if not isinstance(grad_norm, Value):
+                need_norm(grad_norm, "update")
+            arguments["norm"], held = scalar_for(self.group, grad_norm, "update", "grad_norm")
+        objects = {"state": state, "grads": self._need_grads(grads, "update")}
+        made, skeletons = self._called("update", objects, {}, None, grad_norm is None, arguments, held)
+        return RemoteState(made, 0), _metrics(made, skeletons)
+
+    def add_grads(self, state: RemoteState, grads: RemoteTree) -> RemoteState:
+        """A state that keeps these grads for the next update, as `step.add_grads`."""
+        objects = {"state": self._need_state(state, "add_grads"), "grads": self._need_grads(grads, "add_grads")}
+        return RemoteState(self._made("add_grads", {"objects": objects}), 0)
+
+    def __call__(
+        self, state: RemoteState, *inputs: object, cotangent: object = None, rng: int = 0
+    ) -> tuple[RemoteState, dict[str, Any]]:
+        """One update: `(new state, metrics)`, as `step(state, *inputs)`; metrics are handles."""
+        if cotangent is not None:
+            outputs, pullback, *aux = self.vjp(state, *inputs, argnums=(), rng=rng)
+            grads, _ = pullback(cotangent)
+            new, metrics = self.update(state, grads)
+            loss = {"loss": outputs} if pullback.alone else {}
+            return new, {**metrics, **loss, **({"aux": aux[0]} if aux else {})}
+        given = inputs_for(self.group, inputs, "step")
+        made, skeletons = self._called("step", {"state": state}, {"rng": need_int(rng, "step", "rng")}, given)
+        return RemoteState(made, 0), _metrics(made, skeletons)
+
+    # ---- calls
+
+    def _called(
+        self,
+        verb: str,
+        objects: dict[str, Any],
+        options: dict[str, Any],
+        given: Given | None,
+        kind: object = None,
+        further: dict[str, Any] | None = None,
+        held: Sequence[Away] = (),
+    ) -> tuple[Made, Any]:
+        """A call that returns trees: those of the first of its kind are waited for, later ones are taken for the same.
+
+        Args:
+            kind: what the trees depend on beside the inputs.
+        """
+        self._need_state(objects["state"], verb)
+        about = (verb, kind, *((given.skeleton, given.shapes) if given is not None else ()))
+        if about not in self._keys:
+            self._keys[about] = next(self._count), []
+        key, known = self._keys[about]
+        arguments = {"objects": objects, "options": options, **(further or {})}
+        made = self._made(verb, arguments, given, held, key)
+        if not known:
+            try:
+                known.append(self.group.trees(made.call))
+            except BaseException:
+                self._keys.pop(about, None)
+                raise
+        return made, known[0]
+
+    def _made(
+        self,
+        verb: str,
+        arguments: dict[str, Any],
+        given: Given | None = None,
+        held: Sequence[Away] = (),
+        key: int = -1,
+    ) -> Made:
+        """Sends a call."""
+        objects: dict[str, Away] = arguments.get("objects", {})
+        for away in objects.values():
+            failure = self.group.failures.get(away.made.call)
+            if failure is not None:
+                raise self.group.error(failure)
+        own: list[dict[str, Any]] = []
+        if given is not None:
+            what = "cotangent" if verb == "pull" else "inputs"
+            own = [{what: (given.skeleton, leaves)} for leaves in given.by_rank]
+            held = [*held, *given.held]
+            if what == "cotangent":
+                arguments, own = {**arguments, **own[0]}, []
+        names = {what: away.name for what, away in objects.items()}
+        arguments = {**arguments, "objects": names} if objects else arguments
+        return Made(self, self.group.call(verb, arguments, [*objects.values(), *held], own, key))
+
+    def _need_state(self, state: object, who: str) -> RemoteState:
+        if not isinstance(state, RemoteState):
+            raise TypeError(f"{who}: got state={named(state)}, expected what init of this component returned.")
+        return self._need_own(state, who, "state")
+
+    def _need_grads(self, grads: object, who: str) -> RemoteTree:
+        if not isinstance(grads, RemoteTree) or grads.what:
+            raise TypeError(
+                f"{who}: got grads={named(grads)}, expected the first value that a pullback of this component returned."
+            )
+        return self._need_own(grads, who, "grads")
+
+    def _need_own(self, away: Any, who: str, what: str) -> Any:
+        if away.component is not self:
+            raise ValueError(
+                f"{who}: got {what} of component {away.component.name!r}, expected those of {self.name!r}, which is "
+                "another one. Give each component its own."
+            )
+        return away
+
+    # ---- what handles ask
+
+    def layout_of(self, handle: Handle) -> Layout:
+        try:
+            return self.group.puller.layouts(self.group.settings.identity, [handle.name])[0]
+        except Failed as failed:
+            raise self.group.error(failed.failure) from None
+
+    def fetched(self, handle: Handle) -> torch.Tensor:
+        try:
+            (tensor,) = self.group.puller.pulled([(handle.leaf(), whole)])
+        except Failed as failed:
+            raise self.group.error(failed.failure) from None
+        assert tensor is not None
+        return tensor.clone()  # it may be the very value that lies there
+
+    def gathered(self, tree: RemoteTree) -> Any:
+        made = self._made("gather", {"objects": {"tree": tree}, "options": {"what": tree.what}})
+        (skeleton,) = self.group.trees(made.call)
+        return fetch(_handles(made, (skeleton,))[0])
+
+    def looked_at(self, state: RemoteState) -> dict[str, int]:
+        made = self._made("look", {"objects": {"state": state}})
+        return dict(self.group.trees(made.call))
+
+    def saved(self, state: RemoteState, path: str, extra: object) -> None:
+        options = {"path": path if "://" in path else os.path.abspath(path), "extra": json.dumps(extra)}
+        self.group.trees(self._made("save", {"objects": {"state": state}, "options": options}).call)
+
+    def loaded(self, path: str, **options: object) -> RemoteState:
+        if options.pop("like") is not None:
+            raise wrong("fz.load", "like", "a tree", "None of a component, whose params are those that build returned")
+        options["path"] = path if "://" in path else os.path.abspath(path)
+        made = self._made("load", {"options": options})
+        self.group.trees(made.call)
+        return RemoteState(made, 0)
+
+    def square_of(self, tree: RemoteTree) -> Handle:
+        """The sum of squares of grads, as a handle."""
+        return Handle(self._made("squares", {"objects": {"tree": tree}, "options": {"what": tree.what}}), 1)
+
+
+class RemotePullback(Away):
+    """What `vjp` of a component returns: it takes the outputs' cotangent, and returns (grads, input cotangents).
+
+    Attributes:
+        alone: whether the output is one floating scalar.
+    """
+
+    def __init__(
+        self, component: RemoteComponent, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
+    ) -> None:
+        super().__init__(made, 0)
+        self._component, self._inputs, self._wanted, self.alone = component, inputs, wanted, alone
+        self._outputs = pytree.flatten(unpacked(outputs, [None] * places_of(outputs)))[1]
+        self._used, self._half = False, False
+
+    def __call__(self, cotangent: object, retain_graph: bool = False) -> tuple[RemoteTree, tuple[Any, ...]]:
+        """Pulls a cotangent of the outputs back.
+
+        Args:
+            cotangent: the outputs' structure, of tensors and handles of any component; `None` counts as zero.
+            retain_graph: keep what is needed to call again.
+
+        Returns:
+            grads, and a tuple with one tree of handles per input, `None` where it was not differentiated.
+        """
+        made = self._pulled(cotangent, retain_graph, "both")
+        return RemoteTree(made, 0), self._input_handles(made)
+
+    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
+        """The first half: the inputs' cotangents; `params()` then gives the grads."""
+        made = self._pulled(cotangent, retain_graph, "inputs")
+        self._half = True
+        return self._input_handles(made)
+
+    def params(self) -> RemoteTree:
+        """The second half: the grads for the cotangent that `inputs` was given."""
+        if not self._half:
+            raise RuntimeError(
+                "pullback.params: got a call before pullback.inputs(cotangent), expected one after it. Call "
+                "pullback.inputs first, or pullback(cotangent) for both."
+            )
+        self._half = False
+        options = {"halves": "params", "retain_graph": False}
+        return RemoteTree(self._component._made("pull", {"objects": {"pullback": self}, "options": options}), 0)
+
+    def _pulled(self, cotangent: object, retain_graph: bool, halves: str) -> Made:
+        need_bool(retain_graph, "pullback", "retain_graph")
+        if self._used:
+            raise RuntimeError(used_up("this forward"))
+        given = cotangent_for(self._component.group, cotangent, self._outputs)
+        options = {"halves": halves, "retain_graph": retain_graph}
+        made = self._component._made("pull", {"objects": {"pullback": self}, "options": options}, given)
+        self._used = not retain_graph
+        return made
+
+    def _input_handles(self, made: Made) -> tuple[Any, ...]:
+        skeleton = pruned(self._inputs, iter(self._wanted))
+        places = [place for place, wanted in enumerate(self._wanted, 1) if wanted]
+        trees = unpacked(skeleton, [Handle(made, place) for place in places])
+        return tuple([tree if any(isinstance(x, Handle) for x in pytree.flatten(tree)[0]) else None for tree in trees])
+
+    def __repr__(self) -> str:
+        return f"RemotePullback({self.component.name!r}, call {self.made.call})"
+
+
+def _handles(made: Made, skeletons: Sequence[Skeleton]) -> list[Any]:
+    """The trees of skeletons with a handle for each leaf."""
+    place = itertools.count(1)
+    return [unpacked(each, [Handle(made, next(place)) for _ in range(places_of(each))]) for each in skeletons]
+
+
+def _metrics(made: Made, skeletons: Sequence[Skeleton]) -> dict[str, Any]:
+    metrics, *aux = _handles(made, skeletons)
+    return {**metrics, **({"aux": aux[0]} if aux else {})}
+
+
+def _stood_for(inputs: Sequence[object]) -> list[object]:
+    """Inputs with a tensor in place of each handle, for checks that look for tensors."""
+    nothing = torch.empty(0, device="cpu")
+    return [pytree.map(lambda x: nothing if is_value(x) else x, tree) for tree in inputs]
+
+
+def fetch(tree: Any) -> Any:
+    """The tree with plain tensors in place of handles, which are waited for; states and grads are waited for too."""
+    return pytree.map(lambda x: x.fetched() if isinstance(x, Value) else x, tree)

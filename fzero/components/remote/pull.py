@@ -1,0 +1,133 @@
+"""Bringing values to who needs them, straight from the ranks where they lie."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fzero.components.remote.failure import Failed, Failure
+from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
+from fzero.components.remote.values import Meta, Name
+
+Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
+Rows = Callable[[Layout], tuple[int, int] | None]  # which of a tensor are wanted; None is all of it
+
+
+class Source(Protocol):
+    """One rank, as others ask it."""
+
+    def metas(self, names: Sequence[Name]) -> list[Meta | Failure]: ...
+
+    def rows(self, wanted: Sequence[tuple[Name, int, int]]) -> list[torch.Tensor]: ...
+
+    def trees(self, call: int) -> object: ...
+
+    def arrived(self, call: int) -> Failure | None: ...
+
+
+class Table(NamedTuple):
+    """A component's ranks: for each data rank those that have copies of its values."""
+
+    name: str
+    sources: Sequence[Sequence[Source]]
+
+
+def whole(_: Layout) -> None:
+    """All rows."""
+
+
+class Puller:
+    """What one reader knows of the components that it reads from.
+
+    Args:
+        choice: its number among readers, which take different copies.
+    """
+
+    def __init__(self, choice: int = 0) -> None:
+        self.choice = choice
+        self.tables: dict[str, Table] = {}
+
+    def _source(self, component: str, data_rank: int) -> Source:
+        copies = self.tables[component].sources[data_rank]
+        return copies[self.choice % len(copies)]
+
+    def layouts(self, component: str, names: Sequence[Name]) -> list[Layout]:
+        """The layouts of a component's values, once these are there."""
+        ranks = range(len(self.tables[component].sources))
+        columns = [self._source(component, rank).metas(names) for rank in ranks]
+        return [layout_of(metas, self.tables[component].name) for metas in zip(*columns, strict=True)]
+
+    def pulled(self, wanted: Sequence[tuple[Leaf, Rows]]) -> list[torch.Tensor | None]:
+        """The tensors of operands.
+
+        Raises:
+            Failed: one of them could not be made.
+        """
+        flat = [(leaf, rows) for leaf, rows in wanted if leaf[0] in ("value", "fill")]
+        squares = [each for leaf, _ in wanted if leaf[0] == "norm" for each in leaf[1] if each[0] == "value"]
+        flat += [(leaf, whole) for leaf in squares]
+        layouts = self._layouts_of([leaf for leaf, _ in flat])
+        reads: dict[tuple[str, int], dict[tuple[Name, int, int], torch.Tensor | None]] = {}
+        plans: list[tuple[Leaf, Layout, tuple[int, int] | None, list[Read]]] = []
+        for leaf, rows in flat:
+            layout = layouts[leaf[1], leaf[2]]
+            span = rows(layout) if layout.shape else None
+            own = reads_of(layout, span, self.choice) if leaf[0] == "value" else []
+            plans.append((leaf, layout, span, own))
+            for read in own:
+                reads.setdefault((leaf[1], read.data_rank), {})[leaf[2], read.start, read.stop] = None
+        for (component, rank), parts in reads.items():
+            found = self._source(component, rank).rows([*parts])
+            parts.update(zip([*parts], found, strict=True))
+        tensors = iter([self._made(plan, reads) for plan in plans])
+        out: list[torch.Tensor | None] = []
+        for leaf, _ in wanted:
+            if leaf[0] in ("value", "fill"):
+                out.append(next(tensors))
+            elif leaf[0] == "norm":
+                out.append(None)
+            else:
+                out.append(leaf[1] if leaf[0] != "none" else None)
+        for place, (leaf, _) in enumerate(wanted):
+            if leaf[0] == "norm":
+                out[place] = _norm([next(tensors) if each[0] == "value" else each[1] for each in leaf[1]])
+        return out
+
+    def _layouts_of(self, leaves: Sequence[Leaf]) -> dict[tuple[str, Name], Layout]:
+        by_component: dict[str, list[Name]] = {}
+        for leaf in leaves:
+            by_component.setdefault(leaf[1], []).append(leaf[2])
+        found: dict[tuple[str, Name], Layout] = {}
+        for component, names in by_component.items():
+            unique = [*dict.fromkeys(names)]
+            for name, layout in zip(unique, self.layouts(component, unique), strict=True):
+                found[component, name] = layout
+        return found
+
+    def _made(
+        self,
+        plan: tuple[Leaf, Layout, tuple[int, int] | None, list[Read]],
+        reads: dict[tuple[str, int], dict[tuple[Name, int, int], torch.Tensor | None]],
+    ) -> torch.Tensor:
+        leaf, layout, span, own = plan
+        if leaf[0] == "fill":
+            shape = layout.shape if span is None else (span[1] - span[0], *layout.shape[1:])
+            return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device="cpu")
+        parts = [reads[leaf[1], read.data_rank][leaf[2], read.start, read.stop] for read in own]
+        return joined(layout, span, [part for part in parts if part is not None], self.tables[leaf[1]].name)
+
+
+def _norm(squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm whose square is the sum of these, added in order as fz.global_norm does."""
+    total: Any = 0.0
+    for square in squares:
+        total = total + square
+    return total.to(torch.float64).sqrt() if isinstance(total, torch.Tensor) else torch.tensor(math.sqrt(total))
+
+
+def lost(component: str, name: str, rank: int, why: str) -> Failed:
+    """What is told where a rank cannot be reached any more."""
+    return Failed(Failure("ComponentDied", why, name, rank, lost=component))
