@@ -18,9 +18,9 @@ ROOT = Path(fz.__file__).parent
 # each wing imports from those before it, and from itself
 WINGS = (
     *("base", "comm", "formats", "kernels", "stores", "table", "state", "transforms", "optim"),
-    *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat"),
+    *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat", "components"),
 )
-TOP = ("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plotting", "plan", "fits")
+TOP = ("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plotting", "plan", "fits", "remote")
 FILES = sorted(ROOT.rglob("*.py"))
 # testing is beside the house: it looks at comm, and its strategies at everything
 MODULES = {

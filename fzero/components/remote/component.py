@@ -208,12 +208,14 @@ class RemoteComponent(Elsewhere):
     # ---- what handles ask
 
     def layout_of(self, handle: Handle) -> Layout:
+        self.group.need_alive()
         try:
             return self.group.puller.layouts(self.group.settings.identity, [handle.name])[0]
         except Failed as failed:
             raise self.group.error(failed.failure) from None
 
     def fetched(self, handle: Handle) -> torch.Tensor:
+        self.group.need_alive()
         try:
             (tensor,) = self.group.puller.pulled([(handle.leaf(), whole)])
         except Failed as failed:

@@ -120,7 +120,7 @@ class Values:
         with self._arrived:
             if not self._arrived.wait_for(lambda: call in self._records or self._over, self.patience):
                 raise Failed(self._late(f"call {call} has not arrived"))
-            if self._over is not None and call not in self._records:
+            if self._over is not None:
                 raise Failed(self._over)
             return self._records[call]
 
