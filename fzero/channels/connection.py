@@ -10,6 +10,7 @@ import threading
 
 import torch
 
+from fzero.base import private
 from fzero.channels import forks, frames, tensors, vocabulary
 from fzero.channels.deadline import Deadline, need_timeout
 from fzero.channels.errors import BadMessage, ChannelError, Closed, TimedOut
@@ -88,9 +89,10 @@ class Connection:
         """Sends, or leaves everything as it was, or ends the connection."""
         parcel, begun = _Parcel(self._lender), False
         try:
-            with torch.no_grad():
-                for value in values:
-                    parcel.add(value)
+            if values:
+                with private.below_transforms(), torch.no_grad():
+                    for value in values:
+                        parcel.add(value)
             table = tensors.pack(parcel.rows)
             frames.check(tree, table, parcel.inline)
             head = frames.head(frames.MESSAGE, len(parcel.descriptors), table, tree, parcel.inline)

@@ -146,7 +146,9 @@ class Listener:
                 return
             if len(self._pending) >= MAX_HANDSHAKES:
                 with contextlib.suppress(OSError):
-                    next(iter(self._pending)).shutdown(socket.SHUT_RDWR)
+                    oldest = next(iter(self._pending))
+                    del self._pending[oldest]
+                    oldest.shutdown(socket.SHUT_RDWR)
             self._pending[sock] = None
         threading.Thread(target=self._greet, args=(sock,), name="fzero handshake", daemon=True).start()
 
@@ -158,14 +160,14 @@ class Listener:
             _prepare(sock)
         except (ChannelError, OSError) as error:
             with self._lock:
-                del self._pending[sock]
+                self._pending.pop(sock, None)
                 closed = self._closed
             sock.close()
             if not closed:
                 _log.warning("refused a connection from %s: %s", who, error)
             return
         with self._lock:
-            del self._pending[sock]
+            self._pending.pop(sock, None)
             if not self._closed:
                 self._ready.put(Connection(sock, peer.name, peer.shares))
                 return
