@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base.arguments import need_bool, need_int, need_number, need_str, wrong
-from fzero.components.remote import component, threads
+from fzero.components.remote import component, processes, threads
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.remote.group import Group
 from fzero.components.remote.link import Settings
@@ -66,7 +66,7 @@ def remote(
         raise ValueError(f"remote: got timeout={timeout}, expected a positive number of seconds.")
     if not callable(build) or is_component(build):
         raise wrong("remote", "build", build, "a function build(rank) -> (step, params)")
-    starts = {"threads": threads.start}
+    starts = {"threads": threads.start, "processes": processes.start}
     if on not in starts:
         raise ValueError(f"remote: got on={on!r}, expected one of {', '.join(map(repr, starts))}.")
     label = name or getattr(build, "__name__", None) or type(build).__name__

@@ -17,7 +17,7 @@ import fzero as fz
 ROOT = Path(fz.__file__).parent
 # each wing imports from those before it, and from itself
 WINGS = (
-    *("base", "comm", "formats", "kernels", "stores", "table", "state", "transforms", "optim"),
+    *("base", "comm", "channels", "formats", "kernels", "stores", "table", "state", "transforms", "optim"),
     *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat", "components"),
 )
 TOP = ("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plotting", "plan", "fits", "remote")

@@ -73,7 +73,7 @@ def failure_of(error: BaseException, component: str, rank: int) -> Failure:
     """An error as it is told."""
     if isinstance(error, Failed):
         return error.failure
-    message = str(error)
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     trace = "".join(traceback.format_exception(error))
     broken = isinstance(error, RuntimeError) and any(words in message for words in _BROKEN)
     follows = broken or isinstance(error, PeerStopped)
@@ -88,11 +88,17 @@ def _builtin(error: BaseException) -> str:
     return "RuntimeError"
 
 
+class _Key(KeyError):
+    """A KeyError whose words are not quoted."""
+
+    __str__ = Exception.__str__
+
+
 def error_of(failure: Failure) -> Exception:
     """The error that is raised here: of the same builtin type, where it is one that says a string."""
     if failure.kind == "ComponentDied":
         return ComponentDied(failure.component, failure.rank, failure.message)
-    kind = getattr(builtins, failure.kind, RuntimeError)
+    kind = _Key if failure.kind == "KeyError" else getattr(builtins, failure.kind, RuntimeError)
     text = f"{failure.message}\n(Rank {failure.rank} of component {failure.component!r} says:)\n{failure.trace}"
     try:
         error = kind(text)

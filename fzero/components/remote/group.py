@@ -16,6 +16,7 @@ from fzero.components.remote.link import Link, Settings
 from fzero.components.remote.pull import Puller, Table
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
+NOTICED = 1.0  # seconds in which the end of a process is noticed
 GRACE = 2.0  # seconds that a rank has to end by itself
 
 
@@ -41,7 +42,8 @@ class Group:
         self._broken: list[Failure] = []
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
         self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
-        self._known: dict[str, weakref.ref[Group]] = {}
+        self._known: set[str] = set()  # components whose tables the ranks have
+        _groups[settings.identity] = self
         self._frees: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
 
     # ---- start and end
@@ -70,8 +72,7 @@ class Group:
         own = self.table(None)
         self.puller.tables[settings.identity] = own
         for link in self.links:
-            peers = [other.source(link.local) for other in self.links if other is not link]
-            link.send(("peers", peers, self.table(link)))
+            link.send(("table", settings.identity, self.table(link)))
         arguments = (self._frees, self.links)
         threading.Thread(target=_carry, args=arguments, name=f"fzero-free-{settings.component}", daemon=True).start()
 
@@ -179,7 +180,7 @@ class Group:
                 self.failures.clear()
             self.failures.setdefault(message[1], failure)
             if failure.broken:
-                self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
+                self._left_alone(rank, failure)
         elif kind == "died":
             self.die(rank, *message[1:])
         else:
@@ -191,6 +192,13 @@ class Group:
                     assert kind == "broken", kind
                     self._broken.append(Failure(*message[1]))
                 self._news.notify_all()
+
+    def _left_alone(self, rank: int, failure: Failure) -> None:
+        """A rank waited for another in vain: its process group is lost, perhaps because that one has died."""
+        deadline = time.monotonic() + (0.0 if self.links[rank].local else NOTICED)
+        while self.died is None and time.monotonic() < deadline:
+            time.sleep(0.02)  # the end of its process is noticed at about the same time
+        self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
 
     # ---- values
 
@@ -213,7 +221,7 @@ class Group:
             for link in self.links:
                 with contextlib.suppress(OSError):
                     link.send(("table", identity, other.table(link)))
-            self._known[identity] = weakref.ref(other)
+            self._known.add(identity)
 
     def trees(self, number: int) -> Any:
         """What a call has returned, without the tensors: the same on all ranks.
@@ -241,14 +249,16 @@ class Group:
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""
         if failure.kind == "ComponentDied":
-            reference = self._known.get(failure.lost)
-            group = self if failure.lost == self.settings.identity else reference() if reference else None
+            group = _groups.get(failure.lost)
             if group is not None:
                 with group._news:
                     group._news.wait_for(lambda: group.died is not None or group.closed, 1.0)
                 if group.died is not None:
                     return self._as_died(group.died)
         return error_of(failure)
+
+
+_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # by identity: whose death it was
 
 
 def _carry(frees: queue.SimpleQueue[tuple[int, int] | None], links: Sequence[Link]) -> None:

@@ -81,10 +81,10 @@ class Host:
             for call, place in message[1]:
                 self.values.free(call, place)
         elif kind == "table":
-            self.puller.tables[message[1]] = message[2]
-        elif kind == "peers":
-            self.peers = message[1]
-            self.puller.tables[self.identity] = message[2]
+            _, identity, table = message
+            self.puller.tables[identity] = table
+            if identity == self.identity:
+                self.peers = [source for copies in table.sources for source in copies if source is not self]
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))

@@ -40,6 +40,10 @@ class Link:
         """What a reader asks for values: in this process, or what is sent to one elsewhere."""
         raise NotImplementedError
 
+    def gone(self) -> tuple[str, str] | None:
+        """How its process has ended, and its last words, once it has."""
+        return None
+
     def end(self) -> None:
         """Ends the rank at once, where that can be done."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import secrets
 import sys
 import threading
 import weakref
@@ -17,6 +18,7 @@ from fzero.components.remote.building import built_by, calls_run_in
 from fzero.components.remote.failure import Failure, failure_of
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.server import Server, sent_source
 
 
 class ThreadLink(Link):
@@ -27,15 +29,25 @@ class ThreadLink(Link):
     def __init__(self, host: Host) -> None:
         self.host = host
         self.thread: threading.Thread | None = None
+        self._server: tuple[Server, bytes] | None = None  # for readers in other processes
 
     def send(self, message: tuple[Any, ...]) -> None:
         self.host.take(message)
 
     def source(self, local: bool) -> Any:
-        return self.host
+        host = self.host
+        if local:
+            return host
+        if self._server is None:
+            token = secrets.token_bytes(32)
+            self._server = Server(host, token, f"rank {host.rank} of {host.component!r}"), token
+        server, token = self._server
+        return sent_source(server.address, token, host.component, host.identity, host.rank)
 
     def end(self) -> None:
-        host = self.host
+        host, server = self.host, self._server
+        if server is not None:
+            server[0].close()
         host.close(Failure("ComponentDied", "has ended", host.component, host.rank, lost=host.identity))
 
     def join(self, timeout: float) -> None:
