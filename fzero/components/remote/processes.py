@@ -1,10 +1,11 @@
-"""Ranks that are processes of this machine, in a gloo group of their own; they end with the process that started them."""
+"""Ranks that are processes of this machine, in a gloo group of their own; they end with who started them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import datetime
+import functools
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -136,9 +137,8 @@ def start(build: Callable[[int], object], settings: Settings, heard: Heard) -> S
             for rank in range(settings.ranks):
                 words, stderr = context.Pipe(duplex=False)
                 arguments = (job, settings, rank, listener.address, token, store.port, stderr, list(sys.path))
-                process = context.Process(
-                    target=_main, args=arguments, daemon=True, name=f"{settings.component}-{rank}"
-                )
+                name = f"{settings.component}-{rank}"
+                process = context.Process(target=_main, args=arguments, daemon=True, name=name)
                 process.start()
                 stderr.close()
                 links.append(ProcessLink(settings, rank, process, words, store))
@@ -239,9 +239,8 @@ def serve(
     torch.set_num_threads(settings.threads)
     name = f"rank {rank} of {settings.component!r}"
     connection = connect(address, token, settings.timeout, name)
-    host = Host(
-        settings.component, settings.identity, rank, connection.send, settings.timeout, lambda: calls_run_in(settings)
-    )
+    around = functools.partial(calls_run_in, settings)
+    host = Host(settings.component, settings.identity, rank, connection.send, settings.timeout, around)
     server = Server(host, token, name, reachable)
     connection.send((rank, server.address))
     threading.Thread(target=_hear, args=(connection, host, settings), name="fzero-calls", daemon=True).start()
@@ -285,11 +284,8 @@ def _hear(connection: Connection, host: Host, settings: Settings) -> None:
 def _table(sent: Any, host: Host, settings: Settings) -> Table:
     """A table of sources as this rank asks them; itself without a message."""
     name, sources = sent
-    own = (settings.identity, host.rank)
-    return Table(
-        name,
-        [
-            [host if where[3:] == own else RemoteSource(where, settings.timeout) for where in copies]
-            for copies in sources
-        ],
-    )
+
+    def source(where: Any) -> Any:
+        return host if where[3:] == (settings.identity, host.rank) else RemoteSource(where, settings.timeout)
+
+    return Table(name, [[source(where) for where in copies] for copies in sources])

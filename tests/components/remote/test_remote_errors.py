@@ -18,7 +18,7 @@ import fzero as fz
 X = torch.arange(12, dtype=torch.float64).view(4, 3)
 
 
-@pytest.fixture(scope="module", params=[("threads", 1), ("threads", 2)], ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.fixture(scope="module", params=[("threads", 1), ("threads", 2), ("processes", 2)], ids=lambda place: f"{place[0]}-{place[1]}")
 def component(request: pytest.FixtureRequest) -> Iterator[Any]:
     on, ranks = request.param
     with fz.remote(builds.built_trouble, ranks, on, name="vision", checked=True, timeout=20) as own:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fzero as fz
 
 OPS = ("rows", "narrow", "loss", "other", "count", "signs")
-PLACES = [("threads", 1, 0), ("threads", 2, 3), ("threads", 3, 2)]
+PLACES = [("threads", 1, 0), ("threads", 2, 3), ("threads", 3, 2), ("processes", 2, 2)]
 
 
 @pytest.fixture(scope="module", params=PLACES, ids=lambda place: f"{place[0]}-{place[1]}-zero{place[2]}")
