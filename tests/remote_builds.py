@@ -12,6 +12,8 @@ import torch
 
 import fzero as fz
 
+ONES = torch.ones(3, dtype=torch.float64)
+
 
 class Pair(NamedTuple):
     first: Any
@@ -83,6 +85,11 @@ def built_tensor(rank: int) -> tuple[fz.Step, dict[str, Any], Any]:
     return fz.shard_zero3(step, mesh, axis="dp"), params, fz.parallel.axis(mesh, "dp")
 
 
+@fz.unit
+def scaled(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return x * p["w"]
+
+
 def trouble(p: dict[str, Any], x: torch.Tensor, what: str, rank: int = -1) -> torch.Tensor:
     """Fails as it is told, on one rank or on all."""
     out = x * p["w"]
@@ -100,12 +107,12 @@ def trouble(p: dict[str, Any], x: torch.Tensor, what: str, rank: int = -1) -> to
             time.sleep(0.3)
         if what == "hang":
             time.sleep(1000)
-    return out
+    return scaled(p["blocks"][0], out)  # which the others communicate for
 
 
 def built_trouble(rank: int, stage: int = 3) -> tuple[fz.Step, dict[str, Any]]:
     step = fz.train_step(trouble, fz.sgd(0.1))
-    return (fz.shard_zero3(step) if stage else step), {"w": torch.ones(3, dtype=torch.float64)}
+    return (fz.shard_zero3(step) if stage else step), {"w": ONES, "blocks": [{"w": ONES}]}
 
 
 def fails_to_build(rank: int) -> Any:

@@ -154,7 +154,7 @@ class RemoteComponent(Elsewhere):
         made = self._made(verb, arguments, given, held, key)
         if not known:
             try:
-                known.append(self.group.trees(made.call))
+                known.append(self._trees(made))
             except BaseException:
                 self._keys.pop(about, None)
                 raise
@@ -184,6 +184,10 @@ class RemoteComponent(Elsewhere):
         names = {what: away.name for what, away in objects.items()}
         arguments = {**arguments, "objects": names} if objects else arguments
         return Made(self, self.group.call(verb, arguments, [*objects.values(), *held], own, key))
+
+    def _trees(self, made: Made) -> Any:
+        """What a call has returned, without the tensors, waited for; the ranks know the call until then."""
+        return self.group.trees(made.call)
 
     def _need_state(self, state: object, who: str) -> RemoteState:
         if not isinstance(state, RemoteState):
@@ -225,23 +229,23 @@ class RemoteComponent(Elsewhere):
 
     def gathered(self, tree: RemoteTree) -> Any:
         made = self._made("gather", {"objects": {"tree": tree}, "options": {"what": tree.what}})
-        (skeleton,) = self.group.trees(made.call)
+        (skeleton,) = self._trees(made)
         return fetch(_handles(made, (skeleton,))[0])
 
     def looked_at(self, state: RemoteState) -> dict[str, int]:
         made = self._made("look", {"objects": {"state": state}})
-        return dict(self.group.trees(made.call))
+        return dict(self._trees(made))
 
     def saved(self, state: RemoteState, path: str, extra: object) -> None:
         options = {"path": path if "://" in path else os.path.abspath(path), "extra": json.dumps(extra)}
-        self.group.trees(self._made("save", {"objects": {"state": state}, "options": options}).call)
+        self._trees(self._made("save", {"objects": {"state": state}, "options": options}))
 
     def loaded(self, path: str, **options: object) -> RemoteState:
         if options.pop("like") is not None:
             raise wrong("fz.load", "like", "a tree", "None of a component, whose params are those that build returned")
         options["path"] = path if "://" in path else os.path.abspath(path)
         made = self._made("load", {"options": options})
-        self.group.trees(made.call)
+        self._trees(made)
         return RemoteState(made, 0)
 
     def square_of(self, tree: RemoteTree) -> Handle:

@@ -216,7 +216,6 @@ class Group:
         identity = other.settings.identity
         if other is self or identity in self._known:
             return
-        other.need_alive()
         with self._lock:
             for link in self.links:
                 with contextlib.suppress(OSError):

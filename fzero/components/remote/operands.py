@@ -98,8 +98,8 @@ def _plain(x: torch.Tensor, who: str) -> torch.Tensor:
 
 def _sent(group: Group, value: Value) -> Leaf:
     for away in value.held():
-        if away.component.group is not group:
-            group.know(away.component.group)
+        away.component.group.need_alive()
+        group.know(away.component.group)
     return value.leaf()
 
 

@@ -11,6 +11,7 @@ import torch
 
 from fzero.components.remote.failure import Failed, Failure
 
+GRACE = 2.0  # seconds beyond the timeout, in which a collective that waits as long says first what it waited for
 Name = tuple[int, int]  # the number of the call that makes a value, and its place among the results: 0 is no tensor
 
 
@@ -85,12 +86,13 @@ class Values:
         self._arrived = threading.Condition()
         self._running: tuple[int, str, float] | None = None
         self._over: Failure | None = None
+        self._last = -1  # the call that has arrived last: they come in order
 
     def begin(self, call: int) -> Record:
         """Notes a call that has arrived: others may wait for its values from now on."""
         record = Record()
         with self._arrived:
-            self._records[call] = record
+            self._records[call], self._last = record, call
             self._arrived.notify_all()
         return record
 
@@ -118,10 +120,11 @@ class Values:
     def record(self, call: int) -> Record:
         """The record of a call that may not have arrived yet."""
         with self._arrived:
-            if not self._arrived.wait_for(lambda: call in self._records or self._over, self.patience):
+            if not self._arrived.wait_for(lambda: call <= self._last or self._over, self.patience):
                 raise Failed(self._late(f"call {call} has not arrived"))
             if self._over is not None:
                 raise Failed(self._over)
+            assert call in self._records, f"call {call} was asked for, and nobody held what it made"
             return self._records[call]
 
     def get(self, name: Name, alive: Callable[[], None] = lambda: None) -> object:
@@ -145,7 +148,7 @@ class Values:
         while not record.done.wait(1.0):
             alive()
             running = self._running
-            if running is not None and time.monotonic() - max(running[2], begun) > self.patience:
+            if running is not None and time.monotonic() - max(running[2], begun) > self.patience + GRACE:
                 raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
         return record
 

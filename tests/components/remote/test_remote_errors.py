@@ -18,7 +18,11 @@ import fzero as fz
 X = torch.arange(12, dtype=torch.float64).view(4, 3)
 
 
-@pytest.fixture(scope="module", params=[("threads", 1), ("threads", 2), ("processes", 2)], ids=lambda place: f"{place[0]}-{place[1]}")
+@pytest.fixture(
+    scope="module",
+    params=[("threads", 1), ("threads", 2), ("processes", 2)],
+    ids=lambda place: f"{place[0]}-{place[1]}",
+)
 def component(request: pytest.FixtureRequest) -> Iterator[Any]:
     on, ranks = request.param
     with fz.remote(builds.built_trouble, ranks, on, name="vision", checked=True, timeout=20) as own:
@@ -117,9 +121,9 @@ def test_another_tree_than_the_known_one_is_refused() -> None:
 
 def test_what_build_raises_is_raised(component: Any) -> None:
     del component
-    with pytest.raises(KeyError, match="^no such thing on rank"):
+    with pytest.raises(KeyError, match=r"^no such thing on rank"):
         fz.remote(builds.fails_to_build, 2, "threads")
-    with pytest.raises(TypeError, match="expected \\(step, params\\)"):
+    with pytest.raises(TypeError, match=r"expected \(step, params\)"):
         fz.remote(lambda rank: 3, 1, "threads")
 
 
