@@ -71,6 +71,34 @@ def built_head(rank: int, stage: int = 2) -> tuple[fz.Step, dict[str, Any]]:
     return (shard[stage](step) if stage else step), weights(1)
 
 
+def cut_over_tokens(p: dict[str, Any], x: torch.Tensor, gain: torch.Tensor, ax: Any = None) -> Any:
+    """Of [examples, tokens, features]: every rank of an axis computes its tokens, and has all of them in the end."""
+    own = x if ax is None else fz.parallel.split(x, ax, 1)
+    own = torch.tanh(own @ p["w"]) * gain
+    loss = own.square().mean() if ax is None else own.square().mean(2).sum() * ax.size / x[..., 0].numel()
+    return (own if ax is None else fz.parallel.gather(own, ax, 1)), loss
+
+
+def built_tokens(rank: int, tokens: int = 2) -> tuple[fz.Step, dict[str, Any], Any]:
+    """Sequences are cut over the second axis of a mesh, batches over the first; means go over both."""
+    ranks = torch.distributed.get_world_size()
+    mesh = torch.distributed.init_device_mesh("cpu", (ranks // tokens, tokens), mesh_dim_names=("dp", "sp"))
+    fn = functools.partial(cut_over_tokens, ax=fz.parallel.axis(mesh, "sp"))
+    step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp"))
+    return step, {"w": weights()["in"]}, fz.parallel.axis(mesh, "dp")
+
+
+def mapped(p: dict[str, Any], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Linear in x: each example becomes some rows, another number of them for each."""
+    return torch.repeat_interleave(x @ p["w"], counts, 0)
+
+
+def built_mapped(rank: int, seed: int) -> tuple[fz.Step, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randint(-3, 4, (3, 3), generator=generator, dtype=torch.float64)
+    return fz.shard_zero2(fz.train_step(mapped, fz.sgd(0.1))), {"w": w}
+
+
 def built_tensor(rank: int) -> tuple[fz.Step, dict[str, Any], Any]:
     """Two tensor ranks; batches are split over the others."""
     ranks = torch.distributed.get_world_size()

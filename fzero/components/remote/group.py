@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
-from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.link import Link, Place, Settings
 from fzero.components.remote.pull import Puller, Table
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
@@ -25,7 +25,7 @@ class Group:
 
     Attributes:
         died: why the component is lost, once it is.
-        places: of each rank: its data rank and their number.
+        places: of each rank.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -33,7 +33,8 @@ class Group:
         self.links: Sequence[Link] = ()
         self.died: ComponentDied | None = None
         self.closed = False
-        self.places: list[tuple[int, int]] = [(0, 1)] * settings.ranks
+        self.places = [Place(0, 1, 0, 1)] * settings.ranks
+        self._ranks: list[list[list[int]]] = []
         self.puller = Puller()
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -65,7 +66,7 @@ class Group:
                         f"fz.remote: ranks {missing} of component {settings.component!r} were not ready after "
                         f"{settings.timeout:g} seconds; expected build to end by then. Give a longer timeout=."
                     )
-            self._need_places()
+            self._ranks = self._arranged()
         except BaseException:
             self.close()
             raise
@@ -79,15 +80,22 @@ class Group:
     def _is_up(self) -> bool:
         return bool(self._broken) or self.died is not None or len(self._ready) == self.settings.ranks
 
-    def _need_places(self) -> None:
-        sizes = {size for _, size in self.places}
-        ranks = {rank for rank, _ in self.places}
-        if len(sizes) > 1 or ranks != {*range(next(iter(sizes)))}:
+    def _arranged(self) -> list[list[list[int]]]:
+        """The ranks for each data rank: of each that means are taken over, those with copies."""
+        data_size, means = self.places[0].data_size, self.places[0].means
+        found: dict[int, dict[int, list[int]]] = {number: {} for number in range(data_size)}
+        for rank, place in enumerate(self.places):
+            if (place.data_size, place.means) == (data_size, means):
+                found[place.data_rank].setdefault(place.mean_rank, []).append(rank)
+        if any(len(same) != means // data_size for same in found.values()) or sum(
+            len(copies) for same in found.values() for copies in same.values()
+        ) < len(self.places):
             raise ValueError(
-                f"fz.remote: the ranks of component {self.settings.component!r} are data ranks {self.places} (number, "
-                "of how many), expected each number at least once, and the same count on all. Give every rank the same "
+                f"fz.remote: the ranks of component {self.settings.component!r} have the places {self.places} in "
+                "batches and means; expected each place on as many ranks as any other. Give every rank the same "
                 "mesh and axis."
             )
+        return [[same[number] for number in sorted(same)] for same in found.values()]
 
     def close(self) -> None:
         """Ends the ranks; more than once does no harm."""
@@ -141,7 +149,7 @@ class Group:
                 arguments = {**arguments, "refers": True}
                 self._holds[number] = [set(range(len(self.links))), list(held)]
             for rank, link in enumerate(self.links):
-                mine = {**arguments, **own[self.places[rank][0]]} if own else arguments
+                mine = {**arguments, **own[self.places[rank].data_rank]} if own else arguments
                 try:
                     link.send(("call", number, verb, mine, key if key >= 0 else None))
                 except OSError as error:
@@ -186,7 +194,7 @@ class Group:
         else:
             with self._news:
                 if kind == "ready":
-                    self.places[rank] = (message[1], message[2])
+                    self.places[rank] = Place(*message[1])
                     self._ready.add(rank)
                 else:
                     assert kind == "broken", kind
@@ -205,11 +213,10 @@ class Group:
     def table(self, reader: Link | None) -> Table:
         """Where this component's values are, for this process or for what is sent to a rank."""
         local = reader is None or reader.local
-        size = self.places[0][1]
-        copies: list[list[Any]] = [[] for _ in range(size)]
-        for link, (data_rank, _) in zip(self.links, self.places, strict=True):
-            copies[data_rank].append(link.source(local))
-        return Table(self.settings.component, copies)
+        return Table(
+            self.settings.component,
+            [[[self.links[rank].source(local) for rank in copies] for copies in same] for same in self._ranks],
+        )
 
     def know(self, other: Group) -> None:
         """Tells this component's ranks where another's values are, once."""
@@ -230,10 +237,9 @@ class Group:
         """
         found, failures = [], []
         try:
-            for copies in self.puller.tables[self.settings.identity].sources:
-                for source in copies:
-                    tree = source.trees(number)
-                    (failures if isinstance(tree, Failure) else found).append(tree)
+            for source in self.puller.tables[self.settings.identity].every:
+                tree = source.trees(number)
+                (failures if isinstance(tree, Failure) else found).append(tree)
         except Failed as failed:
             raise self.error(failed.failure) from None
         if failures:

@@ -84,7 +84,7 @@ class Host:
             _, identity, table = message
             self.puller.tables[identity] = table
             if identity == self.identity:
-                self.peers = [source for copies in table.sources for source in copies if source is not self]
+                self.peers = [source for source in table.every if source is not self]
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
@@ -172,7 +172,7 @@ class Host:
             def rows_of(place: int) -> Callable[[Layout], tuple[int, int]]:
                 def rows(layout: Layout) -> tuple[int, int]:
                     totals[place] = layout.shape[0]
-                    return share(layout.shape[0], part.data_rank, part.data_size)
+                    return share(layout.shape[0], part.place.data_rank, part.place.data_size)
 
                 return rows
 
@@ -188,7 +188,7 @@ class Host:
                 )
             if totals:
                 out.total = next(iter(totals.values()))
-                start, stop = share(out.total, part.data_rank, part.data_size)
+                start, stop = share(out.total, part.place.data_rank, part.place.data_size)
                 out.examples = stop - start
         if given.get("cotangent") is not None:
             skeleton, leaves = given["cotangent"]
@@ -290,8 +290,8 @@ def _rows_of(expected: Layout | None, part: Part, place: int) -> Callable[[Layou
         if expected is None or expected.kind != "rows":
             return None
         _need_shape(layout.shape, expected, place)
-        start = sum(expected.lengths[: part.data_rank])
-        return start, start + expected.lengths[part.data_rank]
+        start = sum(expected.lengths[: part.place.data_rank])
+        return start, start + expected.lengths[part.place.data_rank]
 
     return rows
 
@@ -301,8 +301,8 @@ def _own_rows(leaf: Any, expected: Layout | None, part: Part) -> Any:
     if leaf[0] != "tensor" or expected is None or expected.kind != "rows":
         return leaf
     _need_shape(tuple(leaf[1].shape), expected, 0)
-    start = sum(expected.lengths[: part.data_rank])
-    return "tensor", leaf[1][start : start + expected.lengths[part.data_rank]]
+    start = sum(expected.lengths[: part.place.data_rank])
+    return "tensor", leaf[1][start : start + expected.lengths[part.place.data_rank]]
 
 
 def _need_shape(got: Sequence[int], expected: Layout, place: int) -> None:

@@ -23,6 +23,20 @@ class Settings(NamedTuple):
     checked: bool
 
 
+class Place(NamedTuple):
+    """A rank's place in its component.
+
+    Attributes:
+        data_rank, data_size: which of how many parts of a batch it gets.
+        mean_rank, means: which of how many the step takes means over it is.
+    """
+
+    data_rank: int
+    data_size: int
+    mean_rank: int
+    means: int
+
+
 class Link:
     """One rank, as its component's controlling process has it.
 

@@ -40,7 +40,7 @@ def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
     """Inputs: tensors are split along dim 0 over data ranks; those without dims go to all."""
     (inputs,) = constants(who, inputs=tuple(inputs))
     skeleton, leaves = packed(inputs, is_value, f"{who}: inputs")
-    size = group.places[0][1]
+    size = group.places[0].data_size
     totals = {place: x.shape[0] for place, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.ndim}
     if len(set(totals.values())) > 1:
         shapes = ", ".join(f"tensor {place} {tuple(leaves[place].shape)}" for place in totals)

@@ -260,7 +260,7 @@ def serve(
         return
     host.has_built(built)
     del built
-    connection.send(("ready", host.part.data_rank, host.part.data_size))
+    connection.send(("ready", tuple(host.part.place)))
     host.run()
     server.close()
     connection.close()
@@ -288,4 +288,4 @@ def _table(sent: Any, host: Host, settings: Settings) -> Table:
     def source(where: Any) -> Any:
         return host if where[3:] == (settings.identity, host.rank) else RemoteSource(where, settings.timeout)
 
-    return Table(name, [[source(where) for where in copies] for copies in sources])
+    return Table(name, [[[source(where) for where in copies] for copies in same] for same in sources])

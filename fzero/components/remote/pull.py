@@ -13,6 +13,7 @@ from fzero.components.remote.layout import Layout, Read, joined, layout_of, read
 from fzero.components.remote.values import Meta, Name
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
+Reads = dict[tuple[str, int, int], dict[tuple[Name, int, int], torch.Tensor | None]]  # of a component's rank
 Rows = Callable[[Layout], tuple[int, int] | None]  # which of a tensor are wanted; None is all of it
 
 
@@ -29,10 +30,18 @@ class Source(Protocol):
 
 
 class Table(NamedTuple):
-    """A component's ranks: for each data rank those that have copies of its values."""
+    """A component's ranks.
+
+    Attributes:
+        sources: for each data rank those with its examples: of each that means are taken over, it and its copies.
+    """
 
     name: str
-    sources: Sequence[Sequence[Source]]
+    sources: Sequence[Sequence[Sequence[Source]]]
+
+    @property
+    def every(self) -> list[Source]:
+        return [source for same in self.sources for copies in same for source in copies]
 
 
 def whole(_: Layout) -> None:
@@ -50,15 +59,15 @@ class Puller:
         self.choice = choice
         self.tables: dict[str, Table] = {}
 
-    def _source(self, component: str, data_rank: int) -> Source:
-        copies = self.tables[component].sources[data_rank]
+    def _source(self, component: str, data_rank: int, copy: int = 0) -> Source:
+        copies = self.tables[component].sources[data_rank][copy]
         return copies[self.choice % len(copies)]
 
     def layouts(self, component: str, names: Sequence[Name]) -> list[Layout]:
         """The layouts of a component's values, once these are there."""
-        ranks = range(len(self.tables[component].sources))
-        columns = [self._source(component, rank).metas(names) for rank in ranks]
-        return [layout_of(metas, self.tables[component].name) for metas in zip(*columns, strict=True)]
+        table = self.tables[component]
+        columns = [self._source(component, rank).metas(names) for rank in range(len(table.sources))]
+        return [layout_of(metas, table.name, len(table.sources[0])) for metas in zip(*columns, strict=True)]
 
     def pulled(self, wanted: Sequence[tuple[Leaf, Rows]]) -> list[torch.Tensor | None]:
         """The tensors of operands.
@@ -70,7 +79,7 @@ class Puller:
         squares = [each for leaf, _ in wanted if leaf[0] == "norm" for each in leaf[1] if each[0] == "value"]
         flat += [(leaf, whole) for leaf in squares]
         layouts = self._layouts_of([leaf for leaf, _ in flat])
-        reads: dict[tuple[str, int], dict[tuple[Name, int, int], torch.Tensor | None]] = {}
+        reads: Reads = {}
         plans: list[tuple[Leaf, Layout, tuple[int, int] | None, list[Read]]] = []
         for leaf, rows in flat:
             layout = layouts[leaf[1], leaf[2]]
@@ -78,9 +87,9 @@ class Puller:
             own = reads_of(layout, span, self.choice) if leaf[0] == "value" else []
             plans.append((leaf, layout, span, own))
             for read in own:
-                reads.setdefault((leaf[1], read.data_rank), {})[leaf[2], read.start, read.stop] = None
-        for (component, rank), parts in reads.items():
-            found = self._source(component, rank).rows([*parts])
+                reads.setdefault((leaf[1], read.data_rank, read.copy), {})[leaf[2], read.start, read.stop] = None
+        for (component, rank, copy), parts in reads.items():
+            found = self._source(component, rank, copy).rows([*parts])
             parts.update(zip([*parts], found, strict=True))
         tensors = iter([self._made(plan, reads) for plan in plans])
         out: list[torch.Tensor | None] = []
@@ -110,13 +119,13 @@ class Puller:
     def _made(
         self,
         plan: tuple[Leaf, Layout, tuple[int, int] | None, list[Read]],
-        reads: dict[tuple[str, int], dict[tuple[Name, int, int], torch.Tensor | None]],
+        reads: Reads,
     ) -> torch.Tensor:
         leaf, layout, span, own = plan
         if leaf[0] == "fill":
             shape = layout.shape if span is None else (span[1] - span[0], *layout.shape[1:])
             return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device="cpu")
-        parts = [reads[leaf[1], read.data_rank][leaf[2], read.start, read.stop] for read in own]
+        parts = [reads[leaf[1], read.data_rank, read.copy][leaf[2], read.start, read.stop] for read in own]
         return joined(layout, span, [part for part in parts if part is not None], self.tables[leaf[1]].name)
 
 

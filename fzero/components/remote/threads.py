@@ -121,7 +121,7 @@ def _run(
             try:
                 built = built_by(build, host.rank)
                 host.has_built(built)
-                host.report(("ready", built.part.data_rank, built.part.data_size))
+                host.report(("ready", tuple(built.part.place)))
                 del built
                 host.run()
             except Exception as error:

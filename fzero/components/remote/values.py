@@ -19,8 +19,9 @@ class Piece(NamedTuple):
     """This rank's part of a tensor.
 
     Attributes:
-        kind: how the tensor is made of the data ranks' parts: "rows" are joined along dim 0; "mean" is their average
-            by weights, "sum" their sum times the weight; of "alike" and "same" any one is it, the first compared.
+        kind: how the tensor is made of the data ranks' parts: "rows" are joined along dim 0, "added" too, after those
+            of ranks with the same examples were added and taken times the weight; "mean" is an average by weights,
+            "sum" a sum times the weight; of "alike" and "same" any one is it, the first compared.
     """
 
     kind: str

@@ -18,6 +18,7 @@ from fzero.base import pytree
 from fzero.checkpoint.load import load
 from fzero.checkpoint.save import save
 from fzero.components.remote.layout import Layout
+from fzero.components.remote.link import Place
 from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, packed, unpacked
 from fzero.state.gather import gather, squares_by_node
@@ -45,15 +46,19 @@ class Operands:
 
 @dataclass
 class Part:
-    """A step and this rank's place in its component.
-
-    Attributes:
-        data_rank, data_size: which of how many parts of a batch it gets.
-    """
+    """A step and this rank's place in its component."""
 
     step: Any
-    data_rank: int
-    data_size: int
+    place: Place
+
+    @property
+    def data_size(self) -> int:
+        return self.place.data_size
+
+    @property
+    def copies(self) -> int:
+        """How many of the ranks that the step takes means over get the same examples."""
+        return self.place.means // self.place.data_size
 
     def share(self, operands: Operands, times: int = 1) -> float:
         """This rank's share of the examples, times a number."""
@@ -62,12 +67,10 @@ class Part:
 
     def piece(self, tensor: torch.Tensor, operands: Operands) -> Piece:
         """An output's part."""
-        tensor = tensor.detach()
-        if not any(operands.split):
-            return Piece("same", tensor)
-        if tensor.ndim:
-            return Piece("rows", tensor)
-        return Piece("mean", tensor, self.share(operands)) if pytree.is_real(tensor) else Piece("alike", tensor)
+        tensor, split = tensor.detach(), any(operands.split)
+        if not tensor.ndim and pytree.is_real(tensor):
+            return Piece("mean", tensor, self.share(operands) / self.copies)
+        return Piece("rows" if tensor.ndim and split else "alike" if split else "same", tensor)
 
     def factor(self, piece: Piece, operands: Operands) -> float:
         """By what a cotangent of an output is multiplied."""
@@ -164,11 +167,13 @@ def _input_pieces(part: Part, pulled: Pulled, cotangents: Sequence[Any]) -> dict
         for place, leaf in zip(places, pytree.flatten(tree)[0] if tree is not None else (), strict=False):
             if place is None or leaf is None:
                 continue
-            size = part.data_size
-            if pulled.split[place]:
-                values[place + 1] = Piece("rows", leaf if size == 1 else leaf / size)
+            size, copies = part.data_size, part.copies
+            if not pulled.split[place]:
+                values[place + 1] = Piece("sum", leaf, 1 / (size * copies))
+            elif copies > 1:
+                values[place + 1] = Piece("added", leaf, 1 / (size * copies))
             else:
-                values[place + 1] = Piece("sum", leaf, 1 / size)
+                values[place + 1] = Piece("rows", leaf if size == 1 else leaf / size)
     return values
 
 
