@@ -3,6 +3,7 @@
 from fzero import compat as compat
 from fzero import optim as optim
 from fzero import parallel as parallel
+from fzero import schedules as schedules
 from fzero import testing as testing
 from fzero import transforms as transforms
 from fzero.bandwidth import Bandwidth as Bandwidth
@@ -17,6 +18,8 @@ from fzero.checkpoint.save import save as save
 from fzero.checkpoint.save import save_async as save_async
 from fzero.compat.safetensors import load_safetensors as load_safetensors
 from fzero.compat.safetensors import save_safetensors as save_safetensors
+from fzero.components.parts import PerStage as PerStage
+from fzero.components.parts import PipelineState as PipelineState
 from fzero.components.remote.failure import ComponentDied as ComponentDied
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
@@ -38,9 +41,12 @@ from fzero.optim import lion as lion
 from fzero.optim import partition as partition
 from fzero.optim import sgd as sgd
 from fzero.optim import warmup_cosine as warmup_cosine
+from fzero.pipeline import Pipeline as Pipeline
+from fzero.pipeline import pipeline as pipeline
 from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
 from fzero.plan import plot_plan as plot_plan
+from fzero.plot_schedule import plot_schedule as plot_schedule
 from fzero.remote import fetch as fetch
 from fzero.remote import remote as remote
 from fzero.state.gather import gather as gather

@@ -14,8 +14,8 @@ from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, w
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
-from fzero.engine.function import call_function, sums_whole, traversal_of
-from fzero.engine.run import split_result
+from fzero.engine.function import sums_whole
+from fzero.engine.passes import evaluated
 from fzero.state.checks import check_grads, check_optimizer, check_state, constants, need_derivatives, refuse_captured
 from fzero.state.init import init_state
 from fzero.state.placing import settle
@@ -98,9 +98,7 @@ class Step(Spec):
         pairs = []
         with as_found(), private.outside_inference(), torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
-                traversal, primals, fixed = traversal_of(self, state, seed_of(state, rng, i), derived=False)
-                out = call_function(self, state, traversal, {**primals, **fixed}, part)
-                pairs.append(split_result(self, out))
+                pairs.append(evaluated(self, state, part, seed_of(state, rng, i)))
             outputs, auxes = zip(*pairs, strict=True)
             need_alike(state.params.axis, scalars_in(outputs), "step.forward")
         return (micro.merge(outputs), micro.merge(auxes, "aux")) if self.has_aux else micro.merge(outputs)

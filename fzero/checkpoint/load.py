@@ -11,7 +11,6 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import need_bool
-from fzero.base.elsewhere import Elsewhere
 from fzero.base.interrupts import as_found
 from fzero.checkpoint.choice import Choice, Wanted, choose
 from fzero.checkpoint.everyone import Everyone
@@ -20,8 +19,10 @@ from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.manifest import DTYPES, DamagedCheckpoint, Manifest, read_manifest
 from fzero.checkpoint.read import Reader
 from fzero.checkpoint.structure import Unnamed, built
+from fzero.checkpoint.together import read_together
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Format
+from fzero.state.beyond import Loadable
 from fzero.state.origin import Origin, Source
 from fzero.state.sliced import Sliced
 from fzero.state.train_state import TrainState
@@ -31,14 +32,14 @@ from fzero.table.spec import Spec, need_step
 
 def load(
     path: str | os.PathLike[str],
-    step: Spec,
+    step: Spec | Loadable,
     *,
     like: object = None,
     pattern: str = "*",
     params_only: bool = False,
     lossy: bool = False,
     lenient: bool = False,
-) -> TrainState:
+) -> Any:
     """The state of a checkpoint as a state of `step`, to the bit where nothing is stored more narrowly.
 
     The step may have another sharding, mesh, number of ranks, policy or units than the one that was saved. Every rank
@@ -48,7 +49,8 @@ def load(
 
     Args:
         path: of the folder that `fz.save` has written, or its URL.
-        step: with the same optimizer (any, with `params_only`) and transforms that keep state.
+        step: with the same optimizer (any, with `params_only`) and transforms that keep state. Of a pipeline's
+            checkpoint a pipeline of as many components.
         like: a tree of params as `init` takes it. Its containers are the state's; its values are those of leaves that
             are not read.
         pattern: of the leaves that are read, as those of transforms; the others are of `like`, their moments zero.
@@ -72,9 +74,9 @@ def load(
         >>> fz.gather(small.params)["w"]
         tensor([1., 1., 1.])
     """
-    if isinstance(step, Elsewhere):
-        options = {"pattern": pattern, "params_only": params_only, "lossy": lossy, "lenient": lenient}
-        return step.loaded(path_of(path, "load"), like=like, **options)
+    if isinstance(step, Loadable):
+        options = {"like": like, "pattern": pattern, "params_only": params_only, "lossy": lossy, "lenient": lenient}
+        return step.load_from(path_of(path, "load"), options)
     need_step(step, "load")
     return load_both(
         lambda: Wanted("fz.load", path_of(path, "load"), like, pattern, lossy, lenient), step, params_only
@@ -144,7 +146,9 @@ def load_extra(path: str | os.PathLike[str]) -> Any:
         ...     fz.load_extra(folder)
         {'seen': 3}
     """
-    return read_manifest(path_of(path, "load_extra")).extra
+    folder = path_of(path, "load_extra")
+    found = read_together(folder)
+    return read_manifest(folder).extra if found is None else found.extra
 
 
 class _Checkpoint(Origin):

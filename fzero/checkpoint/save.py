@@ -9,7 +9,6 @@ import uuid
 from collections.abc import Callable
 
 from fzero.base.arguments import named, wrong
-from fzero.base.elsewhere import Elsewhere
 from fzero.checkpoint import chunks
 from fzero.checkpoint.board import Board
 from fzero.checkpoint.everyone import Everyone
@@ -19,11 +18,12 @@ from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.snapshot import Snapshot
 from fzero.checkpoint.write import abandon, write
 from fzero.comm import backend
+from fzero.state.beyond import Savable
 from fzero.state.checks import constants
 from fzero.state.train_state import TrainState
 
 
-def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) -> None:
+def save(path: str | os.PathLike[str], state: TrainState | Savable, extra: object = None) -> None:
     """Writes a checkpoint of a state: when this returns, it is whole and on the disk.
 
     Every rank of the state calls it, with the same path, a folder that all ranks reach; a state that is not sharded is
@@ -34,7 +34,7 @@ def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) 
     Args:
         path: of the folder, which is made where it is missing; or its URL in a filesystem that fsspec knows, such as
             `s3://bucket/run`, where a second writer is found at the end only.
-        state: of any step, with kept grads or without, wherever it lies.
+        state: of any step, with kept grads or without, wherever it lies; or of a pipeline, whose places all call it.
         extra: what JSON can say (a data position, states of generators), the same on every rank.
 
     Raises:
@@ -53,8 +53,8 @@ def save(path: str | os.PathLike[str], state: TrainState, extra: object = None) 
         >>> again.step, torch.equal(again.params["w"], state.params["w"])
         (1, True)
     """
-    if isinstance(state, Elsewhere):
-        return state.saved(path_of(path, "save"), json.loads(_as_json(extra, "fz.save: extra")))
+    if isinstance(state, Savable):
+        return state.save_to(path_of(path, "save"), extra)
     begin("save", lambda: path_of(path, "save"), state, extra).wait()
 
 
@@ -211,7 +211,7 @@ def begin(
             ) from failed
         folder = folder_for()
         folder_at(folder)
-        text = _as_json(extra, f"fz.{who}: extra")
+        text = as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written
         said = [f"component {axis.who}", f"path {among or folder}", f"state after update {state.step}"]
@@ -251,7 +251,7 @@ _DEEP = 200  # levels of `extra`: the manifest around it has some more, and Pyth
 _BITS = 14_000  # of an int in `extra`: Python reads numbers of up to 4300 digits
 
 
-def _as_json(value: object, place: str) -> str:
+def as_json(value: object, place: str) -> str:
     _need_json(value, place, _DEEP)
     return json.dumps(value)
 

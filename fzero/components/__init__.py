@@ -1,1 +1,1 @@
-"""Components that are no plain step: those whose ranks lie elsewhere. They have a step's verbs."""
+"""Components that are no plain step: pipelines of stages, wherever each runs, and those on ranks of their own."""

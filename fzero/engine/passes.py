@@ -6,17 +6,24 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, grads_of, scale_of, seed_of, sum_of
-from fzero.engine.function import sums_whole
-from fzero.engine.run import Run
+from fzero.engine.function import call_function, sums_whole, traversal_of
+from fzero.engine.run import Run, split_result
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
 from fzero.stores.put import put_again
 from fzero.table.spec import Spec
+
+
+def evaluated(step: Spec, state: TrainState, inputs: Sequence[object], seed: tuple[int, ...]) -> tuple[object, object]:
+    """(outputs, aux) of one run of the step's function without gradients."""
+    with private.outside_inference(), torch.no_grad():
+        traversal, primals, fixed = traversal_of(step, state, seed, derived=False)
+        return split_result(step, call_function(step, state, traversal, {**primals, **fixed}, inputs))
 
 
 class Passes:
@@ -28,13 +35,17 @@ class Passes:
     Args:
         count: the number of microbatches.
         rng: as in `step.vjp`.
+        at_once: where no rank keeps a slice of the gradients, reduce the sum of all microbatches, as `step(...)` does;
+            otherwise each of them, as `step.vjp` does.
     """
 
-    def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0) -> None:
+    def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0, at_once: bool = True) -> None:
         self._step, self._state, self._rng, self.count = step, state, rng, count
+        self._unreduced = at_once and count > 1
         self._like = grads_of(step, state, {})
         self._runs: dict[int, Run] = {}
         self._specs: dict[int, pytree.Spec] = {}
+        self._half: dict[int, Sums] = {}  # sums of microbatches whose first half is done
         self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come
         self._total: Sums | None = None
         self._next = 0
@@ -51,23 +62,40 @@ class Passes:
         with as_found():
             seed, scale = seed_of(self._state, self._rng, microbatch), scale_of(self._step, self._state)
             chosen = frozenset(wanted)
-            run = Run(self._step, self._state, inputs, chosen, seed, scale, several, alone=False, partial=several)
+            own = (self._unreduced, False)  # other runs wait for their pullbacks meanwhile
+            run = Run(self._step, self._state, inputs, chosen, seed, scale, *own, partial=several)
             self._scalars += scalars_in(run.outputs)
         self._runs[microbatch], self._specs[microbatch] = run, pytree.flatten(tuple(inputs))[1]
         outputs, aux = run.outputs, run.aux
         run.outputs = run.aux = None
         return outputs, aux
 
-    def backward(self, microbatch: int, cotangent: object) -> tuple[object, ...]:
+    def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The cotangents of a microbatch's inputs, one per input, None where it was not differentiated."""
         with as_found():
-            grads, flat = self._runs.pop(microbatch).pull(cotangent)
+            run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
+            grads, flat = run.pull(cotangent, retain_graph)
             self._add(microbatch, grads)
-            return self._as_inputs(microbatch, flat)
+            return self._trees(microbatch, flat)
 
-    def _as_inputs(self, microbatch: int, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-        trees = pytree.unflatten(self._specs.pop(microbatch), flat)
+    def _trees(self, microbatch: int, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+        trees = pytree.unflatten(self._specs[microbatch], flat)
         return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+
+    def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
+        """The first half of `backward`: the cotangents of a microbatch's inputs."""
+        with as_found():
+            run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
+            self._half[microbatch], flat = run.pull(cotangent, retain_graph)
+            return self._trees(microbatch, flat)
+
+    def params(self, microbatch: int) -> None:
+        """The second half: its gradients."""
+        self._add(microbatch, self._half.pop(microbatch))
+
+    def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
+        """(outputs, aux) of one microbatch without gradients."""
+        return evaluated(self._step, self._state, inputs, seed_of(self._state, self._rng, microbatch))
 
     def _add(self, microbatch: int, grads: Sums) -> None:
         self._early[microbatch] = grads
@@ -75,20 +103,26 @@ class Passes:
             self._total = sum_of(self._total, self._early.pop(self._next))
             self._next += 1
 
+    def reduce(self) -> None:
+        """Reduces what is left of the sum of all microbatches, once all have been pulled back; what can fail does."""
+        total = self._total
+        assert self._next == self.count and total is not None, f"{self._next} of {self.count} were pulled back"
+        scalars, self._scalars = self._scalars, []
+        with as_found():
+            need_alike(self._like.axis, scalars, "pullback")
+            for key in [key for key in total if self._unreduced and sums_whole(self._state.params, key)]:
+                mean = self._state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
+                total[key] = put_again(total[key], mean)
+
     def grads(self, times: float = 1.0) -> Sharded:
-        """The gradients of all microbatches, once all have been pulled back.
+        """The gradients of all microbatches, which have been reduced.
 
         Args:
             times: by what the sum is to be divided.
         """
-        assert self._next == self.count and self._total is not None, f"{self._next} of {self.count} were pulled back"
-        total, self._total = self._total, None
-        scalars, self._scalars = self._scalars, []
+        total, self._total, self._next = self._total, None, 0
+        assert total is not None
         with as_found():
-            need_alike(self._like.axis, scalars, "pullback")
-            for key in [key for key in total if self.count > 1 and sums_whole(self._state.params, key)]:
-                mean = self._state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
-                total[key] = put_again(total[key], mean)
             if times != 1.0:
                 total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
             return self._like.with_buffers(as_grads(self._like.layout, total))

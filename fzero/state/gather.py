@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named
-from fzero.base.elsewhere import Elsewhere
 from fzero.base.interrupts import as_found
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, summed, summed_pieces
 from fzero.comm.pieces import gathered
+from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import check_buffers, constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
@@ -43,8 +43,8 @@ def gather(tree: object) -> Any:
         tensor([1., 1., 1.])
     """
     nodes = _nodes(tree)
-    if any(isinstance(node, Elsewhere) for node in nodes):
-        each = [node.gathered() if isinstance(node, Elsewhere) else node and gather(node) for node in nodes]
+    if any(isinstance(node, Distant) for node in nodes):
+        each = [node.gathered() if isinstance(node, Distant) else node and gather(node) for node in nodes]
         return pytree.unflatten(pytree.flatten(tree, _is_node)[1], each)
     whole = any(isinstance(node, TrainState) for node in nodes)
     # slices have forgotten what they are slices of
@@ -65,6 +65,11 @@ def _nodes(tree: object) -> Sequence[object]:
 
 def _is_node(node: object) -> bool:
     return is_sharded(node) or isinstance(node, TrainState)
+
+
+def _measured(tree: object) -> Sequence[object]:
+    """The same, and whole what measures itself."""
+    return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, (TrainState, Measurable)))[0]
 
 
 def _gather_one(tree: Sharded) -> object:
@@ -94,35 +99,55 @@ def global_norm(*trees: object) -> torch.Tensor:
     """The Euclidean norm over all leaves of all trees and all their shards: a 0-d float64 tensor, alike on all ranks.
 
     Args:
-        trees: grads of one or more components (each summed over its own axis), or natural trees of full tensors.
+        trees: grads of one or more components (each summed over its own axis), of pipelines, whose places all call
+            it, or natural trees of full tensors.
 
     Example:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
-    total: torch.Tensor | float = 0.0
-    for square in squares_by_node(trees):
-        if isinstance(square, Elsewhere):
-            return square.norm_with(trees)
-        total = total + square
-    return as_float64(total).sqrt()
+    for node in [node for tree in trees for node in _nodes(tree)]:
+        if isinstance(node, Distant):
+            return node.norm_with(trees)
+    # leaf by leaf, so that several components have the norm of one that has all of their leaves
+    return sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]).sqrt()
 
 
-def squares_by_node(trees: Sequence[object]) -> Iterator[torch.Tensor | Elsewhere]:
-    """The sum of squares of each tree in some pytrees, 0-d float64 tensors; of what lies elsewhere, that itself."""
+def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None = None) -> Iterator[torch.Tensor]:
+    """The sums of squares of each tree in some pytrees, leaf by leaf, float64: [leaves].
+
+    Args:
+        distant: gives those of what lies on ranks of its own.
+    """
     for place, tree in enumerate(trees):
-        for node in _nodes(tree):
-            if isinstance(node, Elsewhere):
-                yield node
+        for node in _measured(tree):
+            if isinstance(node, Distant) and distant is not None:
+                yield distant(node)
+            elif isinstance(node, Measurable):
+                yield torch.stack([*node.squares_by_leaf()])
             elif is_sharded(node):
-                yield squares_in(node, f"trees[{place}]")[0]
+                yield squares_by_leaf(node, f"trees[{place}]")
             elif isinstance(node, torch.Tensor) and node.is_floating_point():
-                yield _square([node]).sum()
+                yield _square([node])
             elif node is not None or tree is None:
                 raise TypeError(
                     f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
                     "floating tensors (of a complex one torch.view_as_real)."
                 )
+
+
+def squares_by_leaf(grads: Sharded, argument: str = "grads") -> torch.Tensor:
+    """The sum of squares over all shards of each leaf that has any, in leaf order, float64: [leaves]."""
+    (own,) = constants("fz.global_norm", **{argument: grads})
+    with as_found(), private.of_normal_tensors(), private.below_transforms():
+        return over_ranks(squares_of(own), own)
+
+
+def sum_by_leaf(squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of 0-d tensors, in their order, a 0-d float64 tensor."""
+    if len({square.device for square in squares}) > 1:  # of components on several devices
+        squares = [square.cpu() for square in squares]
+    return torch.stack(list(squares)).sum() if squares else as_float64(0.0)
 
 
 def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
@@ -176,6 +201,11 @@ def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
 
 def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
     """Over all leaves and shards, from `squares_of` every group: in leaf order, so that no cut changes the order."""
+    return over_ranks(squares, like).sum()
+
+
+def over_ranks(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
+    """The squares of whole leaves, in leaf order: [leaves]."""
     cut = [leaf for leaf in sorted(squares) if like.layout.rows[leaf].cuts]
     total = dict(squares)
     if cut:
@@ -195,7 +225,7 @@ def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.
             _need_alike(every, leaves, like)
             summed_up = functools.reduce(torch.add, every.unbind())  # in rank order
         total.update({leaves[place]: summed_up[place] for place in sliced})
-    return torch.stack([total[leaf] for leaf in sorted(total)]).sum() if total else as_float64(0.0)
+    return torch.stack([total[leaf] for leaf in sorted(total)]) if total else as_float64([])
 
 
 def need_alike_beside(squares: Mapping[int, torch.Tensor], params: Sharded) -> None:

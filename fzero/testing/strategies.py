@@ -1,4 +1,4 @@
-"""Hypothesis strategies: pytrees of params, policies, orders of transforms. Needs hypothesis.
+"""Hypothesis strategies: pytrees of params, policies, orders of transforms, pipeline schedules. Needs hypothesis.
 
 Leaves are made from a drawn seed, so that examples stay small and shrink well; the global generators are not touched.
 """
@@ -6,13 +6,16 @@ Leaves are made from a drawn seed, so that examples stay small and shrink well; 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import graphlib
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from hypothesis import strategies as st
 
 import fzero as fz
+from fzero.schedules import Kind, Schedule, Task
 from fzero.stores.put import Memory
 
 Transform = Callable[[fz.Step], fz.Step]
@@ -105,3 +108,79 @@ def apply(step: fz.Step, chosen: Sequence[tuple[str, Transform]]) -> fz.Step:
     for _, transform in chosen:
         step = transform(step)
     return step
+
+
+def schedules(
+    stages: int = 4, microbatches: int = 8, edges: Sequence[tuple[int, int]] = ()
+) -> st.SearchStrategy[Schedule]:
+    """Legal pipeline schedules: any place for each stage, backward whole or in halves, tasks in any order that keeps
+    what each of them needs before it. With all its messages, anywhere between what makes and what needs them, or none.
+
+    Args:
+        stages: how many at most.
+        microbatches: how many at most.
+        edges: pairs of stages beside neighbours that messages go between; those of stages that there are.
+    """
+
+    @st.composite
+    def draw_one(draw: st.DrawFn) -> Schedule:
+        count, parts = draw(st.integers(1, stages)), draw(st.integers(1, microbatches))
+        places = draw(st.integers(1, count))
+        more = draw(st.lists(st.integers(0, places - 1), min_size=count - places, max_size=count - places))
+        homes = draw(st.permutations([*range(places), *more]))
+        halves = draw(st.sampled_from([0.0, 0.5, 1.0]))  # the share of pullbacks that come in two
+        messages = draw(st.booleans())
+        generator = random.Random(draw(st.integers(0, 2**31)))
+        cells = [(stage, part) for stage in range(count) for part in range(parts)]
+        halved = {cell for cell in cells if generator.random() < halves}
+        present = {(stage, stage + 1) for stage in range(count - 1)} | {edge for edge in edges if max(edge) < count}
+        full = _in_any_order(generator, homes, parts, halved, sorted(present))
+        return full if messages else full.computes
+
+    return draw_one()
+
+
+def _in_any_order(
+    generator: random.Random,
+    homes: Sequence[int],
+    microbatches: int,
+    halved: set[tuple[int, int]],
+    edges: Sequence[tuple[int, int]],
+) -> Schedule:
+    """A schedule of stages at these places; edges between places are messages."""
+    graph = graphlib.TopologicalSorter[Task]()
+    for task, needed in _needs(homes, microbatches, halved, edges):
+        graph.add(task, *needed)
+    graph.prepare()
+    places: list[list[Task]] = [[] for _ in set(homes)]
+    ready: list[Task] = []
+    while graph.is_active():
+        ready += sorted(graph.get_ready(), key=repr)
+        task = ready.pop(generator.randrange(len(ready)))
+        places[homes[task.stage]].append(task)
+        graph.done(task)
+    return Schedule("drawn", len(homes), microbatches, places)
+
+
+def _needs(
+    homes: Sequence[int], microbatches: int, halved: set[tuple[int, int]], edges: Sequence[tuple[int, int]]
+) -> Iterator[tuple[Task, list[Task]]]:
+    """Each task with others that come before it."""
+    for part in range(microbatches):
+        forward = [Task(Kind.FORWARD, stage, part) for stage in range(len(homes))]
+        back = [
+            Task(Kind.INPUTS if (task.stage, part) in halved else Kind.BACKWARD, task.stage, part) for task in forward
+        ]
+        for first, then in zip(forward, back, strict=True):
+            yield then, [first]
+            if then.kind is Kind.INPUTS:
+                yield then._replace(kind=Kind.PARAMS), [then]
+        for source, target in edges:
+            for made, needed in ((forward[source], forward[target]), (back[target], back[source])):
+                if homes[source] == homes[target]:
+                    yield needed, [made]
+                else:
+                    send = Task(Kind.SEND, made.stage, part, needed.stage)
+                    yield send, [made]
+                    yield send.other_end, [send]
+                    yield needed, [send.other_end]

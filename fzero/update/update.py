@@ -30,19 +30,31 @@ from fzero.table.spec import Spec
 from fzero.update.beside import Beside, spare_cores
 from fzero.update.writing import Writing
 
+Squares = tuple[torch.Tensor, Mapping[int, torch.Tensor]]  # over all leaves and shards, and of this rank's parts
+
 
 def apply_update(
-    step: Spec, state: TrainState, grads: Sharded, grad_norm: object
+    step: Spec, state: TrainState, grads: Sharded, grad_norm: object, squares: Squares | None = None
 ) -> tuple[TrainState, dict[str, object]]:
-    """The next state and the metrics; the old state is dead afterwards where the step donates."""
+    """The next state and the metrics; the old state is dead afterwards where the step donates.
+
+    Args:
+        squares: of these grads, which then have those that the state keeps in them (`with_kept`).
+    """
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
-        return _applied(step, own, grads, grad_norm)
+        return _applied(step, own, grads, grad_norm, squares)
 
 
-def _applied(step: Spec, state: TrainState, grads: Sharded, grad_norm: object) -> tuple[TrainState, dict[str, object]]:
-    if state.grads is not None:
-        grads = values(grads).map(torch.add, values(state.grads))
-    total, squares = squares_in(grads)
+def with_kept(state: TrainState, grads: Sharded) -> Sharded:
+    """These grads and those that the state keeps."""
+    return grads if state.grads is None else values(grads).map(torch.add, values(state.grads))
+
+
+def _applied(
+    step: Spec, state: TrainState, grads: Sharded, grad_norm: object, known: Squares | None
+) -> tuple[TrainState, dict[str, object]]:
+    grads = with_kept(state, grads) if known is None else grads
+    total, squares = known or squares_in(grads)
     decision = Decision(step, state, total.sqrt(), grad_norm)
     if state.params.axis.further:
         need_alike_beside(squares, state.params)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,7 +13,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named, need_argnums, need_bool, need_int, need_norm, wrong
-from fzero.base.elsewhere import Elsewhere
+from fzero.checkpoint.save import as_json
 from fzero.components.remote.failure import Failed
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value
@@ -25,7 +24,7 @@ from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
 from fzero.engine.op import used_up
 
 
-class RemoteComponent(Elsewhere):
+class RemoteComponent:
     """A step on ranks of its own. Made by `fz.remote`; used as a step is, and as a context that closes it.
 
     Seen from outside it is its function on the whole batch in one process. Calls return at once and run in order;
@@ -237,19 +236,20 @@ class RemoteComponent(Elsewhere):
         return dict(self._trees(made))
 
     def saved(self, state: RemoteState, path: str, extra: object) -> None:
-        options = {"path": path if "://" in path else os.path.abspath(path), "extra": json.dumps(extra)}
+        options = {"path": path if "://" in path else os.path.abspath(path), "extra": as_json(extra, "fz.save: extra")}
         self._trees(self._made("save", {"objects": {"state": state}, "options": options}))
 
-    def loaded(self, path: str, **options: object) -> RemoteState:
-        if options.pop("like") is not None:
+    def load_from(self, path: str, options: Mapping[str, Any]) -> RemoteState:
+        """The state of a checkpoint: for `fz.load`."""
+        if options.get("like") is not None:
             raise wrong("fz.load", "like", "a tree", "None of a component, whose params are those that build returned")
-        options["path"] = path if "://" in path else os.path.abspath(path)
-        made = self._made("load", {"options": options})
+        own = {name: value for name, value in options.items() if name != "like"}
+        made = self._made("load", {"options": {**own, "path": path if "://" in path else os.path.abspath(path)}})
         self._trees(made)
         return RemoteState(made, 0)
 
     def square_of(self, tree: RemoteTree) -> Handle:
-        """The sum of squares of grads, as a handle."""
+        """The sums of squares of the leaves of grads, as a handle."""
         return Handle(self._made("squares", {"objects": {"tree": tree}, "options": {"what": tree.what}}), 1)
 
 

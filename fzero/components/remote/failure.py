@@ -69,7 +69,7 @@ _BROKEN = (
 )
 
 
-def failure_of(error: BaseException, component: str, rank: int) -> Failure:
+def failure_of(error: BaseException, component: str, rank: int, identity: str = "") -> Failure:
     """An error as it is told."""
     if isinstance(error, Failed):
         return error.failure
@@ -77,7 +77,7 @@ def failure_of(error: BaseException, component: str, rank: int) -> Failure:
     trace = "".join(traceback.format_exception(error))
     broken = isinstance(error, RuntimeError) and any(words in message for words in _BROKEN)
     follows = broken or isinstance(error, PeerStopped)
-    return Failure(_builtin(error), message, component, rank, trace, follows, broken)
+    return Failure(_builtin(error), message, component, rank, trace, follows, broken, identity if broken else "")
 
 
 def _builtin(error: BaseException) -> str:

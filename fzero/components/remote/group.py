@@ -39,6 +39,7 @@ class Group:
         self._numbers = itertools.count()
         self._lock = threading.RLock()
         self._news = threading.Condition()
+        self._in_doubt = threading.Event()  # whether a rank has found its process group broken
         self._ready: set[int] = set()
         self._broken: list[Failure] = []
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
@@ -164,6 +165,10 @@ class Group:
         self.need_alive()
 
     def need_alive(self) -> None:
+        """Refuses where the component is lost or closed."""
+        if self._in_doubt.is_set():  # it will be known in a moment
+            with self._news:
+                self._news.wait_for(lambda: self.died is not None or self.closed, 2 * NOTICED)
         if self.died is not None:
             raise self._as_died(self.died)
         if self.closed:
@@ -203,6 +208,7 @@ class Group:
 
     def _left_alone(self, rank: int, failure: Failure) -> None:
         """A rank waited for another in vain: its process group is lost, perhaps because that one has died."""
+        self._in_doubt.set()
         deadline = time.monotonic() + (0.0 if self.links[rank].local else NOTICED)
         while self.died is None and time.monotonic() < deadline:
             time.sleep(0.02)  # the end of its process is noticed at about the same time
@@ -253,11 +259,11 @@ class Group:
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""
-        if failure.kind == "ComponentDied":
+        if failure.kind == "ComponentDied" or failure.broken:
             group = _groups.get(failure.lost)
             if group is not None:
                 with group._news:
-                    group._news.wait_for(lambda: group.died is not None or group.closed, 1.0)
+                    group._news.wait_for(lambda: group.died is not None or group.closed, 2 * NOTICED)
                 if group.died is not None:
                     return self._as_died(group.died)
         return error_of(failure)

@@ -8,11 +8,11 @@ from typing import Any, Protocol
 
 import torch
 
-from fzero.base.elsewhere import Elsewhere
 from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
-from fzero.components.remote.pull import Leaf
-from fzero.state.gather import squares_by_node
+from fzero.components.remote.pull import Leaf, norm_by
+from fzero.state.beyond import Distant
+from fzero.state.gather import measured
 
 
 class Owner(Protocol):
@@ -42,7 +42,7 @@ class Made:
         weakref.finalize(self, component.group.forget, call, -1).atexit = False
 
 
-class Away(Elsewhere):
+class Away:
     """A part of what a call makes, which its ranks keep for as long as this lives.
 
     Args:
@@ -198,10 +198,10 @@ class Fill(Value):
 
 
 class Norm(Value):
-    """The norm of what several components have: the square root of the sum of squares, in order.
+    """The norm of what several components have: the square root of the sum of squares, leaf by leaf.
 
     Args:
-        squares: handles and tensors, 0-d of float64.
+        squares: of the leaves of each, float64: [leaves].
     """
 
     def __init__(self, squares: Sequence[Handle | torch.Tensor]) -> None:
@@ -217,10 +217,7 @@ class Norm(Value):
         return Layout("same", (), (), torch.float64, "cpu", (1.0,))
 
     def fetched(self) -> torch.Tensor:
-        total: Any = 0.0
-        for x in self.squares:
-            total = total + (x.fetched() if isinstance(x, Handle) else x)
-        return torch.as_tensor(total, dtype=torch.float64, device="cpu").sqrt()
+        return norm_by([x.fetched() if isinstance(x, Handle) else x for x in self.squares])
 
     def __repr__(self) -> str:
         return f"Norm(of {len(self.squares)} parts)"
@@ -241,15 +238,15 @@ class RemoteTree(Away):
         return self.component.gathered(self)
 
     def norm_with(self, trees: Sequence[object]) -> Any:
-        each = squares_by_node(trees)
-        return Norm([node.component.square_of(node) if isinstance(node, RemoteTree) else _own(node) for node in each])
+        return Norm([*measured(trees, _squares_of)])
 
     def __repr__(self) -> str:
         return f"RemoteTree({self.what or 'grads'} of {self.component.name!r}, call {self.made.call})"
 
 
-def _own(node: torch.Tensor | Elsewhere) -> torch.Tensor:
-    return node.norm_with([node]) if isinstance(node, Elsewhere) else node  # which refuses what is no tree of grads
+def _squares_of(node: Distant) -> Any:
+    assert isinstance(node, RemoteTree)
+    return node.component.square_of(node)
 
 
 class RemoteState(Away):
@@ -280,7 +277,7 @@ class RemoteState(Away):
         """Of everything random in the run; waited for."""
         return self.component.looked_at(self)["seed"]
 
-    def saved(self, path: str, extra: object) -> None:
+    def save_to(self, path: str, extra: object) -> None:
         self.component.saved(self, path, extra)
 
     def __repr__(self) -> str:

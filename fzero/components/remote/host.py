@@ -129,7 +129,7 @@ class Host:
                 with torch.no_grad():
                     operands = self._operands(call)
             except Exception as error:
-                operands = failure_of(error, self.component, self.rank)
+                operands = failure_of(error, self.component, self.rank, self.identity)
             if call.arguments.get("refers"):
                 operands = self._agreed(call.number, operands)
                 self.report(("fetched", call.number))
@@ -259,7 +259,7 @@ class Host:
                 call.record.trees = trees
                 del results
             except Exception as error:
-                failure = failure_of(error, self.component, self.rank)
+                failure = failure_of(error, self.component, self.rank, self.identity)
                 del error
         self.values.running(None)
         call.record.finish({} if failure else values, failure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -11,6 +10,7 @@ import torch
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
 from fzero.components.remote.values import Meta, Name
+from fzero.state.gather import sum_by_leaf
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
 Reads = dict[tuple[str, int, int], dict[tuple[Name, int, int], torch.Tensor | None]]  # of a component's rank
@@ -102,7 +102,7 @@ class Puller:
                 out.append(leaf[1] if leaf[0] != "none" else None)
         for place, (leaf, _) in enumerate(wanted):
             if leaf[0] == "norm":
-                out[place] = _norm([next(tensors) if each[0] == "value" else each[1] for each in leaf[1]])
+                out[place] = norm_by([next(tensors) if each[0] == "value" else each[1] for each in leaf[1]])
         return out
 
     def _layouts_of(self, leaves: Sequence[Leaf]) -> dict[tuple[str, Name], Layout]:
@@ -129,12 +129,9 @@ class Puller:
         return joined(layout, span, [part for part in parts if part is not None], self.tables[leaf[1]].name)
 
 
-def _norm(squares: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The norm whose square is the sum of these, added in order as fz.global_norm does."""
-    total: Any = 0.0
-    for square in squares:
-        total = total + square
-    return total.to(torch.float64).sqrt() if isinstance(total, torch.Tensor) else torch.tensor(math.sqrt(total))
+def norm_by(squares: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The norm of what has these squares by leaf, added up as fz.global_norm does."""
+    return sum_by_leaf(torch.cat([*squares]).unbind()).sqrt()
 
 
 def lost(component: str, name: str, rank: int, why: str) -> Failed:

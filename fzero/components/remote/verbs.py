@@ -21,7 +21,7 @@ from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
 from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, packed, unpacked
-from fzero.state.gather import gather, squares_by_node
+from fzero.state.gather import gather, measured
 
 
 @dataclass
@@ -257,11 +257,8 @@ def _tree(operands: Operands) -> Any:
 
 
 def _squares(part: Part, params: Any, operands: Operands, number: int) -> Results:
-    total = torch.zeros((), dtype=torch.float64, device="cpu")
-    for square in squares_by_node([_tree(operands)]):
-        assert isinstance(square, torch.Tensor)
-        total = total + square
-    return Results({1: Piece("same", total)})
+    (squares,) = measured([_tree(operands)])
+    return Results({1: Piece("same", squares)})
 
 
 def _look(part: Part, params: Any, operands: Operands, number: int) -> Results:

@@ -1,0 +1,259 @@
+"""Pipelines beside torch.distributed.pipelining: time of whole training steps, by schedule, in three regimes.
+
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py                   # some minutes
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --ranks 4
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --regimes bf16 --schedules 1F1B
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --sleeps          # idle time as simulated and as measured
+
+A small transformer, cut into stages of equal numbers of blocks, on gloo ranks that are places of a pipeline; AdamW, the
+same weights, batches and microbatches for both, the same schedule on both sides, in three regimes: float32, one
+sequence a microbatch, and bfloat16 autocast over float32 params. Contenders take turns as in step.py; a contender whose
+losses are others does not take part. One line per schedule: the medians of a step in milliseconds, and the median of
+the ratios within each round.
+
+--sleeps: stages that do nothing but sleep for known times, on ranks that are places: the whole step, simulated by
+`fz.schedules.simulate` and measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import pipelining
+
+sys.path.insert(0, str(Path(__file__).parent))
+from contenders import ADAMW, DECAY, LR, Run, Training, loss_of
+from step import Batch, Series, batches, in_turns, quiet, ratio, spawned
+from transformer import Block, Transformer, rotary_angles
+
+import fzero as fz
+from fzero.schedules import Schedule
+
+REGIMES: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "batch 1": {"rows": 1, "context": 64},
+    "bf16": {"dtype": "bfloat16"},
+}
+TARGET = 0.95
+
+
+class Stage(nn.Module):
+    """Some blocks of a transformer, with its embedding before the first and its head behind the last."""
+
+    def __init__(self, whole: Transformer, number: int, stages: int) -> None:
+        super().__init__()
+        size = len(whole.blocks) // stages
+        self.rotated = whole.rotated
+        self.embed = whole.embed if number == 0 else None
+        self.blocks = nn.ModuleList(whole.blocks[number * size : (number + 1) * size])
+        self.norm, self.head = (whole.norm, whole.head) if number == stages - 1 else (None, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) if self.embed is not None else x
+        angles = rotary_angles(x.shape[1], self.rotated, x.device)
+        for block in self.blocks:
+            assert isinstance(block, Block)
+            x = block(x, angles)
+        return self.head(self.norm(x)) if self.head is not None and self.norm is not None else x
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both contenders share."""
+
+    args: argparse.Namespace
+    schedule: Schedule
+    peer: Callable[[Sequence[Any], int], Any]  # torch's schedule of its stages
+
+    @property
+    def own(self) -> list[int]:
+        """The stages of this rank."""
+        return [stage for stage in range(self.schedule.stages) if self.schedule.place_of(stage) == dist.get_rank()]
+
+    def stages(self) -> list[Stage]:
+        args = self.args
+        whole = Transformer(args.width, args.blocks, args.heads, torch.Generator().manual_seed(0))
+        return [Stage(whole, number, self.schedule.stages) for number in range(self.schedule.stages)]
+
+    def autocast(self) -> Any:
+        return torch.autocast("cpu", torch.bfloat16) if self.args.dtype == "bfloat16" else contextlib.nullcontext()
+
+
+def fzero(case: Case) -> Run:
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    steps, params = [], []
+    for number, stage in enumerate(case.stages()):
+        apply, own = fz.functional(stage)
+        last = number == case.schedule.stages - 1
+        fn = (lambda p, h, y, apply=apply: loss_of(apply(p, h), y)) if last else apply
+        step = fz.donate(fz.train_step(fn, ADAMW))
+        steps.append(fz.autocast(step, torch.bfloat16) if case.args.dtype == "bfloat16" else step)
+        params.append(own)
+    pipe = fz.pipeline(steps, case.schedule, groups=mesh["pp"])
+    return Training(pipe, pipe.init(params))  # type: ignore[arg-type]
+
+
+def torchs(case: Case) -> Run:
+    stages = case.stages()
+    own = [pipelining.PipelineStage(stages[s], s, len(stages), torch.device("cpu")) for s in case.own]
+    schedule = case.peer(own, case.schedule.microbatches)
+    optimizer = torch.optim.AdamW(
+        [param for s in case.own for param in stages[s].parameters()], LR, weight_decay=DECAY, fused=True
+    )
+    has_last = len(stages) - 1 in case.own
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        losses: list[Tensor] = []
+        with case.autocast():
+            given = (x,) if 0 in case.own else ()
+            schedule.step(*given, **({"target": y, "losses": losses} if has_last else {}), return_outputs=False)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss = torch.stack(losses).mean().detach() if has_last else torch.zeros(())
+        dist.broadcast(loss, dist.get_world_size() - 1 if case.schedule.place_of(len(stages) - 1) else 0)
+        return loss
+
+    return run
+
+
+def of_one(kind: Any) -> Callable[[Sequence[Any], int], Any]:
+    return lambda stages, count: kind(stages[0], count, loss_fn=loss_of)
+
+
+def of_several(kind: Any) -> Callable[[Sequence[Any], int], Any]:
+    return lambda stages, count: kind(list(stages), count, loss_fn=loss_of)
+
+
+def cases(args: argparse.Namespace) -> dict[str, Case]:
+    ranks, count, own = args.ranks, args.microbatches, fz.schedules
+    several = 2 * ranks
+    every = {
+        "GPipe": (own.gpipe(ranks, count), of_one(pipelining.ScheduleGPipe)),
+        "1F1B": (own.one_f_one_b(ranks, count), of_one(pipelining.Schedule1F1B)),
+        "interleaved": (own.interleaved(several, count, ranks), of_several(pipelining.ScheduleInterleaved1F1B)),
+        "zero bubble": (own.zero_bubble(ranks, count), of_several(pipelining.ScheduleInterleavedZeroBubble)),
+        "DualPipeV": (own.dual_pipe_v(several, count), of_several(pipelining.ScheduleDualPipeV)),
+    }
+    return {name: Case(args, *case) for name, case in every.items() if name in args.schedules}
+
+
+def measured(rank: int, args: argparse.Namespace, name: str) -> tuple[Series, Series, str]:
+    case, problem = cases(args)[name], ""
+    data = batches(args, 0)
+    runs: dict[str, Run] = {}
+    first: list[Batch] = [next(data) for _ in range(2)]
+    expected: list[float] = []
+    for contender, make in (("fzero", fzero), ("torch", torchs)):
+        own = ""
+        try:
+            with quiet():
+                run = make(case)
+                losses = [run(x, y).item() for x, y in first]
+            expected = expected or losses
+            gap = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
+            if gap > (1e-4 if args.dtype == "float32" else 2e-2):
+                own = f"computes something else: losses differ by {gap:.1e}"
+            runs[contender] = run
+        except Exception as error:  # whatever a peer raises where it does not run
+            own = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        said: list[str] = [""] * args.ranks
+        dist.all_gather_object(said, own)
+        if problem := next(filter(None, said), ""):
+            return {}, {}, f"{contender} {problem}"
+    return *in_turns(runs, data, args), problem
+
+
+# ---- stages that sleep
+
+
+class Sleeping(torch.autograd.Function):
+    """Sleeps for known times, forward and back."""
+
+    @staticmethod
+    def forward(x: Tensor, forward: float, backward: float) -> Tensor:  # type: ignore[override]
+        time.sleep(forward)
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.seconds = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
+        time.sleep(ctx.seconds)
+        return cotangent.clone(), None, None
+
+
+def slept(rank: int, args: argparse.Namespace, name: str) -> tuple[float, float]:
+    """The seconds of a step, simulated and measured."""
+    schedule = cases(args)[name].schedule
+    mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("pp",))
+    forward = [args.sleep * (1 + 0.5 * (stage % 2)) for stage in range(schedule.stages)]
+    last = schedule.stages - 1
+
+    def stage(number: int) -> Callable[..., Tensor]:
+        def fn(params: dict[str, Tensor], x: Tensor) -> Tensor:
+            out = Sleeping.apply(x * params["w"], forward[number], 2 * forward[number])
+            return out.mean() if number == last else out
+
+        return fn
+
+    steps = [fz.train_step(stage(number), fz.sgd(0.1)) for number in range(schedule.stages)]
+    pipe = fz.pipeline(steps, schedule, groups=mesh["pp"])
+    state = pipe.init([{"w": torch.ones(())}] * schedule.stages)
+    x = torch.ones(schedule.microbatches, 4)
+    totals = []
+    for _ in range(args.rounds + 1):
+        dist.barrier()
+        totals.append(pipe.timeline(state, x).total)
+    times = fz.schedules.Times(forward, [2 * each for each in forward], [0.0] * schedule.stages)
+    return fz.schedules.simulate(schedule, times).total, statistics.median(totals[1:])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    sizes = {"ranks": 2, "width": 512, "blocks": 8, "heads": 8, "rows": 2, "context": 128, "microbatches": 8}
+    sizes |= {"warmup": 1, "rounds": 7, "steps": 3}
+    names = ["GPipe", "1F1B", "interleaved", "zero bubble", "DualPipeV"]
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
+    parser.add_argument("--regimes", nargs="*", choices=REGIMES, default=list(REGIMES))
+    parser.add_argument("--schedules", nargs="*", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--sleeps", action="store_true", help="stages that sleep, simulated and measured")
+    parser.add_argument("--sleep", type=float, default=0.02, help="seconds of a forward, default 0.02")
+    args = parser.parse_args(namespace=argparse.Namespace(device="cpu", dtype="float32"))
+    print(" ".join(f"{name}={getattr(args, name)}" for name in sizes))
+    print(f"CPU: {torch.backends.cpu.get_cpu_capability()}", flush=True)
+    if args.sleeps:
+        print(f"{'':<14}{'simulated':>12}{'measured':>12}{'ratio':>8}   (milliseconds of a step)")
+        for name in args.schedules:
+            said, found = spawned(slept, args, name)
+            print(f"{name:<14}{said * 1e3:>12.1f}{found * 1e3:>12.1f}{found / said:>8.3f}", flush=True)
+        return
+    print(f"{'':<26}{'fzero':>10}{'torch':>10}{'fzero / torch':>15}   (milliseconds of a step; target {TARGET})")
+    for regime in args.regimes:
+        for name in args.schedules:
+            own = argparse.Namespace(**{**vars(args), **REGIMES[regime]})
+            own.batch = own.rows * own.microbatches
+            times, _, problem = spawned(measured, own, name)
+            line = f"{regime:<10}{name:<16}"
+            if problem:
+                print(f"{line}did not run: {problem}", flush=True)
+                continue
+            medians = [statistics.median(times[contender]) * 1e3 for contender in ("fzero", "torch")]
+            print(f"{line}{medians[0]:>10.1f}{medians[1]:>10.1f}{ratio(times, 'fzero', 'torch'):>15.3f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,182 @@
+"""Call: one run of a pipeline by its schedule, and what all places know of it at its end."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from fzero.base import pytree
+from fzero.components.flow import Flow, Passes
+from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
+from fzero.components.mail import Lost
+from fzero.components.parts import PerStage
+from fzero.components.places import AllPlaces
+from fzero.components.wiring import Wiring
+from fzero.schedules.task import Kind, Task
+from fzero.table.microbatch import Microbatches
+
+Pieces = Callable[[], Sequence[object]]
+
+
+def goes_forward(task: Task) -> bool:
+    """Tells whether a task is one of the forward, or a message of it."""
+    if task.peer is None:
+        return task.kind is Kind.FORWARD
+    return (task.peer > task.stage) is (task.kind is Kind.SEND)
+
+
+class Call:
+    """One run of a pipeline: its forward and backward tasks, apart or in one go.
+
+    Args:
+        tasks: of this place, in order; messages too where there are other places.
+        places: of all components; its line is this rank's place, None where all stages are driven from here.
+        records: whether to note when each task began and ended, in `spans`.
+    """
+
+    def __init__(
+        self,
+        wires: Wiring,
+        passes: Mapping[int, Passes],
+        parts: Sequence[Sequence[object]],
+        wanted: Iterable[int] | None,
+        micro: Microbatches,
+        tasks: Sequence[Task],
+        places: AllPlaces,
+        records: bool = False,
+        keep: Callable[[int, object], object] = lambda _, output: output,
+    ) -> None:
+        self.flow = Flow(wires, passes, parts, wanted, keep)
+        self.wires, self.passes, self.micro, self.line, self._places = wires, passes, micro, places.line, places
+        self._tasks, self._records = tasks, records
+        self._error: BaseException | None = None
+        self.spans: list[tuple[Task, float, float]] = []
+        self.has_last = wires.stages - 1 in passes
+
+    # ---- tasks
+
+    def run(self, chosen: Callable[[Task], bool], pieces: Pieces, retain_graph: bool = False) -> None:
+        """Does the chosen tasks.
+
+        Args:
+            pieces: the cotangents of the last stage's outputs, one for each microbatch; asked for when they are needed.
+        """
+        tasks = [task for task in self._tasks if chosen(task)]
+        for place, task in enumerate(tasks):
+            if self.line is not None and self._error is None:
+                for other in tasks[place : place + AHEAD]:
+                    if other.kind is Kind.RECEIVE:
+                        self.line.begin(other)
+            begun = time.perf_counter()
+            if self.line is None:
+                self._do(task, pieces, retain_graph)
+            else:
+                self._do_or_say(task, pieces, retain_graph, self.line)
+            if self._records:
+                self.spans.append((task, begun, time.perf_counter()))
+        if any(not goes_forward(task) for task in tasks) and self._error is None:
+            try:
+                for own in self.passes.values():
+                    own.reduce()
+            except Exception as error:
+                if self.line is None:
+                    raise
+                self._error = error
+
+    def _do_or_say(self, task: Task, pieces: Pieces, retain_graph: bool, line: Line) -> None:
+        """Does a task; after an error only messages, which say so."""
+        try:
+            if task.kind is Kind.RECEIVE:
+                values = line.receive(task)
+                if isinstance(values, Failure):
+                    raise PlaceFailed(values)
+                if self._error is None:
+                    self._arrived(task, values, line)
+            elif self._error is None and task.kind is Kind.SEND:
+                line.send(task, self._leaving(task))
+            elif self._error is None:
+                self._do(task, pieces, retain_graph)
+        except Lost:
+            raise
+        except Exception as error:
+            self._error = self._error or error
+        if self._error is not None and task.kind is Kind.SEND:
+            line.fail(task, self._error)
+
+    def _do(self, task: Task, pieces: Pieces, retain_graph: bool) -> None:
+        stage, microbatch, last = task.stage, task.microbatch, task.stage == self.wires.stages - 1
+        if task.kind is Kind.FORWARD:
+            self.flow.forward(stage, microbatch)
+        elif task.kind is Kind.PARAMS:
+            self.flow.params(stage, microbatch)
+        else:
+            cotangent = pieces()[microbatch] if last else None
+            if task.kind is Kind.INPUTS:
+                self.flow.inputs(stage, microbatch, cotangent, retain_graph)
+            else:
+                self.flow.backward(stage, microbatch, cotangent, retain_graph)
+
+    def _leaving(self, task: Task) -> tuple[object, ...]:
+        """The values that a message carries."""
+        assert task.peer is not None
+        if task.peer > task.stage:
+            wires = self.wires.between(task.stage, task.peer)
+            return tuple(self.flow.take(wire, task.microbatch, task.peer) for wire in wires)
+        wires = self.wires.between(task.peer, task.stage)
+        return tuple(self.flow.give_back(wire, task.microbatch, task.stage) for wire in wires)
+
+    def _arrived(self, task: Task, values: Sequence[object], line: Line) -> None:
+        assert task.peer is not None
+        if task.peer < task.stage:
+            for wire, value in zip(self.wires.between(task.peer, task.stage), values, strict=True):
+                self.flow.arrived(wire, task.microbatch, value, [task.stage])
+            return
+        times = line.times(task.stage, task.peer)
+        for wire, value in zip(self.wires.between(task.stage, task.peer), values, strict=True):
+            own = pytree.map(lambda x: x * times, value) if times != 1 and value is not None else value
+            self.flow.came_back(wire, task.microbatch, task.peer, own)
+
+    # ---- what all places know at the end
+
+    def agreed(self, own: object) -> list[Any]:
+        """What every rank says, in rank order; raises on all of them if a task has failed on one."""
+        assert self.line is not None
+        error, self._error = self._error, None
+        return self.line.exchange(own, error)
+
+    def known(self, make: Callable[[], object]) -> Any:
+        """What the place of the last stage makes of this run; in the other places with placeholders for its tensors."""
+        if self.line is None:
+            return make()
+        own: object = None
+        if self.has_last and self._error is None:
+            try:
+                own = make()
+            except Exception as error:
+                self._error = error
+        said = self.agreed((shapes_of(own) if self.has_last else None,))
+        if self.has_last:
+            return own
+        return self.line.nearest(said, self.wires.stages - 1)[0]
+
+    def grads(self, times: float) -> PerStage:
+        """The gradients of the components here, over `times`."""
+        count = len(self.wires.home)
+        return PerStage([self.passes[c].grads(times) if c in self.passes else None for c in range(count)], self._places)
+
+    def merged(self, found: Mapping[int, object], what: str) -> object:
+        """The last stage's outputs, or aux, of all microbatches."""
+        return self.micro.merge([found[i] for i in range(self.micro.count)], what)
+
+    def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
+        """One for each of the pipeline's inputs, None where it was not differentiated."""
+        flat = [
+            [x for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
+            for i in range(self.micro.count)
+        ]
+        whole = self.micro.merge_inputs(inputs, flat)
+        if times != 1.0:
+            whole = [None if x is None else x / times for x in whole]
+        trees = pytree.unflatten(pytree.flatten(tuple(inputs))[1], whole)
+        return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)

@@ -1,0 +1,173 @@
+"""Line: this rank's place in a pipeline whose places are ranks of a process group, and its messages to the others."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from fzero.base import pytree
+from fzero.comm import backend
+from fzero.comm.backend import Group
+from fzero.components.mail import Letter, Mail
+from fzero.components.routes import Route, Seat, cut, joined, routes
+from fzero.schedules.task import Schedule, Task
+
+AHEAD = 4  # messages that are received before their turn
+
+
+class Failure(NamedTuple):
+    """What is sent in the place of a value after an error: who failed, the kind of error and its words."""
+
+    rank: int
+    kind: str
+    text: str
+
+
+class Line:
+    """One rank of a pipeline over ranks.
+
+    After an error a rank goes on with its messages, in which it says so, until all have been sent and received: so
+    nobody waits for what does not come, and every rank raises.
+
+    Args:
+        group: of all ranks of the pipeline.
+        seats: of each rank of the group.
+    """
+
+    def __init__(self, group: Group, schedule: Schedule, seats: Sequence[Seat]) -> None:
+        self.rank, self.seats = backend.rank_in(group), seats
+        self.place = seats[self.rank].place
+        self._mail, self._schedule = Mail(group), schedule
+        self._routes: dict[tuple[int, int], list[Route]] = {}
+        self._gone: set[tuple[int, Letter]] = set()  # what was sent in this call
+
+    def routes(self, source: int, target: int) -> list[Route]:
+        """The routes between the places of two stages."""
+        pair = self._schedule.place_of(source), self._schedule.place_of(target)
+        if pair not in self._routes:
+            self._routes[pair] = routes(self.seats, *pair)
+        return self._routes[pair]
+
+    def _letter(self, task: Task) -> Letter:
+        """What a message is known by, seen from the stage that gives it."""
+        assert task.peer is not None
+        sends = task.kind.value == "S"
+        source, target = (task.stage, task.peer) if sends else (task.peer, task.stage)
+        stages, count = self._schedule.stages, self._schedule.microbatches
+        number = (source * stages + target) * count + task.microbatch
+        return Letter((source, target), task.microbatch, 1 + number)
+
+    def send(self, task: Task, values: Sequence[object]) -> None:
+        """Sends values, or a failure, to every rank that takes some of them."""
+        assert task.peer is not None
+        letter = self._letter(task)
+        for route in self.routes(task.stage, task.peer):
+            if route.source == self.rank:
+                what = f"what stage {task.stage} gives to stage {task.peer}"
+                own = tuple(cut(value, route, what) for value in values)
+                self._gone.add((route.target, letter))
+                self._mail.send(route.target, letter, own)
+
+    def fail(self, task: Task, error: BaseException) -> None:
+        """Sends a failure in the place of what a task would have sent, or of what it could not send."""
+        assert task.peer is not None
+        letter = self._letter(task)
+        for route in self.routes(task.stage, task.peer):
+            if route.source == self.rank and (route.target, letter) not in self._gone:
+                self._mail.send(route.target, letter, failure_of(error, self.rank))
+
+    def times(self, stage: int, other: int) -> float:
+        """By what cotangents of another place are multiplied here.
+
+        Each rank's are those of its own mean; the gradient is the mean over the ranks of a place.
+        """
+        here, there = (
+            next(seat.datas for seat in self.seats if seat.place == self._schedule.place_of(own))
+            for own in (stage, other)
+        )
+        return here / there
+
+    def nearest(self, said: Sequence[Any], stage: int) -> Any:
+        """What a rank of a stage's place said, of all that ranks did: the one that has this rank's examples."""
+        place, own = self._schedule.place_of(stage), self.seats[self.rank]
+        found = {seat.data: rank for rank, seat in enumerate(self.seats) if seat.place == place and not seat.copy}
+        return said[found[own.data % len(found)]]
+
+    def begin(self, task: Task) -> None:
+        """Starts to receive what a task will wait for."""
+        assert task.peer is not None
+        for route in self.routes(task.peer, task.stage):
+            if route.target == self.rank:
+                self._mail.begin(route.source, self._letter(task))
+
+    def receive(self, task: Task) -> Any:
+        """The values that another stage gives to this one, or a failure."""
+        assert task.peer is not None
+        letter, parts = self._letter(task), list[Any]()
+        for route in self.routes(task.peer, task.stage):
+            if route.target == self.rank:
+                parts.append(self._mail.receive(route.source, letter))
+        failed = next((part for part in parts if isinstance(part, Failure)), None)
+        if failed is not None:
+            return failed
+        what = f"what stage {task.peer} gives to stage {task.stage}"
+        return tuple(joined(own, what) for own in zip(*parts, strict=True))
+
+    def exchange(self, own: object, error: BaseException | None) -> list[Any]:
+        """What every rank says, in rank order; raises on all of them if one has failed.
+
+        Args:
+            own: a small tree.
+        """
+        failed = failure_of(error, self.rank) if error is not None else None
+        letter, ranks = Letter("all", 0, 0), len(self.seats)
+        others = [rank for rank in range(ranks) if rank != self.rank]
+        for rank in others:
+            self._mail.send(rank, letter, (failed, own))
+        for rank in others:
+            self._mail.begin(rank, letter)
+        said: dict[int, Any] = {rank: self._mail.receive(rank, letter) for rank in others}
+        said[self.rank] = failed, own
+        self._mail.end_call()
+        self._gone.clear()
+        if error is not None and not isinstance(error, PlaceFailed):
+            raise error
+        first = next((said[rank][0] for rank in range(ranks) if said[rank][0] is not None), None)
+        if first is not None:
+            raise raised(first, self.seats[first.rank].place)
+        return [said[rank][1] for rank in range(ranks)]
+
+
+class PlaceFailed(Exception):
+    """Another rank's failure, on its way."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.text)
+        self.failure = failure
+
+
+def failure_of(error: BaseException, rank: int) -> Failure:
+    if isinstance(error, PlaceFailed):
+        return error.failure
+    return Failure(rank, type(error).__name__, str(error))
+
+
+def raised(failure: Failure, place: int) -> BaseException:
+    """The error that a rank raises which is told of another one's."""
+    kind = getattr(builtins, failure.kind, None)
+    known = isinstance(kind, type) and issubclass(kind, (ValueError, TypeError, ArithmeticError, LookupError))
+    text = f"pipeline: rank {failure.rank} at place {place} failed: {failure.kind}: {failure.text}"
+    return kind(text) if isinstance(kind, type) and known else RuntimeError(text)
+
+
+def placeholder(leaf: object) -> object:
+    """What stands for a tensor that lies in another place: its shape and dtype on torch's device "meta"."""
+    return torch.empty_like(leaf, device="meta") if isinstance(leaf, torch.Tensor) else leaf
+
+
+def shapes_of(tree: object) -> object:
+    """A tree without its tensors' memory, but for 0-d ones, which are small: what the other places are told."""
+    return pytree.map_leaves(lambda x: placeholder(x) if isinstance(x, torch.Tensor) and x.ndim else x, tree)

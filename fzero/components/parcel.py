@@ -1,0 +1,74 @@
+"""A pytree with tensors as one buffer of bytes, and back: what places of a pipeline send one another."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+
+ALIGN = 64  # bytes, at which tensors begin, so that they can be viewed where they arrived
+HEAD = 16  # bytes: how many there are in all, and how many of them the header has
+
+
+class Parcel:
+    """A tree on its way: its header, its tensors, and how many bytes they take.
+
+    The header is pickled: it goes between ranks of one program, which run the same code.
+    """
+
+    def __init__(self, tree: object) -> None:
+        leaves, spec = pytree.flatten(tree)
+        self.tensors: list[tuple[int, torch.Tensor]] = []
+        kept: list[object] = []
+        sizes = 0
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
+                kept.append((-1, leaf.dtype, tuple(leaf.shape)))
+            elif isinstance(leaf, torch.Tensor):
+                own = leaf.detach().contiguous()
+                self.tensors.append((sizes, own))
+                kept.append((sizes, own.dtype, tuple(own.shape)))
+                sizes += _aligned(own.numel() * own.element_size())
+            else:
+                kept.append((leaf,))
+        self._header = pickle.dumps((spec, kept))
+        self._start = _aligned(HEAD + len(self._header))
+        self.total = self._start + sizes
+
+    def write(self, buffer: torch.Tensor) -> None:
+        """Writes it into a buffer of at least `total` bytes."""
+        numbers = torch.tensor([self.total, len(self._header)], dtype=torch.int64, device="cpu")
+        buffer[:HEAD] = numbers.view(torch.uint8)
+        buffer[HEAD : HEAD + len(self._header)] = torch.frombuffer(bytearray(self._header), dtype=torch.uint8)
+        for place, tensor in self.tensors:
+            if tensor.numel():
+                start = self._start + place
+                end = start + tensor.numel() * tensor.element_size()
+                buffer[start:end].view(tensor.dtype).copy_(tensor.view(-1))
+
+
+def total_of(buffer: torch.Tensor) -> int:
+    """The bytes of the parcel whose first ones these are."""
+    return int(buffer[:8].view(torch.int64))
+
+
+def opened(buffer: torch.Tensor) -> Any:
+    """The tree; its tensors are views of the buffer."""
+    length = int(buffer[8:HEAD].view(torch.int64))
+    spec, kept = pickle.loads(buffer[HEAD : HEAD + length].numpy().tobytes())
+    start = _aligned(HEAD + length)
+    return pytree.unflatten(spec, [entry[0] if len(entry) == 1 else _view(buffer, start, *entry) for entry in kept])
+
+
+def _view(buffer: torch.Tensor, start: int, place: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    if 0 in shape or place < 0:
+        return torch.empty(shape, dtype=dtype, device="meta" if place < 0 else buffer.device)
+    size = dtype.itemsize * torch.Size(shape).numel()
+    return buffer[start + place : start + place + size].view(dtype).view(shape)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGN) * ALIGN

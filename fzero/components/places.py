@@ -1,0 +1,101 @@
+"""Which rank is which place of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from fzero.base.arguments import need_int, wrong
+from fzero.comm import backend
+from fzero.components.line import Line
+from fzero.components.routes import Seat
+from fzero.components.wiring import Wiring
+from fzero.schedules.task import Schedule
+from fzero.table.spec import Spec
+
+
+class AllPlaces:
+    """All places of a pipeline, of which a line is one; without a line there is but one."""
+
+    def __init__(self, line: Line | None, home: Mapping[int, int]) -> None:
+        self.line, self._home = line, home
+
+    @property
+    def leads(self) -> bool:
+        return self.line is None or self.line.rank == 0
+
+    def of_all(self, own: Mapping[int, torch.Tensor], error: BaseException | None) -> dict[int, torch.Tensor]:
+        if self.line is None:
+            if error is not None:
+                raise error
+            return dict(own)
+        said = self.line.exchange(dict(own), error)
+        return {c: self.line.nearest(said, stage)[c] for c, stage in self._home.items()} if own else {}
+
+
+EXPECTED = 'None, a mesh of one axis such as mesh["pp"], or a list of ranks for each place of the schedule'
+
+
+def need_groups(groups: object, schedule: Schedule) -> None:
+    """Refuses what says no places for a schedule."""
+    count = len(schedule.places)
+    if groups is None:
+        return
+    if isinstance(groups, backend.Mesh):
+        if groups.ndim != 1 or groups.size() != count:
+            raise ValueError(
+                f"pipeline: got groups=a mesh of shape {tuple(groups.shape)}, expected one axis of {count} ranks, as "
+                f"the schedule {schedule.name!r} has {count} places. Take that axis: mesh[name]."
+            )
+        return
+    if not isinstance(groups, (list, tuple)) or not all(isinstance(ranks, (list, tuple)) for ranks in groups):
+        raise wrong("pipeline", "groups", groups, EXPECTED)
+    flat = [need_int(rank, "pipeline", "a rank in groups", least=0) for ranks in groups for rank in ranks]
+    if len(groups) != count or not all(groups) or len(set(flat)) < len(flat):
+        raise ValueError(
+            f"pipeline: got groups={groups}, expected {count} lists of ranks, one for each place of the schedule "
+            f"{schedule.name!r}, no rank in two of them."
+        )
+
+
+def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: Wiring) -> Line | None:
+    """This rank's place; None where all stages run here. Every rank of the pipeline comes here at the same time."""
+    if groups is None:
+        return None
+    if not backend.initialized():
+        raise RuntimeError(
+            "pipeline: there is no process group whose ranks could be the places in groups. Start one with "
+            "torch.distributed.init_process_group('gloo') under torchrun, or leave groups out: all stages run here."
+        )
+    if isinstance(groups, backend.Mesh):
+        group = groups.get_group()
+        seats = [Seat(place, 0, 1, 0, 1) for place in range(len(schedule.places))]
+        return Line(group, schedule, seats)
+    assert isinstance(groups, (list, tuple))
+    group, places = backend.world(), {rank: place for place, ranks in enumerate(groups) for rank in ranks}
+    assert group is not None
+    if sorted(places) != list(range(backend.size_of(group))):
+        raise ValueError(
+            f"pipeline: got groups={groups} on {backend.size_of(group)} ranks, expected each of them to have a place."
+        )
+    place = places[backend.rank_in(group)]
+    stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
+    own, ranks = steps[stage].axis(), groups[place]
+    copy, copies = own.place_on_tensor
+    said = f"{place} {own.data_rank} {own.ranks} {copy} {copies}"
+    seats = [Seat(*map(int, text.split())) for text in backend.gather_strings(said, group)]
+    for place, ranks in enumerate(groups):
+        seat = seats[ranks[0]]
+        if seat.datas * seat.copies != len(ranks):
+            raise ValueError(
+                f"pipeline: got ranks {list(ranks)} for place {place}, whose first stage is on "
+                f"{seat.datas * seat.copies} ranks by its table; expected a step that is sharded over all ranks "
+                "of its place (fz.shard_zero1, 2 or 3 with a mesh of them)."
+            )
+    if wires.shared and len({seat.datas for seat in seats}) > 1:
+        raise ValueError(
+            f"pipeline: got shared={dict(wires.shared)} and places with {sorted({seat.datas for seat in seats})} ranks "
+            "that have different examples; expected as many in each place, where components are shared."
+        )
+    return Line(group, schedule, seats)

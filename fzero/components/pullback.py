@@ -1,0 +1,77 @@
+"""The pullback of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fzero.base import pytree
+from fzero.base.arguments import need_bool
+from fzero.base.interrupts import as_found
+from fzero.components.call import Call, goes_forward
+from fzero.components.parts import PerStage
+from fzero.state.checks import need_derivatives
+from fzero.table.microbatch import parts_of
+
+
+class PipelinePullback:
+    """The pullback of `pipeline.vjp`: takes the outputs' cotangent, returns (grads, input cotangents)."""
+
+    def __init__(self, call: Call, inputs: Sequence[object]) -> None:
+        self._micro, self._inputs = call.micro, inputs
+        self._call: Call | None = call
+        found = call.flow.outputs
+        self._parts = [parts_of(found[i]) for i in sorted(found)]
+        self._spec = pytree.flatten(found[0])[1] if found else None
+        found.clear()
+        call.flow.auxes.clear()
+
+    def __call__(
+        self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
+    ) -> tuple[PerStage, tuple[object, ...]]:
+        """Pulls a cotangent of the outputs back: the backward tasks of the schedule.
+
+        Args:
+            cotangent: the outputs' structure; `None` for an output counts as zero. Places that do not have the last
+                stage give anything.
+            retain_graph: keep what is needed to call again; otherwise it is freed.
+            create_graph: is refused: a pipeline is differentiated once.
+
+        Returns:
+            The grads of every component, and one cotangent per input, `None` where it was not differentiated.
+        """
+        need_bool(retain_graph, "pullback", "retain_graph")
+        if need_bool(create_graph, "pullback", "create_graph") or create_graph:
+            raise ValueError(
+                "pullback: got create_graph=True, expected False: a pipeline's pullback cannot be differentiated. "
+                "Take second derivatives of the stages' functions, one after the other, in one step: fz.hvp."
+            )
+        need_derivatives("pullback")
+        call = self._call
+        if call is None:
+            raise RuntimeError(
+                "The pullback of this pipeline was used up by an earlier call, which freed what it kept. Pass "
+                "retain_graph=True to every call but the last."
+            )
+        if not retain_graph:
+            self._call = None
+        pieces: list[object] = []
+        times = [1.0]
+
+        def asked() -> Sequence[object]:
+            if not pieces:
+                spec = pytree.flatten(cotangent)[1]
+                if spec != self._spec:
+                    raise ValueError(
+                        f"cotangent: got the structure {spec}, expected that of the outputs, {self._spec}. Give one "
+                        "cotangent per output, in the same containers; None counts as zero."
+                    )
+                found, times[0] = self._micro.split_cotangent(cotangent, self._parts)
+                pieces.extend(found)
+            return pieces
+
+        with as_found():
+            call.run(lambda task: not goes_forward(task), asked, retain_graph)
+            factor = call.known(lambda: times[0])
+            grads = call.grads(factor)
+            cotangents = call.input_cotangents(self._inputs, factor)
+        return grads, cotangents

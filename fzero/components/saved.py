@@ -1,0 +1,100 @@
+"""Checkpoints of a pipeline: one of every component, and a file, written last, that says which belong together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.folder import path_of
+from fzero.checkpoint.load import load
+from fzero.checkpoint.manifest import DamagedCheckpoint, read_manifest
+from fzero.checkpoint.places import folder_at
+from fzero.checkpoint.save import as_json, save
+from fzero.checkpoint.together import NAME, read_together, together
+from fzero.state.train_state import TrainState
+from fzero.table.spec import Spec
+
+SLOTS = ("a", "b")  # the subfolder that the next save goes to is the one that the last did not
+Agree = Callable[[BaseException | None], None]
+
+
+def save_parts(path: str, states: Sequence[TrainState | None], extra: object, leads: bool, agree: Agree) -> None:
+    """Writes the states that are here; what lay there before is whole until all are written, and then goes.
+
+    Args:
+        states: of every component, None of those that other places write.
+        leads: whether this rank writes the file that says what belongs together.
+        agree: raises on every rank where one has failed.
+    """
+    error: BaseException | None = None
+    slot, folder = "", path_of(path, "save")
+    try:
+        text = as_json(extra, "fz.save: extra")
+        before = read_together(folder)
+        slot = SLOTS[1 if before is not None and before.slot == SLOTS[0] else 0]
+    except Exception as caught:
+        error = caught
+    agree(error)
+    error = None
+    try:
+        for c, state in enumerate(states):
+            if state is not None:
+                save(f"{folder}/{slot}/{c}", state)
+    except Exception as caught:
+        error = caught
+    agree(error)
+    error = None
+    try:
+        if leads:
+            tokens = [read_manifest(f"{folder}/{slot}/{c}").token for c in range(len(states))]
+            there = folder_at(folder)
+            there.replace(NAME, together(slot, tokens, json.loads(text)))
+            if (old := next(own for own in SLOTS if own != slot)) in there.folders():
+                there.discard(old)
+            there.tidy()
+    except Exception as caught:
+        error = caught
+    agree(error)
+    for state in states:  # of other lines of places, too
+        if state is not None:
+            Everyone(state.params.axis).exchange("whole", "save")
+
+
+def load_parts(path: object, steps: Mapping[int, Spec], count: int, options: Mapping[str, Any]) -> list[Any]:
+    """The states of the components that are here, None of the others.
+
+    Args:
+        count: of all components.
+        options: of `fz.load`; `like` is a list with one tree for each component.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint of a pipeline.
+        DamagedCheckpoint: it is not what was written.
+        ValueError: it is of another number of components.
+    """
+    folder = path_of(path, "load")
+    found = read_together(folder)
+    if found is None:
+        raise FileNotFoundError(
+            f"{folder}: got no checkpoint of a pipeline, expected one that fz.save has written, with its {NAME}."
+        )
+    if len(found.tokens) != count:
+        raise ValueError(
+            f"{folder}: got a checkpoint of {len(found.tokens)} components, expected one of {count}, as many as the "
+            "pipeline has."
+        )
+    like = options.get("like")
+    if like is not None and not (isinstance(like, (list, tuple)) and len(like) == count):
+        raise TypeError(f"fz.load: got like={type(like).__name__}, expected a list of {count} trees, one a component.")
+    states: list[Any] = [None] * count
+    for c, step in steps.items():
+        own = f"{folder}/{found.slot}/{c}"
+        states[c] = load(own, step, **{**options, "like": None if like is None else like[c]})
+        if read_manifest(own).token != found.tokens[c]:
+            raise DamagedCheckpoint(
+                f"{own}: got another checkpoint than the one that belongs to {folder}/{NAME}: another save has written "
+                "there. Load it again, or load an older checkpoint."
+            )
+    return states

@@ -1,0 +1,354 @@
+"""fz.pipeline: a component made of components, which run a batch by a schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from fzero.base import private
+from fzero.base.arguments import need_argnums, need_int, need_norm, wrong
+from fzero.base.interrupts import as_found
+from fzero.components.call import Call, goes_forward
+from fzero.components.flow import Passes as StagePasses
+from fzero.components.joint import updated
+from fzero.components.line import Line
+from fzero.components.losses import Losses
+from fzero.components.parts import PerStage, PipelineState
+from fzero.components.places import AllPlaces, line_over, need_groups
+from fzero.components.pullback import PipelinePullback
+from fzero.components.saved import load_parts
+from fzero.components.wiring import Number, Wiring, default_inputs, wiring
+from fzero.engine.passes import Passes
+from fzero.schedules.check import check
+from fzero.schedules.task import Schedule, Task
+from fzero.schedules.timeline import Timeline
+from fzero.state.checks import check_grads, check_optimizer, check_state, constants, need_derivatives, refuse_captured
+from fzero.step import Step
+from fzero.table.microbatch import Microbatches
+
+SEEDS = 1_000_003  # between the seeds of stages, whose random numbers must differ
+
+
+class Pipeline:
+    """Stages, each a component of its own, that run a batch in microbatches by a schedule. Made by `fz.pipeline`.
+
+    It has the verbs of a step. Its states, params and grads hold one entry for each component; its numbers are those of
+    `fz.accumulate` over the stages' functions one after the other.
+
+    Attributes:
+        steps: the components, stages first.
+        schedule: who does what in which order.
+    """
+
+    def __init__(
+        self,
+        steps: Sequence[Step],
+        schedule: Schedule,
+        wires: Wiring,
+        in_dims: int | tuple[int | None, ...] | None,
+        groups: object,
+    ) -> None:
+        self.steps, self.schedule, self._wires, self._groups = tuple(steps), schedule, wires, groups
+        self._micro = Microbatches(schedule.microbatches, in_dims)
+        self._report = check(schedule, wires.edges)
+
+    def __repr__(self) -> str:
+        return f"Pipeline({self.schedule.name}, {len(self.steps)} steps, {self._micro.count} microbatches)"
+
+    # ---- places
+
+    @cached_property
+    def _places(self) -> AllPlaces:
+        return AllPlaces(line_over(self._groups, self.schedule, self.steps, self._wires), self._wires.home)
+
+    @property
+    def _line(self) -> Line | None:
+        return self._places.line
+
+    @cached_property
+    def _tasks(self) -> tuple[Task, ...]:
+        """What this place does, in order."""
+        if self._line is not None:
+            return self.schedule.with_messages(self._wires.edges).places[self._line.place]
+        return tuple(task for _, task in self._report.order if task.peer is None)
+
+    @cached_property
+    def _here(self) -> tuple[int, ...]:
+        """The components that run in this place."""
+        line, home = self._line, self._wires.home
+        every = range(len(self.steps))
+        return tuple(c for c in every if line is None or self.schedule.place_of(home[c]) == line.place)
+
+    @property
+    def _last(self) -> int:
+        return self.schedule.stages - 1
+
+    # ---- verbs
+
+    def init(self, params: Sequence[Any], seed: int = 0, sync: bool = False) -> PipelineState:
+        """The states of all components, for these params.
+
+        Args:
+            params: of each component, in the order of `steps`; those of other places are not looked at, and may be
+                None.
+            seed: of everything random in the run; each component draws from one of its own.
+            sync: as in `step.init`.
+
+        Raises:
+            TypeError, ValueError: another number of params than of components; and as `step.init` does.
+        """
+        seed = need_int(seed, "pipeline.init", "seed")
+        if not isinstance(params, (tuple, list)) or len(params) != len(self.steps):
+            got = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
+            raise wrong("pipeline.init", "params", got, f"a list of {len(self.steps)} trees, one for each component")
+        own = {c: self.steps[c].init(params[c], seed + SEEDS * c, sync) for c in self._here}
+        return PipelineState([own.get(c) for c in range(len(self.steps))], self._places)
+
+    def vjp(
+        self, state: PipelineState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0
+    ) -> Any:
+        """Outputs of the last stage and their pullback: the forward tasks of the schedule.
+
+        In other places than the last stage's, tensors of the outputs are placeholders on torch's device "meta", 0-d
+        ones excepted; so are cotangents of inputs in other places than that of the stage which takes them.
+
+        Args:
+            state: of this pipeline.
+            inputs: this rank's share of the batch.
+            argnums: the inputs to differentiate; every floating one by default.
+            rng: varies everything random in the stages' functions.
+
+        Returns:
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the last stage has aux.
+        """
+        self._check(state, "pipeline.vjp")
+        chosen = need_argnums(argnums, inputs)
+        need_derivatives("pipeline.vjp")
+        call = self._call(state, inputs, range(len(inputs)) if chosen is None else chosen, rng)
+        with as_found():
+            call.run(goes_forward, tuple)
+            outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
+        pullback = PipelinePullback(call, inputs)
+        return (outputs, pullback, aux) if self._has_aux else (outputs, pullback)
+
+    def forward(self, state: PipelineState, *inputs: object, rng: int = 0) -> Any:
+        """The outputs without gradients; `(outputs, aux)` where the last stage has aux. Otherwise as `vjp`."""
+        self._check(state, "pipeline.forward")
+        state, inputs = constants("pipeline.forward", state=state, inputs=inputs)
+        call = self._call(state, inputs, None, rng)
+        with as_found(), private.outside_inference(), torch.no_grad():
+            call.run(goes_forward, tuple)
+            outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
+        return (outputs, aux) if self._has_aux else outputs
+
+    def __call__(
+        self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0
+    ) -> tuple[PipelineState, dict[str, Any]]:
+        """One update by the whole schedule: `(new state, metrics)`.
+
+        Args:
+            inputs: this rank's share of the batch.
+            cotangent: of the outputs, where they are not a scalar loss.
+
+        Returns:
+            The next state, and the metrics of a step: "grad_norm" is that of all components; one that differs between
+            components is there as "lr.0", "lr.1", ...
+        """
+        self._check(state, "pipeline")
+        return self._stepped(state, inputs, cotangent, rng, False)[:2]
+
+    def timeline(self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0) -> Timeline:
+        """When each task of one step began and ended, in all places: for `fz.plot_schedule`. The update is thrown away.
+
+        Args:
+            state, inputs, cotangent, rng: as for a step.
+        """
+        self._check(state, "pipeline.timeline")
+        return self._stepped(state, inputs, cotangent, rng, True)[2]
+
+    def update(
+        self, state: PipelineState, grads: PerStage, grad_norm: object = None
+    ) -> tuple[PipelineState, dict[str, Any]]:
+        """The components' updates with these grads, clipped by the norm over all of them.
+
+        A gradient that is not finite in one component skips the update of all.
+
+        Args:
+            grads: what a pullback of this pipeline returned.
+            grad_norm: a norm to clip by instead: `fz.global_norm` of several components.
+        """
+        self._check(state, "pipeline.update")
+        self._check_grads(state, grads)
+        need_norm(grad_norm, "pipeline.update")
+        state, grads, grad_norm = constants("pipeline.update", state=state, grads=grads, grad_norm=grad_norm)
+        return self._updated(state, grads, grad_norm)
+
+    def add_grads(self, state: PipelineState, grads: PerStage) -> PipelineState:
+        """A state that keeps these grads for the next update."""
+        self._check(state, "pipeline.add_grads")
+        self._check_grads(state, grads)
+        return self._each(state, lambda c: self.steps[c].add_grads(state[c], grads[c]))
+
+    def load_from(self, path: str, options: Mapping[str, Any]) -> PipelineState:
+        """The states of a checkpoint: for `fz.load`."""
+        own, parts, error = {c: self.steps[c] for c in self._here}, list[Any](), None
+        try:
+            parts = load_parts(path, own, len(self.steps), options)
+        except Exception as caught:
+            error = caught
+        self._places.of_all({}, error)
+        return PipelineState(parts, self._places)
+
+    # ---- what they are made of
+
+    @property
+    def _has_aux(self) -> bool:
+        return self.steps[self._last].has_aux
+
+    def _each(self, state: PipelineState, fn: Callable[[int], Any]) -> PipelineState:
+        own = {c: fn(c) for c in self._here}
+        return PipelineState([own.get(c) for c in range(len(state))], self._places)
+
+    def _check(self, state: object, who: str) -> None:
+        if not isinstance(state, PipelineState):
+            raise wrong(who, "state", state, "what the init of this pipeline returned")
+        here = tuple(c for c, own in enumerate(state) if own is not None)
+        if len(state) != len(self.steps) or here != self._here:
+            raise ValueError(
+                f"{who}: got a state of {len(state)} components, of which {list(here)} are here, expected one of "
+                f"{len(self.steps)}, of which {list(self._here)} are. Use the state that this pipeline's init returned."
+            )
+        for c in self._here:
+            check_state(self.steps[c], state[c], f"{who}, component {c}")
+
+    def _check_grads(self, state: PipelineState, grads: object) -> None:
+        if not isinstance(grads, PerStage) or len(grads) != len(state):
+            raise wrong("pipeline.update", "grads", grads, "the first value that a pullback of this pipeline returned")
+        for c in self._here:
+            check_grads(self.steps[c], state[c], grads[c], f"grads[{c}]")
+
+    def _call(
+        self,
+        state: PipelineState,
+        inputs: Sequence[object],
+        wanted: Sequence[int] | None,
+        rng: int,
+        at_once: bool = False,
+        records: bool = False,
+        keep: Callable[[int, object], object] = lambda _, output: output,
+    ) -> Call:
+        rng = need_int(rng, "pipeline", "rng")
+        passes: dict[int, StagePasses] = {
+            c: Passes(self.steps[c], state[c], self._micro.count, rng, at_once=at_once) for c in self._here
+        }
+        wires, parts = default_inputs(self._wires, len(inputs)), self._micro.split(inputs)
+        return Call(wires, passes, parts, wanted, self._micro, self._tasks, self._places, records, keep)
+
+    def _updated(
+        self, state: PipelineState, grads: PerStage, grad_norm: object
+    ) -> tuple[PipelineState, dict[str, Any]]:
+        with as_found(), private.of_normal_tensors(), private.below_transforms():
+            own = {c: self.steps[c] for c in self._here}
+            return updated(own, state, grads, grad_norm, self._places)
+
+    def _aux(self, call: Call) -> object:
+        return call.merged(call.flow.auxes, "aux") if self._has_aux else None
+
+    def _stepped(
+        self, state: PipelineState, inputs: Sequence[object], cotangent: object, rng: int, records: bool
+    ) -> tuple[PipelineState, dict[str, Any], Any]:
+        for c in self._here:
+            check_optimizer(self.steps[c], state[c])
+            refuse_captured("pipeline", self.steps[c].fn)
+        need_derivatives("pipeline")
+        state, inputs, cotangent = constants("pipeline", state=state, inputs=inputs, cotangent=cotangent)
+        losses = Losses(self._micro, cotangent)
+        call = self._call(state, inputs, (), rng, True, records, losses.note)
+        with as_found():
+            call.run(lambda _: True, lambda: losses.pieces)
+            axis = state[self._last].params.axis if call.has_last else None
+            loss, times, aux = call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))
+            new, metrics = self._updated(state, call.grads(times), None)
+            spans = self._timeline(call) if records else None
+        metrics |= {"loss": loss} if loss is not None else {}
+        return new, metrics | ({"aux": aux} if self._has_aux else {}), spans
+
+    def _timeline(self, call: Call) -> Timeline:
+        own = [(list(task), start, end) for task, start, end in call.spans]
+        if call.line is None:
+            place = self.schedule.place_of
+            return Timeline([(place(task.stage), task, start, end) for task, start, end in call.spans], "measured")
+        said, places = call.agreed(own), {}
+        for seat, spans in zip(call.line.seats, said, strict=True):
+            places.setdefault(seat.place, [(seat.place, Task(*task), start, end) for task, start, end in spans])
+        return Timeline([span for spans in places.values() for span in spans], "measured")
+
+
+def pipeline(
+    steps: Sequence[Step],
+    schedule: Schedule,
+    groups: object = None,
+    *,
+    inputs: Number | None = None,
+    skips: Mapping[Any, int | Sequence[int]] | None = None,
+    shared: Number | None = None,
+    in_dims: int | tuple[int | None, ...] | None = 0,
+) -> Pipeline:
+    """A component made of components: stages that run a batch, in microbatches, by a schedule.
+
+    The first input of the pipeline goes to the first stage, further ones to the last. A stage's function takes, behind
+    its params: what the stage before it returned; what skips to it; the pipeline's inputs that it takes; what it
+    shares. Any of these may be a pytree. Each stage has a table, an optimizer and a mesh of its own; clipping is joint.
+
+    Numbers, to the bit, are those of `fz.accumulate(step, schedule.microbatches)` with one step whose function calls
+    the stages' functions one after the other: each stage adds gradients in the order of the microbatches, whatever the
+    schedule.
+
+    Args:
+        steps: one for each stage of the schedule, in order, and behind them one for each that stages share.
+        schedule: of `fz.schedules`, or one's own.
+        groups: where the stages run. None: all in this process, one task after the other (on several ranks, each runs
+            all stages on its share of the batch). A mesh of one axis, `mesh["pp"]`: rank i of it is place i of the
+            schedule, and a stage's step may be sharded over the other axes. Lists of ranks, one for each place.
+        inputs: stage -> the pipeline's inputs that it takes, by number.
+        skips: (stage, item) -> the later stage, or stages, that an item of its output goes to instead of to the next.
+        shared: component -> the stages that it gives its output to: a weight that they share has a step of its own,
+            whose function takes params alone, and whose cotangents are summed.
+        in_dims: the dim by which inputs are split into microbatches, as in `fz.accumulate`.
+
+    Raises:
+        TypeError, ValueError: no step for a stage; a schedule that cannot run, and why; wires to what is not there.
+
+    Example:
+        >>> stage = lambda p, h: torch.tanh(h @ p["w"])
+        >>> head = lambda p, h, y: ((h @ p["w"] - y) ** 2).mean()
+        >>> steps = [fz.train_step(fn, fz.sgd(0.1)) for fn in (stage, stage, head)]
+        >>> pipe = fz.pipeline(steps, fz.schedules.one_f_one_b(stages=3, microbatches=2))
+        >>> state = pipe.init([{"w": torch.eye(2)}, {"w": torch.eye(2)}, {"w": torch.ones(2, 1)}])
+        >>> state, metrics = pipe(state, torch.zeros(4, 2), torch.ones(4, 1))
+        >>> metrics["loss"], state.step
+        (tensor(1.), 1)
+    """
+    if not isinstance(steps, (tuple, list)) or not steps:
+        raise wrong("pipeline", "steps", steps, "a list of steps, one for each stage of the schedule")
+    if not isinstance(schedule, Schedule):
+        raise wrong("pipeline", "schedule", schedule, "a schedule, as fz.schedules.one_f_one_b(stages, microbatches)")
+    wires = wiring(len(steps), schedule.stages, inputs, skips, shared)
+    for c, step in enumerate(steps):
+        if not isinstance(step, Step):
+            raise wrong("pipeline", f"steps[{c}]", step, "a step, such as fz.train_step makes")
+        if step.microbatches.count > 1:
+            raise ValueError(
+                f"pipeline: got steps[{c}] with fz.accumulate(..., {step.microbatches.count}), expected none: the "
+                f"schedule says how many microbatches there are, {schedule.microbatches}. Leave accumulate out."
+            )
+        if step.has_aux and c != schedule.stages - 1:
+            raise ValueError(
+                f"pipeline: got steps[{c}] with has_aux=True, expected that of the last stage alone, "
+                f"{schedule.stages - 1}. Return what it has to say as an output that the next stage hands on."
+            )
+    need_groups(groups, schedule)
+    return Pipeline(steps, schedule, wires, in_dims, groups)

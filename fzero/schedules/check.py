@@ -1,0 +1,266 @@
+"""fz.schedules.check: proves that a schedule can run and computes everything once, or names what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from fzero.schedules.task import COTANGENT, Edge, Kind, Schedule, Task, need_schedule
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `fz.schedules.check` found of a schedule that can run.
+
+    Attributes:
+        alive: for each place the most pullbacks that live there at once, each from its FORWARD until its BACKWARD or
+            PARAMS is done.
+        messages: how many go between places, each counted once.
+        waiting: for each stage how many gradients of its params must wait at once to be added in microbatch order; 0
+            where they come in that order.
+        order: all tasks, messages too, as (place, task) in an order in which one after the other can run.
+    """
+
+    alive: tuple[int, ...]
+    messages: int
+    waiting: tuple[int, ...]
+    order: tuple[tuple[int, Task], ...] = field(repr=False)
+
+    def __str__(self) -> str:
+        late = ", ".join(f"{count} of stage {stage}" for stage, count in enumerate(self.waiting) if count)
+        order = f"that wait for earlier microbatches: {late}" if late else "in microbatch order"
+        return (
+            f"pullbacks alive at once, by place: {', '.join(map(str, self.alive))}; messages: {self.messages}; "
+            f"gradients of params {order}"
+        )
+
+
+def check(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
+    """Proves that a schedule computes everything once and cannot stop half way.
+
+    Every stage runs each microbatch forward once and back once, as a whole or inputs before params; back comes after
+    forward, and stages follow one another by the edges. Between places every message is sent behind what makes it,
+    received before what needs it, and matched one to one. Sends do not wait, receives do: there is an order of all
+    tasks in which no receive comes before its send, so that no places wait for each other, however fast each is.
+
+    Args:
+        schedule: with all its messages, or with none: then they are derived as `Schedule.with_messages` does.
+        edges: pairs (source, target) beside neighbours, for outputs that skip stages. None takes those that the
+            schedule has messages of.
+
+    Returns:
+        What is alive at once, the messages, and the order.
+
+    Raises:
+        TypeError: what is no schedule, or no pairs.
+        ValueError: the first tasks that are wrong, what was expected, what to do.
+
+    Example:
+        >>> report = fz.schedules.check(fz.schedules.one_f_one_b(stages=3, microbatches=6))
+        >>> print(report)
+        pullbacks alive at once, by place: 3, 2, 1; messages: 24; gradients of params in microbatch order
+        >>> report.order[:4]
+        ((0, F0.0), (0, S0.0>1), (1, R1.0<0), (1, F1.0))
+    """
+    need_schedule(schedule, "check")
+    if edges is None and schedule.has_messages:
+        told = ((task.stage, task.peer) for tasks in schedule.places for task in tasks if task.peer is not None)
+        edges = {(min(pair), max(pair)) for pair in told}
+    pairs = schedule.edges(edges)
+    proof = _Proof(schedule, schedule.homes, _found(schedule))
+    proof.need_all()
+    proof.need_order(pairs)
+    if schedule.has_messages:
+        proof.need_messages(pairs)
+    full = schedule.with_messages(pairs)
+    return Report(
+        alive=tuple(_alive(tasks) for tasks in full.places),
+        messages=sum(task.kind is Kind.SEND for tasks in full.places for task in tasks),
+        waiting=tuple(_waiting(full.places[place], stage) for stage, place in enumerate(full.homes)),
+        order=_order(full),
+    )
+
+
+def _found(schedule: Schedule) -> dict[Task, tuple[int, int]]:
+    """Where each task stands: (place, how many before it)."""
+    found: dict[Task, tuple[int, int]] = {}
+    for place, tasks in enumerate(schedule.places):
+        if not tasks:
+            raise ValueError(f"check: place {place} of {schedule.name!r} has no tasks; leave it out.")
+        for at, task in enumerate(tasks):
+            if task in found:
+                raise ValueError(
+                    f"check: {schedule.name!r} has {task!r} twice at place {place}, as tasks {found[task][1]} and "
+                    f"{at}, expected once; leave one out."
+                )
+            found[task] = place, at
+    return found
+
+
+@dataclass(frozen=True)
+class _Proof:
+    """A schedule, the place of each stage, and where each task stands."""
+
+    schedule: Schedule
+    homes: Sequence[int]
+    found: dict[Task, tuple[int, int]]
+
+    def back(self, stage: int, microbatch: int) -> Task:
+        """What makes the cotangents of a stage's inputs."""
+        whole, half = (Task(kind, stage, microbatch) for kind in COTANGENT)
+        return whole if whole in self.found else half
+
+    def need_all(self) -> None:
+        """Every stage runs each microbatch once forward and once back."""
+        for stage, place in enumerate(self.homes):
+            for microbatch in range(self.schedule.microbatches):
+                task = {kind: Task(kind, stage, microbatch) for kind in Kind}
+                forward, whole, inputs, params = (
+                    task[kind] for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.INPUTS, Kind.PARAMS)
+                )
+                has = {kind for kind in Kind if task[kind] in self.found}
+                if Kind.FORWARD not in has:
+                    self._missing(forward, place, "every stage runs each microbatch once")
+                halves = [half for half in (inputs, params) if half.kind in has]
+                if Kind.BACKWARD in has and halves:
+                    raise ValueError(
+                        f"check: {self.schedule.name!r} has {whole!r} and {halves[0]!r} at place {place}, expected "
+                        f"{whole!r} alone, or {inputs!r} and {params!r}; leave out one or the other."
+                    )
+                if Kind.BACKWARD not in has and not halves:
+                    self._missing(
+                        whole, place, f"what ran forward comes back, by {whole!r} or {inputs!r} and {params!r}"
+                    )
+                for half in (inputs, params):
+                    if len(halves) == 1 and half not in halves:
+                        self._missing(half, place, f"{halves[0]!r} is only half of the way back")
+
+    def _missing(self, task: Task, place: int, why: str) -> None:
+        raise ValueError(
+            f"check: {self.schedule.name!r} has no {task!r} at place {place}, expected it, as {why}; put it in."
+        )
+
+    def need_order(self, edges: Sequence[Edge]) -> None:
+        """At each place: back after forward, and stages as the edges lead."""
+        for microbatch in range(self.schedule.microbatches):
+            for stage in range(self.schedule.stages):
+                forward, back = Task(Kind.FORWARD, stage, microbatch), self.back(stage, microbatch)
+                self._need_before(forward, back, "a pullback is there after its forward")
+                if back.kind is Kind.INPUTS:
+                    params = back._replace(kind=Kind.PARAMS)
+                    self._need_before(back, params, "the params' gradients come from what the inputs' left")
+            for source, target in edges:
+                if self.homes[source] == self.homes[target]:
+                    first, then = (Task(Kind.FORWARD, stage, microbatch) for stage in (source, target))
+                    self._need_before(first, then, f"stage {target} takes what stage {source} makes")
+                    first, then = (self.back(stage, microbatch) for stage in (target, source))
+                    self._need_before(first, then, f"stage {source} takes the cotangent that stage {target} makes")
+
+    def _need_before(self, first: Task, then: Task, why: str) -> None:
+        (place, at), (_, later) = self.found[first], self.found[then]
+        if at > later:
+            raise ValueError(
+                f"check: {self.schedule.name!r} has {then!r} before {first!r} at place {place}, as tasks {later} and "
+                f"{at}, expected it behind, as {why}; move one of them."
+            )
+
+    def need_messages(self, edges: Sequence[Edge]) -> None:
+        """All messages that the edges between places ask for, each at its stage's place, no others."""
+        expected: list[tuple[Task, Task, Task]] = []  # a send, what makes it, what needs it
+        for source, target in edges:
+            if self.homes[source] != self.homes[target]:
+                for microbatch in range(self.schedule.microbatches):
+                    made, needed = (Task(Kind.FORWARD, stage, microbatch) for stage in (source, target))
+                    expected.append((Task(Kind.SEND, source, microbatch, target), made, needed))
+                    made, needed = (self.back(stage, microbatch) for stage in (target, source))
+                    expected.append((Task(Kind.SEND, target, microbatch, source), made, needed))
+        ends = {end for send, _, _ in expected for end in (send, send.other_end)}
+        for task, (place, _) in self.found.items():
+            if task.peer is not None and task not in ends:
+                between = min(task.stage, task.peer), max(task.stage, task.peer)
+                why = f"edges has nothing between these stages; say edges=[{between}] or leave it out"
+                if self.homes[task.stage] == self.homes[task.peer]:
+                    why = f"stages {task.stage} and {task.peer} are both there and hand it on themselves; leave it out"
+                raise ValueError(
+                    f"check: {self.schedule.name!r} has {task!r} at place {place}, expected no such message, as {why}."
+                )
+        for send, made, needed in expected:
+            receive = send.other_end
+            for end, other in ((send, receive), (receive, send)):
+                if end not in self.found:
+                    there = f", {other!r} is at place {self.found[other][0]}" if other in self.found else ""
+                    why = f"{needed!r} needs what {made!r} makes{there}"
+                    self._missing(end, self.homes[end.stage], f"{why}, and a schedule has all its messages or none")
+            self._need_before(made, send, f"{made!r} makes what is sent")
+            self._need_before(receive, needed, f"{needed!r} needs what is received")
+
+
+def _order(schedule: Schedule) -> tuple[tuple[int, Task], ...]:
+    """All tasks in an order in which each can run; every place in turn computes once."""
+    next_of = [0] * len(schedule.places)
+    sent: set[Task] = set()
+    order: list[tuple[int, Task]] = []
+    while True:
+        before = len(order)
+        for place, tasks in enumerate(schedule.places):
+            computed = False
+            while next_of[place] < len(tasks):
+                task = tasks[next_of[place]]
+                if (computed and task.kind is not Kind.SEND) or (
+                    task.kind is Kind.RECEIVE and task.other_end not in sent
+                ):
+                    break
+                if task.kind is Kind.SEND:
+                    sent.add(task)
+                computed = computed or not task.is_message
+                order.append((place, task))
+                next_of[place] += 1
+        if len(order) == before:
+            break
+    if any(at < len(tasks) for at, tasks in zip(next_of, schedule.places, strict=True)):
+        raise ValueError(_circle(schedule, next_of))
+    return tuple(order)
+
+
+def _circle(schedule: Schedule, next_of: Sequence[int]) -> str:
+    """The receives at which places wait for each other, in words."""
+    place = next(place for place, tasks in enumerate(schedule.places) if next_of[place] < len(tasks))
+    way = [place]
+    while way.count(place) < 2:
+        place = schedule.place_of(schedule.places[place][next_of[place]].other_end.stage)
+        way.append(place)
+    way = way[way.index(place) :]
+    heads = {place: schedule.places[place][next_of[place]] for place in way}
+    waits = [
+        f"place {place} waits at {heads[place]!r} for {heads[place].other_end!r}, which place {other} has behind "
+        f"{heads[other]!r}"
+        for place, other in pairwise(way)
+    ]
+    return (
+        f"check: {schedule.name!r} stops after {sum(next_of)} tasks, as {len(waits)} places wait for each other: "
+        f"{'; '.join(waits)}. Expected an order in which every send can come before its receive; move one of these "
+        "receives, and the task that needs it, behind the send that stands after it."
+    )
+
+
+def _alive(tasks: Iterable[Task]) -> int:
+    """The most pullbacks of a place at once."""
+    alive = most = 0
+    for task in tasks:
+        alive += (task.kind is Kind.FORWARD) - (task.kind in (Kind.BACKWARD, Kind.PARAMS))
+        most = max(most, alive)
+    return most
+
+
+def _waiting(tasks: Iterable[Task], stage: int) -> int:
+    """The most gradients of a stage's params that wait at once until all earlier microbatches were added."""
+    due, held, most = 0, set[int](), 0
+    for task in tasks:
+        if task.stage == stage and task.kind in (Kind.BACKWARD, Kind.PARAMS):
+            held.add(task.microbatch)
+            while due in held:
+                held.remove(due)
+                due += 1
+            most = max(most, len(held))
+    return most

@@ -1,0 +1,296 @@
+"""Tasks, and a schedule: for each place a tuple of them, in order."""
+
+from __future__ import annotations
+
+import enum
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from fzero.base.arguments import need_int, need_str, wrong
+
+Edge = tuple[int, int]
+_WRITTEN = re.compile(r"([FBIW])(\d+)\.(\d+)|(S)(\d+)\.(\d+)>(\d+)|(R)(\d+)\.(\d+)<(\d+)")
+_EDGES = "pairs of ints (source stage, target stage) or None"
+
+
+class Kind(enum.Enum):
+    """What a task does with one microbatch of one stage; its value is the letter that it is written with.
+
+    `BACKWARD` is the whole pullback; `INPUTS` and `PARAMS` are its halves, the cotangents of the stage's inputs and the
+    gradients of its params.
+
+    Example:
+        >>> fz.schedules.Kind("W")
+        <Kind.PARAMS: 'W'>
+    """
+
+    FORWARD = "F"
+    BACKWARD = "B"
+    INPUTS = "I"
+    PARAMS = "W"
+    SEND = "S"
+    RECEIVE = "R"
+
+
+COTANGENT = (Kind.BACKWARD, Kind.INPUTS)  # make the cotangents of a stage's inputs
+MESSAGES = (Kind.SEND, Kind.RECEIVE)
+
+
+class Task(NamedTuple):
+    """One thing that a place does: computes for one microbatch of a stage, or sends or receives a value of it.
+
+    A SEND of stage s to a later stage p carries the output of s, to an earlier one the cotangent of what came from
+    there. A RECEIVE on stage s from stage p is the other end of the SEND of p to s.
+
+    Attributes:
+        kind: what is done.
+        stage: whose, counted from 0.
+        microbatch: which, counted from 0.
+        peer: of a message the stage at its other end, None otherwise.
+
+    Example:
+        >>> Task = fz.schedules.Task
+        >>> Task(fz.schedules.Kind.FORWARD, stage=0, microbatch=3)
+        F0.3
+        >>> Task.parse("R1.3<0") == Task(fz.schedules.Kind.RECEIVE, 1, 3, peer=0)
+        True
+    """
+
+    kind: Kind
+    stage: int
+    microbatch: int
+    peer: int | None = None
+
+    def __repr__(self) -> str:
+        other = "" if self.peer is None else f"{'>' if self.kind is Kind.SEND else '<'}{self.peer}"
+        return f"{self.kind.value}{self.stage}.{self.microbatch}{other}"
+
+    @staticmethod
+    def parse(text: str) -> Task:
+        """A task as its repr writes it: "F0.3" (stage 0, microbatch 3), "S0.3>1", "R1.3<0".
+
+        Raises:
+            ValueError: a text that says no task.
+        """
+        need_str(text, "Task.parse", "text", "a str such as 'F0.3'")
+        if not (found := _WRITTEN.fullmatch(text)):
+            raise ValueError(
+                f"Task.parse: got {text!r}, expected a letter of F, B, I, W with stage.microbatch, such as 'F0.3', or "
+                "'S0.3>1' for a send of stage 0 to stage 1, or 'R1.3<0' for its receive."
+            )
+        letter, *numbers = [group for group in found.groups() if group is not None]
+        return Task(Kind(letter), *map(int, numbers))
+
+    @property
+    def is_message(self) -> bool:
+        return self.kind in MESSAGES
+
+    @property
+    def other_end(self) -> Task:
+        """The receive of a send, the send of a receive."""
+        assert self.peer is not None
+        kind = Kind.RECEIVE if self.kind is Kind.SEND else Kind.SEND
+        return Task(kind, self.peer, self.microbatch, self.stage)
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Who does what in which order: a tuple of tasks for each place.
+
+    A place is what does one task at a time: a process, a group of ranks, the host of a remote component. It has one
+    stage or several; all tasks of a stage stand at one place. A schedule has no messages, and they are derived, or all
+    of them. Whether it can run is for `fz.schedules.check` to say.
+
+    Args:
+        name: for messages and pictures.
+        stages: how many there are; the outputs of each are inputs of the next one.
+        microbatches: how many parts the batch is split into.
+        places: for each place its tasks, in order.
+
+    Raises:
+        TypeError: what is no int, or no Task.
+        ValueError: a task of a stage or microbatch that is not there, or with a peer where none belongs.
+
+    Example:
+        >>> tasks = [["F0.0", "B0.0"], ["F1.0", "B1.0"]]
+        >>> places = [[fz.schedules.Task.parse(text) for text in place] for place in tasks]
+        >>> schedule = fz.schedules.Schedule("mine", stages=2, microbatches=1, places=places)
+        >>> print(schedule.with_messages())
+        mine: stages 2, microbatches 1, places 2, messages 2
+        place 0 | stage 0 | F0.0    S0.0>1  R0.0<1  B0.0
+        place 1 | stage 1 | R1.0<0  F1.0    B1.0    S1.0>0
+    """
+
+    name: str
+    stages: int
+    microbatches: int
+    places: tuple[tuple[Task, ...], ...]
+
+    def __init__(self, name: str, stages: int, microbatches: int, places: Iterable[Iterable[Task]]) -> None:
+        need_str(name, "Schedule", "name", "a str")
+        need_counts("Schedule", stages, microbatches)
+        if not isinstance(places, Iterable) or not all(isinstance(tasks, Iterable) for tasks in places):
+            raise wrong("Schedule", "places", places, "a tuple of tasks for each place")
+        own = tuple(tuple(tasks) for tasks in places)
+        for field, value in (("name", name), ("stages", stages), ("microbatches", microbatches), ("places", own)):
+            object.__setattr__(self, field, value)
+        for place, tasks in enumerate(own):
+            for at, task in enumerate(tasks):
+                self._need_task(place, at, task)
+
+    def _need_task(self, place: int, at: int, task: object) -> None:
+        which = f"task {at} of place {place}"
+        if not isinstance(task, Task) or not isinstance(task.kind, Kind):
+            raise wrong("Schedule", which, task, "a Task, such as Task.parse('F0.3') makes")
+        for field, count in (("stage", self.stages), ("microbatch", self.microbatches), ("peer", self.stages)):
+            if field == "peer" and not task.is_message:
+                if task.peer is not None:
+                    raise ValueError(
+                        f"Schedule: got {task!r} as {which} with peer={task.peer}; only messages have one."
+                    )
+                continue
+            number = need_int(getattr(task, field), "Schedule", f"{field} of {which}")
+            if not 0 <= number < count:
+                raise ValueError(
+                    f"Schedule: got {task!r} as {which}, expected a {field} from 0 to {count - 1}: there are {count}."
+                )
+        if task.peer == task.stage:
+            raise ValueError(f"Schedule: got {task!r} as {which}, a message from stage {task.stage} to itself.")
+
+    @property
+    def has_messages(self) -> bool:
+        return any(task.is_message for tasks in self.places for task in tasks)
+
+    @property
+    def computes(self) -> Schedule:
+        """The same without messages."""
+        return replace(self, places=[[task for task in tasks if not task.is_message] for tasks in self.places])
+
+    @property
+    def homes(self) -> tuple[int, ...]:
+        """The place of every stage.
+
+        Raises:
+            ValueError: a stage without tasks, or with tasks at two places.
+        """
+        found: dict[int, tuple[int, Task]] = {}
+        for place, tasks in enumerate(self.places):
+            for task in tasks:
+                first, other = found.setdefault(task.stage, (place, task))
+                if first != place:
+                    raise ValueError(
+                        f"schedule {self.name!r}: stage {task.stage} has {other!r} at place {first} and {task!r} at "
+                        f"place {place}, expected all its tasks at one place, where its params lie; move one of them."
+                    )
+        if missing := [stage for stage in range(self.stages) if stage not in found]:
+            raise ValueError(f"schedule {self.name!r}: stage {missing[0]} has no tasks, expected some of each.")
+        return tuple(found[stage][0] for stage in range(self.stages))
+
+    def place_of(self, stage: int) -> int:
+        """The place that has this stage.
+
+        Raises:
+            ValueError: a stage that is not there, that has no tasks, or that has some at two places.
+        """
+        if not 0 <= need_int(stage, "Schedule.place_of", "stage") < self.stages:
+            raise ValueError(f"Schedule.place_of: got stage={stage}, expected one from 0 to {self.stages - 1}.")
+        return self.homes[stage]
+
+    def stages_of(self, place: int) -> tuple[int, ...]:
+        """The stages that have tasks at a place, in ascending order."""
+        return tuple(sorted({task.stage for task in self.places[place]}))
+
+    def edges(self, more: Iterable[Edge] | None = None) -> tuple[Edge, ...]:
+        """(source, target) of all pairs of stages of which one takes what the other makes: neighbours, and `more`.
+
+        Raises:
+            TypeError: what is no pair of ints.
+            ValueError: a target that is not behind its source, or a stage that is not there.
+        """
+        found = {(stage, stage + 1) for stage in range(self.stages - 1)}
+        if more is not None and not isinstance(more, Iterable):
+            raise wrong("schedule", "edges", more, _EDGES)
+        for edge in more or ():
+            if not isinstance(edge, Sequence) or len(edge) != 2:
+                raise wrong("schedule", "edges", edge, _EDGES)
+            source, target = (need_int(stage, "schedule", "a stage of edges", _EDGES) for stage in edge)
+            if not 0 <= source < target < self.stages:
+                raise ValueError(
+                    f"schedule {self.name!r}: got the edge ({source}, {target}), expected a stage and a later one, "
+                    f"from 0 to {self.stages - 1}."
+                )
+            found.add((source, target))
+        return tuple(sorted(found))
+
+    def with_messages(self, edges: Iterable[Edge] | None = None) -> Schedule:
+        """The same schedule with every send directly behind what makes its value, every receive before what needs it.
+
+        Stages of one place send each other nothing. A schedule that has messages is returned as it is.
+
+        Args:
+            edges: pairs (source, target) beside neighbours, for outputs that skip stages. Their cotangents go the
+                other way.
+
+        Raises:
+            TypeError: edges that are no pairs of ints.
+            ValueError: an edge that does not lead to a later stage, or a stage without tasks or at two places.
+        """
+        pairs = self.edges(edges)
+        return self if self.has_messages else replace(self, places=self._with_messages(pairs))
+
+    def _with_messages(self, edges: Sequence[Edge]) -> list[list[Task]]:
+        homes = self.homes
+        crossing = [(source, target) for source, target in edges if homes[source] != homes[target]]
+        sources, targets = neighbours(self.stages, crossing)
+        places: list[list[Task]] = []
+        for tasks in self.places:
+            own: list[Task] = []
+            for task in tasks:
+                # the nearest stage first: it waits for nothing else
+                nearer, further = sources[task.stage][::-1], targets[task.stage]
+                comes, goes = {Kind.FORWARD: (nearer, further), **dict.fromkeys(COTANGENT, (further, nearer))}.get(
+                    task.kind, ((), ())
+                )
+                own += [Task(Kind.RECEIVE, task.stage, task.microbatch, peer) for peer in comes]
+                own.append(task)
+                own += [Task(Kind.SEND, task.stage, task.microbatch, peer) for peer in goes]
+            places.append(own)
+        return places
+
+    def __str__(self) -> str:
+        count = sum(task.kind is Kind.SEND for tasks in self.places for task in tasks)
+        counts = f"stages {self.stages}, microbatches {self.microbatches}, places {len(self.places)}"
+        wide = max((len(repr(task)) for tasks in self.places for task in tasks), default=0)
+        heads = [_of_stages(self.stages_of(place)) for place in range(len(self.places))]
+        lines = [f"{self.name}: {counts}" + (f", messages {count}" if count else "")]
+        for place, tasks in enumerate(self.places):
+            head = f"place {place:<{len(str(len(heads) - 1))}} | {heads[place]:<{max(map(len, heads))}}"
+            lines.append(f"{head} | {'  '.join(f'{task!r:<{wide}}' for task in tasks)}".rstrip())
+        return "\n".join(lines)
+
+
+def _of_stages(stages: Sequence[int]) -> str:
+    return f"stage{'s' * (len(stages) > 1)} {', '.join(map(str, stages))}" if stages else "no stage"
+
+
+def neighbours(stages: int, edges: Iterable[Edge]) -> tuple[list[list[int]], list[list[int]]]:
+    """For each stage those that it takes something from, and those that take something from it, ascending."""
+    sources: list[list[int]] = [[] for _ in range(stages)]
+    targets: list[list[int]] = [[] for _ in range(stages)]
+    for source, target in sorted(edges):
+        sources[target].append(source)
+        targets[source].append(target)
+    return sources, targets
+
+
+def need_counts(who: str, stages: int, microbatches: int) -> None:
+    need_int(stages, who, "stages", least=1)
+    need_int(microbatches, who, "microbatches", least=1)
+
+
+def need_schedule(schedule: object, who: str) -> Schedule:
+    if not isinstance(schedule, Schedule):
+        raise wrong(who, "schedule", schedule, "an fz.schedules.Schedule, such as fz.schedules.gpipe(2, 4) makes")
+    return schedule

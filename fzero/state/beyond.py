@@ -1,0 +1,52 @@
+"""Beyond: states, params and grads of several components, or of one in other processes, for the public functions."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+
+@runtime_checkable
+class Measurable(Protocol):
+    """Grads or params whose norm is not that of the trees at hand alone; `fz.global_norm` asks them."""
+
+    def squares_by_leaf(self) -> Sequence[torch.Tensor]:
+        """The sum of squares of every leaf, over all shards and places: 0-d float64 tensors."""
+        ...
+
+
+@runtime_checkable
+class Distant(Protocol):
+    """Params, grads or moments that lie on ranks of a component of their own; `fz.gather` and `fz.global_norm` ask."""
+
+    def gathered(self) -> Any:
+        """The natural tree of full tensors."""
+        ...
+
+    def norm_with(self, trees: Sequence[object]) -> Any:
+        """The norm of all trees, of which this is one."""
+        ...
+
+
+@runtime_checkable
+class Savable(Protocol):
+    """A state that writes its own checkpoint; `fz.save` asks it."""
+
+    def save_to(self, path: str, extra: object) -> None:
+        """Writes a checkpoint, which is whole and on the disk at the end."""
+        ...
+
+
+@runtime_checkable
+class Loadable(Protocol):
+    """A component that reads its own checkpoint; `fz.load` asks it."""
+
+    def load_from(self, path: str, options: Mapping[str, Any]) -> Any:
+        """The state of a checkpoint.
+
+        Args:
+            options: keyword arguments of `fz.load`.
+        """
+        ...

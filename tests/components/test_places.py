@@ -1,0 +1,264 @@
+"""Pipelines whose places are ranks, on real processes whose messages come late: the bits of one process."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from drawn_pipelines import Case, Stage, cases, piped
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+import fzero as fz
+from fzero.schedules import Schedule
+from fzero.testing import run_ranks, strategies
+
+pytestmark = pytest.mark.usefixtures("hazards")  # races show
+
+OPTIMIZER = fz.chain(fz.clip_by_global_norm(0.05), fz.adamw(1e-2))
+SHARDS: dict[int, Any] = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+Job = tuple[Case, Schedule]
+
+
+def make(fn: Any) -> fz.Step:
+    return fz.train_step(fn, OPTIMIZER)
+
+
+def same(got: Any, want: Any) -> None:
+    fz.testing.assert_trees_close(got, want, rtol=0, atol=0)
+
+
+def known(got: Any, want: Any) -> None:
+    """What is here is the same; what is elsewhere has the same shapes."""
+    names = torch.utils._pytree.tree_leaves(want)
+    for a, b in zip(torch.utils._pytree.tree_leaves(got), names, strict=True):
+        if isinstance(a, torch.Tensor) and a.device.type == "meta":
+            assert a.shape == b.shape and a.dtype == b.dtype
+        else:
+            same(a, b)
+
+
+def against_one(rank: int, jobs: Sequence[Job], dp: int, stage: int) -> None:
+    """Some pipelines, one after the other, over `dp` lines of places, each stage sharded in its own way."""
+    # in one step of ZeRO-3 each use of a shared leaf is reduced; the sum of all uses here
+    rtol = 1e-12 if stage == 3 else 0.0
+    for case, schedule in jobs:
+        ranks = len(schedule.places) * dp
+        mesh = init_device_mesh("cpu", (len(schedule.places), dp), mesh_dim_names=("pp", "dp"))
+        if rank >= ranks:
+            continue
+        shard = (lambda step: SHARDS[stage](step, mesh=mesh, axis="dp")) if dp > 1 else lambda step: step
+        pipe = piped(case, schedule, lambda fn: shard(make(fn)), groups=mesh["pp"])
+        whole = shard(fz.accumulate(make(case.whole), schedule.microbatches))
+        params = case.params(torch.float64)
+        state, other = pipe.init(params), whole.init(params)
+        place = rank // dp
+        here = [c for c, own in enumerate(state) if own is not None]
+        assert here == [
+            *[s for s in range(schedule.stages) if schedule.place_of(s) == place],
+            *[len(case.stages) + i for i, u in enumerate(case.shared) if schedule.place_of(min(u)) == place],
+        ]
+        for turn in range(2):
+            rows = schedule.microbatches * (2 + turn)  # which makes messages grow
+            batch = case.batch(rows, torch.float64, seed=1 + rank % dp)
+            out, pullback = pipe.vjp(state, *batch)
+            want, pull = whole.vjp(other, *batch)
+            known(out, want)
+            cotangent = torch.utils._pytree.tree_map(torch.cos, want)
+            grads, cotangents = pullback(cotangent)
+            expected, ours = pull(cotangent)
+            full, gathered = fz.gather(expected), fz.gather(grads)
+            fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=rtol, atol=0)
+            for number, own in enumerate(cotangents):
+                takes = [s for s, numbers in case.inputs if number in numbers]
+                if all(schedule.place_of(s) == place for s in takes):
+                    same(own, ours[number])
+            known(pipe.forward(state, *batch), want)
+            loss = case.stages[-1].gives == "loss"
+            state, metrics = pipe(state, *batch, cotangent=None if loss else cotangent)
+            other, wanted = whole(other, *batch, cotangent=None if loss else cotangent)
+            fz.testing.assert_trees_close(metrics, wanted, rtol=rtol, atol=0)
+        full, gathered = fz.gather(other.params), fz.gather(state.params)
+        fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=rtol, atol=0)
+        assert len(pipe.timeline(state, *batch, cotangent=None if loss else cotangent).spans)
+
+
+@st.composite
+def jobs(draw: st.DrawFn) -> list[Job]:
+    out = []
+    for _ in range(4):
+        schedule = draw(strategies.schedules(stages=4, microbatches=4)).computes
+        case = draw(cases(schedule.stages))
+        out.append((case, schedule.with_messages(case.edges) if draw(st.booleans()) else schedule))
+    return out
+
+
+@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@given(jobs())
+def test_one_rank_a_place(drawn: list[Job]) -> None:
+    run_ranks(functools.partial(against_one, jobs=drawn, dp=1, stage=0), 4, backend="processes")
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sharded_stages(stage: int) -> None:
+    """Two places of two ranks each: ZeRO goes over one axis, the pipeline over the other."""
+    case = Case(
+        (
+            Stage("linear", "x", "tuple", True, ("weight",)),
+            Stage("norm", "tuple", "dict", False, ()),
+            Stage("twice", "dict", "bare", False, ("input",)),
+            Stage("cast", "bare", "loss", False, ("skip", "input", "weight")),
+        ),
+        ((0, (3,)),),
+        ((0, (0,)), (2, (1,)), (3, (1,))),
+        ((0, 3),),
+    )
+    drawn = [(case, fz.schedules.dual_pipe_v(4, 4)), (case, fz.schedules.interleaved(4, 4, 2))]
+    run_ranks(functools.partial(against_one, jobs=drawn, dp=2, stage=stage), 4, backend="processes")
+
+
+def unequal_groups(rank: int, groups: list[list[int]], stages: tuple[int, int]) -> None:
+    """A place has more ranks than the other; rows go where they belong, cotangents come home."""
+    case = Case(
+        (
+            Stage("linear", "x", "tuple", True, ()),
+            Stage("norm", "tuple", "bare", False, ()),
+            Stage("linear", "bare", "loss", False, ("skip", "input")),
+        ),
+        ((0, (2,)),),
+        ((0, (0,)), (2, (1,))),
+        (),
+    )
+    place = next(i for i, ranks in enumerate(groups) if rank in ranks)
+    handles: list[Any] = [dist.new_group(ranks) for ranks in groups]
+    mesh = DeviceMesh.from_group(handles[place], "cpu", groups[place], mesh_dim_names=("dp",))
+    order = fz.schedules.one_f_one_b(2, 3)  # stages 0 and 1 in the first place
+    tasks = [*map(list, order.places)]
+    parse = fz.schedules.Task.parse
+    first = [parse(text) for i in range(3) for text in (f"F0.{i}", f"F1.{i}")]
+    first += [parse(text) for i in range(3) for text in (f"B1.{i}", f"B0.{i}")]
+    second = [task._replace(stage=2) for task in tasks[1]]
+    schedule = Schedule("two places", 3, 3, (first, second))
+    kinds = (stages[0], stages[0], stages[1])
+    steps = [SHARDS[k](make(fn), mesh=mesh) for fn, k in zip(case.fns, kinds, strict=True)]
+    pipe = fz.pipeline(steps, schedule, groups, **case.wires)
+    params, rows = case.params(torch.float64), 6
+    state = pipe.init(params)
+    whole = fz.accumulate(make(case.whole), 3)
+    other = whole.init(params)
+    for turn in range(3):
+        batch = case.batch(3 * rows, torch.float64, seed=turn)
+        own, datas = groups[place].index(rank), len(groups[place])
+        mine = [torch.cat([part.chunk(datas)[own] for part in x.chunk(3)]) for x in batch]
+        out, pullback = pipe.vjp(state, *mine, argnums=0)
+        loss, pull = whole.vjp(other, *batch, argnums=0)
+        grads, cotangents = pullback(torch.ones_like(out))
+        expected, ours = pull(torch.ones_like(loss))
+        if place == 0:
+            found = torch.cat([part.chunk(datas)[own] for part in ours[0].chunk(3)])
+            fz.testing.assert_trees_close(cotangents[0], found * datas, rtol=1e-12)
+        here = [0, 1] if place == 0 else [2]
+        full, gathered = fz.gather(expected), fz.gather(grads)
+        fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=1e-10)
+        state, metrics = pipe(state, *mine)
+        other, wanted = whole(other, *batch)
+        fz.testing.assert_trees_close(metrics["loss"], wanted["loss"], rtol=1e-12)
+        fz.testing.assert_trees_close(metrics["grad_norm"], wanted["grad_norm"], rtol=1e-10)
+    full, gathered = fz.gather(other.params), fz.gather(state.params)
+    fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("groups", "stages"), [([[0], [1, 2]], (1, 3)), ([[0, 1, 2], [3]], (3, 2)), ([[1, 3], [0, 2]], (2, 1))]
+)
+def test_groups_of_other_sizes(groups: list[list[int]], stages: tuple[int, int]) -> None:
+    world = sum(map(len, groups))
+    run_ranks(functools.partial(unequal_groups, groups=groups, stages=stages), world, backend="processes")
+
+
+class Refuses:
+    """A stage that fails on some microbatches, forward or back, on the ranks that its microbatch says."""
+
+    def __init__(self, last: bool) -> None:
+        self.last = last
+
+    def __call__(self, params: Any, h: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        if bool((h.detach() > 1e3).any()):
+            raise LookupError("the stage refuses a number over a thousand")
+        out = _Fails.apply(h) @ params["w"]
+        return (out * out).mean() if self.last else out
+
+
+class _Fails(torch.autograd.Function):
+    """Fails in the pullback of large cotangents."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if bool((cotangent.abs() > 1e3).any()):
+            raise ValueError("the pullback refuses a cotangent over a thousand")
+        return cotangent
+
+
+def failing(rank: int) -> None:
+    """An error in one place, in any task, is raised on all ranks, and the next call is as if nothing had been."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
+    steps = [make(Refuses(stage == 2)) for stage in range(3)]
+    eye, x = torch.eye(3, dtype=torch.float64), torch.ones(8, 3, dtype=torch.float64)
+    pipe = fz.pipeline(steps, fz.schedules.one_f_one_b(3, 4), groups=mesh["pp"])
+    state = pipe.init([{"w": eye}] * 3)
+    want = fz.gather(pipe(state, x)[0].params[rank])
+    for stage in range(3):
+        # a weight that makes the next stage's input too large, at the second microbatch alone
+        wrong = x.clone()
+        wrong[2] = 1e4
+        w = [eye * (0.01 if i < stage else 1.0) for i in range(3)]
+        with pytest.raises(LookupError, match="refuses a number over a thousand") as caught:
+            pipe(pipe.init([{"w": own * 1.0} for own in w]), wrong)
+        assert str(caught.value).startswith("pipeline: rank") or "the stage refuses" in str(caught.value)
+        fz.testing.assert_trees_close(fz.gather(pipe(state, x)[0].params[rank]), want, rtol=0, atol=0)
+    out, pullback = pipe.vjp(state, x)
+    with pytest.raises(ValueError, match="refuses a cotangent over a thousand"):
+        pullback(torch.full_like(out, 1e7))
+    with pytest.raises(ValueError, match="expected that of the outputs"):
+        pipe.vjp(state, x)[1]((torch.ones_like(out),))
+    fz.testing.assert_trees_close(fz.gather(pipe(state, x)[0].params[rank]), want, rtol=0, atol=0)
+
+
+def test_an_error_in_one_place_is_raised_in_all() -> None:
+    run_ranks(failing, 3, backend="processes", timeout=20)
+
+
+def dying(rank: int) -> str:
+    """A place that is gone is an error everywhere, within the timeout."""
+    mesh = init_device_mesh("cpu", (3,), mesh_dim_names=("pp",))
+    pipe = fz.pipeline([make(Refuses(s == 2)) for s in range(3)], fz.schedules.gpipe(3, 2), groups=mesh["pp"])
+    state = pipe.init([{"w": torch.eye(3)}] * 3)
+    pipe(state, torch.ones(4, 3))
+    if rank == 1:
+        return "left"
+    try:
+        with fz.testing.hazards(None):  # what is given up is waited for by nobody
+            pipe(state, torch.ones(4, 3))
+    except RuntimeError as error:
+        return str(error)
+    raise AssertionError("nobody noticed")
+
+
+def test_a_place_that_does_not_come() -> None:
+    first, second, third = run_ranks(dying, 3, backend="processes", timeout=5)
+    assert second == "left"
+    for said in (first, third):
+        assert "and rank 1 did not come through" in said and "All ranks of a pipeline make the same calls" in said
