@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import named, need_argnums, need_bool, need_int, need_norm, wrong
+from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
 from fzero.checkpoint.save import as_json
 from fzero.components.remote.failure import Failed
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value
 from fzero.components.remote.layout import Layout
-from fzero.components.remote.operands import Given, cotangent_for, inputs_for, is_value, scalar_for
+from fzero.components.remote.operands import Given, inputs_for, is_value, scalar_for
 from fzero.components.remote.pull import whole
-from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
-from fzero.engine.op import used_up
+from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
+from fzero.components.remote.wire import Skeleton
 
 
 class RemoteComponent:
@@ -59,7 +59,7 @@ class RemoteComponent:
         Args:
             seed: as in `step.init`.
         """
-        return RemoteState(self._made("init", {"options": {"seed": need_int(seed, "init", "seed")}}), 0)
+        return RemoteState(self.made("init", {"options": {"seed": need_int(seed, "init", "seed")}}), 0)
 
     def vjp(self, state: RemoteState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
         """Outputs and their pullback, as `step.vjp`: handles in the function's tree, for the whole batch.
@@ -76,17 +76,17 @@ class RemoteComponent:
         own = need_argnums(argnums, _stood_for(inputs))
         options = {"argnums": own, "rng": need_int(rng, "vjp", "rng")}
         given = inputs_for(self.group, inputs, "vjp")
-        made, trees = self._called("vjp", {"state": state}, options, given, own)
+        made, trees = self.called("vjp", {"state": state}, options, given, own)
         skeletons, wanted, alone = trees
-        outputs, *aux = _handles(made, skeletons)
+        outputs, *aux = handles(made, skeletons)
         pullback = RemotePullback(self, made, skeletons[0], given.skeleton, wanted, alone)
         return (outputs, pullback, *aux)
 
     def forward(self, state: RemoteState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients, as `step.forward`."""
         given = inputs_for(self.group, inputs, "forward")
-        made, skeletons = self._called("forward", {"state": state}, {"rng": need_int(rng, "forward", "rng")}, given)
-        own = _handles(made, skeletons)
+        made, skeletons = self.called("forward", {"state": state}, {"rng": need_int(rng, "forward", "rng")}, given)
+        own = handles(made, skeletons)
         return tuple(own) if len(own) > 1 else own[0]
 
     def update(
@@ -105,13 +105,13 @@ class RemoteComponent:
                 need_norm(grad_norm, "update")
             arguments["norm"], held = scalar_for(self.group, grad_norm, "update", "grad_norm")
         objects = {"state": state, "grads": self._need_grads(grads, "update")}
-        made, skeletons = self._called("update", objects, {}, None, grad_norm is None, arguments, held)
+        made, skeletons = self.called("update", objects, {}, None, grad_norm is None, arguments, held)
         return RemoteState(made, 0), _metrics(made, skeletons)
 
     def add_grads(self, state: RemoteState, grads: RemoteTree) -> RemoteState:
         """A state that keeps these grads for the next update, as `step.add_grads`."""
         objects = {"state": self._need_state(state, "add_grads"), "grads": self._need_grads(grads, "add_grads")}
-        return RemoteState(self._made("add_grads", {"objects": objects}), 0)
+        return RemoteState(self.made("add_grads", {"objects": objects}), 0)
 
     def __call__(
         self, state: RemoteState, *inputs: object, cotangent: object = None, rng: int = 0
@@ -124,12 +124,16 @@ class RemoteComponent:
             loss = {"loss": outputs} if pullback.alone else {}
             return new, {**metrics, **loss, **({"aux": aux[0]} if aux else {})}
         given = inputs_for(self.group, inputs, "step")
-        made, skeletons = self._called("step", {"state": state}, {"rng": need_int(rng, "step", "rng")}, given)
+        made, skeletons = self.called("step", {"state": state}, {"rng": need_int(rng, "step", "rng")}, given)
         return RemoteState(made, 0), _metrics(made, skeletons)
+
+    def passes(self, state: RemoteState, count: int, rng: int = 0, at_once: bool = True) -> RemotePasses:
+        """What a pipeline asks of a stage during one call: see `fzero.engine.passes.Passes`."""
+        return RemotePasses(self, self._need_state(state, "passes"), count, rng, at_once)
 
     # ---- calls
 
-    def _called(
+    def called(
         self,
         verb: str,
         objects: dict[str, Any],
@@ -144,13 +148,14 @@ class RemoteComponent:
         Args:
             kind: what the trees depend on beside the inputs.
         """
-        self._need_state(objects["state"], verb)
+        if "state" in objects:
+            self._need_state(objects["state"], verb)
         about = (verb, kind, *((given.skeleton, given.shapes) if given is not None else ()))
         if about not in self._keys:
             self._keys[about] = next(self._count), []
         key, known = self._keys[about]
         arguments = {"objects": objects, "options": options, **(further or {})}
-        made = self._made(verb, arguments, given, held, key)
+        made = self.made(verb, arguments, given, held, key)
         if not known:
             try:
                 known.append(self._trees(made))
@@ -159,7 +164,7 @@ class RemoteComponent:
                 raise
         return made, known[0]
 
-    def _made(
+    def made(
         self,
         verb: str,
         arguments: dict[str, Any],
@@ -175,7 +180,7 @@ class RemoteComponent:
                 raise self.group.error(failure)
         own: list[dict[str, Any]] = []
         if given is not None:
-            what = "cotangent" if verb == "pull" else "inputs"
+            what = "cotangent" if verb in ("pull", "pass_pull") else "inputs"
             own = [{what: (given.skeleton, leaves)} for leaves in given.by_rank]
             held = [*held, *given.held]
             if what == "cotangent":
@@ -227,105 +232,34 @@ class RemoteComponent:
         return tensor.clone()  # it may be the very value that lies there
 
     def gathered(self, tree: RemoteTree) -> Any:
-        made = self._made("gather", {"objects": {"tree": tree}, "options": {"what": tree.what}})
+        made = self.made("gather", {"objects": {"tree": tree}, "options": {"what": tree.what}})
         (skeleton,) = self._trees(made)
-        return fetch(_handles(made, (skeleton,))[0])
+        return fetch(handles(made, (skeleton,))[0])
 
     def looked_at(self, state: RemoteState) -> dict[str, int]:
-        made = self._made("look", {"objects": {"state": state}})
+        made = self.made("look", {"objects": {"state": state}})
         return dict(self._trees(made))
 
     def saved(self, state: RemoteState, path: str, extra: object) -> None:
         options = {"path": path if "://" in path else os.path.abspath(path), "extra": as_json(extra, "fz.save: extra")}
-        self._trees(self._made("save", {"objects": {"state": state}, "options": options}))
+        self._trees(self.made("save", {"objects": {"state": state}, "options": options}))
 
     def load_from(self, path: str, options: Mapping[str, Any]) -> RemoteState:
         """The state of a checkpoint: for `fz.load`."""
         if options.get("like") is not None:
             raise wrong("fz.load", "like", "a tree", "None of a component, whose params are those that build returned")
         own = {name: value for name, value in options.items() if name != "like"}
-        made = self._made("load", {"options": {**own, "path": path if "://" in path else os.path.abspath(path)}})
+        made = self.made("load", {"options": {**own, "path": path if "://" in path else os.path.abspath(path)}})
         self._trees(made)
         return RemoteState(made, 0)
 
     def square_of(self, tree: RemoteTree) -> Handle:
         """The sums of squares of the leaves of grads, as a handle."""
-        return Handle(self._made("squares", {"objects": {"tree": tree}, "options": {"what": tree.what}}), 1)
-
-
-class RemotePullback(Away):
-    """What `vjp` of a component returns: it takes the outputs' cotangent, and returns (grads, input cotangents).
-
-    Attributes:
-        alone: whether the output is one floating scalar.
-    """
-
-    def __init__(
-        self, component: RemoteComponent, made: Made, outputs: Skeleton, inputs: Skeleton, wanted: Any, alone: bool
-    ) -> None:
-        super().__init__(made, 0)
-        self._component, self._inputs, self._wanted, self.alone = component, inputs, wanted, alone
-        self._outputs = pytree.flatten(unpacked(outputs, [None] * places_of(outputs)))[1]
-        self._used, self._half = False, False
-
-    def __call__(self, cotangent: object, retain_graph: bool = False) -> tuple[RemoteTree, tuple[Any, ...]]:
-        """Pulls a cotangent of the outputs back.
-
-        Args:
-            cotangent: the outputs' structure, of tensors and handles of any component; `None` counts as zero.
-            retain_graph: keep what is needed to call again.
-
-        Returns:
-            grads, and a tuple with one tree of handles per input, `None` where it was not differentiated.
-        """
-        made = self._pulled(cotangent, retain_graph, "both")
-        return RemoteTree(made, 0), self._input_handles(made)
-
-    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[Any, ...]:
-        """The first half: the inputs' cotangents; `params()` then gives the grads."""
-        made = self._pulled(cotangent, retain_graph, "inputs")
-        self._half = True
-        return self._input_handles(made)
-
-    def params(self) -> RemoteTree:
-        """The second half: the grads for the cotangent that `inputs` was given."""
-        if not self._half:
-            raise RuntimeError(
-                "pullback.params: got a call before pullback.inputs(cotangent), expected one after it. Call "
-                "pullback.inputs first, or pullback(cotangent) for both."
-            )
-        self._half = False
-        options = {"halves": "params", "retain_graph": False}
-        return RemoteTree(self._component._made("pull", {"objects": {"pullback": self}, "options": options}), 0)
-
-    def _pulled(self, cotangent: object, retain_graph: bool, halves: str) -> Made:
-        need_bool(retain_graph, "pullback", "retain_graph")
-        if self._used:
-            raise RuntimeError(used_up("this forward"))
-        given = cotangent_for(self._component.group, cotangent, self._outputs)
-        options = {"halves": halves, "retain_graph": retain_graph}
-        made = self._component._made("pull", {"objects": {"pullback": self}, "options": options}, given)
-        self._used = not retain_graph
-        return made
-
-    def _input_handles(self, made: Made) -> tuple[Any, ...]:
-        skeleton = pruned(self._inputs, iter(self._wanted))
-        places = [place for place, wanted in enumerate(self._wanted, 1) if wanted]
-        trees = unpacked(skeleton, [Handle(made, place) for place in places])
-        return tuple([tree if any(isinstance(x, Handle) for x in pytree.flatten(tree)[0]) else None for tree in trees])
-
-    def __repr__(self) -> str:
-        return f"RemotePullback({self.component.name!r}, call {self.made.call})"
-
-
-def _handles(made: Made, skeletons: Sequence[Skeleton]) -> list[Any]:
-    """The trees of skeletons with a handle for each leaf."""
-    place = itertools.count(1)
-    return [unpacked(each, [Handle(made, next(place)) for _ in range(places_of(each))]) for each in skeletons]
+        return Handle(self.made("squares", {"objects": {"tree": tree}, "options": {"what": tree.what}}), 1)
 
 
 def _metrics(made: Made, skeletons: Sequence[Skeleton]) -> dict[str, Any]:
-    metrics, *aux = _handles(made, skeletons)
+    metrics, *aux = handles(made, skeletons)
     return {**metrics, **({"aux": aux[0]} if aux else {})}
 
 

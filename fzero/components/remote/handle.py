@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -66,8 +67,8 @@ class Away:
 class Value:
     """A tensor that lies elsewhere. Its shape, dtype and values are waited for where they are read.
 
-    `torch.ones_like`, `zeros_like` and `full_like` of it are such values too, at once, and what they fill is made where
-    it is needed. For anything else `fz.fetch` gives the tensor.
+    `torch.ones_like`, `zeros_like` and `full_like` of it, and sums, are such values too, at once, and computed where
+    they are needed. For anything else `fz.fetch` gives the tensor.
     """
 
     def leaf(self) -> Leaf:
@@ -114,6 +115,12 @@ class Value:
     def item(self) -> Any:
         """Its number, of one that has one element; waited for."""
         return self.fetched().item()
+
+    def __add__(self, other: object) -> Value:
+        return Sum([self, other]) if isinstance(other, (Value, torch.Tensor)) else NotImplemented
+
+    def __radd__(self, other: object) -> Value:
+        return Sum([other, self]) if isinstance(other, torch.Tensor) else NotImplemented
 
     def __float__(self) -> float:
         return float(self.item())
@@ -195,6 +202,32 @@ class Fill(Value):
 
     def __repr__(self) -> str:
         return f"Fill({self.number} like {self.like!r})"
+
+
+class Sum(Value):
+    """The sum of values of one shape, added up where it is needed: cotangents of what several have used.
+
+    Args:
+        terms: of one shape and dtype, in order.
+    """
+
+    def __init__(self, terms: Sequence[Any]) -> None:
+        self.terms = terms
+
+    def leaf(self) -> Leaf:
+        return "sum", [x.leaf() if isinstance(x, Value) else ("tensor", x) for x in self.terms]
+
+    def held(self) -> list[Away]:
+        return [away for x in self.terms if isinstance(x, Value) for away in x.held()]
+
+    def layout(self) -> Layout:
+        return next(x for x in self.terms if isinstance(x, Value)).layout()
+
+    def fetched(self) -> torch.Tensor:
+        return functools.reduce(torch.add, [x.fetched() if isinstance(x, Value) else x for x in self.terms])
+
+    def __repr__(self) -> str:
+        return f"Sum(of {len(self.terms)} values)"
 
 
 class Norm(Value):

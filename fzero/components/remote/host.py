@@ -298,6 +298,8 @@ def _rows_of(expected: Layout | None, part: Part, place: int) -> Callable[[Layou
 
 def _own_rows(leaf: Any, expected: Layout | None, part: Part) -> Any:
     """A leaf that is a whole tensor of the caller's, cut to this rank's rows."""
+    if leaf[0] == "sum":
+        return "sum", [_own_rows(each, expected, part) for each in leaf[1]]
     if leaf[0] != "tensor" or expected is None or expected.kind != "rows":
         return leaf
     _need_shape(tuple(leaf[1].shape), expected, 0)

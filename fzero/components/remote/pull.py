@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -75,35 +76,23 @@ class Puller:
         Raises:
             Failed: one of them could not be made.
         """
-        flat = [(leaf, rows) for leaf, rows in wanted if leaf[0] in ("value", "fill")]
-        squares = [each for leaf, _ in wanted if leaf[0] == "norm" for each in leaf[1] if each[0] == "value"]
-        flat += [(leaf, whole) for leaf in squares]
-        layouts = self._layouts_of([leaf for leaf, _ in flat])
+        parts = [(part, rows) for leaf, rows in wanted for part in _parts(leaf)]
+        away = [(leaf, rows) for leaf, rows in parts if leaf[0] in ("value", "fill")]
+        layouts = self._layouts_of([leaf for leaf, _ in away])
         reads: Reads = {}
         plans: list[tuple[Leaf, Layout, tuple[int, int] | None, list[Read]]] = []
-        for leaf, rows in flat:
+        for leaf, rows in away:
             layout = layouts[leaf[1], leaf[2]]
             span = rows(layout) if layout.shape else None
             own = reads_of(layout, span, self.choice) if leaf[0] == "value" else []
             plans.append((leaf, layout, span, own))
             for read in own:
                 reads.setdefault((leaf[1], read.data_rank, read.copy), {})[leaf[2], read.start, read.stop] = None
-        for (component, rank, copy), parts in reads.items():
-            found = self._source(component, rank, copy).rows([*parts])
-            parts.update(zip([*parts], found, strict=True))
+        for (component, rank, copy), own in reads.items():
+            found = self._source(component, rank, copy).rows([*own])
+            own.update(zip([*own], found, strict=True))
         tensors = iter([self._made(plan, reads) for plan in plans])
-        out: list[torch.Tensor | None] = []
-        for leaf, _ in wanted:
-            if leaf[0] in ("value", "fill"):
-                out.append(next(tensors))
-            elif leaf[0] == "norm":
-                out.append(None)
-            else:
-                out.append(leaf[1] if leaf[0] != "none" else None)
-        for place, (leaf, _) in enumerate(wanted):
-            if leaf[0] == "norm":
-                out[place] = norm_by([next(tensors) if each[0] == "value" else each[1] for each in leaf[1]])
-        return out
+        return [_computed(leaf, tensors) for leaf, _ in wanted]
 
     def _layouts_of(self, leaves: Sequence[Leaf]) -> dict[tuple[str, Name], Layout]:
         by_component: dict[str, list[Name]] = {}
@@ -127,6 +116,21 @@ class Puller:
             return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device="cpu")
         parts = [reads[leaf[1], read.data_rank, read.copy][leaf[2], read.start, read.stop] for read in own]
         return joined(layout, span, [part for part in parts if part is not None], self.tables[leaf[1]].name)
+
+
+def _parts(leaf: Leaf) -> list[Leaf]:
+    """The leaves that an operand is computed of."""
+    return [part for own in leaf[1] for part in _parts(own)] if leaf[0] in ("norm", "sum") else [leaf]
+
+
+def _computed(leaf: Leaf, tensors: Iterator[torch.Tensor]) -> Any:
+    """An operand's value, of the next tensors."""
+    if leaf[0] in ("value", "fill"):
+        return next(tensors)
+    if leaf[0] in ("norm", "sum"):
+        own = [_computed(part, tensors) for part in leaf[1]]
+        return norm_by(own) if leaf[0] == "norm" else functools.reduce(torch.add, own)
+    return leaf[1]
 
 
 def norm_by(squares: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -21,6 +21,7 @@ from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
 from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, packed, unpacked
+from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured
 
 
@@ -136,12 +137,17 @@ def _vjp(part: Part, params: Any, operands: Operands, number: int) -> Results:
     outputs, pullback, *aux = own
     values, skeletons = _returned(part, operands, outputs, *aux)
     pulled = _pulled(part, operands, number, outputs, pullback, values)
-    chosen = range(len(operands.inputs)) if argnums is None else argnums
-    wanted = []
+    wanted = _differentiated(operands, range(len(operands.inputs)) if argnums is None else argnums)
+    alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
+    return Results({0: pulled, **values}, (skeletons, wanted, alone))
+
+
+def _differentiated(operands: Operands, chosen: Container[int]) -> tuple[bool, ...]:
+    """Which tensors of the inputs have cotangents."""
+    wanted: list[bool] = []
     for place, tree in enumerate(operands.inputs):
         wanted += [place in chosen and pytree.is_real(x) for x in packed(tree, _is_tensor, "inputs").leaves]
-    alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
-    return Results({0: pulled, **values}, (skeletons, tuple(wanted), alone))
+    return tuple(wanted)
 
 
 def _pulled(
@@ -245,6 +251,51 @@ def _step(part: Part, params: Any, operands: Operands, number: int) -> Results:
     return Results({0: state, **values}, skeletons)
 
 
+@dataclass
+class _Stage:
+    """The passes of one call of a pipeline."""
+
+    passes: Passes
+
+
+def _passes(part: Part, params: Any, operands: Operands, number: int) -> Results:
+    return Results({0: _Stage(Passes(part.step, operands.objects["state"], **operands.options))})
+
+
+def _pass_forward(part: Part, params: Any, operands: Operands, number: int) -> Results:
+    own, chosen = operands.options, operands.options["wanted"]
+    outputs, aux = operands.objects["passes"].passes.forward(own["microbatch"], operands.inputs, chosen)
+    values, skeletons = _returned(part, operands, outputs, aux)
+    pulled = _pulled(part, operands, number, outputs, None, values)
+    return Results({0: pulled, **values}, (skeletons, _differentiated(operands, chosen), False))
+
+
+def _pass_outputs(part: Part, params: Any, operands: Operands, number: int) -> Results:
+    made = operands.objects["passes"].passes.outputs(operands.options["microbatch"], operands.inputs)
+    return Results(*_returned(part, operands, *made))
+
+
+def _pass_pull(part: Part, params: Any, operands: Operands, number: int) -> Results:
+    own, passes = operands.options, operands.objects["passes"].passes
+    pull = passes.backward if own["halves"] == "both" else passes.inputs
+    cotangents = pull(own["microbatch"], operands.cotangent, own["retain_graph"])
+    return Results({0: None, **_input_pieces(part, operands.objects["pullback"], cotangents)})
+
+
+def _pass_params(part: Part, params: Any, operands: Operands, number: int) -> Results:
+    operands.objects["passes"].passes.params(operands.options["microbatch"])
+    return Results({0: None})
+
+
+def _pass_reduce(part: Part, params: Any, operands: Operands, number: int) -> Results:
+    operands.objects["passes"].passes.reduce()
+    return Results({0: None})
+
+
+def _pass_grads(part: Part, params: Any, operands: Operands, number: int) -> Results:
+    return Results({0: operands.objects["passes"].passes.grads(operands.options["times"])})
+
+
 def _gather(part: Part, params: Any, operands: Operands, number: int) -> Results:
     skeleton, leaves = packed(gather(_tree(operands)), _is_tensor, "gather")
     return Results({place: Piece("same", x) for place, x in enumerate(leaves, 1)}, (skeleton,))
@@ -284,6 +335,13 @@ RUN: dict[str, Callable[[Part, Any, Operands, int], Results]] = {
     "update": _update,
     "add_grads": _add_grads,
     "step": _step,
+    "passes": _passes,
+    "pass_forward": _pass_forward,
+    "pass_outputs": _pass_outputs,
+    "pass_pull": _pass_pull,
+    "pass_params": _pass_params,
+    "pass_reduce": _pass_reduce,
+    "pass_grads": _pass_grads,
     "gather": _gather,
     "squares": _squares,
     "look": _look,
