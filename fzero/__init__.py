@@ -20,6 +20,7 @@ from fzero.compat.safetensors import load_safetensors as load_safetensors
 from fzero.compat.safetensors import save_safetensors as save_safetensors
 from fzero.components.parts import PerStage as PerStage
 from fzero.components.parts import PipelineState as PipelineState
+from fzero.components.remote.failure import ComponentDied as ComponentDied
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads
@@ -46,6 +47,8 @@ from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
 from fzero.plan import plot_plan as plot_plan
 from fzero.plot_schedule import plot_schedule as plot_schedule
+from fzero.remote import fetch as fetch
+from fzero.remote import remote as remote
 from fzero.state.gather import gather as gather
 from fzero.state.gather import global_norm as global_norm
 from fzero.state.sharded import Sharded as Sharded

@@ -59,3 +59,8 @@ def without_dispatch_modes() -> AbstractContextManager[object]:
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
+
+
+def isolate_group_names(on: bool) -> None:
+    """Whether names of process groups are each thread's own, or the process's."""
+    torch._C._distributed_c10d._set_thread_isolation_mode(on)  # type: ignore[attr-defined]

@@ -32,18 +32,23 @@ ADVICE = (
 
 
 @contextlib.contextmanager
-def checked_collectives(enabled: bool = True) -> Iterator[None]:
+def checked_collectives(enabled: bool = True, counted: bool = False) -> Iterator[None]:
     """Sends what is about to be communicated ahead of every collective, so that ranks that diverge get an error.
 
     Costs a few messages to the store of the default process group for each collective. Inside, every rank raises
     `RuntimeError` where ranks call different units, wait for one another in different process groups, or wait for a
     rank that has left this context.
 
+    Args:
+        counted: whether all ranks count this context now, not at its first collective: where one may fail before that.
+
     Example:
         >>> with fz.testing.checked_collectives():
         ...     pass
     """
     watch = Watch() if enabled else None
+    if watch is not None and counted:
+        watch.begin()
     failed: BaseException | None = None
     try:
         with during(_watch, watch):
@@ -99,7 +104,7 @@ class Watch:
     def agree(self, words: str, group: backend.Group) -> list[str]:
         """The words of every rank of the group at this point, in group order."""
         store, me, members = backend.store(), backend.global_rank(), backend.members(group)
-        self._begin()
+        self.begin()
         name = backend.name_of(group)
         count = self._counts[name] = self._counts.get(name, 0) + 1
         store.set(self._key(name, count, me), words)
@@ -124,7 +129,8 @@ class Watch:
             store.delete_key(self._key(name, count - 2, me))
         return [store.get(key).decode() for key in keys]
 
-    def _begin(self) -> None:
+    def begin(self) -> None:
+        """Counts this watch, once."""
         if self._prefix is None:  # of one generation of watches: all ranks have entered equally often
             count = backend.store().add(f"fzero/watches/{backend.global_rank()}", 1)
             self._prefix = f"fzero/{count}"
@@ -165,7 +171,7 @@ class Watch:
         if self._stuck or not backend.initialized():
             return
         if failed is not None:  # maybe before its first collective
-            self._begin()
+            self.begin()
         if self._prefix is not None:
             end = "has finished" if failed is None else f"has failed with {type(failed).__name__}: {failed}"
             backend.store().set(f"{self._prefix}/at/{backend.global_rank()}", json.dumps(["", -1, [], end]))

@@ -1,1 +1,1 @@
-"""Components made of components: pipelines of stages, wherever each stage runs."""
+"""Components that are no plain step: pipelines of stages, wherever each runs, and those on ranks of their own."""

@@ -18,6 +18,19 @@ class Measurable(Protocol):
 
 
 @runtime_checkable
+class Distant(Protocol):
+    """Params, grads or moments that lie on ranks of a component of their own; `fz.gather` and `fz.global_norm` ask."""
+
+    def gathered(self) -> Any:
+        """The natural tree of full tensors."""
+        ...
+
+    def norm_with(self, trees: Sequence[object]) -> Any:
+        """The norm of all trees, of which this is one."""
+        ...
+
+
+@runtime_checkable
 class Savable(Protocol):
     """A state that writes its own checkpoint; `fz.save` asks it."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from fzero.base.interrupts import as_found
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, summed, summed_pieces
 from fzero.comm.pieces import gathered
-from fzero.state.beyond import Measurable
+from fzero.state.beyond import Distant, Measurable
 from fzero.state.checks import check_buffers, constants
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
@@ -43,6 +43,9 @@ def gather(tree: object) -> Any:
         tensor([1., 1., 1.])
     """
     nodes = _nodes(tree)
+    if any(isinstance(node, Distant) for node in nodes):
+        each = [node.gathered() if isinstance(node, Distant) else node and gather(node) for node in nodes]
+        return pytree.unflatten(pytree.flatten(tree, _is_node)[1], each)
     whole = any(isinstance(node, TrainState) for node in nodes)
     # slices have forgotten what they are slices of
     if whole or tree is None or (any(n is not None for n in nodes) and not any(is_sharded(node) for node in nodes)):
@@ -57,7 +60,11 @@ def gather(tree: object) -> Any:
 
 def _nodes(tree: object) -> Sequence[object]:
     """The leaves of a pytree, states and sharded trees whole."""
-    return pytree.flatten(tree, is_leaf=lambda node: is_sharded(node) or isinstance(node, TrainState))[0]
+    return pytree.flatten(tree, is_leaf=_is_node)[0]
+
+
+def _is_node(node: object) -> bool:
+    return is_sharded(node) or isinstance(node, TrainState)
 
 
 def _measured(tree: object) -> Sequence[object]:
@@ -99,22 +106,34 @@ def global_norm(*trees: object) -> torch.Tensor:
         >>> fz.global_norm({"a": torch.tensor([3.0]), "b": torch.tensor([4.0])})
         tensor(5., dtype=torch.float64)
     """
-    by_leaf: list[torch.Tensor] = []
+    for node in [node for tree in trees for node in _nodes(tree)]:
+        if isinstance(node, Distant):
+            return node.norm_with(trees)
+    # leaf by leaf, so that several components have the norm of one that has all of their leaves
+    return sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]).sqrt()
+
+
+def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None = None) -> Iterator[torch.Tensor]:
+    """The sums of squares of each tree in some pytrees, leaf by leaf, float64: [leaves].
+
+    Args:
+        distant: gives those of what lies on ranks of its own.
+    """
     for place, tree in enumerate(trees):
         for node in _measured(tree):
-            if isinstance(node, Measurable):
-                by_leaf += node.squares_by_leaf()
+            if isinstance(node, Distant) and distant is not None:
+                yield distant(node)
+            elif isinstance(node, Measurable):
+                yield torch.stack([*node.squares_by_leaf()])
             elif is_sharded(node):
-                by_leaf += squares_by_leaf(node, f"trees[{place}]").unbind()
+                yield squares_by_leaf(node, f"trees[{place}]")
             elif isinstance(node, torch.Tensor) and node.is_floating_point():
-                by_leaf += _square([node]).unbind()
+                yield _square([node])
             elif node is not None or tree is None:
                 raise TypeError(
                     f"global_norm: got {named(node)} in trees[{place}], expected grads of a step, or a pytree of full "
                     "floating tensors (of a complex one torch.view_as_real)."
                 )
-    # leaf by leaf, so that several components have the norm of one that has all of their leaves
-    return sum_by_leaf(by_leaf).sqrt()
 
 
 def squares_by_leaf(grads: Sharded, argument: str = "grads") -> torch.Tensor:

@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from fzero.base import private
 from fzero.base.arguments import need_int, need_number, wrong
-from fzero.comm import hazards
+from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
 
@@ -90,11 +90,9 @@ class _Around(NamedTuple):
 @contextlib.contextmanager
 def _threaded_world() -> Iterator[Callable[[object], None]]:
     """Inside, every thread may start a process group of its own with backend "threaded"; yields `fail(error)`."""
-    from torch.testing._internal.distributed import multi_threaded_pg as pg
+    from torch.testing._internal.distributed import multi_threaded_pg as pg  # which makes the backend known
 
-    isolate = torch._C._distributed_c10d._set_thread_isolation_mode  # type: ignore[attr-defined]
-    isolate(True)
-    pg._install_threaded_pg()
+    worlds.install()
     pg.ProcessLocalGroup.reset()
     try:
 
@@ -107,9 +105,8 @@ def _threaded_world() -> Iterator[Callable[[object], None]]:
 
         yield fail
     finally:
-        pg._uninstall_threaded_pg()
         pg.ProcessLocalGroup.reset()
-        isolate(False)
+        worlds.uninstall()
 
 
 @contextlib.contextmanager
@@ -130,13 +127,14 @@ def _on_threads(fn: Callable[[int], object], world_size: int, timeout: float, ar
 
         def rank_main(rank: int) -> None:
             try:
-                dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
-                try:
-                    with around.of(rank):
-                        results[rank] = fn(rank)
-                finally:
-                    if not over.is_set():
-                        dist.destroy_process_group()
+                with worlds.own_world():
+                    dist.init_process_group("threaded", rank=rank, world_size=world_size, store=store)
+                    try:
+                        with around.of(rank):
+                            results[rank] = fn(rank)
+                    finally:
+                        if not over.is_set():
+                            dist.destroy_process_group()
             except BaseException as error:
                 # otherwise another rank failed, and this one was waiting for it
                 if not over.is_set() and not (errors and isinstance(error, SystemExit)):

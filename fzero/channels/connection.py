@@ -1,0 +1,313 @@
+"""A connection: messages to and from one other process."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import socket
+import threading
+
+import torch
+
+from fzero.base import private
+from fzero.channels import forks, frames, tensors, vocabulary
+from fzero.channels.deadline import Deadline, need_timeout
+from fzero.channels.errors import BadMessage, ChannelError, Closed, TimedOut
+from fzero.channels.segments import SHARED_FROM, Borrower, Lender, Lent
+from fzero.channels.wire import Inlet, Outlet
+
+SEND_SECONDS = 60.0  # that a send waits for a peer that does not read
+CLOSE_SECONDS = 1.0  # that closing waits for the peer to have read what was sent
+
+
+class Connection:
+    """Messages to and from one other process, which may end without anybody else ending.
+
+    Any thread may send and receive; a message is received once. What arrives is read by a thread of the connection as
+    it comes, into memory without a bound: so a send never waits for long for a peer that is itself sending, or
+    computing, whatever circle processes form; who would send much that nobody receives waits for an answer now and
+    then. The end of the peer is noticed by that thread, too, and by everybody who waits.
+
+    `connection.peer` is the peer's name, `connection.transport` "unix" or "tcp".
+    """
+
+    def __init__(self, sock: socket.socket, peer: str, shares: bool) -> None:
+        unix = sock.family == getattr(socket, "AF_UNIX", None)
+        self.peer, self.transport = peer, "unix" if unix else "tcp"
+        sock.setblocking(False)
+        self._sock = sock
+        self._outlet, self._inlet = Outlet(sock), Inlet(sock, unix, self._look_after)
+        self._lender, self._borrower = Lender() if unix and shares else None, Borrower()
+        self._sending, self._ending = threading.Lock(), threading.Lock()
+        self._inbox: queue.SimpleQueue[tuple[object] | None] = queue.SimpleQueue()  # None behind the last message
+        self._end: tuple[type[Closed], str] | None = None
+        self._closed_here = False
+        self._over = threading.Event()  # nothing more will be read
+        self._reader = threading.Thread(target=self._read, name=f"fzero channel with {peer}", daemon=True)
+        forks.opened(self)
+        self._reader.start()
+
+    def send(self, message: object, timeout: float = SEND_SECONDS) -> None:
+        """Sends a message: a value of the vocabulary (see `fzero.channels.vocabulary`), with tensors.
+
+        Once it has returned, the tensors may be changed or freed. They arrive on the CPU, contiguous. Where both
+        processes are on one machine, tensors of at least `SHARED_FROM` bytes lie in shared memory, and are not copied
+        a second time; their storages cannot be resized.
+
+        Args:
+            message: what is sent.
+            timeout: seconds that the peer may take to read.
+
+        Raises:
+            TypeError: the message holds what cannot be sent, or a tensor that is more than its values.
+            ValueError: it is too deep or too large.
+            TimedOut: the peer did not read in time. If it had read a part, the connection is closed.
+            Closed: the connection has ended.
+
+        Example:
+            >>> import secrets
+            >>> from fzero.channels import Listener, connect
+            >>> token = secrets.token_bytes(32)
+            >>> with Listener(token) as listener, connect(listener.address, token, timeout=5.0) as here:
+            ...     with listener.accept(timeout=5.0) as there:
+            ...         here.send({"step": 3, "loss": torch.tensor(0.5)})
+            ...         there.receive(timeout=5.0)
+            {'step': 3, 'loss': tensor(0.5000)}
+        """
+        deadline = Deadline(need_timeout(timeout, "connection.send"))
+        tree, values = vocabulary.encode(message)
+        if not self._sending.acquire(timeout=deadline.seconds):
+            raise TimedOut(f"{self.peer} let another send wait; this one gave up after {timeout} s.")
+        try:
+            self._need_open()
+            self._send(tree, values, deadline)
+        finally:
+            self._sending.release()
+
+    def _send(self, tree: bytes, values: list[torch.Tensor], deadline: Deadline) -> None:
+        """Sends, or leaves everything as it was, or ends the connection."""
+        parcel, begun = _Parcel(self._lender), False
+        try:
+            if values:
+                with private.below_transforms(), torch.no_grad():
+                    for value in values:
+                        parcel.add(value)
+            table = tensors.pack(parcel.rows)
+            frames.check(tree, table, parcel.inline)
+            head = frames.head(frames.MESSAGE, len(parcel.descriptors), table, tree, parcel.inline)
+            begun = True
+            pieces = [memoryview(head + table + tree if len(tree) < SHARED_FROM else head + table)]
+            pieces += [memoryview(tree)] if len(tree) >= SHARED_FROM else []
+            self._outlet.send(pieces + parcel.pieces, parcel.descriptors, deadline)
+            parcel.sent()
+        except BaseException as error:
+            late = isinstance(error, TimedOut)
+            if begun and isinstance(error, OSError) and not late:
+                self._over.wait(CLOSE_SECONDS)  # the reader reads what the peer said last, and why it ended
+            if begun and not (late and not self._outlet.begun):
+                what = f"a message took longer than {deadline.seconds} s" if late else f"sending failed: {error!r}"
+                self._finish(Closed, what)
+            else:
+                parcel.take_back()
+            if late:
+                raise TimedOut(
+                    f"{self.peer} did not read a message of {parcel.inline + len(tree)} bytes within "
+                    f"{deadline.seconds} s" + ("; the connection is closed." if self._outlet.begun else ".")
+                ) from None
+            if begun and isinstance(error, OSError):
+                raise self._ended() from error
+            raise
+        finally:
+            parcel.close()
+
+    def receive(self, timeout: float) -> object:
+        """The next message.
+
+        Messages that arrived before the peer's end are received before the error.
+
+        Raises:
+            TimedOut: none came within `timeout` seconds.
+            Closed: the connection has ended.
+            BadMessage: it has ended because of what the peer sent.
+        """
+        seconds = need_timeout(timeout, "connection.receive")
+        if self._closed_here:
+            raise self._ended()
+        try:
+            item = self._inbox.get(timeout=seconds)
+        except queue.Empty:
+            raise TimedOut(f"no message came from {self.peer} within {timeout} s.") from None
+        if item is None or self._closed_here:
+            self._inbox.put(None)  # for whoever waits beside
+            raise self._ended()
+        return item[0]
+
+    @property
+    def ended(self) -> bool:
+        """Whether the connection has ended; messages may still be there to be received."""
+        return self._end is not None
+
+    def close(self) -> None:
+        """Ends the connection on both sides; who waits gets `Closed`. What was sent still arrives.
+
+        It waits for at most `CLOSE_SECONDS` until the peer has read. Closing twice does nothing.
+        """
+        self._closed_here = True
+        if self._end is None:
+            if self._sending.acquire(timeout=0.1):
+                with contextlib.suppress(OSError, TimedOut):
+                    goodbye = frames.head(frames.GOODBYE, 0, b"", b"", 0)
+                    self._outlet.send([memoryview(goodbye)], (), Deadline(0.1))
+                self._sending.release()
+            self._finish(Closed, "it was closed here", socket.SHUT_WR)
+        if threading.current_thread() is not self._reader:
+            self._reader.join(CLOSE_SECONDS)
+            if self._reader.is_alive():
+                with contextlib.suppress(OSError):
+                    self._sock.shutdown(socket.SHUT_RDWR)
+                self._reader.join(CLOSE_SECONDS)
+
+    def __enter__(self) -> Connection:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Connection to {self.peer} by {self.transport}{', ended' if self.ended else ''}>"
+
+    def forget(self) -> None:
+        """In a forked child, where no thread reads: the connection is the parent's."""
+        self._sending, self._ending = threading.Lock(), threading.Lock()
+        self._end, self._closed_here = (Closed, "it belongs to the process that this one was forked from"), True
+        with contextlib.suppress(OSError):
+            os.close(self._sock.detach())
+
+    def _need_open(self) -> None:
+        if self._end is not None:
+            raise self._ended()
+
+    def _ended(self) -> Closed:
+        assert self._end is not None
+        kind, why = self._end
+        return kind(f"the connection to {self.peer} has ended: {why}.")
+
+    def _finish(self, kind: type[Closed], why: str, how: int = socket.SHUT_RDWR) -> None:
+        """Ends the connection for all who use it; the first reason counts. The reader closes the socket."""
+        with self._ending:
+            if self._end is not None:
+                return
+            self._end = (kind, why)
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(how)
+        if self._closed_here:
+            self._inbox.put(None)
+
+    def _read(self) -> None:
+        """What the reader does, until the peer or this side ends."""
+        try:
+            while True:
+                self._inbox.put((self._message(),))
+        except ChannelError as error:
+            self._finish(type(error) if isinstance(error, Closed) else Closed, str(error))
+        except EOFError as error:
+            within = f"within a message, behind {error} bytes of a part" if error.args[0] else "without a goodbye"
+            self._finish(Closed, f"it ended {within}; its process may have died")
+        except OSError as error:
+            self._finish(Closed, f"it broke: {error}; its process or machine may have died")
+        except Exception as error:  # no memory for what came, for example
+            self._finish(BadMessage, f"what came could not be taken: {error!r}")
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        with self._sending:  # whoever sends has seen the end
+            self._sock.close()
+            self._lender = None
+        self._inlet.close()
+        forks.closed(self)
+        self._inbox.put(None)
+
+    def _message(self) -> object:
+        """The next message of the socket."""
+        header = frames.parse(self._inlet.exactly(frames.SIZE))
+        if header.kind == frames.GOODBYE:
+            raise Closed("it was closed there")
+        table, tree = self._inlet.exactly(header.table), self._inlet.exactly(header.tree)
+        frames.need_intact(header, table, tree)
+        rows = tensors.unpack(memoryview(table), header.inline)
+        if header.descriptors != sum(row.place == tensors.NEW_SEGMENT for row in rows):
+            raise BadMessage(f"{header.descriptors} descriptors came with other new segments")
+        values, pieces = [], []
+        for row in rows:
+            if row.place == tensors.INLINE:
+                values.append(tensors.empty(row))
+                pieces.append(tensors.memory(values[-1]))
+                continue
+            if row.place == tensors.NEW_SEGMENT:
+                self._adopt(row.segment)
+            values.append(self._borrower.tensor(row))
+        self._inlet.into(pieces)
+        return vocabulary.decode(memoryview(tree), values)
+
+    def _adopt(self, number: int) -> None:
+        if not self._inlet.descriptors:
+            raise BadMessage("a new segment came without its descriptor")
+        descriptor = self._inlet.descriptors.popleft()
+        try:
+            self._borrower.adopt(number, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _look_after(self) -> None:
+        """Gives back what is idle."""
+        self._borrower.trim()
+        if self._lender is not None and self._sending.acquire(blocking=False):
+            try:
+                self._lender.trim()
+            finally:
+                self._sending.release()
+
+
+class _Parcel:
+    """The tensors of a message on their way: where each lies, and what goes through the socket."""
+
+    def __init__(self, lender: Lender | None) -> None:
+        self._lender = lender
+        self._lent: list[Lent] = []
+        self._alive: list[torch.Tensor] = []
+        self.rows: list[tensors.Row] = []
+        self.pieces: list[memoryview] = []
+        self.descriptors: list[int] = []
+        self.inline = 0
+
+    def add(self, value: torch.Tensor) -> None:
+        row = tensors.Row(value.dtype, tuple(value.shape))
+        if self._lender is not None and row.nbytes >= SHARED_FROM:
+            lent = self._lender.lend(row.nbytes, len(self.descriptors) < frames.MAX_DESCRIPTORS)
+            if lent is not None:
+                segment, descriptor = lent
+                self._lent.append(segment)
+                self.descriptors += [] if descriptor is None else [descriptor]
+                place = tensors.SEGMENT if descriptor is None else tensors.NEW_SEGMENT
+                self.rows.append(row._replace(place=place, segment=segment.number))
+                tensors.shaped(segment.data[: row.nbytes], row).copy_(value)
+                return
+        value = tensors.as_contiguous(value, row)
+        self._alive.append(value)
+        self.pieces.append(tensors.memory(value))
+        self.rows.append(row)
+        self.inline += row.nbytes
+
+    def sent(self) -> None:
+        for segment in self._lent:
+            segment.known = True
+
+    def take_back(self) -> None:
+        assert self._lender is not None or not self._lent
+        for segment in self._lent:
+            self._lender.take_back(segment)  # type: ignore[union-attr]
+
+    def close(self) -> None:
+        for descriptor in self.descriptors:
+            os.close(descriptor)

@@ -1,0 +1,256 @@
+"""Listener and connect: how a connection begins."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import queue
+import secrets
+import select
+import socket
+import sys
+import threading
+import time
+
+from fzero.channels import forks, handshake
+from fzero.channels.address import Address, has_unix_sockets, machine, need_address
+from fzero.channels.connection import Connection
+from fzero.channels.deadline import Deadline, need_timeout
+from fzero.channels.errors import ChannelError, Closed, Refused, TimedOut
+
+HANDSHAKE_SECONDS = 5.0  # that a handshake may take
+MAX_HANDSHAKES = 64  # at one time; beyond, the one that has taken longest is refused
+
+_log = logging.getLogger("fzero.channels")
+
+
+class Listener:
+    """Takes connections of those who know the token.
+
+    Handshakes run beside one another, each with a deadline of its own, so that nobody who is silent, slow or wrong
+    keeps others waiting; what is refused is logged as a warning of "fzero.channels".
+
+    Args:
+        token: at least 16 bytes that both sides know, such as `secrets.token_bytes(32)`.
+        host: the name or address by which other machines reach this one; None for this machine only.
+        name: what the other sides call this one in their errors; None for the process and the machine.
+
+    Raises:
+        OSError: the host is not one of this machine's.
+
+    Example:
+        >>> import secrets
+        >>> from fzero.channels import Listener
+        >>> with Listener(secrets.token_bytes(32)) as listener:
+        ...     where, name, host, port = listener.address
+        >>> host
+        '127.0.0.1'
+    """
+
+    def __init__(self, token: bytes, host: str | None = None, name: str | None = None) -> None:
+        self._token = handshake.need_token(token, "Listener")
+        self._name = handshake.need_name(name, "Listener")
+        host = "127.0.0.1" if host is None else host
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        self._sockets = [socket.create_server((host, 0), family=family, backlog=128)]
+        port, unix = self._sockets[0].getsockname()[1], ""
+        if has_unix_sockets():
+            unix = f"fzero-{secrets.token_hex(8)}"
+            self._sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            self._sockets[1].bind("\0" + unix)
+            self._sockets[1].listen(128)
+        self.address: Address = (machine(), unix, host, port)
+        self._waker, self._woken = socket.socketpair()
+        self._ready: queue.SimpleQueue[Connection | None] = queue.SimpleQueue()
+        self._lock, self._closed = threading.Lock(), False
+        self._pending: dict[socket.socket, None] = {}  # in a handshake, the oldest first
+        for sock in self._sockets:
+            sock.setblocking(False)
+        self._thread = threading.Thread(target=self._listen, name="fzero listener", daemon=True)
+        forks.opened(self)
+        self._thread.start()
+
+    def accept(self, timeout: float) -> Connection:
+        """The next connection whose handshake is done.
+
+        Raises:
+            TimedOut: there was none within `timeout` seconds.
+            Closed: the listener is closed.
+        """
+        seconds = need_timeout(timeout, "listener.accept")
+        try:
+            connection = None if self._closed else self._ready.get(timeout=seconds)
+        except queue.Empty:
+            raise TimedOut(f"nobody connected to {self._name} within {timeout} s.") from None
+        if connection is None:
+            self._ready.put(None)  # for whoever waits beside
+            raise Closed(f"the listener {self._name} is closed.")
+        return connection
+
+    def close(self) -> None:
+        """Ends listening, and connections that nobody has accepted; who waits gets `Closed`. Others stay open."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            for sock in self._pending:
+                with contextlib.suppress(OSError):
+                    sock.shutdown(socket.SHUT_RDWR)
+        self._waker.send(b"!")
+        self._thread.join()
+        for sock in (*self._sockets, self._waker, self._woken):
+            sock.close()
+        forks.closed(self)
+        self._ready.put(None)
+        while (connection := self._ready.get()) is not None:
+            connection.close()
+        self._ready.put(None)
+
+    def __enter__(self) -> Listener:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def forget(self) -> None:
+        """In a forked child: the listener is the parent's."""
+        self._closed, self._lock = True, threading.Lock()
+        for sock in (*self._sockets, self._waker, self._woken, *self._pending):
+            with contextlib.suppress(OSError):
+                os.close(sock.detach())
+
+    def _listen(self) -> None:
+        poll = select.poll()
+        by_number = {sock.fileno(): sock for sock in self._sockets}
+        for number in (*by_number, self._woken.fileno()):
+            poll.register(number, select.POLLIN)
+        while not self._closed:
+            for number, _ in poll.poll():
+                if number in by_number:
+                    self._begin(by_number[number])
+
+    def _begin(self, listening: socket.socket) -> None:
+        """Starts a handshake."""
+        try:
+            sock, _ = listening.accept()
+        except BlockingIOError:
+            return
+        except OSError as error:  # it may have gone again, or there are no descriptors left
+            _log.warning("a connection could not be taken: %s", error)
+            time.sleep(0.05)
+            return
+        with self._lock:
+            if self._closed:
+                sock.close()
+                return
+            if len(self._pending) >= MAX_HANDSHAKES:
+                with contextlib.suppress(OSError):
+                    oldest = next(iter(self._pending))
+                    del self._pending[oldest]
+                    oldest.shutdown(socket.SHUT_RDWR)
+            self._pending[sock] = None
+        threading.Thread(target=self._greet, args=(sock,), name="fzero handshake", daemon=True).start()
+
+    def _greet(self, sock: socket.socket) -> None:
+        who = "an unknown peer"
+        try:
+            who = _describe(sock)
+            peer = handshake.as_listener(sock, self._token, self._name, Deadline(HANDSHAKE_SECONDS))
+            _prepare(sock)
+        except (ChannelError, OSError) as error:
+            with self._lock:
+                self._pending.pop(sock, None)
+                closed = self._closed
+            sock.close()
+            if not closed:
+                _log.warning("refused a connection from %s: %s", who, error)
+            return
+        with self._lock:
+            self._pending.pop(sock, None)
+            if not self._closed:
+                self._ready.put(Connection(sock, peer.name, peer.shares))
+                return
+        sock.close()
+
+
+def connect(address: Address, token: bytes, timeout: float, name: str | None = None) -> Connection:
+    """Connects to a listener: on its own machine by a unix socket, otherwise by TCP.
+
+    Args:
+        address: `listener.address`, also as it comes in a message.
+        token: the listener's.
+        timeout: seconds that connecting and the handshake may take together.
+        name: what the listener's side calls this one in its errors; None for the process and the machine.
+
+    Raises:
+        Refused: nobody listens there, or with another token or version.
+        TimedOut: it took longer.
+
+    Example:
+        >>> import secrets
+        >>> from fzero.channels import Listener, connect
+        >>> with Listener(token := secrets.token_bytes(32), name="the vision encoder") as listener:
+        ...     with connect(listener.address, token, timeout=5.0) as connection:
+        ...         connection.peer
+        'the vision encoder'
+    """
+    where, unix, host, port = need_address(address, "connect")
+    deadline = Deadline(need_timeout(timeout, "connect"))
+    token, name = handshake.need_token(token, "connect"), handshake.need_name(name, "connect")
+    at = f"{host} port {port}"
+    sock = None
+    try:
+        if unix and where == machine() and has_unix_sockets():
+            sock, at = _call_here(unix, deadline), f"{at} by its unix socket {unix}"
+        else:
+            sock = socket.create_connection((host, port), timeout=max(deadline.left(), 1e-3))
+        peer = handshake.as_caller(sock, token, name, deadline)
+        _prepare(sock)
+        return Connection(sock, peer.name, peer.shares)
+    except BaseException as error:
+        if sock is not None:
+            sock.close()
+        if isinstance(error, TimeoutError) and not isinstance(error, TimedOut):
+            raise TimedOut(f"connect: {at} did not answer within {timeout} s.") from None
+        if isinstance(error, ChannelError):
+            raise type(error)(f"connect: {at}: {error}.") from None
+        if isinstance(error, OSError):
+            raise Refused(f"connect: {at}: {error}.") from error
+        raise
+
+
+def _call_here(unix: str, deadline: Deadline) -> socket.socket:
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.setblocking(False)
+        while True:
+            try:
+                sock.connect("\0" + unix)
+                return sock
+            except BlockingIOError:  # many are calling
+                if not deadline.left():
+                    raise TimeoutError from None
+                time.sleep(0.005)
+    except BaseException:
+        sock.close()
+        raise
+
+
+def _prepare(sock: socket.socket) -> None:
+    """Small messages go at once; a machine that is gone is noticed within about half a minute."""
+    if sock.family == getattr(socket, "AF_UNIX", None):
+        return
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    if sys.platform == "linux":
+        for option, value in ((socket.TCP_KEEPIDLE, 10), (socket.TCP_KEEPINTVL, 5), (socket.TCP_KEEPCNT, 3)):
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _describe(sock: socket.socket) -> str:
+    """Who calls, for the log."""
+    if sock.family == getattr(socket, "AF_UNIX", None):
+        pid = int.from_bytes(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 4), sys.byteorder)
+        return f"process {pid}"
+    return "{} port {}".format(*sock.getpeername()[:2])

@@ -1,0 +1,120 @@
+"""Tensors as bytes: which there are, where their memory lies, and the rows of a message that describe them."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import struct
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import private
+from fzero.channels.errors import BadMessage
+
+# a dtype's number on the wire is its place here: only append
+DTYPES: tuple[torch.dtype, ...] = (
+    *(torch.bool, torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.uint64),
+    *(torch.int64, torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex32, torch.complex64),
+    *(torch.complex128, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2, torch.float8_e5m2fnuz),
+    *(torch.float8_e8m0fnu, torch.float4_e2m1fn_x2),
+)
+NUMBERS = {dtype: number for number, dtype in enumerate(DTYPES)}
+MAX_DIMS = 64  # as in torch
+
+# where a tensor's bytes are. CUDA IPC would be another place, with the bytes of its handle behind the row
+INLINE, SEGMENT, NEW_SEGMENT = 0, 1, 2  # behind the message; in memory shared before; in memory shared now
+PLACES = (INLINE, SEGMENT, NEW_SEGMENT)
+
+_ROW = struct.Struct("<BBBxI")  # dtype, place, dims, number of the segment; then each size
+_SIZE = struct.Struct("<Q")
+
+
+class Row(NamedTuple):
+    """One tensor of a message."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    place: int = INLINE
+    segment: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def pack(rows: Sequence[Row]) -> bytes:
+    parts = []
+    for row in rows:
+        parts.append(_ROW.pack(NUMBERS[row.dtype], row.place, len(row.shape), row.segment))
+        parts.append(struct.pack(f"<{len(row.shape)}Q", *row.shape))
+    return b"".join(parts)
+
+
+def unpack(table: memoryview, inline: int) -> list[Row]:
+    """The rows of a table; the tensors outside of shared memory have `inline` bytes together.
+
+    Raises:
+        BadMessage: it is none.
+    """
+    rows, at, total = [], 0, 0
+    while at < len(table):
+        if at + _ROW.size > len(table):
+            raise BadMessage(f"the table of tensors ends within row {len(rows)}")
+        number, place, dims, segment = _ROW.unpack_from(table, at)
+        at += _ROW.size
+        if number >= len(DTYPES) or place not in PLACES or dims > MAX_DIMS:
+            raise BadMessage(f"row {len(rows)} of the table says dtype {number}, place {place}, {dims} dims")
+        if at + dims * _SIZE.size > len(table):
+            raise BadMessage(f"the table of tensors ends within row {len(rows)}")
+        shape = struct.unpack_from(f"<{dims}Q", table, at)
+        at += dims * _SIZE.size
+        row = Row(DTYPES[number], shape, place, segment)
+        if math.prod(max(size, 1) for size in shape) > 1 << 62:  # torch could not count in strides of these
+            raise BadMessage(f"row {len(rows)} of the table says shape {shape}")
+        total += row.nbytes if place == INLINE else 0
+        rows.append(row)
+    if total != inline:
+        raise BadMessage(f"the table says {total} bytes of tensors, the message {inline}")
+    return rows
+
+
+def need_plain(tensor: torch.Tensor) -> None:
+    """Refuses a tensor that is more than its values: it would arrive as something else."""
+    kind, advice = "", "Send tensor.detach()."
+    if private.is_wrapped(tensor):
+        kind, advice = "is being differentiated or mapped by torch.func", "Send it outside of that transform."
+    elif tensor.requires_grad:
+        kind = "requires a gradient, which ends here"
+    elif type(tensor) is not torch.Tensor:
+        kind = f"is a {type(tensor).__name__}"
+    elif tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in NUMBERS:
+        kind, advice = f"has layout {tensor.layout} and dtype {tensor.dtype}", "Send the dense tensors it is made of."
+    elif tensor.device.type not in ("cpu", "cuda"):
+        kind, advice = f"lies on {tensor.device}", "Send tensor.cpu(), where it has values."
+    if kind:
+        raise TypeError(f"connection.send: a tensor of shape {tuple(tensor.shape)} {kind}. {advice}")
+
+
+def empty(row: Row) -> torch.Tensor:
+    """Memory for a tensor, whatever torch's default device is."""
+    return shaped(torch.empty(row.nbytes, dtype=torch.uint8, device="cpu"), row)
+
+
+def shaped(data: torch.Tensor, row: Row) -> torch.Tensor:
+    """Bytes as the tensor of a row."""
+    return data.view(row.dtype).view(row.shape)
+
+
+def as_contiguous(tensor: torch.Tensor, row: Row) -> torch.Tensor:
+    """The same values as the memory of a contiguous CPU tensor says them; the same tensor where it is one."""
+    if tensor.device.type == "cpu" and tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
+        return tensor
+    return empty(row).copy_(tensor)
+
+
+def memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, which must live as long as they are used."""
+    nbytes = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_char * nbytes).from_address(tensor.data_ptr() if nbytes else 0)).cast("B")

@@ -1,0 +1,274 @@
+"""A component on ranks of its own, with a step's verbs: calls return at once, and what they make stays there."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import weakref
+from collections.abc import Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import named, need_argnums, need_int, need_norm, wrong
+from fzero.checkpoint.save import as_json
+from fzero.components.remote.failure import Failed
+from fzero.components.remote.group import Group
+from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value
+from fzero.components.remote.layout import Layout
+from fzero.components.remote.operands import Given, inputs_for, is_value, scalar_for
+from fzero.components.remote.pull import whole
+from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
+from fzero.components.remote.wire import Skeleton
+
+
+class RemoteComponent:
+    """A step on ranks of its own. Made by `fz.remote`; used as a step is, and as a context that closes it.
+
+    Seen from outside it is its function on the whole batch in one process. Calls return at once and run in order;
+    what they make are handles of values that stay there and never change. An error of a call is raised where its
+    results are used.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group, self.name = group, group.settings.component
+        self._keys: dict[object, tuple[int, list[Any]]] = {}
+        self._count = itertools.count()
+        self._end = weakref.finalize(self, group.close)
+
+    def close(self) -> None:
+        """Ends the ranks; what lies there is lost. More than once does no harm."""
+        self.group.close()
+
+    def __enter__(self) -> RemoteComponent:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"RemoteComponent({self.name!r}, {self.group.settings.ranks} ranks)"
+
+    # ---- a step's verbs
+
+    def init(self, seed: int = 0) -> RemoteState:
+        """The state for the params that `build` returned.
+
+        Args:
+            seed: as in `step.init`.
+        """
+        return RemoteState(self.made("init", {"options": {"seed": need_int(seed, "init", "seed")}}), 0)
+
+    def vjp(self, state: RemoteState, *inputs: object, argnums: int | Sequence[int] | None = None, rng: int = 0) -> Any:
+        """Outputs and their pullback, as `step.vjp`: handles in the function's tree, for the whole batch.
+
+        Args:
+            state: of this component.
+            inputs: the whole batch: tensors are split along dim 0 over the data ranks, those without dims go to all.
+                Handles, of this component or another, are brought from where they lie.
+            argnums, rng: as in `step.vjp`.
+
+        Returns:
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
+        """
+        own = need_argnums(argnums, _stood_for(inputs))
+        options = {"argnums": own, "rng": need_int(rng, "vjp", "rng")}
+        given = inputs_for(self.group, inputs, "vjp")
+        made, trees = self.called("vjp", {"state": state}, options, given, own)
+        skeletons, wanted, alone = trees
+        outputs, *aux = handles(made, skeletons)
+        pullback = RemotePullback(self, made, skeletons[0], given.skeleton, wanted, alone)
+        return (outputs, pullback, *aux)
+
+    def forward(self, state: RemoteState, *inputs: object, rng: int = 0) -> Any:
+        """The outputs without gradients, as `step.forward`."""
+        given = inputs_for(self.group, inputs, "forward")
+        made, skeletons = self.called("forward", {"state": state}, {"rng": need_int(rng, "forward", "rng")}, given)
+        own = handles(made, skeletons)
+        return tuple(own) if len(own) > 1 else own[0]
+
+    def update(
+        self, state: RemoteState, grads: RemoteTree, grad_norm: object = None
+    ) -> tuple[RemoteState, dict[str, Any]]:
+        """The optimizer's update, as `step.update`.
+
+        Args:
+            grads: of a pullback of this component.
+            grad_norm: a norm to clip by, such as `fz.global_norm` of several components' grads.
+        """
+        arguments: dict[str, Any] = {}
+        held: list[Away] = []
+        if grad_norm is not None:
+            if not isinstance(grad_norm, Value):
+                need_norm(grad_norm, "update")
+            arguments["norm"], held = scalar_for(self.group, grad_norm, "update", "grad_norm")
+        objects = {"state": state, "grads": self._need_grads(grads, "update")}
+        made, skeletons = self.called("update", objects, {}, None, grad_norm is None, arguments, held)
+        return RemoteState(made, 0), _metrics(made, skeletons)
+
+    def add_grads(self, state: RemoteState, grads: RemoteTree) -> RemoteState:
+        """A state that keeps these grads for the next update, as `step.add_grads`."""
+        objects = {"state": self._need_state(state, "add_grads"), "grads": self._need_grads(grads, "add_grads")}
+        return RemoteState(self.made("add_grads", {"objects": objects}), 0)
+
+    def __call__(
+        self, state: RemoteState, *inputs: object, cotangent: object = None, rng: int = 0
+    ) -> tuple[RemoteState, dict[str, Any]]:
+        """One update: `(new state, metrics)`, as `step(state, *inputs)`; metrics are handles."""
+        if cotangent is not None:
+            outputs, pullback, *aux = self.vjp(state, *inputs, argnums=(), rng=rng)
+            grads, _ = pullback(cotangent)
+            new, metrics = self.update(state, grads)
+            loss = {"loss": outputs} if pullback.alone else {}
+            return new, {**metrics, **loss, **({"aux": aux[0]} if aux else {})}
+        given = inputs_for(self.group, inputs, "step")
+        made, skeletons = self.called("step", {"state": state}, {"rng": need_int(rng, "step", "rng")}, given)
+        return RemoteState(made, 0), _metrics(made, skeletons)
+
+    def passes(self, state: RemoteState, count: int, rng: int = 0, at_once: bool = True) -> RemotePasses:
+        """What a pipeline asks of a stage during one call: see `fzero.engine.passes.Passes`."""
+        return RemotePasses(self, self._need_state(state, "passes"), count, rng, at_once)
+
+    # ---- calls
+
+    def called(
+        self,
+        verb: str,
+        objects: dict[str, Any],
+        options: dict[str, Any],
+        given: Given | None,
+        kind: object = None,
+        further: dict[str, Any] | None = None,
+        held: Sequence[Away] = (),
+    ) -> tuple[Made, Any]:
+        """A call that returns trees: those of the first of its kind are waited for, later ones are taken for the same.
+
+        Args:
+            kind: what the trees depend on beside the inputs.
+        """
+        if "state" in objects:
+            self._need_state(objects["state"], verb)
+        about = (verb, kind, *((given.skeleton, given.shapes) if given is not None else ()))
+        if about not in self._keys:
+            self._keys[about] = next(self._count), []
+        key, known = self._keys[about]
+        arguments = {"objects": objects, "options": options, **(further or {})}
+        made = self.made(verb, arguments, given, held, key)
+        if not known:
+            try:
+                known.append(self._trees(made))
+            except BaseException:
+                self._keys.pop(about, None)
+                raise
+        return made, known[0]
+
+    def made(
+        self,
+        verb: str,
+        arguments: dict[str, Any],
+        given: Given | None = None,
+        held: Sequence[Away] = (),
+        key: int = -1,
+    ) -> Made:
+        """Sends a call."""
+        objects: dict[str, Away] = arguments.get("objects", {})
+        for away in objects.values():
+            failure = self.group.failures.get(away.made.call)
+            if failure is not None:
+                raise self.group.error(failure)
+        own: list[dict[str, Any]] = []
+        if given is not None:
+            what = "cotangent" if verb in ("pull", "pass_pull") else "inputs"
+            own = [{what: (given.skeleton, leaves)} for leaves in given.by_rank]
+            held = [*held, *given.held]
+            if what == "cotangent":
+                arguments, own = {**arguments, **own[0]}, []
+        names = {what: away.name for what, away in objects.items()}
+        arguments = {**arguments, "objects": names} if objects else arguments
+        return Made(self, self.group.call(verb, arguments, [*objects.values(), *held], own, key))
+
+    def _trees(self, made: Made) -> Any:
+        """What a call has returned, without the tensors, waited for; the ranks know the call until then."""
+        return self.group.trees(made.call)
+
+    def _need_state(self, state: object, who: str) -> RemoteState:
+        if not isinstance(state, RemoteState):
+            raise TypeError(f"{who}: got state={named(state)}, expected what init of this component returned.")
+        return self._need_own(state, who, "state")
+
+    def _need_grads(self, grads: object, who: str) -> RemoteTree:
+        if not isinstance(grads, RemoteTree) or grads.what:
+            raise TypeError(
+                f"{who}: got grads={named(grads)}, expected the first value that a pullback of this component returned."
+            )
+        return self._need_own(grads, who, "grads")
+
+    def _need_own(self, away: Any, who: str, what: str) -> Any:
+        if away.component is not self:
+            raise ValueError(
+                f"{who}: got {what} of component {away.component.name!r}, expected those of {self.name!r}, which is "
+                "another one. Give each component its own."
+            )
+        return away
+
+    # ---- what handles ask
+
+    def layout_of(self, handle: Handle) -> Layout:
+        self.group.need_alive()
+        try:
+            return self.group.puller.layouts(self.group.settings.identity, [handle.name])[0]
+        except Failed as failed:
+            raise self.group.error(failed.failure) from None
+
+    def fetched(self, handle: Handle) -> torch.Tensor:
+        self.group.need_alive()
+        try:
+            (tensor,) = self.group.puller.pulled([(handle.leaf(), whole)])
+        except Failed as failed:
+            raise self.group.error(failed.failure) from None
+        assert tensor is not None
+        return tensor.clone()  # it may be the very value that lies there
+
+    def gathered(self, tree: RemoteTree) -> Any:
+        made = self.made("gather", {"objects": {"tree": tree}, "options": {"what": tree.what}})
+        (skeleton,) = self._trees(made)
+        return fetch(handles(made, (skeleton,))[0])
+
+    def looked_at(self, state: RemoteState) -> dict[str, int]:
+        made = self.made("look", {"objects": {"state": state}})
+        return dict(self._trees(made))
+
+    def saved(self, state: RemoteState, path: str, extra: object) -> None:
+        options = {"path": path if "://" in path else os.path.abspath(path), "extra": as_json(extra, "fz.save: extra")}
+        self._trees(self.made("save", {"objects": {"state": state}, "options": options}))
+
+    def load_from(self, path: str, options: Mapping[str, Any]) -> RemoteState:
+        """The state of a checkpoint: for `fz.load`."""
+        if options.get("like") is not None:
+            raise wrong("fz.load", "like", "a tree", "None of a component, whose params are those that build returned")
+        own = {name: value for name, value in options.items() if name != "like"}
+        made = self.made("load", {"options": {**own, "path": path if "://" in path else os.path.abspath(path)}})
+        self._trees(made)
+        return RemoteState(made, 0)
+
+    def square_of(self, tree: RemoteTree) -> Handle:
+        """The sums of squares of the leaves of grads, as a handle."""
+        return Handle(self.made("squares", {"objects": {"tree": tree}, "options": {"what": tree.what}}), 1)
+
+
+def _metrics(made: Made, skeletons: Sequence[Skeleton]) -> dict[str, Any]:
+    metrics, *aux = handles(made, skeletons)
+    return {**metrics, **({"aux": aux[0]} if aux else {})}
+
+
+def _stood_for(inputs: Sequence[object]) -> list[object]:
+    """Inputs with a tensor in place of each handle, for checks that look for tensors."""
+    nothing = torch.empty(0, device="cpu")
+    return [pytree.map(lambda x: nothing if is_value(x) else x, tree) for tree in inputs]
+
+
+def fetch(tree: Any) -> Any:
+    """The tree with plain tensors in place of handles, which are waited for; states and grads are waited for too."""
+    return pytree.map(lambda x: x.fetched() if isinstance(x, Value) else x, tree)

@@ -1,0 +1,112 @@
+"""What failed on a rank, as strings that can be sent, and the error that is raised of it here."""
+
+from __future__ import annotations
+
+import builtins
+import traceback
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from fzero.comm.divergence import PeerStopped
+
+
+class ComponentDied(RuntimeError):
+    """A rank of a component has ended: the component is lost, with all that lay there. Make it again, and load a state.
+
+    Attributes:
+        component: its name.
+        rank: that ended first.
+        cause: in words, such as "killed by SIGKILL".
+        last_words: the end of what the rank wrote to its stderr.
+    """
+
+    def __init__(self, component: str, rank: int, cause: str, last_words: str = "") -> None:
+        said = f" Its last words:\n{last_words}" if last_words.strip() else ""
+        super().__init__(
+            f"Component {component!r} died: rank {rank} {cause}. What lay there is lost, and other components' values "
+            f"are good: make it again with fz.remote, and load its last saved state.{said}"
+        )
+        self.component, self.rank, self.cause, self.last_words = component, rank, cause, last_words
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return ComponentDied, (self.component, self.rank, self.cause, self.last_words)
+
+
+class Failure(NamedTuple):
+    """An error on one rank.
+
+    Attributes:
+        kind: the builtin type that is raised of it, or "ComponentDied".
+        follows: whether it probably follows from that of another rank, which stopped.
+        broken: whether the rank's process group is of no use any more.
+        lost: the identity of the component whose death it follows from.
+    """
+
+    kind: str
+    message: str
+    component: str
+    rank: int
+    trace: str = ""
+    follows: bool = False
+    broken: bool = False
+    lost: str = ""
+
+
+class Failed(Exception):
+    """Raised on a rank by what needs a value that could not be made."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+_BROKEN = (
+    "Communication failed on rank",
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Application timeout caused pair closure",
+    "Timed out waiting",
+)
+
+
+def failure_of(error: BaseException, component: str, rank: int, identity: str = "") -> Failure:
+    """An error as it is told."""
+    if isinstance(error, Failed):
+        return error.failure
+    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    trace = "".join(traceback.format_exception(error))
+    broken = isinstance(error, RuntimeError) and any(words in message for words in _BROKEN)
+    follows = broken or isinstance(error, PeerStopped)
+    return Failure(_builtin(error), message, component, rank, trace, follows, broken, identity if broken else "")
+
+
+def _builtin(error: BaseException) -> str:
+    """The nearest builtin type of an error that says one string."""
+    for kind in type(error).__mro__:
+        if getattr(builtins, kind.__name__, None) is kind and kind not in (Exception, BaseException, object):
+            return kind.__name__
+    return "RuntimeError"
+
+
+class _Key(KeyError):
+    """A KeyError whose words are not quoted."""
+
+    __str__ = Exception.__str__
+
+
+def error_of(failure: Failure) -> Exception:
+    """The error that is raised here: of the same builtin type, where it is one that says a string."""
+    if failure.kind == "ComponentDied":
+        return ComponentDied(failure.component, failure.rank, failure.message)
+    kind = _Key if failure.kind == "KeyError" else getattr(builtins, failure.kind, RuntimeError)
+    text = f"{failure.message}\n(Rank {failure.rank} of component {failure.component!r} says:)\n{failure.trace}"
+    try:
+        error = kind(text)
+    except TypeError:  # UnicodeDecodeError and the like
+        return RuntimeError(text)
+    return error if isinstance(error, Exception) else RuntimeError(text)
+
+
+def first_of(failures: Iterable[Failure]) -> Failure:
+    """The one that says most: what did not follow from another rank's, of the lowest rank."""
+    return min(failures, key=lambda each: (each.follows, each.rank))

@@ -1,0 +1,287 @@
+"""A component's ranks as the controlling process has them: messages to all in one order, and what they report."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import queue
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
+from fzero.components.remote.link import Link, Place, Settings
+from fzero.components.remote.pull import Puller, Table
+
+Starts = Callable[[Callable[..., object]], Sequence[Link]]
+NOTICED = 1.0  # seconds in which the end of a process is noticed
+GRACE = 2.0  # seconds that a rank has to end by itself
+
+
+class Group:
+    """The ranks of one component. Nothing here holds the component: when nobody does, it is closed.
+
+    Attributes:
+        died: why the component is lost, once it is.
+        places: of each rank.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.links: Sequence[Link] = ()
+        self.died: ComponentDied | None = None
+        self.closed = False
+        self.places = [Place(0, 1, 0, 1)] * settings.ranks
+        self._ranks: list[list[list[int]]] = []
+        self.puller = Puller()
+        self._numbers = itertools.count()
+        self._lock = threading.RLock()
+        self._news = threading.Condition()
+        self._in_doubt = threading.Event()  # whether a rank has found its process group broken
+        self._ready: set[int] = set()
+        self._broken: list[Failure] = []
+        self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
+        self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
+        self._known: set[str] = set()  # components whose tables the ranks have
+        _groups[settings.identity] = self
+        self._frees: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+
+    # ---- start and end
+
+    def start(self, starts: Starts) -> None:
+        """Starts the ranks, and waits until all have built their step."""
+        settings = self.settings
+        self.links = starts(self.heard)
+        try:
+            with self._news:
+                arrived = self._news.wait_for(self._is_up, settings.timeout)
+                if self._broken:
+                    raise error_of(first_of(self._broken))
+                if self.died is not None:
+                    raise self._as_died(self.died)
+                if not arrived:
+                    missing = sorted({*range(settings.ranks)} - self._ready)
+                    raise TimeoutError(
+                        f"fz.remote: ranks {missing} of component {settings.component!r} were not ready after "
+                        f"{settings.timeout:g} seconds; expected build to end by then. Give a longer timeout=."
+                    )
+            self._ranks = self._arranged()
+        except BaseException:
+            self.close()
+            raise
+        own = self.table(None)
+        self.puller.tables[settings.identity] = own
+        for link in self.links:
+            link.send(("table", settings.identity, self.table(link)))
+        arguments = (self._frees, self.links)
+        threading.Thread(target=_carry, args=arguments, name=f"fzero-free-{settings.component}", daemon=True).start()
+
+    def _is_up(self) -> bool:
+        return bool(self._broken) or self.died is not None or len(self._ready) == self.settings.ranks
+
+    def _arranged(self) -> list[list[list[int]]]:
+        """The ranks for each data rank: of each that means are taken over, those with copies."""
+        data_size, means = self.places[0].data_size, self.places[0].means
+        found: dict[int, dict[int, list[int]]] = {number: {} for number in range(data_size)}
+        for rank, place in enumerate(self.places):
+            if (place.data_size, place.means) == (data_size, means):
+                found[place.data_rank].setdefault(place.mean_rank, []).append(rank)
+        if any(len(same) != means // data_size for same in found.values()) or sum(
+            len(copies) for same in found.values() for copies in same.values()
+        ) < len(self.places):
+            raise ValueError(
+                f"fz.remote: the ranks of component {self.settings.component!r} have the places {self.places} in "
+                "batches and means; expected each place on as many ranks as any other. Give every rank the same "
+                "mesh and axis."
+            )
+        return [[same[number] for number in sorted(same)] for same in found.values()]
+
+    def close(self) -> None:
+        """Ends the ranks; more than once does no harm."""
+        with self._lock:
+            if self.closed:
+                return
+            self.closed = True
+        self._frees.put(None)
+        self._holds.clear()
+        for link in self.links:
+            with contextlib.suppress(OSError):
+                link.send(("close",))
+        deadline = time.monotonic() + GRACE
+        for link in self.links:
+            link.join(max(0.0, deadline - time.monotonic()))
+        for link in self.links:
+            link.end()
+
+    def die(self, rank: int, cause: str, words: str = "") -> None:
+        """Notes that a rank has ended, the first of them, and ends the others."""
+        with self._lock:
+            if self.died is not None or self.closed:
+                return
+            self.died = ComponentDied(self.settings.component, rank, cause, words)
+        for link in self.links:
+            link.end()
+        self._frees.put(None)
+        self._holds.clear()
+        with self._news:
+            self._news.notify_all()
+
+    def _as_died(self, died: ComponentDied) -> ComponentDied:
+        return ComponentDied(died.component, died.rank, died.cause, died.last_words)
+
+    # ---- messages
+
+    def call(
+        self, verb: str, arguments: dict[str, Any], held: Sequence[object] = (), own: Sequence[Any] = (), key: int = -1
+    ) -> int:
+        """Sends a call to all ranks, and returns its number.
+
+        Args:
+            held: what must live until all ranks have their operands.
+            own: further arguments of each data rank.
+            key: of the trees that it returns, which are the same for all calls of one key.
+        """
+        with self._lock:
+            self.need_alive()
+            number = next(self._numbers)
+            if held:
+                arguments = {**arguments, "refers": True}
+                self._holds[number] = [set(range(len(self.links))), list(held)]
+            for rank, link in enumerate(self.links):
+                mine = {**arguments, **own[self.places[rank].data_rank]} if own else arguments
+                try:
+                    link.send(("call", number, verb, mine, key if key >= 0 else None))
+                except OSError as error:
+                    self._lost(rank, error)
+            return number
+
+    def _lost(self, rank: int, error: OSError) -> None:
+        with self._news:
+            self._news.wait_for(lambda: self.died is not None, 1.0)
+        if self.died is None:
+            self.die(rank, f"cannot be reached ({error})")
+        self.need_alive()
+
+    def need_alive(self) -> None:
+        """Refuses where the component is lost or closed."""
+        if self._in_doubt.is_set():  # it will be known in a moment
+            with self._news:
+                self._news.wait_for(lambda: self.died is not None or self.closed, 2 * NOTICED)
+        if self.died is not None:
+            raise self._as_died(self.died)
+        if self.closed:
+            raise RuntimeError(f"Component {self.settings.component!r} was closed; expected one that is open.")
+
+    def forget(self, call: int, place: int) -> None:
+        """Lets the ranks forget a value; at any time, also in the midst of anything else."""
+        self._frees.put((call, place))
+
+    def heard(self, rank: int, message: tuple[Any, ...]) -> None:
+        """What a rank reports."""
+        kind = message[0]
+        if kind == "fetched":
+            hold = self._holds.get(message[1])
+            if hold is not None:
+                hold[0].discard(rank)
+                if not hold[0]:
+                    self._holds.pop(message[1], None)
+        elif kind == "failed":
+            failure = Failure(*message[2])
+            if len(self.failures) > 10_000:
+                self.failures.clear()
+            self.failures.setdefault(message[1], failure)
+            if failure.broken:
+                self._left_alone(rank, failure)
+        elif kind == "died":
+            self.die(rank, *message[1:])
+        else:
+            with self._news:
+                if kind == "ready":
+                    self.places[rank] = Place(*message[1])
+                    self._ready.add(rank)
+                else:
+                    assert kind == "broken", kind
+                    self._broken.append(Failure(*message[1]))
+                self._news.notify_all()
+
+    def _left_alone(self, rank: int, failure: Failure) -> None:
+        """A rank waited for another in vain: its process group is lost, perhaps because that one has died."""
+        self._in_doubt.set()
+        deadline = time.monotonic() + (0.0 if self.links[rank].local else NOTICED)
+        while self.died is None and time.monotonic() < deadline:
+            time.sleep(0.02)  # the end of its process is noticed at about the same time
+        self.die(rank, f"was left alone in a collective: {failure.message}", failure.trace)
+
+    # ---- values
+
+    def table(self, reader: Link | None) -> Table:
+        """Where this component's values are, for this process or for what is sent to a rank."""
+        local = reader is None or reader.local
+        return Table(
+            self.settings.component,
+            [[[self.links[rank].source(local) for rank in copies] for copies in same] for same in self._ranks],
+        )
+
+    def know(self, other: Group) -> None:
+        """Tells this component's ranks where another's values are, once."""
+        identity = other.settings.identity
+        if other is self or identity in self._known:
+            return
+        with self._lock:
+            for link in self.links:
+                with contextlib.suppress(OSError):
+                    link.send(("table", identity, other.table(link)))
+            self._known.add(identity)
+
+    def trees(self, number: int) -> Any:
+        """What a call has returned, without the tensors: the same on all ranks.
+
+        Raises:
+            Exception: it failed.
+        """
+        found, failures = [], []
+        try:
+            for source in self.puller.tables[self.settings.identity].every:
+                tree = source.trees(number)
+                (failures if isinstance(tree, Failure) else found).append(tree)
+        except Failed as failed:
+            raise self.error(failed.failure) from None
+        if failures:
+            raise self.error(first_of(failures))
+        if any(tree != found[0] for tree in found):
+            raise ValueError(
+                f"component {self.settings.component!r}: the function returned different structures on its ranks: "
+                f"{found}; expected the same on all. Return the same containers, and what differs as tensors."
+            )
+        return found[0]
+
+    def error(self, failure: Failure) -> Exception:
+        """What is raised of a failure: of a component that died, what is known of its death."""
+        if failure.kind == "ComponentDied" or failure.broken:
+            group = _groups.get(failure.lost)
+            if group is not None:
+                with group._news:
+                    group._news.wait_for(lambda: group.died is not None or group.closed, 2 * NOTICED)
+                if group.died is not None:
+                    return self._as_died(group.died)
+        return error_of(failure)
+
+
+_groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # by identity: whose death it was
+
+
+def _carry(frees: queue.SimpleQueue[tuple[int, int] | None], links: Sequence[Link]) -> None:
+    """Tells the ranks what nobody needs any more."""
+    going = True
+    while going:
+        batch = [frees.get()]
+        with contextlib.suppress(queue.Empty):
+            while len(batch) < 1000:
+                batch.append(frees.get_nowait())
+        going = None not in batch
+        names = [name for name in batch if name is not None]
+        for link in links if names else ():
+            with contextlib.suppress(OSError):
+                link.send(("free", names))

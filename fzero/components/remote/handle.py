@@ -1,0 +1,317 @@
+"""Values that lie on a component's ranks, as the controlling process has them: it waits for them where it reads."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fzero.components.remote.group import Group
+from fzero.components.remote.layout import Layout
+from fzero.components.remote.pull import Leaf, norm_by
+from fzero.state.beyond import Distant
+from fzero.state.gather import measured
+
+
+class Owner(Protocol):
+    """What handles ask of their component."""
+
+    name: str
+    group: Group
+
+    def layout_of(self, handle: Handle) -> Layout: ...
+
+    def fetched(self, handle: Handle) -> torch.Tensor: ...
+
+    def gathered(self, tree: RemoteTree) -> Any: ...
+
+    def looked_at(self, state: RemoteState) -> dict[str, int]: ...
+
+    def saved(self, state: RemoteState, path: str, extra: object) -> None: ...
+
+    def square_of(self, tree: RemoteTree) -> Handle: ...
+
+
+class Made:
+    """What one call makes: as long as anybody holds a part of it, its ranks know the call."""
+
+    def __init__(self, component: Owner, call: int) -> None:
+        self.component, self.call = component, call
+        weakref.finalize(self, component.group.forget, call, -1).atexit = False
+
+
+class Away:
+    """A part of what a call makes, which its ranks keep for as long as this lives.
+
+    Args:
+        whole: whether it is all of its place, and not a part of what another one keeps.
+    """
+
+    def __init__(self, made: Made, place: int, whole: bool = True) -> None:
+        self.made, self.place = made, place
+        if whole:
+            weakref.finalize(self, made.component.group.forget, made.call, place).atexit = False
+
+    @property
+    def component(self) -> Owner:
+        return self.made.component
+
+    @property
+    def name(self) -> tuple[int, int]:
+        return self.made.call, self.place
+
+
+class Value:
+    """A tensor that lies elsewhere. Its shape, dtype and values are waited for where they are read.
+
+    `torch.ones_like`, `zeros_like` and `full_like` of it, and sums, are such values too, at once, and computed where
+    they are needed. For anything else `fz.fetch` gives the tensor.
+    """
+
+    def leaf(self) -> Leaf:
+        """What is sent of it."""
+        raise NotImplementedError
+
+    def held(self) -> list[Away]:
+        """What must lie where it does for as long as this is needed."""
+        raise NotImplementedError
+
+    def layout(self) -> Layout:
+        """Its layout, waited for."""
+        raise NotImplementedError
+
+    def fetched(self) -> torch.Tensor:
+        """The whole tensor, waited for: a new one."""
+        raise NotImplementedError
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size(self.layout().shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.layout().dtype
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device(self.layout().device)
+
+    @property
+    def ndim(self) -> int:
+        return len(self.layout().shape)
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def numel(self) -> int:
+        return self.shape.numel()
+
+    def item(self) -> Any:
+        """Its number, of one that has one element; waited for."""
+        return self.fetched().item()
+
+    def __add__(self, other: object) -> Value:
+        return Sum([self, other]) if isinstance(other, (Value, torch.Tensor)) else NotImplemented
+
+    def __radd__(self, other: object) -> Value:
+        return Sum([other, self]) if isinstance(other, torch.Tensor) else NotImplemented
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.fetched())
+
+    def __format__(self, spec: str) -> str:
+        return format(self.item(), spec) if spec else repr(self)
+
+    @classmethod
+    def __torch_function__(
+        cls, fn: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        own = dict(kwargs or {})
+        numbers = {torch.ones_like: 1, torch.zeros_like: 0}
+        if (fn in numbers or fn is torch.full_like) and set(own) <= {"dtype", "fill_value"} and args:
+            number = numbers[fn] if fn in numbers else own.get("fill_value", args[1] if len(args) > 1 else None)
+            if isinstance(args[0], Value) and isinstance(number, (bool, int, float, complex)):
+                return Fill(args[0], number, own.get("dtype"))
+        raise TypeError(
+            f"torch.{getattr(fn, '__name__', fn)}: got a handle of a value that lies in another component, expected "
+            "tensors. fz.fetch(handle) waits for it and gives the tensor; of functions of handles there are ones_like, "
+            "zeros_like and full_like, with dtype= alone."
+        )
+
+
+class Handle(Value, Away):
+    """A tensor that a call of a component makes and that stays there, until the last handle of it dies."""
+
+    def __init__(self, made: Made, place: int) -> None:
+        super().__init__(made, place)
+        self._layout: Layout | None = None
+
+    def leaf(self) -> Leaf:
+        return "value", self.component.group.settings.identity, self.name
+
+    def held(self) -> list[Away]:
+        return [self]
+
+    def layout(self) -> Layout:
+        if self._layout is None:
+            self._layout = self.component.layout_of(self)
+        return self._layout
+
+    def fetched(self) -> torch.Tensor:
+        return self.component.fetched(self)
+
+    def __repr__(self) -> str:
+        return f"Handle({self.component.name!r}, call {self.made.call}, tensor {self.place})"
+
+
+class Fill(Value):
+    """A tensor of one number, of the shape of another value."""
+
+    def __init__(self, like: Value, number: complex, dtype: torch.dtype | None) -> None:
+        while isinstance(like, Fill):
+            like, dtype = like.like, dtype or like.kind
+        if not isinstance(like, Handle):
+            raise TypeError(f"torch.full_like: got {like!r}, expected the handle of an output, or fz.fetch of this.")
+        self.like, self.number, self.kind = like, number, dtype
+
+    def leaf(self) -> Leaf:
+        return "fill", *self.like.leaf()[1:], self.number, self.kind
+
+    def held(self) -> list[Away]:
+        return [self.like]
+
+    def layout(self) -> Layout:
+        layout = self.like.layout()
+        return layout._replace(dtype=self.kind or layout.dtype, device="cpu")
+
+    def fetched(self) -> torch.Tensor:
+        layout = self.layout()
+        return torch.full(layout.shape, self.number, dtype=layout.dtype, device="cpu")
+
+    def __repr__(self) -> str:
+        return f"Fill({self.number} like {self.like!r})"
+
+
+class Sum(Value):
+    """The sum of values of one shape, added up where it is needed: cotangents of what several have used.
+
+    Args:
+        terms: of one shape and dtype, in order.
+    """
+
+    def __init__(self, terms: Sequence[Any]) -> None:
+        self.terms = terms
+
+    def leaf(self) -> Leaf:
+        return "sum", [x.leaf() if isinstance(x, Value) else ("tensor", x) for x in self.terms]
+
+    def held(self) -> list[Away]:
+        return [away for x in self.terms if isinstance(x, Value) for away in x.held()]
+
+    def layout(self) -> Layout:
+        return next(x for x in self.terms if isinstance(x, Value)).layout()
+
+    def fetched(self) -> torch.Tensor:
+        return functools.reduce(torch.add, [x.fetched() if isinstance(x, Value) else x for x in self.terms])
+
+    def __repr__(self) -> str:
+        return f"Sum(of {len(self.terms)} values)"
+
+
+class Norm(Value):
+    """The norm of what several components have: the square root of the sum of squares, leaf by leaf.
+
+    Args:
+        squares: of the leaves of each, float64: [leaves].
+    """
+
+    def __init__(self, squares: Sequence[Handle | torch.Tensor]) -> None:
+        self.squares = squares
+
+    def leaf(self) -> Leaf:
+        return "norm", [x.leaf() if isinstance(x, Handle) else ("tensor", x) for x in self.squares]
+
+    def held(self) -> list[Away]:
+        return [x for x in self.squares if isinstance(x, Handle)]
+
+    def layout(self) -> Layout:
+        return Layout("same", (), (), torch.float64, "cpu", (1.0,))
+
+    def fetched(self) -> torch.Tensor:
+        return norm_by([x.fetched() if isinstance(x, Handle) else x for x in self.squares])
+
+    def __repr__(self) -> str:
+        return f"Norm(of {len(self.squares)} parts)"
+
+
+class RemoteTree(Away):
+    """Params, grads or moments that lie on a component's ranks.
+
+    Attributes:
+        what: of a state it is; "" for grads that a pullback returned.
+    """
+
+    def __init__(self, made: Made, place: int, what: str = "", state: Away | None = None) -> None:
+        super().__init__(made, place, state is None)
+        self.what, self._state = what, state
+
+    def gathered(self) -> Any:
+        return self.component.gathered(self)
+
+    def norm_with(self, trees: Sequence[object]) -> Any:
+        return Norm([*measured(trees, _squares_of)])
+
+    def __repr__(self) -> str:
+        return f"RemoteTree({self.what or 'grads'} of {self.component.name!r}, call {self.made.call})"
+
+
+def _squares_of(node: Distant) -> Any:
+    assert isinstance(node, RemoteTree)
+    return node.component.square_of(node)
+
+
+class RemoteState(Away):
+    """A training state that lies on a component's ranks."""
+
+    @property
+    def params(self) -> RemoteTree:
+        return self._tree("params")
+
+    @property
+    def grads(self) -> RemoteTree:
+        return self._tree("grads")
+
+    @property
+    def moments(self) -> RemoteTree:
+        return self._tree("moments")
+
+    def _tree(self, what: str) -> RemoteTree:
+        return RemoteTree(self.made, self.place, what, self)
+
+    @property
+    def step(self) -> int:
+        """How many updates were applied; waited for."""
+        return self.component.looked_at(self)["step"]
+
+    @property
+    def seed(self) -> int:
+        """Of everything random in the run; waited for."""
+        return self.component.looked_at(self)["seed"]
+
+    def save_to(self, path: str, extra: object) -> None:
+        self.component.saved(self, path, extra)
+
+    def __repr__(self) -> str:
+        return f"RemoteState({self.component.name!r}, call {self.made.call})"

@@ -1,0 +1,155 @@
+"""A rank's values for readers in other processes, over channels; and a rank as such a reader asks it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from fzero.channels import Address, Connection, Listener, TimedOut, connect
+from fzero.components.remote.failure import Failed, Failure
+from fzero.components.remote.pull import Source, lost
+from fzero.components.remote.values import Meta, Name
+
+IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
+CONNECT_SECONDS = 10.0
+
+
+class Served(Protocol):
+    """What a server asks for its readers; `alive` is called now and then while they wait."""
+
+    def metas(self, names: Sequence[Name], alive: Callable[[], None]) -> list[Meta | Failure]: ...
+
+    def rows(self, wanted: Sequence[tuple[Name, int, int]]) -> list[torch.Tensor]: ...
+
+    def trees(self, call: int, alive: Callable[[], None]) -> object: ...
+
+    def arrived(self, call: int, alive: Callable[[], None]) -> Failure | None: ...
+
+
+class Server:
+    """Answers readers, each on a thread of its own, until it is closed.
+
+    Args:
+        host: as of `fzero.channels.Listener`.
+    """
+
+    def __init__(self, served: Served, token: bytes, name: str, host: str | None = None) -> None:
+        self._served = served
+        self._listener = Listener(token, host, name)
+        self.address: Address = self._listener.address
+        threading.Thread(target=self._accept, name=f"fzero-serve-{name}", daemon=True).start()
+
+    def close(self) -> None:
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                connection = self._listener.accept(IDLE)
+            except TimedOut:
+                continue
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(connection,), name="fzero-answer", daemon=True).start()
+
+    def _answer(self, connection: Connection) -> None:
+        def alive() -> None:
+            connection.send(("wait",))
+
+        try:
+            while True:
+                request: Any = connection.receive(IDLE)
+                try:
+                    answer = ("answer", self._answered(request, alive))
+                except Failed as failed:
+                    answer = ("failed", tuple(failed.failure))
+                connection.send(answer)
+                del request, answer
+        except OSError:
+            connection.close()
+
+    def _answered(self, request: Any, alive: Callable[[], None]) -> object:
+        kind, asked = request
+        if kind == "metas":
+            return [_as_sent(meta) for meta in self._served.metas(asked, alive)]
+        if kind == "rows":
+            return self._served.rows(asked)
+        if kind == "trees":
+            trees = self._served.trees(asked, alive)
+            return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
+        assert kind == "arrived", kind
+        failure = self._served.arrived(asked, alive)
+        return None if failure is None else _as_sent(failure)
+
+
+def _as_sent(told: Meta | Failure) -> tuple[object, ...]:
+    return (type(told).__name__, *told)
+
+
+def _as_told(sent: Any) -> Any:
+    kinds: dict[str, Any] = {"Meta": Meta, "Failure": Failure}
+    return kinds[sent[0]](*sent[1:])
+
+
+class RemoteSource(Source):
+    """A rank in another process, as readers here ask it: each with a connection of its own.
+
+    Args:
+        where: as `sent_source` says it.
+        patience: seconds without a sign of life.
+    """
+
+    def __init__(self, where: Any, patience: float) -> None:
+        self._address, self._token, self._component, self._identity, self._rank = where
+        self._patience = patience
+        self._idle: list[Connection] = []
+
+    def close(self) -> None:
+        while self._idle:
+            self._idle.pop().close()
+
+    def metas(self, names: Sequence[Name]) -> list[Meta | Failure]:
+        return [_as_told(each) for each in self._ask("metas", list(names))]
+
+    def rows(self, wanted: Sequence[tuple[Name, int, int]]) -> list[torch.Tensor]:
+        return self._ask("rows", list(wanted))
+
+    def trees(self, call: int) -> object:
+        sent = self._ask("trees", call)
+        return sent[1] if sent[0] == "trees" else _as_told(sent)
+
+    def arrived(self, call: int) -> Failure | None:
+        sent = self._ask("arrived", call)
+        return None if sent is None else _as_told(sent)
+
+    def _ask(self, kind: str, asked: object) -> Any:
+        connection = None
+        try:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = connect(self._address, self._token, min(CONNECT_SECONDS, self._patience))
+            connection.send((kind, asked))
+            reply: Any = ("wait",)
+            while reply[0] == "wait":
+                reply = connection.receive(self._patience)
+        except OSError as error:
+            if connection is not None:
+                connection.close()
+            raise lost(self._identity, self._component, self._rank, f"cannot be reached ({error})") from None
+        except BaseException:  # an interrupt, with an answer on its way
+            if connection is not None:
+                connection.close()
+            raise
+        self._idle.append(connection)
+        if reply[0] == "failed":
+            raise Failed(Failure(*reply[1]))
+        return reply[1]
+
+
+def sent_source(address: Address, token: bytes, component: str, identity: str, rank: int) -> tuple[object, ...]:
+    """Where a rank answers, as it is told to readers."""
+    return address, token, component, identity, rank

@@ -1,0 +1,135 @@
+"""Ranks that are threads of this process, with a process group of their own; values go by reference."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import secrets
+import sys
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero.comm import backend, worlds
+from fzero.components.remote.building import built_by, calls_run_in
+from fzero.components.remote.failure import Failure, failure_of
+from fzero.components.remote.host import Host
+from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.server import Server, sent_source
+
+
+class ThreadLink(Link):
+    """A rank on a thread: messages are calls."""
+
+    local = True
+
+    def __init__(self, host: Host) -> None:
+        self.host = host
+        self.thread: threading.Thread | None = None
+        self._server: tuple[Server, bytes] | None = None  # for readers in other processes
+
+    def send(self, message: tuple[Any, ...]) -> None:
+        self.host.take(message)
+
+    def source(self, local: bool) -> Any:
+        host = self.host
+        if local:
+            return host
+        if self._server is None:
+            token = secrets.token_bytes(32)
+            self._server = Server(host, token, f"rank {host.rank} of {host.component!r}"), token
+        server, token = self._server
+        return sent_source(server.address, token, host.component, host.identity, host.rank)
+
+    def end(self) -> None:
+        host, server = self.host, self._server
+        if server is not None:
+            server[0].close()
+        host.close(Failure("ComponentDied", "has ended", host.component, host.rank, lost=host.identity))
+
+    def join(self, timeout: float) -> None:
+        if self.thread is not None and self.thread is not threading.current_thread():
+            self.thread.join(timeout)
+
+
+def start(build: Callable[[int], object], settings: Settings, heard: Callable[..., object]) -> list[ThreadLink]:
+    """Starts the ranks of a component; each reports `("ready", ...)` or `("broken", ...)` first.
+
+    Args:
+        heard: `heard(rank, message)` takes what they report, on their threads.
+    """
+    store = backend.dist.HashStore()
+    worlds.install()
+    alive = [settings.ranks]
+    lock = threading.Lock()
+    links: list[ThreadLink] = []
+
+    def over() -> None:
+        with lock:
+            alive[0] -= 1
+            last = not alive[0]
+        if last:
+            worlds.uninstall()
+
+    for rank in range(settings.ranks):
+        host = Host(
+            settings.component,
+            settings.identity,
+            rank,
+            _report_to(heard, rank),
+            settings.timeout,
+            lambda: calls_run_in(settings),
+        )
+        link = ThreadLink(host)
+        links.append(link)
+        arguments = (build, settings, host, store, over)
+        name = f"fzero-{settings.component}-{rank}"
+        link.thread = threading.Thread(target=_run, args=arguments, name=name, daemon=True)
+        link.thread.start()
+    return links
+
+
+def _report_to(heard: Callable[..., object], rank: int) -> Callable[[tuple[object, ...]], object]:
+    owner = weakref.WeakMethod(heard)  # type: ignore[arg-type]
+
+    def report(message: tuple[object, ...]) -> None:
+        method = owner()
+        if method is not None:
+            method(rank, message)
+
+    return report
+
+
+def _run(
+    build: Callable[[int], object], settings: Settings, host: Host, store: backend.Store, over: Callable[[], None]
+) -> None:
+    hook = sys.excepthook
+    try:
+        torch.set_num_threads(settings.threads)
+        with worlds.own_world():
+            backend.dist.init_process_group(
+                "gloo",
+                store=store,
+                rank=host.rank,
+                world_size=settings.ranks,
+                timeout=datetime.timedelta(seconds=settings.timeout),
+            )
+            sys.excepthook = hook  # each group that begins wraps it once more
+            try:
+                built = built_by(build, host.rank)
+                host.has_built(built)
+                host.report(("ready", tuple(built.part.place)))
+                del built
+                host.run()
+            except Exception as error:
+                host.report(("broken", tuple(failure_of(error, settings.component, host.rank))))
+            except SystemExit as left:
+                host.report(("died", f"has left by sys.exit({left.code!r})"))
+            finally:
+                with contextlib.suppress(RuntimeError):
+                    backend.dist.destroy_process_group()
+    finally:
+        over()

@@ -1,0 +1,175 @@
+"""The values that lie on one rank, by the calls that make them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from fzero.components.remote.failure import Failed, Failure
+
+GRACE = 2.0  # seconds beyond the timeout, in which a collective that waits as long says first what it waited for
+Name = tuple[int, int]  # the number of the call that makes a value, and its place among the results: 0 is no tensor
+
+
+class Piece(NamedTuple):
+    """This rank's part of a tensor.
+
+    Attributes:
+        kind: how the tensor is made of the data ranks' parts: "rows" are joined along dim 0, "added" too, after those
+            of ranks with the same examples were added and taken times the weight; "mean" is an average by weights,
+            "sum" a sum times the weight; of "alike" and "same" any one is it, the first compared.
+    """
+
+    kind: str
+    tensor: torch.Tensor
+    weight: float = 1.0
+
+
+class Meta(NamedTuple):
+    """What is told of a piece ahead of its values."""
+
+    kind: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+    weight: float
+
+
+def _meta(piece: Piece) -> Meta:
+    tensor = piece.tensor
+    return Meta(piece.kind, tuple(tensor.shape), tensor.dtype, str(tensor.device), piece.weight)
+
+
+class Record:
+    """One call: what it makes, and whether it has."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.failure: Failure | None = None
+        self.trees: object = None  # that it returned, without the tensors
+        self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
+        self._values: dict[int, object] = {}
+        self._freed: set[int] = set()
+        self._lock = threading.Lock()
+
+    def finish(self, values: dict[int, object], failure: Failure | None = None) -> None:
+        with self._lock:
+            self.failure = failure
+            self.metas = {place: _meta(value) for place, value in values.items() if isinstance(value, Piece)}
+            self._values = {place: value for place, value in values.items() if place not in self._freed}
+        self.done.set()
+
+    def free(self, place: int) -> object:
+        with self._lock:
+            self._freed.add(place)
+            return self._values.pop(place, None)
+
+    def value(self, place: int) -> object:
+        if self.failure is not None:
+            raise Failed(self.failure)
+        return self._values[place]
+
+
+class Values:
+    """The records of one rank.
+
+    Args:
+        patience: seconds that one call may take.
+    """
+
+    def __init__(self, component: str, rank: int, patience: float) -> None:
+        self.component, self.rank, self.patience = component, rank, patience
+        self._records: dict[int, Record] = {}
+        self._arrived = threading.Condition()
+        self._running: tuple[int, str, float] | None = None
+        self._over: Failure | None = None
+        self._last = -1  # the call that has arrived last: they come in order
+
+    def begin(self, call: int) -> Record:
+        """Notes a call that has arrived: others may wait for its values from now on."""
+        record = Record()
+        with self._arrived:
+            self._records[call], self._last = record, call
+            self._arrived.notify_all()
+        return record
+
+    def running(self, call: int | None, verb: str = "") -> None:
+        """Notes which call runs now, since when."""
+        self._running = None if call is None else (call, verb, time.monotonic())
+
+    def close(self, failure: Failure) -> None:
+        """Nothing more will be made: whoever waits is told why."""
+        self._over = failure
+        with self._arrived:
+            records = [*self._records.values()]
+            self._arrived.notify_all()
+        for record in records:
+            if not record.done.is_set():
+                record.finish({}, failure)
+
+    def free(self, call: int, place: int) -> None:
+        """Forgets a value; with place -1 all of a call."""
+        with self._arrived:
+            record = self._records.get(call) if place >= 0 else self._records.pop(call, None)
+        if record is not None and place >= 0:
+            record.free(place)
+
+    def record(self, call: int) -> Record:
+        """The record of a call that may not have arrived yet."""
+        with self._arrived:
+            if not self._arrived.wait_for(lambda: call <= self._last or self._over, self.patience):
+                raise Failed(self._late(f"call {call} has not arrived"))
+            if self._over is not None:
+                raise Failed(self._over)
+            assert call in self._records, f"call {call} was asked for, and nobody held what it made"
+            return self._records[call]
+
+    def get(self, name: Name, alive: Callable[[], None] = lambda: None) -> object:
+        """A value, waited for as long as calls end in time.
+
+        Args:
+            alive: called now and then while it waits.
+        """
+        return self._ended(name[0], alive).value(name[1])
+
+    def trees(self, call: int, alive: Callable[[], None]) -> object:
+        """The trees that a call returned, waited for likewise."""
+        record = self._ended(call, alive)
+        if record.failure is not None:
+            raise Failed(record.failure)
+        return record.trees
+
+    def _ended(self, call: int, alive: Callable[[], None]) -> Record:
+        record = self.record(call)
+        begun = time.monotonic()
+        while not record.done.wait(1.0):
+            alive()
+            running = self._running
+            if running is not None and time.monotonic() - max(running[2], begun) > self.patience + GRACE:
+                raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
+        return record
+
+    def _late(self, what: str) -> Failure:
+        message = (
+            f"{what} after {self.patience:g} seconds, the timeout of component {self.component!r}. Give fz.remote a "
+            "longer timeout= if its calls take that long."
+        )
+        return Failure("TimeoutError", message, self.component, self.rank)
+
+    def meta(self, name: Name, alive: Callable[[], None] = lambda: None) -> Meta | Failure:
+        try:
+            record = self._ended(name[0], alive)
+        except Failed as failed:
+            return failed.failure
+        return record.failure or record.metas[name[1]]
+
+    def rows(self, name: Name, start: int, stop: int) -> torch.Tensor:
+        """Rows of a piece; all of one without dims, or where stop is -1."""
+        piece = self.get(name)
+        assert isinstance(piece, Piece)
+        whole = stop < 0 or (start == 0 and stop == piece.tensor.shape[0])
+        return piece.tensor if whole else piece.tensor[start:stop]

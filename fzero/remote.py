@@ -1,0 +1,96 @@
+"""fz.remote: a component on ranks of its own, threads or processes; and fz.fetch, which waits for its values."""
+
+from __future__ import annotations
+
+import functools
+import uuid
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero.base.arguments import need_bool, need_int, need_number, need_str, wrong
+from fzero.components.remote import component, processes, threads
+from fzero.components.remote.component import RemoteComponent
+from fzero.components.remote.group import Group
+from fzero.components.remote.link import Settings
+from fzero.table.needs import is_component
+
+
+def remote(
+    build: Callable[[int], object],
+    ranks: int = 1,
+    on: str = "processes",
+    name: str | None = None,
+    timeout: float = 60.0,
+    checked: bool = False,
+) -> RemoteComponent:
+    """A component that lives elsewhere: a step on ranks of its own, with a step's verbs.
+
+    Seen from outside it is its function on the whole batch in one process: tensors of inputs are split along dim 0 over
+    the data ranks (those that the step takes means over), tensors of outputs joined, scalars averaged by examples;
+    grads and input cotangents are exactly that function's. Calls return at once, and what they make are handles;
+    `fz.fetch` waits. An input that is a handle of another component comes straight from its ranks.
+
+    Args:
+        build: `build(rank) -> (step, params)`, called on every rank, in a process group of its own (gloo). With a third
+            value, `fz.parallel.axis(mesh, name)`, batches are split over that axis alone; ranks beside it get the same
+            examples. Under "processes" it must be picklable: defined at the top of a module.
+        ranks: their number.
+        on: "threads" of this process, or "processes" on this machine.
+        name: in errors; that of `build` by default.
+        timeout: seconds that the start, one call or one collective may take.
+        checked: compare what ranks communicate first (`fz.testing.checked_collectives`): a rank that fails alone then
+            costs the call, and not the component.
+
+    Raises:
+        ComponentDied: at any later use, once a rank has ended.
+        Exception: what `build` raised on a rank.
+
+    Example:
+        >>> def build(rank):
+        ...     step = fz.train_step(lambda p, x: (p["w"] * x).sum(1), fz.sgd(0.1))
+        ...     return fz.shard_zero3(step), {"w": torch.ones(3)}
+        >>> with fz.remote(build, ranks=2, on="threads") as component:
+        ...     state = component.init()
+        ...     outputs, pullback = component.vjp(state, torch.ones(3, 3))
+        ...     grads, _ = pullback(torch.ones_like(outputs))
+        ...     fz.fetch(outputs), fz.gather(grads)["w"]
+        (tensor([3., 3., 3.]), tensor([3., 3., 3.]))
+    """
+    need_int(ranks, "remote", "ranks", "a number of ranks", least=1)
+    need_number(timeout, "remote", "timeout", "a number of seconds")
+    need_bool(checked, "remote", "checked")
+    need_str(name, "remote", "name", "a str or None", or_none=True)
+    if not timeout > 0:
+        raise ValueError(f"remote: got timeout={timeout}, expected a positive number of seconds.")
+    if not callable(build) or is_component(build):
+        raise wrong("remote", "build", build, "a function build(rank) -> (step, params)")
+    starts = {"threads": threads.start, "processes": processes.start}
+    if on not in starts:
+        raise ValueError(f"remote: got on={on!r}, expected one of {', '.join(map(repr, starts))}.")
+    label = name or getattr(build, "__name__", None) or type(build).__name__
+    settings = Settings(label, uuid.uuid4().hex, ranks, float(timeout), torch.get_num_threads(), checked)
+    group = Group(settings)
+    group.start(functools.partial(starts[on], build, settings))
+    return RemoteComponent(group)
+
+
+def fetch(tree: Any) -> Any:
+    """Waits for the values of handles.
+
+    Args:
+        tree: any pytree.
+
+    Returns:
+        The same tree with plain tensors in place of handles.
+
+    Raises:
+        ComponentDied: a component that one lies on is lost.
+        Exception: the call that was to make it failed.
+
+    Example:
+        >>> fz.fetch({"loss": torch.ones(2), "n": 3})
+        {'loss': tensor([1., 1.]), 'n': 3}
+    """
+    return component.fetch(tree)

@@ -1,0 +1,151 @@
+"""Values go from the ranks where they are to those that need them, as these need them; their cotangents come home."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import time
+from typing import Any
+
+import pytest
+import remote_builds as builds
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero.components.remote.layout import Layout, joined, reads_of, share
+
+PLACES = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
+need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+
+
+@pytest.fixture(scope="module")
+def maps() -> Any:
+    """Components of one linear map each, on other ranks."""
+    own = [
+        fz.remote(functools.partial(builds.built_mapped, seed=seed), ranks, on, name=f"map{seed}")
+        for seed, (on, ranks) in enumerate(PLACES)
+    ]
+    yield own
+    for each in own:
+        each.close()
+
+
+@settings(max_examples=12)
+@given(data=st.data())
+def test_the_way_back_is_the_transpose(maps: Any, data: st.DataObject) -> None:
+    """<Ax, y> == <x, A'y> for chains of components on any ranks, of whole numbers, to the last bit."""
+    chain = data.draw(st.lists(st.sampled_from(range(len(maps))), min_size=1, max_size=3))
+    generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
+    rows = data.draw(st.integers(0, 6))
+    x = torch.randint(-3, 4, (rows, 3), generator=generator, dtype=torch.float64)
+    value: Any = x
+    pullbacks = []
+    for number in chain:
+        counts = torch.randint(0, 3, (rows,), generator=generator)
+        value, pullback = maps[number].vjp(maps[number].init(), value, counts, argnums=0)
+        pullbacks.append(pullback)
+        rows = int(counts.sum())
+    out = fz.fetch(value)
+    expected = x
+    y = torch.randint(-3, 4, out.shape, generator=generator, dtype=torch.float64)
+    assert out.shape == (rows, 3) and out.dtype == expected.dtype
+    cotangent: Any = y
+    for pullback in reversed(pullbacks):
+        _, (cotangent, nothing) = pullback(cotangent)
+        assert nothing is None
+    back = fz.fetch(cotangent)
+    assert back.shape == x.shape and (out * y).sum() == (x * back).sum()
+
+
+@pytest.mark.parametrize(("on", "ranks"), [("threads", 2), ("threads", 4)])
+def test_tensor_ranks_are_copies(on: str, ranks: int) -> None:
+    with fz.remote(builds.built_tensor, ranks, on) as own:
+        step, params, _ = None, None, None
+        x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        state = own.init()
+        params = fz.gather(state.params)
+        out, pullback = own.vjp(state, x)
+        ct = torch.randn(5, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        grads, (ct_x,) = pullback(ct)
+
+        def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.tanh(x @ p["0.weight"].T + p["0.bias"]) @ p["2.weight"].T + p["2.bias"]
+
+        expected, pull = torch.func.vjp(plain, dict(params), x)
+        by_params, by_x = pull(ct)
+        need_close(fz.fetch(out), expected)
+        need_close(fz.fetch(ct_x), by_x)
+        need_close(dict(fz.gather(grads)), by_params)
+        need_close(fz.fetch(fz.global_norm(grads)), torch.cat([g.flatten() for g in by_params.values()]).norm())
+        assert step is None and own.group.places[0].data_size == ranks // 2
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_ranks_that_share_a_sequence_are_of_one_mean(ranks: int) -> None:
+    with fz.remote(builds.built_tokens, ranks, "threads") as own:
+        x = torch.randn(3, 5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        gain = torch.tensor(1.5, dtype=torch.float64)
+        params = {"w": builds.weights()["in"]}
+        state = own.init()
+        (out, loss), pullback = own.vjp(state, x, gain)
+        ct = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        grads, (ct_x, ct_gain) = pullback((ct, torch.full_like(loss, 2.0)))
+        expected, pull = torch.func.vjp(builds.cut_over_tokens, params, x, gain)
+        by_params, by_x, by_gain = pull((ct, torch.tensor(2.0, dtype=torch.float64)))
+        need_close(fz.fetch((out, loss)), expected)
+        need_close(fz.fetch(ct_x), by_x)
+        need_close(fz.fetch(ct_gain), by_gain)
+        need_close(fz.gather(grads), by_params)
+
+
+@given(
+    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
+    readers=st.integers(1, 4),
+    copies=st.integers(1, 2),
+)
+def test_rows_are_cut_and_joined(lengths: list[int], readers: int, copies: int) -> None:
+    """All readers together have each row once, in order; what copies add up is added up."""
+    total = sum(lengths)
+    x = torch.arange(2.0 * total).view(total, 2)
+    parts = x.split(lengths)
+    for kind in ("rows", "added"):
+        layout = Layout(kind, tuple(lengths), (total, 2), x.dtype, "cpu", (1.0,) * len(lengths), copies)
+        got = []
+        for reader in range(readers):
+            rows = share(total, reader, readers)
+            own = [parts[read.data_rank][read.start : read.stop] for read in reads_of(layout, rows, reader)]
+            got.append(joined(layout, rows, own, "x").to(x.dtype))
+            assert got[-1].shape == (rows[1] - rows[0], 2)
+        assert torch.equal(torch.cat(got), x * (copies if kind == "added" else 1))
+        assert [len(each) for each in got] == [len(each) for each in torch.arange(total).tensor_split(readers)]
+
+
+def test_operands_are_brought_while_earlier_calls_compute() -> None:
+    """Two components overlap: a chain of calls of both takes hardly longer than those of one."""
+    first = fz.remote(functools.partial(builds.built_trouble, stage=0), 1, "threads", name="first")
+    with first, fz.remote(functools.partial(builds.built_trouble, stage=0), 1, "threads", name="second") as second:
+        x = torch.ones(4, 3, dtype=torch.float64)
+        states = first.init(), second.init()
+        for own, state in zip((first, second), states, strict=True):
+            fz.fetch(own.forward(state, own.forward(state, x, "sleep"), "sleep"))
+        begun = time.monotonic()
+        middle = [first.forward(states[0], x, "sleep") for _ in range(4)]
+        out = [second.forward(states[1], each, "sleep") for each in middle]
+        assert time.monotonic() - begun < 0.25, "calls wait"
+        fz.fetch(out)
+        assert time.monotonic() - begun < 0.3 * 6.5, "no overlap"
+
+
+def test_one_value_is_used_by_many(maps: Any) -> None:
+    """Also once its handle has died, by calls that were made before."""
+    counts = torch.tensor([1, 2, 0, 1])
+    x = torch.arange(12.0, dtype=torch.float64).view(4, 3)
+    states = [each.init() for each in maps]
+    for a, b in itertools.product(range(len(maps)), repeat=2):
+        value = maps[a].forward(states[a], x, counts)
+        outs = [maps[b].forward(states[b], value, counts) for _ in range(3)]
+        expected = fz.fetch(value)
+        del value
+        need_close(fz.fetch(outs), [fz.fetch(maps[b].forward(states[b], expected, counts))] * 3)

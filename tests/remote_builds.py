@@ -1,0 +1,147 @@
+"""What components on ranks of their own are built of in tests, and the same in one process with torch alone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import signal
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+import fzero as fz
+
+ONES = torch.ones(3, dtype=torch.float64)
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def weights(seed: int = 0, width: int = 4) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    return {"in": draw(3, width), "blocks": [{"w": draw(width, width) / 2}, {"w": draw(width, width) / 2}]}
+
+
+@fz.unit
+def block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def program(p: dict[str, Any], tree: Any, ops: tuple[str, ...], scale: Any = None) -> Any:
+    """A function of the batch, drawn: which outputs in which containers."""
+    x = tree["x"] if isinstance(tree, dict) else tree
+    x = x @ p["in"]
+    for own in p["blocks"]:
+        x = block(own, x)
+    if isinstance(tree, dict) and "y" in tree:
+        x = x * tree["y"].unsqueeze(1)
+    if scale is not None:
+        x = x * scale
+    made: dict[str, Any] = {
+        "rows": x,
+        "narrow": x[:, :1] * 2.0,
+        "loss": x.square().sum(1).mean(),
+        "other": {"a": x.mean(), "text": "constant", "pair": Pair(x.sum(1), None)},
+        "count": torch.tensor(3),
+        "signs": (x > 0).long(),
+    }
+    out = [made[op] for op in ops]
+    return out[0] if len(out) == 1 else tuple(out)
+
+
+def built(rank: int, stage: int = 3, seed: int = 0, optimizer: str = "sgd") -> tuple[fz.Step, dict[str, Any]]:
+    chosen = fz.sgd(0.1, momentum=0.9) if optimizer == "sgd" else fz.adamw(0.01)
+    step = fz.train_step(program, fz.chain(fz.clip_by_global_norm(1.0), chosen))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+    return (shard[stage](step) if stage else step), weights(seed)
+
+
+def head(p: dict[str, Any], tokens: torch.Tensor, emb: torch.Tensor) -> torch.Tensor:
+    logits = block(p["blocks"][0], emb) @ p["blocks"][1]["w"]
+    return torch.nn.functional.cross_entropy(logits, tokens)
+
+
+def built_head(rank: int, stage: int = 2) -> tuple[fz.Step, dict[str, Any]]:
+    step = fz.train_step(head, fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(0.01)))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
+    return (shard[stage](step) if stage else step), weights(1)
+
+
+def cut_over_tokens(p: dict[str, Any], x: torch.Tensor, gain: torch.Tensor, ax: Any = None) -> Any:
+    """Of [examples, tokens, features]: every rank of an axis computes its tokens, and has all of them in the end."""
+    own = x if ax is None else fz.parallel.split(x, ax, 1)
+    own = torch.tanh(own @ p["w"]) * gain
+    loss = own.square().mean() if ax is None else own.square().mean(2).sum() * ax.size / x[..., 0].numel()
+    return (own if ax is None else fz.parallel.gather(own, ax, 1)), loss
+
+
+def built_tokens(rank: int, tokens: int = 2) -> tuple[fz.Step, dict[str, Any], Any]:
+    """Sequences are cut over the second axis of a mesh, batches over the first; means go over both."""
+    ranks = torch.distributed.get_world_size()
+    mesh = torch.distributed.init_device_mesh("cpu", (ranks // tokens, tokens), mesh_dim_names=("dp", "sp"))
+    fn = functools.partial(cut_over_tokens, ax=fz.parallel.axis(mesh, "sp"))
+    step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp"))
+    return step, {"w": weights()["in"]}, fz.parallel.axis(mesh, "dp")
+
+
+def mapped(p: dict[str, Any], x: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    """Linear in x: each example becomes some rows, another number of them for each."""
+    return torch.repeat_interleave(x @ p["w"], counts, 0)
+
+
+def built_mapped(rank: int, seed: int) -> tuple[fz.Step, dict[str, Any]]:
+    generator = torch.Generator().manual_seed(seed)
+    w = torch.randint(-3, 4, (3, 3), generator=generator, dtype=torch.float64)
+    return fz.shard_zero2(fz.train_step(mapped, fz.sgd(0.1))), {"w": w}
+
+
+def built_tensor(rank: int) -> tuple[fz.Step, dict[str, Any], Any]:
+    """Two tensor ranks; batches are split over the others."""
+    ranks = torch.distributed.get_world_size()
+    mesh = torch.distributed.init_device_mesh("cpu", (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2)).double()
+    with torch.no_grad():
+        for own in module.parameters():
+            own.copy_(torch.linspace(-1, 1, own.numel(), dtype=torch.float64).view_as(own))
+    apply, params = fz.functional(module)
+    step = fz.train_step(lambda p, x: apply(p, x), fz.sgd(0.1))
+    step = fz.shard_tensor(step, {"0": "column", "2": "row"}, mesh, axis="tp")
+    return fz.shard_zero3(step, mesh, axis="dp"), params, fz.parallel.axis(mesh, "dp")
+
+
+@fz.unit
+def scaled(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return x * p["w"]
+
+
+def trouble(p: dict[str, Any], x: torch.Tensor, what: str, rank: int = -1) -> torch.Tensor:
+    """Fails as it is told, on one rank or on all."""
+    out = x * p["w"]
+    if rank in (-1, torch.distributed.get_rank()):
+        if what == "value":
+            raise ValueError("the user's own words")
+        if what == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if what == "exit":
+            raise SystemExit(7)
+        if what == "words":
+            os.write(2, b"farewell\n")
+            os.abort()
+        if what == "sleep":
+            time.sleep(0.3)
+        if what == "hang":
+            time.sleep(1000)
+    return scaled(p["blocks"][0], out)  # which the others communicate for
+
+
+def built_trouble(rank: int, stage: int = 3) -> tuple[fz.Step, dict[str, Any]]:
+    step = fz.train_step(trouble, fz.sgd(0.1))
+    return (fz.shard_zero3(step) if stage else step), {"w": ONES, "blocks": [{"w": ONES}]}
+
+
+def fails_to_build(rank: int) -> Any:
+    raise KeyError(f"no such thing on rank {rank}")
