@@ -24,7 +24,7 @@ CLOSE_SECONDS = 1.0  # that closing waits for the peer to have read what was sen
 class Connection:
     """Messages to and from one other process, which may end without anybody else ending.
 
-    Any thread may send and receive; a message is received once. What arrives is read by a thread of the connection as
+    All threads may send and receive; a message is received once. What arrives is read by a thread of the connection as
     it comes, into memory without a bound: so a send never waits for long for a peer that is itself sending, or
     computing, whatever circle processes form; who would send much that nobody receives waits for an answer now and
     then. The end of the peer is noticed by that thread, too, and by everybody who waits.
