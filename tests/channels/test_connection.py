@@ -151,7 +151,7 @@ def test_nothing_grows(kind: str) -> None:
         turns(50)
         gc.collect()
         before, memory = descriptors(), resident()
-        turns(1500)
+        turns(800)
         gc.collect()
         assert descriptors() == before and resident() - memory < 4 << 20
         assert here._lender is None or here._lender.nbytes <= 8 << 20
@@ -189,7 +189,7 @@ def test_a_peer_that_does_not_read(kind: str) -> None:
     """Its thread stands still: a send ends in time, and what is half sent ends the connection."""
     with pair(kind) as (here, there):
         with there._ending, there._sending:
-            there._inlet._receive = lambda pieces: time.sleep(3) or 0  # type: ignore[method-assign]
+            there._inlet._receive = lambda pieces: time.sleep(1.5) or 0  # type: ignore[method-assign]
             here.send("wake up")
             time.sleep(0.1)
             begin = time.monotonic()
