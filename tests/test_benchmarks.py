@@ -30,6 +30,11 @@ def test_overhead() -> None:
     assert "a unit adds" in run("overhead.py", *TINY, "--blocks", "2")
 
 
+def test_channels() -> None:
+    out = run("channels.py", *"--mib 1 --rounds 1 --trips 10".split())
+    assert "round trip by a unix socket" in out and "round trip by TCP" in out
+
+
 def test_disk(tmp_path: Path) -> None:
     out = run("disk.py", str(tmp_path), *"--mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split())
     assert "write again" in out and "read, not aligned" in out and not list(tmp_path.iterdir())
