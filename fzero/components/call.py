@@ -14,12 +14,13 @@ from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
 from fzero.components.mail import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
+from fzero.components.remote.component import fetch
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.schedules.task import Kind, Task
 from fzero.state.checks import constants
 from fzero.table.microbatch import Microbatches
 
-Pieces = Callable[[], Sequence[object]]
+Pieces = Callable[[int], object]
 
 
 def goes_forward(task: Task) -> bool:
@@ -73,7 +74,7 @@ class Call:
 
         Args:
             verb: the call that they are of.
-            pieces: the cotangents of the last stage's outputs, one for each microbatch; asked for when they are needed.
+            pieces: gives the cotangent of the last stage's outputs of a microbatch, when it is needed.
         """
         tasks = [task for task in self._tasks if chosen(task)]
         if self.line is not None:
@@ -126,7 +127,7 @@ class Call:
         elif task.kind is Kind.PARAMS:
             self.flow.params(stage, microbatch)
         else:
-            cotangent = pieces()[microbatch] if last else None
+            cotangent = pieces(microbatch) if last else None
             if task.kind is Kind.INPUTS:
                 self.flow.inputs(stage, microbatch, cotangent, retain_graph)
             else:
@@ -182,12 +183,12 @@ class Call:
 
     def merged(self, found: Mapping[int, object], what: str) -> object:
         """The last stage's outputs, or aux, of all microbatches."""
-        return self.micro.merge([found[i] for i in range(self.micro.count)], what)
+        return self.micro.merge([fetch(found[i]) for i in range(self.micro.count)], what)
 
     def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
         """One for each of the pipeline's inputs, None where it was not differentiated."""
         flat = [
-            [x for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
+            [fetch(x) for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
             for i in range(self.micro.count)
         ]
         whole = self.micro.merge_inputs(inputs, flat)

@@ -8,9 +8,9 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.components.call import Call, goes_forward, need_constants
+from fzero.components.losses import known_parts
 from fzero.components.parts import PerStage
 from fzero.state.checks import need_derivatives
-from fzero.table.microbatch import parts_of
 
 
 class PipelinePullback:
@@ -20,7 +20,7 @@ class PipelinePullback:
         self._micro, self._inputs = call.micro, inputs
         self._call: Call | None = call
         found = call.flow.outputs
-        self._parts = [parts_of(found[i]) for i in sorted(found)]
+        self._parts = [known_parts(found[i]) for i in sorted(found)]
         self._spec = pytree.flatten(found[0])[1] if found else None
         found.clear()
         call.flow.auxes.clear()
@@ -59,7 +59,7 @@ class PipelinePullback:
         pieces: list[object] = []
         times = [1.0]
 
-        def asked() -> Sequence[object]:
+        def asked(microbatch: int) -> object:
             if not pieces:
                 spec = pytree.flatten(cotangent)[1]
                 if spec != self._spec:
@@ -69,7 +69,7 @@ class PipelinePullback:
                     )
                 found, times[0] = self._micro.split_cotangent(cotangent, self._parts)
                 pieces.extend(found)
-            return pieces
+            return pieces[microbatch]
 
         with as_found():
             call.run("pullback", lambda task: not goes_forward(task), asked, retain_graph)

@@ -51,7 +51,7 @@ def test_vjp_and_forward(one: Any, retain: bool) -> None:
     want, pull = whole.vjp(other, *batch)
     assert_same(out, want)
     assert_same(pipe.forward(state, *batch), want)
-    cotangent = torch.utils._pytree.tree_map(lambda x: torch.cos(x.detach()), want)
+    cotangent = optree.tree_map(lambda x: torch.cos(x.detach()), want)
     for again in (True, False) if retain else (False,):
         grads, cotangents = pullback(cotangent, retain_graph=again)
         expected, ours = pull(cotangent, retain_graph=again)
@@ -68,7 +68,7 @@ def test_steps(one: Any, data: Any) -> None:
     pipe, whole, state, other, batch = pair(case, schedule, dtype)
     cotangent = None
     if case.stages[-1].gives != "loss":
-        cotangent = torch.utils._pytree.tree_map(torch.sin, whole.forward(other, *batch))
+        cotangent = optree.tree_map(torch.sin, whole.forward(other, *batch))
     for _ in range(2):
         state, metrics = pipe(state, *batch, cotangent=cotangent)
         other, expected = whole(other, *batch, cotangent=cotangent)
@@ -85,7 +85,7 @@ def test_argnums(one: Any, data: Any) -> None:
     numbers = data.draw(st.lists(st.integers(0, len(batch) - 1), unique=True))
     _, pullback = pipe.vjp(state, *batch, argnums=numbers)
     want, pull = whole.vjp(other, *batch, argnums=numbers)
-    cotangent = torch.utils._pytree.tree_map(torch.ones_like, want)
+    cotangent = optree.tree_map(torch.ones_like, want)
     assert_same(list(pullback(cotangent)[1]), list(pull(cotangent)[1]))
 
 
@@ -183,12 +183,13 @@ def test_a_timeline() -> None:
 def test_refusals() -> None:
     schedule = fz.schedules.gpipe(2, 2)
     step = make(lambda p, x: (x * p["w"]).sum())
+    named: Any = "gpipe"
     cases: list[tuple[Any, type[Exception], str]] = [
         (lambda: fz.pipeline([], schedule), TypeError, "steps"),
         (lambda: fz.pipeline([step], schedule), ValueError, "got 1 steps for 2 stages"),
         (lambda: fz.pipeline([step] * 3, schedule), ValueError, r"the components \[2\] behind them"),
-        (lambda: fz.pipeline([step, step], "gpipe"), TypeError, "schedule"),
-        (lambda: fz.pipeline([step, lambda p: p], schedule), TypeError, r"steps\[1\]"),
+        (lambda: fz.pipeline([step, step], named), TypeError, "schedule"),
+        (lambda: fz.pipeline([step, named], schedule), TypeError, r"steps\[1\]"),
         (lambda: fz.pipeline([step, fz.accumulate(step, 2)], schedule), ValueError, "Leave accumulate out"),
         (
             lambda: fz.pipeline([fz.train_step(step.fn, OPTIMIZER, has_aux=True), step], schedule),
