@@ -42,7 +42,7 @@ def pair(case: Case, schedule: Schedule, dtype: torch.dtype) -> tuple[Any, Any, 
     return pipe, whole, pipe.init(params), whole.init(params), case.batch(2 * schedule.microbatches, dtype)
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(60, settings().max_examples))
 @given(drawn(), st.booleans())
 def test_vjp_and_forward(one: Any, retain: bool) -> None:
     case, schedule, dtype = one
@@ -61,7 +61,7 @@ def test_vjp_and_forward(one: Any, retain: bool) -> None:
         pullback(cotangent)
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(60, settings().max_examples))
 @given(drawn(), st.data())
 def test_steps(one: Any, data: Any) -> None:
     case, schedule, dtype = one
@@ -77,7 +77,7 @@ def test_steps(one: Any, data: Any) -> None:
     assert state.step == other.step == 2
 
 
-@settings(max_examples=25)
+@settings(max_examples=max(25, settings().max_examples))
 @given(drawn(), st.data())
 def test_argnums(one: Any, data: Any) -> None:
     case, schedule, dtype = one
