@@ -142,12 +142,13 @@ class Kept:
         # what leads to the rest of the graph would keep it
         self._saved = [private.unwrapped(x).detach() for x in saved]
         self._versions = [private.version(x) for x in self._saved]
-        self._found: dict[int, torch.Tensor] | None = None
+        self._edges = {k: node.next_functions[k] for k in places}
+        self._found: dict[int, torch.Tensor | None] | None = None
 
     @staticmethod
-    def can(node: Node) -> bool:
-        """Tells whether there are such edges."""
-        return name_of(node) in _MATMULS or name_of(node) == _CONVOLUTION
+    def can(node: Node, place: int) -> bool:
+        """Tells whether an edge is such a one."""
+        return name_of(node) in _MATMULS or (name_of(node) == _CONVOLUTION and place > 0)
 
     def give(self, place: int) -> torch.Tensor:
         """The cotangent along one edge, once. They are computed together."""
@@ -159,9 +160,12 @@ class Kept:
                         f"{tuple(x.shape)}, it is at version {private.version(x)}; expected version {version} instead."
                     )
             assert self.grad is not None
-            self._found = self._compute(self.grad, self._saved)
-            self.grad, self._saved = None, []
-        return self._found.pop(place)
+            found = self._compute(self.grad, self._saved)
+            self._found = {k: fitted(x, self._edges[k]) for k, x in found.items()}
+            self.grad, self._saved, self._edges = None, [], {}
+        value = self._found.pop(place)
+        assert value is not None
+        return value
 
 
 _Compute = Callable[[torch.Tensor, Sequence[torch.Tensor]], "dict[int, torch.Tensor]"]
