@@ -177,7 +177,6 @@ class Pullback:
         need_derivatives("pullback")
         with as_found():
             pieces, times = self._pieces(cotangent)
-            self._times = None
             total: Sums | None = None
             pulled = []
             for run, piece in zip(self._runs, pieces, strict=True):
@@ -216,7 +215,6 @@ class Pullback:
         need_derivatives("pullback")
         with as_found():
             pieces, times = self._pieces(cotangent)
-            self._times = None
             pulled = [run.pull_inputs(piece, retain_graph) for run, piece in zip(self._runs, pieces, strict=True)]
             self._compare()
             flat = self._flat(pulled, times)
@@ -241,6 +239,8 @@ class Pullback:
 
     def _pieces(self, cotangent: object) -> tuple[list[object], float]:
         """The cotangent of each microbatch, and by what to divide what it is pulled back to."""
+        self._runs[0].need_graph()
+        self._times = None  # a second half that did not come
         if self._micro.count > 1:
             self._runs[0].check_structure(cotangent)
         return self._micro.split_cotangent(cotangent, self._parts)

@@ -12,6 +12,7 @@ more that would be added in another order.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -143,7 +144,8 @@ class Split:
                 self._regions[node].params.append(numbers[x])
         regions = dict.fromkeys(self._regions.values())
         self._order: dict[Node, int] | None = None
-        self._late = [region for region in regions if self._is_worth(region) and not self._must_not_wait(region)]
+        everything = not self.leads and not shapes_only  # the second half is the pullback
+        self._late = [r for r in regions if everything or (self._is_worth(r) and not self._must_not_wait(r))]
         late = {i for region in self._late for i in region.params}
         self._early = sorted({i for region in regions for i in region.params} - late)
 
@@ -258,7 +260,8 @@ class Split:
     def _run(self, nodes: Collection[Node]) -> dict[Node, int]:
         """The order in which autograd runs some nodes: of those that may run the one that was made last."""
         left = {node: sum(each in nodes for each, _, _ in self._into[node]) for node in nodes}
-        ready = [(-node._sequence_nr(), i, node) for i, node in enumerate(self._nodes) if left.get(node) == 0]
+        number = itertools.count()  # of leaves, which all come at once, either may be the first
+        ready = [(-node._sequence_nr(), next(number), node) for node in self._nodes if left.get(node) == 0]
         heapq.heapify(ready)
         order: dict[Node, int] = {}
         while ready:
@@ -268,7 +271,7 @@ class Split:
                 if other in left:
                     left[other] -= 1
                     if left[other] == 0:
-                        heapq.heappush(ready, (-other._sequence_nr(), len(self._nodes) + len(order), other))
+                        heapq.heappush(ready, (-other._sequence_nr(), next(number), other))
         return order
 
     # ---- the first half

@@ -14,6 +14,7 @@ from fzero.engine.delivery import Delivery
 from fzero.engine.halves import Part, Split
 from fzero.engine.later import Late
 from fzero.engine.traversal import Traversal
+from fzero.stores.away import Buffer
 from fzero.table.layout import Key
 
 
@@ -29,18 +30,21 @@ class Pending:
     """What is left of a run's pullback once the cotangents of its inputs are known.
 
     Args:
+        delivery: receives the cotangents of the params, which are then in `found`.
         retain_graph: whether either half will be asked for again.
     """
 
-    def __init__(self, traversal: Traversal, ends: Ends, delivery: Delivery, retain_graph: bool) -> None:
-        self._traversal, self._delivery, self._retain_graph = traversal, delivery, retain_graph
+    def __init__(
+        self, traversal: Traversal, ends: Ends, delivery: Delivery, found: dict[Key, Buffer], retain_graph: bool
+    ) -> None:
+        self.traversal, self.delivery, self.found, self.retain_graph = traversal, delivery, found, retain_graph
         self._keys, self._primals = list(ends.primals), list(ends.primals.values())
         self._parts: list[Part] = []
         self._late = Late()
 
     def inputs(self, ends: Ends, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """The first half: the cotangents of the inputs."""
-        traversal = self._traversal
+        traversal = self.traversal
         units = {}
         for op in traversal.schedule.calls():
             node = op.node() if op.node is not None else None
@@ -51,7 +55,7 @@ class Pending:
         traversal.late = self._late
         try:
             with without_compiled_autograd(), private.outside_inference():
-                found, _, self._parts = split.pull(cotangents, self._retain_graph)
+                found, _, self._parts = split.pull(cotangents, self.retain_graph)
         finally:
             traversal.late = None
         out = [
@@ -65,7 +69,7 @@ class Pending:
 
     def params(self) -> None:
         """The second half: delivers the cotangents of the params."""
-        traversal, delivery = self._traversal, self._delivery
+        traversal, delivery = self.traversal, self.delivery
         with without_compiled_autograd(), private.outside_inference():
             parts, self._parts = self._parts, []
             for part in parts:
@@ -73,7 +77,7 @@ class Pending:
                     later = self._late.units.pop(number, None)
                     if later is not None:
                         later.pull(traversal.collect)
-                part.pull([self._primals[i] for i in part.params], self._retain_graph)
+                part.pull([self._primals[i] for i in part.params], self.retain_graph)
                 for i in part.params:
                     delivery.end(self._keys[i])
         assert not self._late.units

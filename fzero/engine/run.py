@@ -63,7 +63,7 @@ class Run:
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
         ends: list[Ends] = []
-        self._rest: Callable[[], dict[Key, Buffer]] | None = None  # the second half of a pullback
+        self._rest: Pending | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
 
         def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
             filled = list(flat)
@@ -122,7 +122,6 @@ class Run:
         receive: Callable[[Key, torch.Tensor], object] | None,
         before: Callable[[Sequence[Key]], object] | None,
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
-        self._rest = None  # of an earlier pullback, to which this one may not leave the graph
         traversal, cotangents = self._begun(cotangent)
         again = retain_graph or self.outer
         self._leads_on = self._leads_on or create_graph
@@ -154,11 +153,17 @@ class Run:
 
     def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
-        if self._pull is None or self.state is None or self.traversal is None:
+        self.need_graph()
+        assert self.traversal is not None
+        cotangents = self.check(cotangent)
+        self._rest = None  # of an earlier pullback, to which this one may not leave the graph
+        return self.traversal, [c * self.scale for c in cotangents] if self.scale != 1.0 else cotangents
+
+    def need_graph(self) -> None:
+        """Refuses a forward that was pulled back already, or whose state is gone."""
+        if self._pull is None or self.state is None:
             raise RuntimeError(used_up("this forward"))
         self.state.params  # noqa: B018 - a donated state says so
-        cotangents = self.check(cotangent)
-        return self.traversal, [c * self.scale for c in cotangents] if self.scale != 1.0 else cotangents
 
     def _delivery(
         self,
@@ -191,30 +196,16 @@ class Run:
 
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         traversal, cotangents = self._begun(cotangent)
-        self._rest = None
         if self.outer or private.transforms():  # who differentiate the result: the graph is theirs
             grads, out = self._pulled(cotangent, retain_graph, False, None, None)
-            self._rest = lambda: grads
+            self._rest = grads
             return out
         assert self._ends is not None
-        traversal.retain_graph = retain_graph
         found: dict[Key, Buffer] = {}
-        delivery = self._delivery(traversal, found)
-        pending = Pending(traversal, self._ends, delivery, retain_graph)
-        with self._half(traversal, delivery):
+        pending = Pending(traversal, self._ends, self._delivery(traversal, found), found, retain_graph)
+        with self._half(pending):
             wanted = pending.inputs(self._ends, cotangents)
-
-        def rest() -> dict[Key, Buffer]:
-            assert self.state is not None
-            self.state.params  # noqa: B018 - a donated state says so
-            traversal.retain_graph = retain_graph
-            with self._half(traversal, delivery):
-                pending.params()
-            if not retain_graph:
-                self.drop()
-            return found
-
-        self._rest = rest
+        self._rest = pending
         if not retain_graph:
             self._pull = self._ends = None
         return self._placed(wanted)
@@ -223,14 +214,23 @@ class Run:
         """The second half of `pull`, once after the first: the scaled cotangents of the primals."""
         with self._pulling:
             rest, self._rest = self._rest, None
-            if rest is None:
+            if rest is None or self.state is None:
                 raise RuntimeError(no_first_half("this forward"))
-            return rest()
+            if not isinstance(rest, Pending):
+                return rest
+            self.state.params  # noqa: B018 - a donated state says so
+            with self._half(rest):
+                rest.params()
+            if not rest.retain_graph:
+                self.drop()
+            return rest.found
 
+    @staticmethod
     @contextlib.contextmanager
-    def _half(self, traversal: Traversal, delivery: Delivery) -> Iterator[None]:
+    def _half(pending: Pending) -> Iterator[None]:
         """Around one half of a pullback."""
-        traversal.delivery = delivery
+        traversal = pending.traversal
+        traversal.delivery, traversal.retain_graph = pending.delivery, pending.retain_graph
         try:
             with torch.no_grad(), traversal.schedule.pullback():
                 yield
