@@ -1,7 +1,7 @@
 """What one node of autograd's graph hands on along some of its edges: apart from the others, or later.
 
-An edge is a place in `node.next_functions`. The names of native nodes and of what they saved are private parts of torch,
-which `tests/base/test_edges.py` holds against torch's own pullbacks, bit for bit.
+An edge is a place in `node.next_functions`. The names of native nodes and of what they saved are private parts of
+torch, which `tests/base/test_edges.py` holds against torch's own pullbacks, bit for bit.
 """
 
 from __future__ import annotations
@@ -146,9 +146,12 @@ class Kept:
         self._found: dict[int, torch.Tensor | None] | None = None
 
     @staticmethod
-    def can(node: Node, place: int) -> bool:
-        """Tells whether an edge is such a one."""
-        return name_of(node) in _MATMULS or (name_of(node) == _CONVOLUTION and place > 0)
+    def needs(node: Node, place: int) -> tuple[int, ...] | None:
+        """The edges to the operands that the cotangent along an edge is computed from; None where it cannot wait."""
+        own = _MATMULS.get(name_of(node))
+        if own is None:
+            return (0,) if name_of(node) == _CONVOLUTION and place > 0 else None
+        return () if place == own.added else (own.right if place == own.left else own.left,)
 
     def give(self, place: int) -> torch.Tensor:
         """The cotangent along one edge, once. They are computed together."""

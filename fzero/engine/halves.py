@@ -1,12 +1,12 @@
 """One graph's pullback in two halves: the inputs' cotangents first, and the params' from what they leave.
 
-The nodes that lead to params and to no input fall into regions. What a region is given, by nodes that do lead to inputs,
-is what the first half keeps of it; the second half pulls that back through the region. So a linear layer keeps its input
-and its output's cotangent, and multiplies the two later (zero bubble pipelines, Qi et al. 2023).
+The nodes that lead to params and to no input fall into regions. What a region is given, by nodes that do lead to
+inputs, is what the first half keeps of it; the second half pulls that back through the region. So a linear layer keeps
+its input and its output's cotangent, and multiplies the two later (zero bubble pipelines, Qi et al. 2023).
 
-A region is pulled back in the first half, by autograd alone, where nothing in it is worth waiting for, or where it could
-not be told apart with the same bits: a native node that computes all of its cotangents together, a sum of three terms or
-more that would be added in another order.
+A region is pulled back in the first half, by autograd alone, where nothing in it is worth waiting for, or where it
+could not be told apart with the same bits: a native node that computes all of its cotangents together, a sum of three
+terms or more that would be added in another order.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def _zeros(edge: Edge) -> torch.Tensor:
 
 
 def own(tensor: torch.Tensor, storages: Collection[int]) -> torch.Tensor:
-    """A copy of a tensor in one of these storages, as it lies there: other strides might be added up in another order."""
+    """A copy of a tensor in one of these storages, as it lies there: others might be added up in another order."""
     if storage_of(tensor) not in storages:
         return tensor
     if tensor.layout != torch.strided or not tensor.numel() or tensor.is_conj() or tensor.is_neg():
@@ -211,8 +211,16 @@ class Split:
 
     def _is_worth(self, region: _Region) -> bool:
         """Tells whether there are matrix products to wait for."""
-        given = any(node in self._units or k in WEIGHTS.get(name_of(node), ()) for node, k in region.into)
+        given = any(node in self._units or self._is_weight(node, k) for node, k in region.into)
         return given or any(node in self._units or name_of(node) in WEIGHTS for node in region.nodes)
+
+    def _is_weight(self, node: Node, k: int) -> bool:
+        return k in WEIGHTS.get(name_of(node), ()) and self._can_wait(node, k)
+
+    def _can_wait(self, node: Node, k: int) -> bool:
+        """Tells whether an edge's cotangent is computed from cotangents and what leads to inputs, which stay."""
+        needs = Kept.needs(node, k)
+        return needs is not None and all(node.next_functions[place][0] in self._main for place in needs)
 
     def _must_not_wait(self, region: _Region) -> bool:
         for node in {node for node, _ in region.into}:
@@ -284,7 +292,9 @@ class Split:
         None stands for what nothing depends on.
         """
         live = [
-            (o, c.to(o.dtype)) for o, c in zip(self._outputs, cotangents, strict=True) if c is not None and o.requires_grad
+            (o, c.to(o.dtype))
+            for o, c in zip(self._outputs, cotangents, strict=True)
+            if c is not None and o.requires_grad
         ]
         parts = {region: Part(sorted(region.params)) for region in self._late}
         for region, part in parts.items():
@@ -319,7 +329,9 @@ class Split:
                 if k >= self._units.get(node, (0, 0))[1]:
                     part.always.append(node.next_functions[k])
         return [
-            _watch_python(node, own, self._units.get(node)) if is_python(node) else _watch_native(node, own)
+            _watch_python(node, own, self._units.get(node))
+            if is_python(node)
+            else _watch_native(node, own, [k for k in own if self._can_wait(node, k)])
             for node, own in given.items()
         ]
 
@@ -338,8 +350,7 @@ def _watch_python(node: Node, given: Mapping[int, Part], unit: tuple[int, int] |
     return node.register_hook(after)  # type: ignore[arg-type]
 
 
-def _watch_native(node: Node, given: Mapping[int, Part]) -> RemovableHandle:
-    later = [k for k in given if Kept.can(node, k)]
+def _watch_native(node: Node, given: Mapping[int, Part], later: Collection[int]) -> RemovableHandle:
     now = [k for k in given if k not in later]
 
     def before(grads: Grads) -> None:

@@ -247,7 +247,9 @@ class Run:
         self._pull = self._ends = self._rest = self.traversal = self.state = None
 
     def __del__(self) -> None:
-        if getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None:  # nobody pulled it back
+        if (
+            getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
+        ):  # nobody pulled it back
             self.drop()
 
     def check_structure(self, cotangent: object) -> None:
