@@ -155,7 +155,8 @@ def checkpointed(p: Any, x: torch.Tensor) -> Any:
         def inner(x: torch.Tensor) -> torch.Tensor:
             return torch.sin(torch.tanh(x @ (q["w"] @ q["v"])) @ q["v"])
 
-        return checkpoint(inner, x, use_reentrant=False) + q["b"]
+        weight = checkpoint(lambda v: torch.tanh(v) @ v, q["v"], use_reentrant=False)
+        return checkpoint(inner, x, use_reentrant=False) @ weight + q["b"]
 
     return over_blocks(body)(p, x) @ p["w"]
 

@@ -23,6 +23,13 @@ def name_of(node: Node) -> str:
     return type(node).__name__
 
 
+def edge_of(node: Node, place: int) -> Edge:
+    """Where an edge leads to that is there."""
+    other, number = node.next_functions[place]
+    assert other is not None
+    return other, number
+
+
 def is_python(node: Node) -> bool:
     """Tells whether a node is a torch.autograd.Function's, which pulls back everything whatever is asked for."""
     return isinstance(node, torch.autograd.function.BackwardCFunction)
@@ -81,13 +88,14 @@ def along(node: Node, grads: Grads, places: Collection[int]) -> dict[int, torch.
     device = next((g.device for g in grads if g is not None), None)
     if device is None:
         return dict.fromkeys(places)
-    edges, found = [node.next_functions[k] for k in places], []
+    edges, found = [edge_of(node, k) for k in places], []
     with torch.enable_grad():
         one = torch.zeros((), device=device, requires_grad=True)
         root = one.clone()
     assert root.grad_fn is not None
     root.grad_fn.register_prehook(lambda _: found.extend(node(*grads)))  # type: ignore[operator]
-    torch.autograd.grad(root, [one, *[GradientEdge(*edge) for edge in edges]], allow_unused=True)
+    asked: Sequence[torch.Tensor | GradientEdge] = [one, *[GradientEdge(*edge) for edge in edges]]
+    torch.autograd.grad(root, asked, allow_unused=True)
     return {k: fitted(found[k], edge) for k, edge in zip(places, edges, strict=True)}
 
 
@@ -142,7 +150,7 @@ class Kept:
         # what leads to the rest of the graph would keep it
         self._saved = [private.unwrapped(x).detach() for x in saved]
         self._versions = [private.version(x) for x in self._saved]
-        self._edges = {k: node.next_functions[k] for k in places}
+        self._edges = {k: edge_of(node, k) for k in places}
         self._found: dict[int, torch.Tensor | None] | None = None
 
     @staticmethod

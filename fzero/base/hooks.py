@@ -71,7 +71,7 @@ def _without_own(error_message: str) -> Generator[None, None, None]:
 
 def without_compiled_autograd() -> contextlib.AbstractContextManager[object]:
     """Inside, autograd's own engine pulls back, as torch.func has it do."""
-    return torch._dynamo.compiled_autograd._disable()
+    return torch._dynamo.compiled_autograd._disable()  # type: ignore[attr-defined]
 
 
 def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:

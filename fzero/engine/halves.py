@@ -21,7 +21,19 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private
-from fzero.base.edges import SEPARABLE, SHAPES, WEIGHTS, Edge, Grads, Kept, along, is_hooked, is_python, name_of
+from fzero.base.edges import (
+    SEPARABLE,
+    SHAPES,
+    WEIGHTS,
+    Edge,
+    Grads,
+    Kept,
+    along,
+    edge_of,
+    is_hooked,
+    is_python,
+    name_of,
+)
 from fzero.capture.handle import storage_of
 
 
@@ -131,7 +143,7 @@ class Split:
     ) -> None:
         self._outputs, self._inputs, self._params = outputs, inputs, params
         self._units, self._shapes_only = units or {}, shapes_only
-        self._roots = [_edge_of(o) for o in outputs]
+        self._roots = [_root_of(o) for o in outputs]
         self._walk()
         wanted, numbers = {id(x) for x in inputs}, {id(x): i for i, x in enumerate(params)}
         leaves = {node: id(variable) for node in self._nodes if (variable := _variable(node)) is not None}
@@ -327,7 +339,7 @@ class Split:
             for node, k in region.into:
                 given.setdefault(node, {})[k] = part
                 if k >= self._units.get(node, (0, 0))[1]:
-                    part.always.append(node.next_functions[k])
+                    part.always.append(edge_of(node, k))
         return [
             _watch_python(node, own, self._units.get(node))
             if is_python(node)
@@ -343,9 +355,10 @@ def _watch_python(node: Node, given: Mapping[int, Part], unit: tuple[int, int] |
         for k, part in given.items():
             value = found[k]
             if value is not None:
-                part.values.append(_Value(node.next_functions[k], value))
-        for part in dict.fromkeys(given.values()) if unit is not None else ():
-            part.units.append(unit[0])
+                part.values.append(_Value(edge_of(node, k), value))
+        if unit is not None:
+            for part in dict.fromkeys(given.values()):
+                part.units.append(unit[0])
 
     return node.register_hook(after)  # type: ignore[arg-type]
 
@@ -357,10 +370,10 @@ def _watch_native(node: Node, given: Mapping[int, Part], later: Collection[int])
         values: dict[int, _Value] = {}
         if later and grads[0] is not None:
             kept = Kept(node, grads[0], later)
-            values.update((k, _Value(node.next_functions[k], kept, k)) for k in later)
+            values.update((k, _Value(edge_of(node, k), kept, k)) for k in later)
         for k, value in along(node, grads, now).items() if now else ():
             if value is not None:
-                values[k] = _Value(node.next_functions[k], value)
+                values[k] = _Value(edge_of(node, k), value)
         for k in sorted(values):
             given[k].values.append(values[k])
 
@@ -371,9 +384,10 @@ def _variable(node: Node) -> torch.Tensor | None:
     return None if node.next_functions else getattr(node, "variable", None)
 
 
-def _edge_of(output: torch.Tensor) -> Edge | None:
+def _root_of(output: torch.Tensor) -> Edge | None:
     if output.grad_fn is not None:
         return output.grad_fn, output.output_nr
     if not output.requires_grad or private.is_wrapper(output):  # a leaf of a level that has ended is an input
         return None
-    return tuple(get_gradient_edge(output))[:2]
+    edge = get_gradient_edge(output)
+    return edge.node, edge.output_nr

@@ -133,6 +133,7 @@ class Run:
         try:
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
             with mode, traversal.schedule.pullback(before):
+                assert self._pull is not None
                 grads, wanted = self._pull(
                     tuple(cotangents),
                     retain_graph=again or create_graph,

@@ -28,7 +28,7 @@ def pulled(out: torch.Tensor) -> tuple[Node, torch.Tensor, list[torch.Tensor | N
     assert node is not None
     seen: list[list[torch.Tensor | None]] = []
     handle = node.register_hook(lambda given, _: seen.append(list(given)))
-    leaves = [edge for edge in node.next_functions if edge[0] is not None]
+    leaves = [edges.edge_of(node, k) for k, (other, _) in enumerate(node.next_functions) if other is not None]
     torch.autograd.grad(out, [torch.autograd.graph.GradientEdge(*e) for e in leaves], grad, retain_graph=True)
     handle.remove()
     return node, grad, seen[0]
