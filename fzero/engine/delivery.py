@@ -85,6 +85,11 @@ class Delivery:
         use = self.schedule.uses[key]
         return torch.zeros((), dtype=use.reduce, device=use.device)
 
+    def end(self, key: Key) -> None:
+        """The same for a group whose gate no pass of autograd came by, as nothing came through the graph."""
+        if key not in self._closed:
+            self.close(key, None)
+
     def _deliver(self, key: Key) -> None:
         use = self.schedule.uses[key]
         if key in self.unreduced:

@@ -45,7 +45,7 @@ class Passes:
         self._like = grads_of(step, state, {})
         self._runs: dict[int, Run] = {}
         self._specs: dict[int, pytree.Spec] = {}
-        self._half: dict[int, Sums] = {}  # sums of microbatches whose first half is done
+        self._half: dict[int, Run] = {}  # of microbatches whose first half is done
         self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come
         self._total: Sums | None = None
         self._next = 0
@@ -85,13 +85,13 @@ class Passes:
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The first half of `backward`: the cotangents of a microbatch's inputs."""
         with as_found():
-            run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
-            self._half[microbatch], flat = run.pull(cotangent, retain_graph)
-            return self._trees(microbatch, flat)
+            self._half[microbatch] = run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
+            return self._trees(microbatch, run.pull_inputs(cotangent, retain_graph))
 
     def params(self, microbatch: int) -> None:
         """The second half: its gradients."""
-        self._add(microbatch, self._half.pop(microbatch))
+        with as_found():
+            self._add(microbatch, self._half.pop(microbatch).pull_params())
 
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
         """(outputs, aux) of one microbatch without gradients."""

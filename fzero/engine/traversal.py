@@ -20,6 +20,7 @@ from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
 from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
+from fzero.engine.later import Late
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
 from fzero.table.layout import Key, Layout, Slot
@@ -70,6 +71,7 @@ class Traversal:
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
         self.records = False  # whether plain autograd was on where the function began
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
+        self.late: Late | None = None  # in the first half of one
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         # group -> its gate's node of the graph, which leads here
         self.nodes: dict[Key, Callable[[], object]] = {}
