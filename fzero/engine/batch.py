@@ -30,10 +30,10 @@ def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
 
 
 def sum_of(total: Sums | None, grads: Sums) -> Sums:
-    """total + grads, written into total where it exists."""
+    """total + grads, written into total where it exists; grads may lack what was added to it before."""
     if total is None:
         return grads
-    for key in total:
+    for key in grads:
         old, new = tensor_of(total[key]), tensor_of(grads[key])
         total[key] = put_again(total[key], old + new if old.requires_grad else old.add_(new))
     return total

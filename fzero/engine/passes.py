@@ -74,7 +74,8 @@ class Passes:
         """The cotangents of a microbatch's inputs, one per input, None where it was not differentiated."""
         with as_found():
             run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
-            grads, flat = run.pull(cotangent, retain_graph)
+            into = self._total if microbatch == self._next else None
+            grads, flat = run.pull(cotangent, retain_graph, into=into)
             self._add(microbatch, grads)
             return self._trees(microbatch, flat)
 
@@ -91,7 +92,8 @@ class Passes:
     def params(self, microbatch: int) -> None:
         """The second half: its gradients."""
         with as_found():
-            self._add(microbatch, self._half.pop(microbatch).pull_params())
+            into = self._total if microbatch == self._next else None
+            self._add(microbatch, self._half.pop(microbatch).pull_params(into))
 
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
         """(outputs, aux) of one microbatch without gradients."""

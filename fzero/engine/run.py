@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -106,15 +106,17 @@ class Run:
         create_graph: bool = False,
         receive: Callable[[Key, torch.Tensor], object] | None = None,
         before: Callable[[Sequence[Key]], object] | None = None,
+        into: Mapping[Key, Buffer] | None = None,
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """(scaled cotangents of the primals, cotangents of the flat inputs).
 
         Args:
             receive: takes the reduced cotangent of each group as soon as it is there, in the result's place.
             before: told which groups' unit is about to be pulled back.
+            into: sums of earlier microbatches, to which what can be is added; the others are returned.
         """
         with self._pulling:  # one at a time: what is gathered and reduced is the run's own
-            return self._pulled(cotangent, retain_graph, create_graph, receive, before)
+            return self._pulled(cotangent, retain_graph, create_graph, receive, before, into)
 
     def _pulled(
         self,
@@ -123,6 +125,7 @@ class Run:
         create_graph: bool,
         receive: Callable[[Key, torch.Tensor], object] | None,
         before: Callable[[Sequence[Key]], object] | None,
+        into: Mapping[Key, Buffer] | None = None,
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         traversal, cotangents = self._begun(cotangent)
         again = retain_graph or self.outer
@@ -132,6 +135,8 @@ class Run:
         follows = self.outer or private.transforms()  # the params or the cotangent, as nothing but the graph does
         found: dict[Key, Buffer] = {}
         traversal.delivery = delivery = None if follows or create_graph else self._delivery(traversal, found, receive)
+        if delivery is not None:
+            delivery.into = tensors_of(into)
         try:
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
             with mode, traversal.schedule.pullback(before):
@@ -213,8 +218,9 @@ class Run:
             self._pull = self._ends = None
         return self._placed(wanted)
 
-    def pull_params(self) -> dict[Key, Buffer]:
-        """The second half of `pull`, once after the first: the scaled cotangents of the primals."""
+    def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
+        """The second half of `pull`, once after the first: the scaled cotangents of the primals, but for those that
+        were added to the sums of earlier microbatches."""
         with self._pulling:
             rest, self._rest = self._rest, None
             if rest is None or self.state is None:
@@ -222,6 +228,7 @@ class Run:
             if not isinstance(rest, Pending):
                 return rest
             self.state.params  # noqa: B018 - a donated state says so
+            rest.delivery.into = tensors_of(into)
             with self._half(rest):
                 rest.params()
             if not rest.retain_graph:
@@ -282,6 +289,11 @@ class Run:
                 )
             out.append(leaf)
         return out
+
+
+def tensors_of(sums: Mapping[Key, Buffer] | None) -> dict[Key, torch.Tensor]:
+    """Those of some sums that lie on the device."""
+    return {key: x for key, x in (sums or {}).items() if isinstance(x, torch.Tensor)}
 
 
 def no_first_half(what: str) -> str:

@@ -112,11 +112,16 @@ class Traversal:
         """Tells whether the pass of autograd that is running asks for the cotangent of a group."""
         return self.delivery is None or self.delivery.wants(key)
 
-    def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None], alone: bool = False) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
 
         Where cotangents are delivered None, otherwise what has arrived.
+
+        Args:
+            alone: whether it is all that there will be for the group.
         """
+        if alone and self.delivery is not None and self.delivery.add_into(key, cotangents):
+            return None
         full = self.schedule.buffer(key, self.layout.groups[key].numel)
         self.layout.groups[key].join_into(full, cotangents)
         if isinstance(cotangents, list):
@@ -233,7 +238,7 @@ class _Full(torch.autograd.Function):
             full = traversal.layout.groups[ctx.key].joined(cotangents, use.compute, use.device)
             shard = use.collect(full)
         elif ctx.is_gate or traversal.wants(ctx.key):
-            shard = traversal.collect(ctx.key, cotangents)
+            shard = traversal.collect(ctx.key, cotangents, alone=ctx.is_gate)
             shard = _closed(ctx, traversal, shard) if ctx.is_gate else shard
         return None, None, None, shard
 
