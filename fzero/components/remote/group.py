@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
-from fzero.components.remote.link import Link, Place, Settings
+from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Puller, Table
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
@@ -134,7 +134,7 @@ class Group:
     # ---- messages
 
     def call(
-        self, verb: str, arguments: dict[str, Any], held: Sequence[object] = (), own: Sequence[Any] = (), key: int = -1
+        self, verb: str, arguments: Arguments, held: Sequence[object] = (), own: Sequence[Any] = (), key: int = -1
     ) -> int:
         """Sends a call to all ranks, and returns its number.
 
@@ -178,7 +178,7 @@ class Group:
         """Lets the ranks forget a value; at any time, also in the midst of anything else."""
         self._frees.put((call, place))
 
-    def heard(self, rank: int, message: tuple[Any, ...]) -> None:
+    def heard(self, rank: int, message: Message) -> None:
         """What a rank reports."""
         kind = message[0]
         if kind == "fetched":

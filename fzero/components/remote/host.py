@@ -14,6 +14,7 @@ from fzero.base import pytree
 from fzero.components.remote import verbs
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
 from fzero.components.remote.layout import Layout, share
+from fzero.components.remote.link import Arguments, Message
 from fzero.components.remote.pull import Puller, Source
 from fzero.components.remote.values import Meta, Name, Record, Values
 from fzero.components.remote.verbs import Operands, Part, Pulled
@@ -22,17 +23,10 @@ from fzero.components.remote.wire import unpacked
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
 
 
-class Built(NamedTuple):
-    """What a rank was given by `build`, and its place among the data ranks."""
-
-    part: Part
-    params: object
-
-
 class _Call(NamedTuple):
     number: int
     verb: str
-    arguments: dict[str, Any]
+    arguments: Arguments
     key: int | None  # of the trees that it returns
     record: Record
 
@@ -71,7 +65,7 @@ class Host:
 
     # ---- what arrives
 
-    def take(self, message: tuple[Any, ...]) -> None:
+    def take(self, message: Message) -> None:
         """One message of the controlling process."""
         kind = message[0]
         if kind == "call":
@@ -115,7 +109,7 @@ class Host:
     def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | None:
         """Waits until a call's operands are here; what is told of why they are not."""
         with self._arrival:
-            while not self._arrival.wait_for(lambda: call in self._arrived or self._over, 1.0):
+            while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
                 alive()
             if call not in self._arrived:
                 return Failure("ComponentDied", "was closed", self.component, self.rank, lost=self.identity)
@@ -230,11 +224,10 @@ class Host:
     # ---- calls
 
     part: Part
-    _built: Built
 
-    def has_built(self, built: Built) -> None:
+    def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
-        self.part, self._built = built.part, built
+        self.part = part
 
     def run(self) -> None:
         """Runs calls until it is closed, on the thread that has the process group."""
@@ -246,14 +239,13 @@ class Host:
             self._ended.set()
 
     def _run_one(self, call: _Call, operands: Operands | Failure) -> None:
-        built = self._built
         self.values.running(call.number, call.verb)
         values: dict[int, object] = {}
         failure = operands if isinstance(operands, Failure) else None
         if isinstance(operands, Operands):
             try:
                 with self.around():
-                    results = verbs.RUN[call.verb](built.part, built.params, operands, call.number)
+                    results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
                 self._check(call.key, trees)
                 call.record.trees = trees

@@ -9,11 +9,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.channels import Address, Connection, Listener
-from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.link import Link, Message, Settings
 from fzero.components.remote.server import IDLE, RemoteSource, sent_source
 
 NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
-Heard = Callable[[int, tuple[Any, ...]], object]
+Heard = Callable[[int, Message], object]
 
 
 class ChannelLink(Link):
@@ -32,7 +32,7 @@ class ChannelLink(Link):
         self._source = RemoteSource(self._where, self.settings.timeout)
         threading.Thread(target=self._listen, args=(heard,), name="fzero-reports", daemon=True).start()
 
-    def send(self, message: tuple[Any, ...]) -> None:
+    def send(self, message: Message) -> None:
         if self._connection is None:
             raise OSError(f"rank {self.rank} has not come")
         if message[0] == "table":
@@ -64,7 +64,7 @@ def weakly(heard: Heard) -> Heard:
     """The same method, without holding its object."""
     owner = weakref.WeakMethod(heard)  # type: ignore[arg-type]
 
-    def report(rank: int, message: tuple[Any, ...]) -> None:
+    def report(rank: int, message: Message) -> None:
         method = owner()
         if method is not None:
             method(rank, message)

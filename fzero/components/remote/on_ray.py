@@ -7,6 +7,7 @@ much, and its own transports end both sides where one fails.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import secrets
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,14 @@ from fzero.components.remote.linked import ChannelLink, Heard, take_all, weakly
 from fzero.components.remote.serving import serve
 
 OPTIONS = {"resources", "strategy", "runtime_env"}
+
+
+def _ray() -> Any:
+    """Ray, which is imported where it is asked for."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError("fz.remote(on='ray') needs ray: pip install 'fzero[ray]'.") from error
 
 
 class RayLink(ChannelLink):
@@ -34,8 +43,7 @@ class RayLink(ChannelLink):
         self._actor, self._running, self._keeps = actor, running, keeps
 
     def gone(self) -> tuple[str, str] | None:
-        import ray
-
+        ray = _ray()
         if not ray.is_initialized():  # any other call would start it again
             return "has ended with Ray", ""
         done, _ = ray.wait([self._running], timeout=0)
@@ -48,8 +56,7 @@ class RayLink(ChannelLink):
         return "has ended", ""
 
     def end(self) -> None:
-        import ray
-
+        ray = _ray()
         if ray.is_initialized():
             with contextlib.suppress(Exception):  # or it has been shut down meanwhile
                 ray.kill(self._actor)
@@ -58,8 +65,7 @@ class RayLink(ChannelLink):
         super().end()
 
     def join(self, timeout: float) -> None:
-        import ray
-
+        ray = _ray()
         if ray.is_initialized():
             with contextlib.suppress(Exception):
                 ray.wait([self._running], timeout=max(timeout, 1e-3))
@@ -78,10 +84,7 @@ def start(
         ImportError: ray is not installed.
         TimeoutError: Ray has no room for the ranks, or these did not come up.
     """
-    try:
-        import ray
-    except ImportError as error:
-        raise ImportError("fz.remote(on='ray') needs ray: pip install 'fzero[ray]'.") from error
+    ray = _ray()
     if not ray.is_initialized():
         ray.init()
     token, reachable = secrets.token_bytes(32), ray.util.get_node_ip_address()
@@ -139,8 +142,7 @@ class _Rank:
         path: list[str],
     ) -> None:
         """Runs calls until the component is closed, or its controlling process is gone."""
-        import ray
-
+        ray = _ray()
         sys.path[:] = [*path, *[entry for entry in sys.path if entry not in path]]
         build = lambda: ray.cloudpickle.loads(job)
         serve(build, Settings(*settings), rank, address, token, store, ray.util.get_node_ip_address())

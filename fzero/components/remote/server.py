@@ -136,6 +136,11 @@ class RemoteSource(Source):
             reply: Any = ("wait",)
             while reply[0] == "wait":
                 reply = connection.receive(self._patience)
+        except TimedOut as error:
+            if connection is not None:
+                connection.close()
+            message = f"rank {self._rank} of component {self._component!r} gave no sign of life: {error}"
+            raise Failed(Failure("TimeoutError", message, self._component, self._rank)) from None
         except OSError as error:
             if connection is not None:
                 connection.close()

@@ -11,7 +11,7 @@ import torch
 
 from fzero.components.remote.failure import Failed, Failure
 
-GRACE = 2.0  # seconds beyond the timeout, in which a collective that waits as long says first what it waited for
+GRACE = 2.0  # seconds at most beyond the timeout, in which a collective that waits as long says what it waited for
 Name = tuple[int, int]  # the number of the call that makes a value, and its place among the results: 0 is no tensor
 
 
@@ -83,6 +83,7 @@ class Values:
 
     def __init__(self, component: str, rank: int, patience: float) -> None:
         self.component, self.rank, self.patience = component, rank, patience
+        self.beat = min(1.0, patience / 4)  # seconds between two signs of life to who waits
         self._records: dict[int, Record] = {}
         self._arrived = threading.Condition()
         self._running: tuple[int, str, float] | None = None
@@ -146,10 +147,11 @@ class Values:
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)
         begun = time.monotonic()
-        while not record.done.wait(1.0):
+        while not record.done.wait(self.beat):
             alive()
             running = self._running
-            if running is not None and time.monotonic() - max(running[2], begun) > self.patience + GRACE:
+            late = self.patience + min(GRACE, self.patience / 2)
+            if running is not None and time.monotonic() - max(running[2], begun) > late:
                 raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
         return record
 
