@@ -241,21 +241,37 @@ class Group:
         Raises:
             Exception: it failed.
         """
-        found, failures = [], []
+        found: list[Any] = []
+        failures: list[Failure] = []
         try:
             for source in self.puller.tables[self.settings.identity].every:
-                tree = source.trees(number)
-                (failures if isinstance(tree, Failure) else found).append(tree)
+                told = source.trees(number)
+                failures += [told] if isinstance(told, Failure) else []
+                found.append(told)
         except Failed as failed:
             raise self.error(failed.failure) from None
         if failures:
             raise self.error(first_of(failures))
-        if any(tree != found[0] for tree in found):
+        trees, sums = zip(*found, strict=True)
+        if any(tree != trees[0] for tree in trees):
             raise ValueError(
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
-                f"{found}; expected the same on all. Return the same containers, and what differs as tensors."
+                f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
-        return found[0]
+        rest = iter(sums)
+        for same in self._ranks:
+            self._need_alike([next(rest) for copies in same for _ in copies])
+        return trees[0]
+
+    def _need_alike(self, sums: Sequence[tuple[float, ...]]) -> None:
+        """Refuses outputs that differ between ranks that have the same examples: any one's would be taken."""
+        for place, own in enumerate(zip(*sums, strict=True)):
+            if max(own) - min(own) > 1e-5 * max(own):
+                raise ValueError(
+                    f"component {self.settings.component!r}: tensor {place} of the outputs differs between ranks that "
+                    f"have the same examples: its absolute values add up to {list(own)}; expected the same on all. Put "
+                    "pieces together in the function (fz.parallel.gather or sum), or split batches over these ranks too."
+                )
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""

@@ -16,7 +16,7 @@ from fzero.components.remote.failure import Failed, Failure, failure_of, first_o
 from fzero.components.remote.layout import Layout, share
 from fzero.components.remote.link import Arguments, Message
 from fzero.components.remote.pull import Puller, Source
-from fzero.components.remote.values import Meta, Name, Record, Values
+from fzero.components.remote.values import Meta, Name, Piece, Record, Values, version_of
 from fzero.components.remote.verbs import Operands, Part, Pulled
 from fzero.components.remote.wire import unpacked
 
@@ -78,6 +78,7 @@ class Host:
             _, identity, table = message
             self.puller.tables[identity] = table
             if identity == self.identity:
+                self.has_copies = any(len(same) > 1 or len(same[0]) > 1 for same in table.sources)
                 self.peers = [source for source in table.every if source is not self]
         else:
             assert kind == "close", kind
@@ -224,6 +225,7 @@ class Host:
     # ---- calls
 
     part: Part
+    has_copies = False  # whether other ranks have the same examples
 
     def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
@@ -244,9 +246,11 @@ class Host:
         failure = operands if isinstance(operands, Failure) else None
         if isinstance(operands, Operands):
             try:
+                self._need_unwritten(call)
                 with self.around():
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
+                call.record.sums = self._sums(call.key, values)
                 self._check(call.key, trees)
                 call.record.trees = trees
                 del results
@@ -257,6 +261,23 @@ class Host:
         call.record.finish({} if failure else values, failure)
         if failure is not None:
             self.report(("failed", call.number, tuple(failure)))
+
+    def _need_unwritten(self, call: _Call) -> None:
+        """Refuses tensors of the caller that came by reference and were written to since."""
+        for leaf in call.arguments.get("inputs", ((), ()))[1]:
+            if leaf[0] in ("slice", "tensor") and len(leaf) > 3 and version_of(leaf[1]) != leaf[3]:
+                raise RuntimeError(
+                    f"{call.verb}: an input of shape {tuple(leaf[1].shape)} was written to in place after the call, "
+                    "which had not run yet; expected it to stay as it was, as ranks on threads share it. Pass x.clone(), or "
+                    "wait for the call (fz.fetch) before you write."
+                )
+
+    def _sums(self, key: int | None, values: dict[int, object]) -> tuple[float, ...]:
+        """Sums of what other ranks should have too, for a comparison at the first call of a kind."""
+        if key is None or key in self._trees or not self.has_copies:
+            return ()
+        tensors = [x.tensor for x in values.values() if isinstance(x, Piece) and x.kind in ("rows", "same", "alike")]
+        return tuple([float(x.detach().abs().sum(dtype=torch.float64)) for x in tensors])
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""

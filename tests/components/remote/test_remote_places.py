@@ -149,3 +149,33 @@ def test_one_value_is_used_by_many(maps: Any) -> None:
         expected = fz.fetch(value)
         del value
         need_close(fz.fetch(outs), [fz.fetch(maps[b].forward(states[b], expected, counts))] * 3)
+
+
+def test_copies_that_differ_are_refused() -> None:
+    """A function that leaves each rank of a sequence its own tokens."""
+
+    def build(rank: int) -> Any:
+        step, params, ax = builds.built_tokens(rank)
+        over = fz.parallel.axis(step.sharding.mesh, "sp")  # type: ignore[union-attr]
+        own = fz.with_fn(step, lambda p, x: torch.tanh(fz.parallel.split(x, over, 1) @ p["w"]))
+        return own, params, ax
+
+    with fz.remote(build, 2, "threads") as own:
+        with pytest.raises(ValueError, match="differs between ranks that have the same examples"):
+            own.vjp(own.init(), torch.arange(24.0, dtype=torch.float64).view(2, 4, 3))
+
+
+def test_values_that_are_shared_are_not_written_to() -> None:
+    """On threads values go by reference: what is written to is refused, and never another value silently."""
+    x = torch.ones(4, 3, dtype=torch.float64)
+    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, "threads") as own:
+        state = own.init()
+        fz.fetch([own.forward(state, x, "none"), own.forward(state, x, "sleep")])
+        own.forward(state, x, "sleep")
+        late = own.forward(state, x, "none")
+        x.zero_()
+        with pytest.raises(RuntimeError, match="written to in place"):
+            fz.fetch(late)
+        got = fz.fetch(first := own.forward(state, x, "none"))
+        got.fill_(3.0)
+        assert fz.fetch(first).equal(x)
