@@ -270,7 +270,7 @@ class Group:
                 raise ValueError(
                     f"component {self.settings.component!r}: tensor {place} of the outputs differs between ranks that "
                     f"have the same examples: its absolute values add up to {list(own)}; expected the same on all. Put "
-                    "pieces together in the function (fz.parallel.gather or sum), or split batches over these ranks too."
+                    "pieces together in the function (fz.parallel.gather or sum), or split batches over these too."
                 )
 
     def error(self, failure: Failure) -> Exception:

@@ -268,8 +268,8 @@ class Host:
             if leaf[0] in ("slice", "tensor") and len(leaf) > 3 and version_of(leaf[1]) != leaf[3]:
                 raise RuntimeError(
                     f"{call.verb}: an input of shape {tuple(leaf[1].shape)} was written to in place after the call, "
-                    "which had not run yet; expected it to stay as it was, as ranks on threads share it. Pass x.clone(), or "
-                    "wait for the call (fz.fetch) before you write."
+                    "which had not run yet; expected it to stay as it was, as ranks on threads share it. Pass "
+                    "x.clone(), or wait for the call (fz.fetch) before you write."
                 )
 
     def _sums(self, key: int | None, values: dict[int, object]) -> tuple[float, ...]:

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import remote_builds as builds
 import torch
+import torch.utils._pytree as torch_pytree
 
 import fzero as fz
 
@@ -81,7 +82,7 @@ def test_what_waits_for_a_dead_component_is_told() -> None:
     with fz.remote(builds.built_trouble, 2, name="other", timeout=20) as other:
         state, theirs = own.init(), other.init()
         fz.fetch(other.forward(theirs, own.forward(state, X, "none"), "none"))
-        own.forward(state, X, "none"), own.forward(state, X, "sleep"), other.forward(theirs, X, "none")
+        fz.fetch([own.forward(state, X, "none"), own.forward(state, X, "sleep"), other.forward(theirs, X, "none")])
         late = own.forward(state, X, "sleep")
         waiting = other.forward(theirs, late, "none")
         after = other.forward(theirs, X, "none")
@@ -182,7 +183,7 @@ def test_a_killed_run_recovers_to_the_bits_of_an_undisturbed_one(tmp_path: Path)
     kills = {0: "vision", 2: "text"}
     got, died = loop(places, places("vision"), places("text"), tmp_path / "b", kills)
     assert died == 2
-    for x, y in zip(*map(torch.utils._pytree.tree_leaves, (expected, got)), strict=True):
+    for x, y in zip(*map(torch_pytree.tree_leaves, (expected, got)), strict=True):
         assert torch.equal(x, y)
     assert {*os.listdir("/dev/shm")} <= before
 

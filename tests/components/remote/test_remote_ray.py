@@ -9,6 +9,7 @@ from collections.abc import Iterator
 import pytest
 import remote_builds as builds
 import torch
+import torch.utils._pytree as torch_pytree
 
 import fzero as fz
 
@@ -43,7 +44,7 @@ def loop(on: str) -> list[torch.Tensor]:
             v_state, _ = vision.update(v_state, g_v, grad_norm=norm)
             t_state, _ = text.update(t_state, g_t, grad_norm=norm)
             losses.append(loss)
-        return [*fz.fetch(losses), *torch.utils._pytree.tree_leaves(fz.gather((v_state.params, t_state.params)))]
+        return [*fz.fetch(losses), *torch_pytree.tree_leaves(fz.gather((v_state.params, t_state.params)))]
 
 
 def test_the_same_bits_wherever_it_runs(cluster: None) -> None:
