@@ -149,12 +149,19 @@ class Group:
             if held:
                 arguments = {**arguments, "refers": True}
                 self._holds[number] = [set(range(len(self.links))), list(held)]
-            for rank, link in enumerate(self.links):
-                mine = {**arguments, **own[self.places[rank].data_rank]} if own else arguments
-                try:
+            sent = 0
+            try:
+                for rank, link in enumerate(self.links):
+                    mine = {**arguments, **own[self.places[rank].data_rank]} if own else arguments
                     link.send(("call", number, verb, mine, key if key >= 0 else None))
-                except OSError as error:
-                    self._lost(rank, error)
+                    sent += 1
+            except OSError as error:
+                self._lost(sent, error)
+            finally:
+                if sent < len(self.links):
+                    self._holds.pop(number, None)
+                    if sent:  # an interrupt: the ranks would not do the same any more
+                        self.die(sent, "has not got a call that others have")
             return number
 
     def _lost(self, rank: int, error: OSError) -> None:
@@ -191,7 +198,8 @@ class Group:
             failure = Failure(*message[2])
             if len(self.failures) > 10_000:
                 self.failures.clear()
-            self.failures.setdefault(message[1], failure)
+            if not failure.follows:
+                self.failures.setdefault(message[1], failure)
             if failure.broken:
                 self._left_alone(rank, failure)
         elif kind == "died":

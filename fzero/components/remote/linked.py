@@ -60,6 +60,8 @@ class ChannelLink(Link):
                 heard(self.rank, connection.receive(IDLE))  # type: ignore[arg-type]
         except OSError as error:
             why = str(error)
+        except Exception as error:
+            why = f"it sent what is no report: {error!r}"
         self.join(NOTICED)
         heard(self.rank, ("died", *(self.gone() or (f"cannot be reached any more ({why})", ""))))
 

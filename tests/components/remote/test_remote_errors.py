@@ -177,3 +177,24 @@ def test_the_callers_own_process_group_is_left_alone() -> None:
 
     assert fz.testing.run_ranks(rank_main, 2) == [2.0, 2.0]
     assert not torch.distributed.is_initialized()
+
+
+def test_groups_of_this_process_keep_their_names() -> None:
+    """Before, during and after a component on threads, and for the next one."""
+    dist = torch.distributed
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        for turn in range(2):
+            with fz.remote(builds.built_trouble, 2, "threads") as own:
+                assert fz.fetch(own.forward(own.init(), X, "none")).equal(X) and mesh.get_group("dp").size() == 1
+                other = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=(f"a{turn}", "b"))
+            assert other.get_group("b").size() == mesh.get_group("dp").size() == 1
+            assert fz.testing.run_ranks(lambda rank: dist.get_rank(), 2) == [0, 1]
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with fz.remote(builds.built_trouble, 1, "threads"):
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    finally:
+        dist.destroy_process_group()
