@@ -4,10 +4,10 @@
     OMP_NUM_THREADS=1 python benchmarks/channels.py --rounds 31 --mib 4 32
 
 One line per size. The first column is GB/s of torch's `copy_` between two buffers of that size that were touched
-before; the others are what a tensor of the size reaches from one process to another as a share of that, the median of the
-ratios within each round, in which all take turns: by shared memory and by TCP over the loopback. A tensor has arrived
-when the sender has an answer to it, so the time of a small message back is in it. "read" is the same where the receiver
-also copies what came into a buffer of its own before it answers.
+before; the others are what a tensor of the size reaches from one process to another as a share of that, the median of
+the ratios within each round, in which all take turns: by shared memory and by TCP over the loopback. A tensor has
+arrived when the sender has an answer to it, so the time of a small message back is in it. "read" is the same where the
+receiver also copies what came into a buffer of its own before it answers.
 
 Then the round trip of a small message, in microseconds: the median, and what 99 of 100 stay below.
 """

@@ -11,7 +11,7 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_int, need_norm, wrong
 from fzero.base.interrupts import as_found
-from fzero.components.call import Call, goes_forward
+from fzero.components.call import Call, goes_forward, need_constants
 from fzero.components.flow import Passes as StagePasses
 from fzero.components.joint import updated
 from fzero.components.line import Line
@@ -19,13 +19,14 @@ from fzero.components.losses import Losses
 from fzero.components.parts import PerStage, PipelineState
 from fzero.components.places import AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
+from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
-from fzero.components.wiring import Number, Wiring, default_inputs, wiring
-from fzero.engine.passes import Passes
+from fzero.components.stages import DistantStage, LocalStage
+from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
 from fzero.schedules.timeline import Timeline
-from fzero.state.checks import check_grads, check_optimizer, check_state, constants, need_derivatives, refuse_captured
+from fzero.state.checks import constants, need_derivatives
 from fzero.step import Step
 from fzero.table.microbatch import Microbatches
 
@@ -45,13 +46,15 @@ class Pipeline:
 
     def __init__(
         self,
-        steps: Sequence[Step],
+        steps: Sequence[Step | RemoteComponent],
         schedule: Schedule,
         wires: Wiring,
         in_dims: int | tuple[int | None, ...] | None,
         groups: object,
     ) -> None:
         self.steps, self.schedule, self._wires, self._groups = tuple(steps), schedule, wires, groups
+        distant = any(isinstance(step, RemoteComponent) for step in steps)
+        self._stages = [DistantStage(s) if isinstance(s, RemoteComponent) else LocalStage(s, s, distant) for s in steps]
         self._micro = Microbatches(schedule.microbatches, in_dims)
         self._report = check(schedule, wires.edges)
 
@@ -62,7 +65,8 @@ class Pipeline:
 
     @cached_property
     def _places(self) -> AllPlaces:
-        return AllPlaces(line_over(self._groups, self.schedule, self.steps, self._wires), self._wires.home)
+        own = [step for step in self.steps if isinstance(step, Step)]  # all of them, where there are groups
+        return AllPlaces(line_over(self._groups, self.schedule, own, self._wires), self._wires.home)
 
     @property
     def _line(self) -> Line | None:
@@ -88,12 +92,12 @@ class Pipeline:
 
     # ---- verbs
 
-    def init(self, params: Sequence[Any], seed: int = 0, sync: bool = False) -> PipelineState:
+    def init(self, params: Sequence[Any] | None = None, seed: int = 0, sync: bool = False) -> PipelineState:
         """The states of all components, for these params.
 
         Args:
             params: of each component, in the order of `steps`; those of other places are not looked at, and may be
-                None.
+                None. None for a component on ranks of its own, which has made them there.
             seed: of everything random in the run; each component draws from one of its own.
             sync: as in `step.init`.
 
@@ -101,10 +105,11 @@ class Pipeline:
             TypeError, ValueError: another number of params than of components; and as `step.init` does.
         """
         seed = need_int(seed, "pipeline.init", "seed")
-        if not isinstance(params, (tuple, list)) or len(params) != len(self.steps):
-            got = f"{len(params)} of them" if isinstance(params, (tuple, list)) else type(params).__name__
+        given: object = [None] * len(self.steps) if params is None else params
+        if not isinstance(given, (tuple, list)) or len(given) != len(self.steps):
+            got = f"{len(given)} of them" if isinstance(given, (tuple, list)) else type(params).__name__
             raise wrong("pipeline.init", "params", got, f"a list of {len(self.steps)} trees, one for each component")
-        own = {c: self.steps[c].init(params[c], seed + SEEDS * c, sync) for c in self._here}
+        own = {c: self._stages[c].init(given[c], seed + SEEDS * c, sync) for c in self._here}
         return PipelineState([own.get(c) for c in range(len(self.steps))], self._places)
 
     def vjp(
@@ -127,9 +132,11 @@ class Pipeline:
         self._check(state, "pipeline.vjp")
         chosen = need_argnums(argnums, inputs)
         need_derivatives("pipeline.vjp")
+        if self._line is not None:
+            need_constants("pipeline.vjp", inputs=inputs)
         call = self._call(state, inputs, range(len(inputs)) if chosen is None else chosen, rng)
         with as_found():
-            call.run(goes_forward, tuple)
+            call.run("vjp", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
         pullback = PipelinePullback(call, inputs)
         return (outputs, pullback, aux) if self._has_aux else (outputs, pullback)
@@ -140,7 +147,7 @@ class Pipeline:
         state, inputs = constants("pipeline.forward", state=state, inputs=inputs)
         call = self._call(state, inputs, None, rng)
         with as_found(), private.outside_inference(), torch.no_grad():
-            call.run(goes_forward, tuple)
+            call.run("forward", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
         return (outputs, aux) if self._has_aux else outputs
 
@@ -158,16 +165,21 @@ class Pipeline:
             components is there as "lr.0", "lr.1", ...
         """
         self._check(state, "pipeline")
-        return self._stepped(state, inputs, cotangent, rng, False)[:2]
+        with as_found():
+            call, (loss, times, aux) = self._run(state, inputs, cotangent, rng, records=False)
+            new, metrics = self._updated(state, call.grads(times), None)
+        metrics |= {"loss": loss} if loss is not None else {}
+        return new, metrics | ({"aux": aux} if self._has_aux else {})
 
     def timeline(self, state: PipelineState, *inputs: object, cotangent: object = None, rng: int = 0) -> Timeline:
-        """When each task of one step began and ended, in all places: for `fz.plot_schedule`. The update is thrown away.
+        """When each task of one step began and ended, in all places: for `fz.plot_schedule`. Nothing is updated.
 
         Args:
             state, inputs, cotangent, rng: as for a step.
         """
         self._check(state, "pipeline.timeline")
-        return self._stepped(state, inputs, cotangent, rng, True)[2]
+        with as_found():
+            return self._timeline(self._run(state, inputs, cotangent, rng, records=True)[0])
 
     def update(
         self, state: PipelineState, grads: PerStage, grad_norm: object = None
@@ -190,7 +202,7 @@ class Pipeline:
         """A state that keeps these grads for the next update."""
         self._check(state, "pipeline.add_grads")
         self._check_grads(state, grads)
-        return self._each(state, lambda c: self.steps[c].add_grads(state[c], grads[c]))
+        return self._each(state, lambda c: self._stages[c].add_grads(state[c], grads[c]))
 
     def load_from(self, path: str, options: Mapping[str, Any]) -> PipelineState:
         """The states of a checkpoint: for `fz.load`."""
@@ -206,7 +218,7 @@ class Pipeline:
 
     @property
     def _has_aux(self) -> bool:
-        return self.steps[self._last].has_aux
+        return self._stages[self._last].has_aux
 
     def _each(self, state: PipelineState, fn: Callable[[int], Any]) -> PipelineState:
         own = {c: fn(c) for c in self._here}
@@ -222,13 +234,13 @@ class Pipeline:
                 f"{len(self.steps)}, of which {list(self._here)} are. Use the state that this pipeline's init returned."
             )
         for c in self._here:
-            check_state(self.steps[c], state[c], f"{who}, component {c}")
+            self._stages[c].check(state[c], f"{who}, component {c}")
 
     def _check_grads(self, state: PipelineState, grads: object) -> None:
         if not isinstance(grads, PerStage) or len(grads) != len(state):
             raise wrong("pipeline.update", "grads", grads, "the first value that a pullback of this pipeline returned")
         for c in self._here:
-            check_grads(self.steps[c], state[c], grads[c], f"grads[{c}]")
+            self._stages[c].check_grads(state[c], grads[c], f"grads[{c}]")
 
     def _call(
         self,
@@ -242,39 +254,34 @@ class Pipeline:
     ) -> Call:
         rng = need_int(rng, "pipeline", "rng")
         passes: dict[int, StagePasses] = {
-            c: Passes(self.steps[c], state[c], self._micro.count, rng, at_once=at_once) for c in self._here
+            c: self._stages[c].passes(state[c], self._micro.count, rng, at_once) for c in self._here
         }
-        wires, parts = default_inputs(self._wires, len(inputs)), self._micro.split(inputs)
-        return Call(wires, passes, parts, wanted, self._micro, self._tasks, self._places, records, keep)
+        return Call(self._wires, passes, inputs, wanted, self._micro, self._tasks, self._places, records, keep)
 
     def _updated(
         self, state: PipelineState, grads: PerStage, grad_norm: object
     ) -> tuple[PipelineState, dict[str, Any]]:
         with as_found(), private.of_normal_tensors(), private.below_transforms():
-            own = {c: self.steps[c] for c in self._here}
+            own = {c: self._stages[c] for c in self._here}
             return updated(own, state, grads, grad_norm, self._places)
 
     def _aux(self, call: Call) -> object:
         return call.merged(call.flow.auxes, "aux") if self._has_aux else None
 
-    def _stepped(
+    def _run(
         self, state: PipelineState, inputs: Sequence[object], cotangent: object, rng: int, records: bool
-    ) -> tuple[PipelineState, dict[str, Any], Any]:
+    ) -> tuple[Call, tuple[Any, float, object]]:
+        """All tasks; and (the loss, by what to divide the gradients, aux)."""
         for c in self._here:
-            check_optimizer(self.steps[c], state[c])
-            refuse_captured("pipeline", self.steps[c].fn)
+            self._stages[c].check_step(state[c])
         need_derivatives("pipeline")
         state, inputs, cotangent = constants("pipeline", state=state, inputs=inputs, cotangent=cotangent)
         losses = Losses(self._micro, cotangent)
         call = self._call(state, inputs, (), rng, True, records, losses.note)
-        with as_found():
-            call.run(lambda _: True, lambda: losses.pieces)
-            axis = state[self._last].params.axis if call.has_last else None
-            loss, times, aux = call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))
-            new, metrics = self._updated(state, call.grads(times), None)
-            spans = self._timeline(call) if records else None
-        metrics |= {"loss": loss} if loss is not None else {}
-        return new, metrics | ({"aux": aux} if self._has_aux else {}), spans
+        call.run("the pipeline's step", lambda _: True, losses.piece)
+        last = self._stages[self._last]
+        axis = state[self._last].params.axis if call.has_last and not last.distant else None
+        return call, call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))
 
     def _timeline(self, call: Call) -> Timeline:
         own = [(list(task), start, end) for task, start, end in call.spans]
@@ -288,7 +295,7 @@ class Pipeline:
 
 
 def pipeline(
-    steps: Sequence[Step],
+    steps: Sequence[Step | RemoteComponent],
     schedule: Schedule,
     groups: object = None,
     *,
@@ -308,7 +315,9 @@ def pipeline(
     schedule.
 
     Args:
-        steps: one for each stage of the schedule, in order, and behind them one for each that stages share.
+        steps: one for each stage of the schedule, in order, and behind them one for each that stages share. One may be
+            a component that `fz.remote` made: what flows between such stages goes straight from ranks to ranks, and
+            they compute at the same time.
         schedule: of `fz.schedules`, or one's own.
         groups: where the stages run. None: all in this process, one task after the other (on several ranks, each runs
             all stages on its share of the batch). A mesh of one axis, `mesh["pp"]`: rank i of it is place i of the
@@ -338,8 +347,15 @@ def pipeline(
         raise wrong("pipeline", "schedule", schedule, "a schedule, as fz.schedules.one_f_one_b(stages, microbatches)")
     wires = wiring(len(steps), schedule.stages, inputs, skips, shared)
     for c, step in enumerate(steps):
+        if isinstance(step, RemoteComponent):
+            if groups is not None:
+                raise ValueError(
+                    f"pipeline: got steps[{c}], a component on ranks of its own, and groups, expected groups=None: "
+                    "places that are ranks of a process group have steps. Drive all stages from one process."
+                )
+            continue
         if not isinstance(step, Step):
-            raise wrong("pipeline", f"steps[{c}]", step, "a step, such as fz.train_step makes")
+            raise wrong("pipeline", f"steps[{c}]", step, "a step, such as fz.train_step makes, or what fz.remote made")
         if step.microbatches.count > 1:
             raise ValueError(
                 f"pipeline: got steps[{c}] with fz.accumulate(..., {step.microbatches.count}), expected none: the "

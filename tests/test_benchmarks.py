@@ -30,6 +30,11 @@ def test_overhead() -> None:
     assert "a unit adds" in run("overhead.py", *TINY, "--blocks", "2")
 
 
+def test_channels() -> None:
+    out = run("channels.py", *"--mib 1 --rounds 1 --trips 10".split())
+    assert "round trip by a unix socket" in out and "round trip by TCP" in out
+
+
 def test_disk(tmp_path: Path) -> None:
     out = run("disk.py", str(tmp_path), *"--mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split())
     assert "write again" in out and "read, not aligned" in out and not list(tmp_path.iterdir())
@@ -56,6 +61,14 @@ def test_axes() -> None:
     sizes = "--width 32 --heads 2 --kv-heads 2 --vocabulary 16 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1"
     out = run("axes.py", *sizes.split(), "--regimes", "float32", "--only", *peers)
     assert "losses agree" in out and "fzero TP / torch TP " in out and "would not run" not in out
+
+
+def test_pipeline() -> None:
+    sizes = "--width 16 --heads 2 --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1 --warmup 0"
+    out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "1F1B", "zero bubble")
+    assert "1F1B" in out and "did not run" not in out
+    out = run("pipeline.py", *sizes.split(), "--sleeps", "--sleep", "0.005", "--schedules", "interleaved")
+    assert "interleaved" in out
 
 
 def test_axes_lengths(tmp_path: Path) -> None:

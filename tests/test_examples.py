@@ -123,6 +123,18 @@ def test_the_two_components_of_the_readme_train_as_one() -> None:
         assert_trees_close(got, fz.gather(state.params), rtol=1e-9)
 
 
+def test_the_pipeline_of_the_readme_trains() -> None:
+    text = (ROOT / "README.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "fz.pipeline(steps" in block]
+    layer = lambda p, h: torch.tanh(h @ p["w"])
+    names: dict[str, Any] = {"fz": fz, "first": layer, "middle": layer}
+    names["last"] = lambda p, h, y: (h @ p["w"] - y).square().mean()
+    names |= {f"{name}_params": {"w": torch.eye(3)} for name in ("first", "middle", "last")}
+    names |= {"x": torch.linspace(-1, 1, 48).view(16, 3), "y": torch.ones(16, 3)}
+    exec(compile(code, "README.md", "exec"), names)
+    assert names["state"].step == 1 and names["metrics"]["loss"] > 0
+
+
 # ---- bigger_than_memory.py
 
 

@@ -24,7 +24,7 @@ CLOSE_SECONDS = 1.0  # that closing waits for the peer to have read what was sen
 class Connection:
     """Messages to and from one other process, which may end without anybody else ending.
 
-    Any thread may send and receive; a message is received once. What arrives is read by a thread of the connection as
+    All threads may send and receive; a message is received once. What arrives is read by a thread of the connection as
     it comes, into memory without a bound: so a send never waits for long for a peer that is itself sending, or
     computing, whatever circle processes form; who would send much that nobody receives waits for an answer now and
     then. The end of the peer is noticed by that thread, too, and by everybody who waits.
@@ -154,13 +154,15 @@ class Connection:
         It waits for at most `CLOSE_SECONDS` until the peer has read. Closing twice does nothing.
         """
         self._closed_here = True
-        if self._end is None:
+        if self._settle(Closed, "it was closed here"):
+            self._inbox.put(None)
             if self._sending.acquire(timeout=0.1):
-                with contextlib.suppress(OSError, TimedOut):
+                with contextlib.suppress(OSError):
                     goodbye = frames.head(frames.GOODBYE, 0, b"", b"", 0)
                     self._outlet.send([memoryview(goodbye)], (), Deadline(0.1))
                 self._sending.release()
-            self._finish(Closed, "it was closed here", socket.SHUT_WR)
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_WR)  # what comes is still read, or the system would drop what was sent
         if threading.current_thread() is not self._reader:
             self._reader.join(CLOSE_SECONDS)
             if self._reader.is_alive():
@@ -193,16 +195,17 @@ class Connection:
         kind, why = self._end
         return kind(f"the connection to {self.peer} has ended: {why}.")
 
-    def _finish(self, kind: type[Closed], why: str, how: int = socket.SHUT_RDWR) -> None:
-        """Ends the connection for all who use it; the first reason counts. The reader closes the socket."""
+    def _settle(self, kind: type[Closed], why: str) -> bool:
+        """Notes why the connection has ended; the first reason counts."""
         with self._ending:
-            if self._end is not None:
-                return
-            self._end = (kind, why)
-        with contextlib.suppress(OSError):
-            self._sock.shutdown(how)
-        if self._closed_here:
-            self._inbox.put(None)
+            first, self._end = self._end is None, self._end or (kind, why)
+            return first
+
+    def _finish(self, kind: type[Closed], why: str) -> None:
+        """Ends the connection for all who use it. The reader closes the socket."""
+        if self._settle(kind, why):
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
 
     def _read(self) -> None:
         """What the reader does, until the peer or this side ends."""

@@ -150,7 +150,10 @@ class Listener:
                     del self._pending[oldest]
                     oldest.shutdown(socket.SHUT_RDWR)
             self._pending[sock] = None
-        threading.Thread(target=self._greet, args=(sock,), name="fzero handshake", daemon=True).start()
+        try:
+            threading.Thread(target=self._greet, args=(sock,), name="fzero handshake", daemon=True).start()
+        except RuntimeError as error:  # no more threads
+            self._refuse(sock, "somebody", error)
 
     def _greet(self, sock: socket.socket) -> None:
         who = "an unknown peer"
@@ -158,20 +161,22 @@ class Listener:
             who = _describe(sock)
             peer = handshake.as_listener(sock, self._token, self._name, Deadline(HANDSHAKE_SECONDS))
             _prepare(sock)
-        except (ChannelError, OSError) as error:
             with self._lock:
                 self._pending.pop(sock, None)
-                closed = self._closed
+                if not self._closed:
+                    self._ready.put(Connection(sock, peer.name, peer.shares))
+                    return
             sock.close()
-            if not closed:
-                _log.warning("refused a connection from %s: %s", who, error)
-            return
+        except (OSError, RuntimeError) as error:  # a handshake's errors, and where there are no more threads
+            self._refuse(sock, who, error)
+
+    def _refuse(self, sock: socket.socket, who: str, error: Exception) -> None:
         with self._lock:
             self._pending.pop(sock, None)
-            if not self._closed:
-                self._ready.put(Connection(sock, peer.name, peer.shares))
-                return
+            closed = self._closed
         sock.close()
+        if not closed:
+            _log.warning("refused a connection from %s: %s", who, error)
 
 
 def connect(address: Address, token: bytes, timeout: float, name: str | None = None) -> Connection:

@@ -77,6 +77,7 @@ class Inlet:
         self._buffer = memoryview(bytearray(_BUFFER))
         self._begin = self._end = 0  # of what was read ahead
         self._next_tick = time.monotonic() + TICK
+        self._dry = True  # whether there may be nothing to receive
         self.descriptors: deque[int] = deque()
 
     def exactly(self, count: int) -> bytes:
@@ -136,6 +137,8 @@ class Inlet:
             if time.monotonic() >= self._next_tick:
                 self._idle()
                 self._next_tick = time.monotonic() + TICK
+            if self._dry and not self._poll.poll(max(1, int(1000 * (self._next_tick - time.monotonic())))):
+                continue
             try:
                 if self._room:
                     got, extra, flags, _ = self._sock.recvmsg_into(pieces, self._room, socket.MSG_CMSG_CLOEXEC)
@@ -144,8 +147,9 @@ class Inlet:
                 else:
                     got = self._sock.recvmsg_into(pieces)[0]
             except BlockingIOError:
-                self._poll.poll(max(1, int(1000 * (self._next_tick - time.monotonic()))))
+                self._dry = True
                 continue
+            self._dry = got < len(pieces[-1])  # likely: asking poll costs less than an error
             if not got:
                 raise EOFError(0)
             return got

@@ -6,6 +6,7 @@ NCCL's own collectives are right as they are.
 
 from __future__ import annotations
 
+import datetime
 import functools
 import uuid
 import weakref
@@ -285,12 +286,15 @@ def start_send(tensor: torch.Tensor, rank: int, group: Group, tag: int) -> Sent:
     """Starts to send to a rank of the group; only messages of one tag meet, in order.
 
     Returns:
-        `wait()`, which waits; `wait(0)` only tells whether it is done. The tensor must live until then.
+        `wait()`, which waits, `wait(seconds)` so long at most; `wait(0)` only tells whether it is done. The tensor must
+        live until then.
     """
     work = group.send([tensor], rank, tag)
 
     def wait(seconds: float | None = None) -> bool:
-        return work.is_completed() if seconds == 0 else bool(work.wait())
+        if seconds == 0:
+            return work.is_completed()
+        return bool(work.wait() if seconds is None else work.wait(datetime.timedelta(seconds=seconds)))
 
     return wait
 

@@ -6,17 +6,21 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
+
 from fzero.base import pytree
 from fzero.components.flow import Flow, Passes
 from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
 from fzero.components.mail import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
-from fzero.components.wiring import Wiring
+from fzero.components.remote.component import fetch
+from fzero.components.wiring import Wiring, default_inputs
 from fzero.schedules.task import Kind, Task
+from fzero.state.checks import constants
 from fzero.table.microbatch import Microbatches
 
-Pieces = Callable[[], Sequence[object]]
+Pieces = Callable[[int], object]
 
 
 def goes_forward(task: Task) -> bool:
@@ -30,6 +34,7 @@ class Call:
     """One run of a pipeline: its forward and backward tasks, apart or in one go.
 
     Args:
+        inputs: of the pipeline.
         tasks: of this place, in order; messages too where there are other places.
         places: of all components; its line is this rank's place, None where all stages are driven from here.
         records: whether to note when each task began and ended, in `spans`.
@@ -39,7 +44,7 @@ class Call:
         self,
         wires: Wiring,
         passes: Mapping[int, Passes],
-        parts: Sequence[Sequence[object]],
+        inputs: Sequence[object],
         wanted: Iterable[int] | None,
         micro: Microbatches,
         tasks: Sequence[Task],
@@ -47,22 +52,33 @@ class Call:
         records: bool = False,
         keep: Callable[[int, object], object] = lambda _, output: output,
     ) -> None:
+        self._error: BaseException | None = None
+        parts: Sequence[Sequence[object]] = ()
+        try:
+            wires = default_inputs(wires, len(inputs))
+            parts = micro.split(inputs)
+        except Exception as error:  # perhaps of this rank's inputs alone
+            if places.line is None:
+                raise
+            self._error = error
         self.flow = Flow(wires, passes, parts, wanted, keep)
         self.wires, self.passes, self.micro, self.line, self._places = wires, passes, micro, places.line, places
         self._tasks, self._records = tasks, records
-        self._error: BaseException | None = None
         self.spans: list[tuple[Task, float, float]] = []
         self.has_last = wires.stages - 1 in passes
 
     # ---- tasks
 
-    def run(self, chosen: Callable[[Task], bool], pieces: Pieces, retain_graph: bool = False) -> None:
+    def run(self, verb: str, chosen: Callable[[Task], bool], pieces: Pieces, retain_graph: bool = False) -> None:
         """Does the chosen tasks.
 
         Args:
-            pieces: the cotangents of the last stage's outputs, one for each microbatch; asked for when they are needed.
+            verb: the call that they are of.
+            pieces: gives the cotangent of the last stage's outputs of a microbatch, when it is needed.
         """
         tasks = [task for task in self._tasks if chosen(task)]
+        if self.line is not None:
+            self.line.begin_call(verb)
         for place, task in enumerate(tasks):
             if self.line is not None and self._error is None:
                 for other in tasks[place : place + AHEAD]:
@@ -111,7 +127,7 @@ class Call:
         elif task.kind is Kind.PARAMS:
             self.flow.params(stage, microbatch)
         else:
-            cotangent = pieces()[microbatch] if last else None
+            cotangent = pieces(microbatch) if last else None
             if task.kind is Kind.INPUTS:
                 self.flow.inputs(stage, microbatch, cotangent, retain_graph)
             else:
@@ -167,12 +183,12 @@ class Call:
 
     def merged(self, found: Mapping[int, object], what: str) -> object:
         """The last stage's outputs, or aux, of all microbatches."""
-        return self.micro.merge([found[i] for i in range(self.micro.count)], what)
+        return self.micro.merge([fetch(found[i]) for i in range(self.micro.count)], what)
 
     def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
         """One for each of the pipeline's inputs, None where it was not differentiated."""
         flat = [
-            [x for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
+            [fetch(x) for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
             for i in range(self.micro.count)
         ]
         whole = self.micro.merge_inputs(inputs, flat)
@@ -180,3 +196,16 @@ class Call:
             whole = [None if x is None else x / times for x in whole]
         trees = pytree.unflatten(pytree.flatten(tuple(inputs))[1], whole)
         return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+
+
+def need_constants(who: str, **arguments: object) -> None:
+    """Refuses what somebody else differentiates: derivatives do not go from one place to another by themselves."""
+    constants(who, **arguments)
+    for argument, tree in arguments.items():
+        if torch.is_grad_enabled() and any(
+            isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(tree)
+        ):
+            raise TypeError(
+                f"{who}: got {argument} that plain autograd differentiates, expected tensors that are constants to it: "
+                "no derivative goes from one place of a pipeline to another but by its pullback. Pass x.detach()."
+            )

@@ -8,14 +8,14 @@ from typing import Any
 import torch
 
 from fzero.components.parts import PerStage, PipelineState, Places
-from fzero.state.gather import over_ranks, squares_of, sum_by_leaf
-from fzero.state.sharded import Sharded
-from fzero.table.spec import Spec
-from fzero.update.update import apply_update, with_kept
+from fzero.components.remote.component import fetch
+from fzero.components.remote.handle import Norm
+from fzero.components.stages import Stage, Weighed
+from fzero.state.gather import sum_by_leaf
 
 
 def updated(
-    steps: Mapping[int, Spec],
+    stages: Mapping[int, Stage],
     state: PipelineState,
     grads: PerStage,
     grad_norm: object,
@@ -24,30 +24,31 @@ def updated(
     """The next states and the metrics.
 
     Args:
-        steps: component -> step, of those that run in this place.
+        stages: component -> stage, of those that run in this place.
         grad_norm: what to clip by instead of the norm over all components.
         places: of all components.
     """
-    own: dict[int, Sharded] = {}
-    squares: dict[int, Mapping[int, torch.Tensor]] = {}
-    by_leaf: dict[int, torch.Tensor] = {}
+    weighed: dict[int, Weighed] = {}
     error: BaseException | None = None
     try:
-        for c in steps:
-            own[c] = with_kept(state[c], grads[c])
-            squares[c] = squares_of(own[c])
-            by_leaf[c] = over_ranks(squares[c], own[c])
+        for c, stage in stages.items():
+            weighed[c] = stage.weighed(state[c], grads[c])
     except Exception as caught:
         error = caught
-    every = places.of_all(by_leaf, error)
-    norm = sum_by_leaf([x for c in sorted(every) for x in every[c].unbind()]).sqrt()
+    every = places.of_all({c: own.by_leaf for c, own in weighed.items()}, error)
+    if any(stage.distant for stage in stages.values()):
+        # computed where it is needed, of what the others have
+        norm: Any = Norm([every[c] for c in sorted(every)])
+    else:
+        norm = sum_by_leaf([x for c in sorted(every) for x in every[c].unbind()]).sqrt()
     # one that is not finite skips all, whatever they are to be clipped by
-    clip = norm if grad_norm is None or not bool(torch.isfinite(norm)) else grad_norm
+    clip = norm if grad_norm is None or not bool(torch.isfinite(fetch(norm))) else grad_norm
     found: dict[int, dict[str, Any]] = {}
     new: dict[int, Any] = {}
-    for c, step in steps.items():
-        new[c], found[c] = apply_update(step, state[c], own[c], clip, (by_leaf[c].sum(), squares[c]))
-    return PipelineState([new.get(c) for c in range(len(state))], places), {**_metrics(found), "grad_norm": norm}
+    for c, stage in stages.items():
+        new[c], found[c] = stage.update(state[c], weighed[c], clip)
+    metrics = {**_metrics(fetch(found)), "grad_norm": fetch(norm)}
+    return PipelineState([new.get(c) for c in range(len(state))], places), metrics
 
 
 def _metrics(found: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:

@@ -11,10 +11,11 @@ import torch
 from fzero.base import pytree
 from fzero.comm import backend
 from fzero.comm.backend import Group
-from fzero.components.mail import Letter, Mail
+from fzero.components.mail import Letter, Lost, Mail
 from fzero.components.routes import Route, Seat, cut, joined, routes
 from fzero.schedules.task import Schedule, Task
 
+ALL = Letter("all", 0, 0)  # what a rank says to all others at the end of a call
 AHEAD = 4  # messages that are received before their turn
 
 
@@ -43,6 +44,30 @@ class Line:
         self._mail, self._schedule = Mail(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
         self._gone: set[tuple[int, Letter]] = set()  # what was sent in this call
+        self._count, self._verb = 0, ""
+
+    def begin_call(self, verb: str) -> None:
+        """Every message says which call it is of: ranks that make different ones are told, and take nothing else."""
+        self._count, self._verb = self._count + 1, verb
+
+    def _send(self, rank: int, letter: Letter, content: object) -> None:
+        self._gone.add((rank, letter))
+        self._mail.send(rank, letter, (self._count, self._verb, content))
+
+    def _received(self, rank: int, letter: Letter) -> Any:
+        message: Any = self._mail.receive(rank, letter)
+        count, verb, content = message
+        if (count, verb) != (self._count, self._verb):
+            for other in range(len(self.seats)):  # who will see at the end of his call that this one is another
+                if other != self.rank and (other, ALL) not in self._gone:
+                    self._send(other, ALL, None)
+            self._mail.hurry(1.0)
+            raise Lost(
+                f"pipeline: rank {rank} of the pipeline makes its call {count}, of {verb}, and rank {self.rank} its "
+                f"call {self._count}, of {self._verb}; expected the same calls in the same order on all ranks. Start "
+                "the ranks anew: messages of both calls are under way."
+            )
+        return content
 
     def routes(self, source: int, target: int) -> list[Route]:
         """The routes between the places of two stages."""
@@ -67,9 +92,7 @@ class Line:
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
                 what = f"what stage {task.stage} gives to stage {task.peer}"
-                own = tuple(cut(value, route, what) for value in values)
-                self._gone.add((route.target, letter))
-                self._mail.send(route.target, letter, own)
+                self._send(route.target, letter, tuple(cut(value, route, what) for value in values))
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Sends a failure in the place of what a task would have sent, or of what it could not send."""
@@ -77,7 +100,7 @@ class Line:
         letter = self._letter(task)
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank and (route.target, letter) not in self._gone:
-                self._mail.send(route.target, letter, failure_of(error, self.rank))
+                self._send(route.target, letter, failure_of(error, self.rank))
 
     def times(self, stage: int, other: int) -> float:
         """By what cotangents of another place are multiplied here.
@@ -109,7 +132,7 @@ class Line:
         letter, parts = self._letter(task), list[Any]()
         for route in self.routes(task.peer, task.stage):
             if route.target == self.rank:
-                parts.append(self._mail.receive(route.source, letter))
+                parts.append(self._received(route.source, letter))
         failed = next((part for part in parts if isinstance(part, Failure)), None)
         if failed is not None:
             return failed
@@ -123,13 +146,13 @@ class Line:
             own: a small tree.
         """
         failed = failure_of(error, self.rank) if error is not None else None
-        letter, ranks = Letter("all", 0, 0), len(self.seats)
+        letter, ranks = ALL, len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
         for rank in others:
-            self._mail.send(rank, letter, (failed, own))
+            self._send(rank, letter, (failed, own))
         for rank in others:
             self._mail.begin(rank, letter)
-        said: dict[int, Any] = {rank: self._mail.receive(rank, letter) for rank in others}
+        said = {rank: self._received(rank, letter) for rank in others}
         said[self.rank] = failed, own
         self._mail.end_call()
         self._gone.clear()

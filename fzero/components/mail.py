@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Hashable
 from typing import NamedTuple
 
@@ -87,6 +88,12 @@ class Mail:
             self._wait(backend.start_receive(whole[size:], rank, self.group, _tag(letter, 1)), rank, letter)
             buffer = whole
         return opened(buffer)
+
+    def hurry(self, seconds: float) -> None:
+        """Waits so long at most until everything has been sent."""
+        for wait, *_ in self._sent:
+            with contextlib.suppress(RuntimeError):
+                wait(seconds)
 
     def _wait(self, wait: Sent | Wait, rank: int, letter: Letter) -> None:
         try:

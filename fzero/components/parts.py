@@ -9,8 +9,10 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
+from fzero.components.remote.component import fetch
+from fzero.components.remote.handle import squares_of
 from fzero.components.saved import save_parts
-from fzero.state.gather import squares_by_leaf
+from fzero.state.gather import measured
 from fzero.state.train_state import TrainState
 
 
@@ -57,7 +59,7 @@ class PerStage:
         try:
             for c, tree in enumerate(self.parts):
                 if tree is not None:
-                    own[c] = squares_by_leaf(tree)
+                    (own[c],) = map(fetch, measured([tree], squares_of))
         except Exception as caught:
             error = caught
         every = self.places.of_all(own, error)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -30,6 +31,7 @@ class AllPlaces:
             if error is not None:
                 raise error
             return dict(own)
+        self.line.begin_call("what all places know")
         said = self.line.exchange(dict(own), error)
         return {c: self.line.nearest(said, stage)[c] for c, stage in self._home.items()} if own else {}
 
@@ -71,6 +73,10 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
     if isinstance(groups, backend.Mesh):
         group = groups.get_group()
         seats = [Seat(place, 0, 1, 0, 1) for place in range(len(schedule.places))]
+        own = backend.rank_in(group)
+        _need_alike(group, schedule, wires)
+        members = backend.members(group)
+        _need_apart(steps, schedule, wires, own, {members[own]}, set(members))
         return Line(group, schedule, seats)
     assert isinstance(groups, (list, tuple))
     group, places = backend.world(), {rank: place for place, ranks in enumerate(groups) for rank in ranks}
@@ -79,7 +85,9 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         raise ValueError(
             f"pipeline: got groups={groups} on {backend.size_of(group)} ranks, expected each of them to have a place."
         )
+    _need_alike(group, schedule, wires)
     place = places[backend.rank_in(group)]
+    _need_apart(steps, schedule, wires, place, set(groups[place]), set(places))
     stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
     own, ranks = steps[stage].axis(), groups[place]
     copy, copies = own.place_on_tensor
@@ -99,3 +107,32 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
             "that have different examples; expected as many in each place, where components are shared."
         )
     return Line(group, schedule, seats)
+
+
+def _need_alike(group: backend.Group, schedule: Schedule, wires: Wiring) -> None:
+    """Refuses ranks that have another schedule, or other wires, than the first."""
+    said = hashlib.sha256(repr((schedule, wires)).encode()).hexdigest()
+    other = next((rank for rank, text in enumerate(backend.gather_strings(said, group)) if text != said), None)
+    if other is not None:
+        raise ValueError(
+            f"pipeline: rank {other} of the pipeline has another schedule, or other inputs, skips or shared "
+            f"components, than rank {backend.rank_in(group)}, {schedule.name!r} of {schedule.stages} stages and "
+            f"{schedule.microbatches} microbatches; expected the same on all."
+        )
+
+
+def _need_apart(
+    steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int, own: set[int], every: set[int]
+) -> None:
+    """Refuses a component that goes over ranks of other places, which never call it."""
+    for component, stage in wires.home.items():
+        if schedule.place_of(stage) != place:
+            continue
+        axis = steps[component].axis()
+        ranks = {*axis.members, *axis.others, *(axis.tensor.members if axis.tensor is not None else ())}
+        if others := sorted((ranks & every) - own):
+            raise ValueError(
+                f"pipeline: component {component} runs at place {place}, and goes over ranks {sorted(ranks)}, of which "
+                f"{others} are at other places; expected ranks of its own place alone. Give its transforms a mesh of "
+                "them: fz.shard_zero3(step, mesh=mesh, axis=...), of an axis beside that of the places."
+            )

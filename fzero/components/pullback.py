@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
-from fzero.components.call import Call, goes_forward
+from fzero.components.call import Call, goes_forward, need_constants
+from fzero.components.losses import known_parts
 from fzero.components.parts import PerStage
 from fzero.state.checks import need_derivatives
-from fzero.table.microbatch import parts_of
 
 
 class PipelinePullback:
@@ -20,7 +20,7 @@ class PipelinePullback:
         self._micro, self._inputs = call.micro, inputs
         self._call: Call | None = call
         found = call.flow.outputs
-        self._parts = [parts_of(found[i]) for i in sorted(found)]
+        self._parts = [known_parts(found[i]) for i in sorted(found)]
         self._spec = pytree.flatten(found[0])[1] if found else None
         found.clear()
         call.flow.auxes.clear()
@@ -52,12 +52,14 @@ class PipelinePullback:
                 "The pullback of this pipeline was used up by an earlier call, which freed what it kept. Pass "
                 "retain_graph=True to every call but the last."
             )
+        if call.line is not None:
+            need_constants("pullback", cotangent=cotangent)
         if not retain_graph:
             self._call = None
         pieces: list[object] = []
         times = [1.0]
 
-        def asked() -> Sequence[object]:
+        def asked(microbatch: int) -> object:
             if not pieces:
                 spec = pytree.flatten(cotangent)[1]
                 if spec != self._spec:
@@ -67,10 +69,10 @@ class PipelinePullback:
                     )
                 found, times[0] = self._micro.split_cotangent(cotangent, self._parts)
                 pieces.extend(found)
-            return pieces
+            return pieces[microbatch]
 
         with as_found():
-            call.run(lambda task: not goes_forward(task), asked, retain_graph)
+            call.run("pullback", lambda task: not goes_forward(task), asked, retain_graph)
             factor = call.known(lambda: times[0])
             grads = call.grads(factor)
             cotangents = call.input_cotangents(self._inputs, factor)

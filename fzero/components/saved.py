@@ -13,6 +13,7 @@ from fzero.checkpoint.manifest import DamagedCheckpoint, read_manifest
 from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.save import as_json, save
 from fzero.checkpoint.together import NAME, read_together, together
+from fzero.state.beyond import Loadable
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
@@ -25,7 +26,7 @@ def save_parts(path: str, states: Sequence[TrainState | None], extra: object, le
 
     Args:
         states: of every component, None of those that other places write.
-        leads: whether this rank writes the file that says what belongs together.
+        leads: whether this rank, in its line of places, writes the file that says what belongs together.
         agree: raises on every rank where one has failed.
     """
     error: BaseException | None = None
@@ -47,7 +48,8 @@ def save_parts(path: str, states: Sequence[TrainState | None], extra: object, le
     agree(error)
     error = None
     try:
-        if leads:
+        # of several lines of places the one that leads in its components
+        if leads and all(Everyone(state.params.axis).leads for state in states if isinstance(state, TrainState)):
             tokens = [read_manifest(f"{folder}/{slot}/{c}").token for c in range(len(states))]
             there = folder_at(folder)
             there.replace(NAME, together(slot, tokens, json.loads(text)))
@@ -58,11 +60,11 @@ def save_parts(path: str, states: Sequence[TrainState | None], extra: object, le
         error = caught
     agree(error)
     for state in states:  # of other lines of places, too
-        if state is not None:
+        if isinstance(state, TrainState):
             Everyone(state.params.axis).exchange("whole", "save")
 
 
-def load_parts(path: object, steps: Mapping[int, Spec], count: int, options: Mapping[str, Any]) -> list[Any]:
+def load_parts(path: object, steps: Mapping[int, Spec | Loadable], count: int, options: Mapping[str, Any]) -> list[Any]:
     """The states of the components that are here, None of the others.
 
     Args:

@@ -132,7 +132,7 @@ def wiring(
         skipping.append((Wire(source, item), own))
     sharing = [(component, _numbers("shared", users)) for component, users in _mapping("shared", shared).items()]
     expected = list(range(stages, components))
-    if sorted(component for component, _ in sharing) != expected:
+    if components < stages or sorted(component for component, _ in sharing) != expected:
         raise ValueError(
             f"pipeline: got {components} steps for {stages} stages and shared={dict(sharing)}, expected "
             + (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import os
 import socket
 import struct
 import threading
@@ -17,8 +18,8 @@ from channel_peers import KINDS, descriptors, messages, pair, same, soon
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.channels import BadMessage, Closed, Connection, TimedOut, frames, tensors, vocabulary
-from fzero.channels.segments import SHARED_FROM
+from fzero.channels import BadMessage, Closed, Connection, TimedOut, frames, mappings, tensors, vocabulary
+from fzero.channels.segments import FREE, SHARED_FROM
 
 Pair = tuple[Connection, Connection]
 
@@ -150,7 +151,7 @@ def test_nothing_grows(kind: str) -> None:
         turns(50)
         gc.collect()
         before, memory = descriptors(), resident()
-        turns(1500)
+        turns(800)
         gc.collect()
         assert descriptors() == before and resident() - memory < 4 << 20
         assert here._lender is None or here._lender.nbytes <= 8 << 20
@@ -188,7 +189,7 @@ def test_a_peer_that_does_not_read(kind: str) -> None:
     """Its thread stands still: a send ends in time, and what is half sent ends the connection."""
     with pair(kind) as (here, there):
         with there._ending, there._sending:
-            there._inlet._receive = lambda pieces: time.sleep(3) or 0  # type: ignore[method-assign]
+            there._inlet._receive = lambda pieces: time.sleep(1.5) or 0  # type: ignore[method-assign]
             here.send("wake up")
             time.sleep(0.1)
             begin = time.monotonic()
@@ -255,9 +256,11 @@ def test_what_cannot_be_sent_changes_nothing() -> None:
         for wrong in (object(), torch.ones(3, requires_grad=True), [[torch.ones(SHARED_FROM)] * 3, {2}]):
             with pytest.raises(TypeError):
                 here.send([torch.ones(SHARED_FROM), wrong])
-        with pytest.raises(ValueError, match="bytes without its tensors, expected at most"):
-            here.send([torch.ones(SHARED_FROM), bytes(frames.MAX_TREE)])
-        assert here._lender.nbytes == 4 * SHARED_FROM
+        for _ in range(2):
+            with pytest.raises(ValueError, match="bytes without its tensors, expected at most"):
+                here.send([torch.ones(SHARED_FROM), torch.ones(SHARED_FROM), bytes(frames.MAX_TREE)])
+            states = [segment.mapping.state for group in here._lender._by_capacity.values() for segment in group]
+            assert states == [FREE]  # the second one was new
         here.send("well")
         assert there.receive(5.0) == "well"
         for timeout in (None, "1", True):
@@ -320,14 +323,48 @@ def test_what_is_no_message(raw: tuple[socket.socket, Connection], name: str) ->
         assert sock.recv(1) == b""
 
 
-def test_a_descriptor_that_is_no_segment(raw: tuple[socket.socket, Connection]) -> None:
-    before = descriptors()
+@pytest.mark.parametrize("kind", ["a file", "not sealed", "too small", "twice", "left over"])
+def test_a_descriptor_that_is_no_segment(raw: tuple[socket.socket, Connection], kind: str) -> None:
     sock, connection = raw
-    with open(__file__, "rb") as file:
-        socket.send_fds(sock, [framed(row(2, (5,)), b"x", 0, 1)], [file.fileno()])
-    with pytest.raises(BadMessage, match="no shared segment"):
+    before = descriptors()
+    descriptor = mappings.create(4096)[1]
+    if kind == "not sealed":
+        os.close(descriptor)
+        descriptor = os.memfd_create("other", os.MFD_ALLOW_SEALING)
+        os.ftruncate(descriptor, 1 << 20)
+    if kind == "a file":
+        os.close(descriptor)
+        descriptor = os.open(__file__, os.O_RDONLY)
+    frame, words = framed(row(2, (4096 + (kind == "too small"),)), b"x", 0, 1), "no shared segment"
+    if kind == "too small":
+        words = "which does not hold it"
+    if kind == "twice":
+        frame, words = framed(row(2, (5,)) + row(1, (5,)), b"txx", 0, 1), "comes again while tensors still lie in it"
+    if kind == "left over":
+        frame, words = framed(b"", b"N", 0, 1), "1 descriptors came with other"
+    socket.send_fds(sock, [frame], [descriptor])
+    os.close(descriptor)
+    with pytest.raises(BadMessage, match=words):
         connection.receive(5.0)
     assert soon(lambda: descriptors() == before - 1)  # its socket
+
+
+def test_many_messages_at_once(raw: tuple[socket.socket, Connection]) -> None:
+    """What is read ahead ends anywhere in a message."""
+    sock, connection = raw
+    parts = [framed(row(0, (number % 50,)), b"x", number % 50) + bytes(number % 50) for number in range(5000)]
+    sock.sendall(b"".join(parts))
+    for number in range(5000):
+        assert same(connection.receive(5.0), torch.zeros(number % 50, dtype=torch.uint8))
+
+
+def test_descriptors_go_once() -> None:
+    """With the first of the many pieces that a message is sent in."""
+    with pair("shared") as (here, there):
+        here.send([torch.ones(SHARED_FROM), bytes(8 << 20), torch.ones(SHARED_FROM)])
+        got = there.receive(5.0)
+        here.send(got)
+        assert same(there.receive(5.0), got) and not there._inlet.descriptors
 
 
 @pytest.mark.parametrize("cut", [0, 1, 31, 32, 40, 60])

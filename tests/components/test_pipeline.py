@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
+import optree
 import pytest
 import torch
 from drawn_pipelines import Case, cases, piped
@@ -49,7 +51,7 @@ def test_vjp_and_forward(one: Any, retain: bool) -> None:
     want, pull = whole.vjp(other, *batch)
     assert_same(out, want)
     assert_same(pipe.forward(state, *batch), want)
-    cotangent = torch.utils._pytree.tree_map(lambda x: torch.cos(x.detach()), want)
+    cotangent = optree.tree_map(lambda x: torch.cos(x.detach()), want)
     for again in (True, False) if retain else (False,):
         grads, cotangents = pullback(cotangent, retain_graph=again)
         expected, ours = pull(cotangent, retain_graph=again)
@@ -66,7 +68,7 @@ def test_steps(one: Any, data: Any) -> None:
     pipe, whole, state, other, batch = pair(case, schedule, dtype)
     cotangent = None
     if case.stages[-1].gives != "loss":
-        cotangent = torch.utils._pytree.tree_map(torch.sin, whole.forward(other, *batch))
+        cotangent = optree.tree_map(torch.sin, whole.forward(other, *batch))
     for _ in range(2):
         state, metrics = pipe(state, *batch, cotangent=cotangent)
         other, expected = whole(other, *batch, cotangent=cotangent)
@@ -83,5 +85,153 @@ def test_argnums(one: Any, data: Any) -> None:
     numbers = data.draw(st.lists(st.integers(0, len(batch) - 1), unique=True))
     _, pullback = pipe.vjp(state, *batch, argnums=numbers)
     want, pull = whole.vjp(other, *batch, argnums=numbers)
-    cotangent = torch.utils._pytree.tree_map(torch.ones_like, want)
+    cotangent = optree.tree_map(torch.ones_like, want)
     assert_same(list(pullback(cotangent)[1]), list(pull(cotangent)[1]))
+
+
+def chain(schedule: Schedule, transform: Any = lambda step: step, optimizer: Any = OPTIMIZER) -> Any:
+    """A pipeline of layers, and the same as one function."""
+
+    def layer(params: Any, h: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(h @ params["w"])
+
+    def loss(params: Any, h: torch.Tensor) -> torch.Tensor:
+        return (h @ params["w"]).square().mean()
+
+    fns = [layer] * (schedule.stages - 1) + [loss]
+
+    def whole(params: Any, h: torch.Tensor) -> torch.Tensor:
+        for fn, own in zip(fns, params, strict=True):
+            h = fn(own, h)
+        return h
+
+    make = lambda fn: transform(fz.train_step(fn, optimizer))
+    generator = torch.Generator().manual_seed(0)
+    params = [{"w": torch.randn(3, 3, generator=generator)} for _ in fns]
+    return fz.pipeline([make(fn) for fn in fns], schedule), make(whole), params, torch.randn(8, 3, generator=generator)
+
+
+def test_a_gradient_that_is_not_finite_skips_all_stages() -> None:
+    pipe, _, params, x = chain(fz.schedules.one_f_one_b(3, 4), lambda step: fz.loss_scale(step))
+    state = pipe.init(params)
+    wrong = x.clone()
+    wrong[0, 0] = float("nan")
+    skipped, metrics = pipe(state, wrong)
+    assert metrics["skipped"] and skipped.step == 0
+    fz.testing.assert_trees_close(fz.gather(skipped.params), fz.gather(state.params), rtol=0, atol=0)
+    # a gradient of the last stage alone
+    _, pullback = pipe.vjp(state, x)
+    grads, _ = pullback(torch.ones(()))
+    leaves, structure = optree.tree_flatten(grads)
+    broken = optree.tree_unflatten(structure, [*leaves[:-1], leaves[-1] * float("inf")])
+    skipped, metrics = pipe.update(state, broken)
+    assert metrics["skipped"] and [own.step for own in skipped] == [0, 0, 0]
+    halved = {own.extra["loss_scale"].scale for own in skipped}
+    assert halved == {own.extra["loss_scale"].scale / 2 for own in state}
+
+
+def test_sums_of_several_pullbacks() -> None:
+    pipe, whole, params, x = chain(fz.schedules.zero_bubble(3, 4))
+    whole = fz.accumulate(whole, 4)
+    state, other = pipe.init(params), whole.init(params)
+    for part in (x, x * 2, x.flip(0)):
+        own, theirs = pipe.vjp(state, part)[1](torch.ones(()))[0], whole.vjp(other, part)[1](torch.ones(()))[0]
+        state, other = pipe.add_grads(state, own), whole.add_grads(other, theirs)
+    state, metrics = pipe.update(state, own, grad_norm=0.5)
+    other, expected = whole.update(other, theirs, grad_norm=0.5)
+    assert_same(list(fz.gather(state.params)), fz.gather(other.params))
+    assert_same(metrics, expected)
+    assert state.grads is None
+
+
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "zero_bubble"])
+def test_pullbacks_that_live_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As many as fz.schedules.check says, which is what memory is planned by."""
+    schedule = getattr(fz.schedules, name)(3, 6)
+    pipe, _, params, x = chain(schedule)
+    from fzero.engine.run import Run
+
+    made: dict[int, list[Any]] = {}
+    most: dict[int, int] = {}
+    begin = Run.__init__
+
+    def init(self: Run, step: Any, *arguments: Any, **more: Any) -> None:
+        begin(self, step, *arguments, **more)
+        stage = next(i for i, own in enumerate(pipe.steps) if own is step)
+        own = made.setdefault(stage, [])
+        own.append(weakref.ref(self))
+        most[stage] = max(most.get(stage, 0), sum(run() is not None and run().state is not None for run in own))
+
+    monkeypatch.setattr(Run, "__init__", init)
+    pipe(pipe.init(params), torch.cat([x, x[:4]]))
+    own = tuple(most[stage] for stage in range(3))
+    alive = fz.schedules.check(schedule).alive
+    assert own == alive if name != "zero_bubble" else all(a <= b for a, b in zip(own, alive, strict=True))
+
+
+def test_a_timeline() -> None:
+    schedule = fz.schedules.one_f_one_b(3, 4)
+    pipe, _, params, x = chain(schedule)
+    state = pipe.init(params)
+    timeline = pipe.timeline(state, x)
+    assert [span.task for span in timeline.spans] == [
+        task for _, task in fz.schedules.check(schedule).order if not task.is_message
+    ]
+    assert timeline.places == 3 and timeline.total > 0 and state.step == 0
+
+
+def test_refusals() -> None:
+    schedule = fz.schedules.gpipe(2, 2)
+    step = make(lambda p, x: (x * p["w"]).sum())
+    named: Any = "gpipe"
+    cases: list[tuple[Any, type[Exception], str]] = [
+        (lambda: fz.pipeline([], schedule), TypeError, "steps"),
+        (lambda: fz.pipeline([step], schedule), ValueError, "got 1 steps for 2 stages"),
+        (lambda: fz.pipeline([step] * 3, schedule), ValueError, r"the components \[2\] behind them"),
+        (lambda: fz.pipeline([step, step], named), TypeError, "schedule"),
+        (lambda: fz.pipeline([step, named], schedule), TypeError, r"steps\[1\]"),
+        (lambda: fz.pipeline([step, fz.accumulate(step, 2)], schedule), ValueError, "Leave accumulate out"),
+        (
+            lambda: fz.pipeline([fz.train_step(step.fn, OPTIMIZER, has_aux=True), step], schedule),
+            ValueError,
+            "that of the last stage alone",
+        ),
+        (lambda: fz.pipeline([step, step], schedule, skips={(1, 0): 1}), ValueError, "later stages"),
+        (lambda: fz.pipeline([step, step], schedule, skips={0: 1}), TypeError, "a key of skips"),
+        (lambda: fz.pipeline([step, step], schedule, inputs={5: 0}), ValueError, "expected stages from 0 to 1"),
+        (lambda: fz.pipeline([step, step], schedule, groups=[[0]]), ValueError, "expected 2 lists of ranks"),
+        (lambda: fz.pipeline([step, step], schedule, groups=3), TypeError, "groups"),
+    ]
+    for call, kind, words in cases:
+        with pytest.raises(kind, match=words):
+            call()
+    pipe = fz.pipeline([step, step], schedule)
+    w = {"w": torch.ones(())}
+    with pytest.raises(TypeError, match="a list of 2 trees"):
+        pipe.init([w])
+    state = pipe.init([w, w])
+    other = fz.pipeline([step], fz.schedules.gpipe(1, 2)).init([w])
+    with pytest.raises(ValueError, match="got a state of 1 components"):
+        pipe(other, torch.ones(2))
+    with pytest.raises(TypeError, match="what the init of this pipeline returned"):
+        pipe(state[0], torch.ones(2))
+    with pytest.raises(ValueError, match="expected dim 0 to divide into 2 microbatches"):
+        pipe(state, torch.ones(3))
+    with pytest.raises(ValueError, match="expected each of"):
+        fz.pipeline([step, step], schedule, inputs={0: 0})(state, torch.ones(2), torch.ones(2))
+    with pytest.raises(TypeError, match="grads"):
+        pipe.update(state, state[0].params)
+    with pytest.raises(RuntimeError, match="there is no process group"):
+        fz.pipeline([step, step], schedule, groups=[[0], [1]]).init([w, w])
+    loss = make(lambda p, x: (x * p["w"]).mean())
+    two = fz.pipeline([make(lambda p, x: x * p["w"]), loss], schedule)
+    state = two.init([w, w])
+    out, pullback = two.vjp(state, torch.ones(2))
+    with pytest.raises(ValueError, match="expected that of the outputs"):
+        pullback([out])
+    out, pullback = two.vjp(state, torch.ones(2))
+    with pytest.raises(ValueError, match="create_graph=True"):
+        pullback(out, create_graph=True)
+    stays = fz.pipeline([make(lambda p, x: x * p["w"]), loss], schedule, skips={(0, 1): 1})
+    with pytest.raises(ValueError, match="which skips to another stage"):
+        stays(stays.init([w, w]), torch.ones(2))

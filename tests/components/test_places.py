@@ -6,6 +6,7 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
+import optree
 import pytest
 import torch
 import torch.distributed as dist
@@ -35,8 +36,8 @@ def same(got: Any, want: Any) -> None:
 
 def known(got: Any, want: Any) -> None:
     """What is here is the same; what is elsewhere has the same shapes."""
-    names = torch.utils._pytree.tree_leaves(want)
-    for a, b in zip(torch.utils._pytree.tree_leaves(got), names, strict=True):
+    names = optree.tree_leaves(want)
+    for a, b in zip(optree.tree_leaves(got), names, strict=True):
         if isinstance(a, torch.Tensor) and a.device.type == "meta":
             assert a.shape == b.shape and a.dtype == b.dtype
         else:
@@ -69,7 +70,7 @@ def against_one(rank: int, jobs: Sequence[Job], dp: int, stage: int) -> None:
             out, pullback = pipe.vjp(state, *batch)
             want, pull = whole.vjp(other, *batch)
             known(out, want)
-            cotangent = torch.utils._pytree.tree_map(torch.cos, want)
+            cotangent = optree.tree_map(torch.cos, want)
             grads, cotangents = pullback(cotangent)
             expected, ours = pull(cotangent)
             full, gathered = fz.gather(expected), fz.gather(grads)
@@ -98,7 +99,7 @@ def jobs(draw: st.DrawFn) -> list[Job]:
     return out
 
 
-@settings(max_examples=3, suppress_health_check=list(HealthCheck))
+@settings(max_examples=3, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(jobs())
 def test_one_rank_a_place(drawn: list[Job]) -> None:
     run_ranks(functools.partial(against_one, jobs=drawn, dp=1, stage=0), 4, backend="processes")
@@ -239,6 +240,37 @@ def failing(rank: int) -> None:
 
 def test_an_error_in_one_place_is_raised_in_all() -> None:
     run_ranks(failing, 3, backend="processes", timeout=20)
+
+
+def unlike(rank: int) -> None:
+    """Ranks that do not do the same are told, all of them, and nothing is computed of what was meant otherwise."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    steps = [make(Refuses(False)), make(Refuses(True))]
+    eye, x = {"w": torch.eye(3)}, torch.ones(4, 3)
+    with pytest.raises(ValueError, match="has another schedule"):
+        schedule = fz.schedules.gpipe(2, 2 + rank)
+        fz.pipeline(steps, schedule, groups=mesh["pp"]).init([eye, eye])
+    whole = [fz.shard_zero1(step) for step in steps]
+    with pytest.raises(ValueError, match=r"goes over ranks \[0, 1\], of which \[[01]\] are at other places"):
+        fz.pipeline(whole, fz.schedules.gpipe(2, 2), groups=mesh["pp"]).init([eye, eye])
+    with pytest.raises(ValueError, match=r"expected each of them to have a place"):
+        fz.pipeline(steps[:1], fz.schedules.gpipe(1, 2), groups=[[0]]).init([eye])
+    pipe = fz.pipeline(steps, fz.schedules.gpipe(2, 2), groups=mesh["pp"])
+    state = pipe.init([eye, eye])
+    with pytest.raises(ValueError, match="expected dim 0 to divide into 2 microbatches"):
+        pipe(state, x[: 3 + rank])  # wrong on the first rank alone
+    with pytest.raises(TypeError, match="plain autograd differentiates"):
+        pipe.vjp(state, x.clone().requires_grad_())
+    with pytest.raises(TypeError, match=r"torch.func.grad transforms|that torch.func"):
+        torch.func.grad(lambda x: pipe.vjp(state, x)[0])(x)
+    out, pullback = pipe.vjp(state, x)
+    pullback(torch.ones_like(out))
+    with fz.testing.hazards(None), pytest.raises(RuntimeError, match="expected the same calls in the same order"):
+        pipe.forward(state, x) if rank else pipe.vjp(state, x)
+
+
+def test_ranks_that_do_not_do_the_same() -> None:
+    run_ranks(unlike, 2, backend="processes", timeout=20)
 
 
 def dying(rank: int) -> str:

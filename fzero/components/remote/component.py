@@ -254,9 +254,10 @@ class RemoteComponent:
         self._trees(made)
         return RemoteState(made, 0)
 
-    def square_of(self, tree: RemoteTree) -> Handle:
-        """The sums of squares of the leaves of grads, as a handle."""
-        return Handle(self.made("squares", {"objects": {"tree": tree}, "options": {"what": tree.what}}), 1)
+    def square_of(self, tree: RemoteTree, state: RemoteState | None = None) -> Handle:
+        """The sums of squares of the leaves of grads, and of those that a state keeps with them, as a handle."""
+        objects = {"tree": tree, **({"state": state} if state is not None else {})}
+        return Handle(self.made("squares", {"objects": objects, "options": {"what": tree.what}}), 1)
 
 
 def _metrics(made: Made, skeletons: Sequence[Skeleton]) -> dict[str, Any]:

@@ -271,13 +271,14 @@ class RemoteTree(Away):
         return self.component.gathered(self)
 
     def norm_with(self, trees: Sequence[object]) -> Any:
-        return Norm([*measured(trees, _squares_of)])
+        return Norm([*measured(trees, squares_of)])
 
     def __repr__(self) -> str:
         return f"RemoteTree({self.what or 'grads'} of {self.component.name!r}, call {self.made.call})"
 
 
-def _squares_of(node: Distant) -> Any:
+def squares_of(node: Distant) -> Any:
+    """The sums of squares of the leaves of what lies on ranks of its own, as a handle."""
     assert isinstance(node, RemoteTree)
     return node.component.square_of(node)
 

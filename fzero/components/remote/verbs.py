@@ -23,6 +23,7 @@ from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, packed, unpacked
 from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured
+from fzero.update.update import with_kept
 
 
 @dataclass
@@ -309,7 +310,10 @@ def _tree(operands: Operands) -> Any:
 
 
 def _squares(part: Part, operands: Operands, number: int) -> Results:
-    (squares,) = measured([_tree(operands)])
+    tree = _tree(operands)
+    if "state" in operands.objects:
+        tree = with_kept(operands.objects["state"], tree)
+    (squares,) = measured([tree])
     return Results({1: Piece("same", squares)})
 
 

@@ -1,0 +1,152 @@
+"""What a pipeline asks of a component: of a step in this process, and of one on ranks of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from fzero.components.flow import Passes as StagePasses
+from fzero.components.remote.component import RemoteComponent, fetch
+from fzero.components.remote.handle import RemoteState, RemoteTree, Value
+from fzero.engine.passes import Passes
+from fzero.state.checks import check_grads, check_optimizer, check_state, refuse_captured
+from fzero.state.gather import over_ranks, squares_of
+from fzero.table.spec import Spec
+from fzero.update.update import apply_update, with_kept
+
+
+class Weighed(NamedTuple):
+    """Grads, with those that the state keeps, and their squares.
+
+    Attributes:
+        by_leaf: the sum of squares of each leaf, over all shards, float64: [leaves]; of a component on ranks of its own
+            a handle.
+        own: leaf -> that of this rank's part.
+    """
+
+    grads: Any
+    by_leaf: Any
+    own: Mapping[int, torch.Tensor]
+
+
+class Stage(Protocol):
+    """A component of a pipeline."""
+
+    has_aux: bool
+    distant: bool  # whether it is on ranks of its own, and returns handles
+
+    def init(self, params: object, seed: int, sync: bool) -> Any: ...
+    def check(self, state: Any, who: str) -> None: ...
+    def check_step(self, state: Any) -> None: ...
+    def check_grads(self, state: Any, grads: object, argument: str) -> None: ...
+    def passes(self, state: Any, count: int, rng: int, at_once: bool) -> StagePasses: ...
+    def weighed(self, state: Any, grads: Any) -> Weighed: ...
+    def update(self, state: Any, weighed: Weighed, norm: object) -> tuple[Any, dict[str, Any]]: ...
+    def add_grads(self, state: Any, grads: Any) -> Any: ...
+
+
+class Initialised(Protocol):
+    """The verbs of a step that are not functions of its data alone."""
+
+    def init(self, params: object, seed: int, sync: bool) -> Any: ...
+    def add_grads(self, state: Any, grads: Any) -> Any: ...
+
+
+class _Fetching(Passes):
+    """Those of a step in this process that handles may be given to: it waits for them."""
+
+    def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int] = ()) -> tuple[object, object]:
+        return super().forward(microbatch, fetch(tuple(inputs)), wanted)
+
+    def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
+        return super().outputs(microbatch, fetch(tuple(inputs)))
+
+    def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
+        return super().backward(microbatch, fetch(cotangent), retain_graph)
+
+    def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
+        return super().inputs(microbatch, fetch(cotangent), retain_graph)
+
+
+class LocalStage:
+    """A step in this process.
+
+    Args:
+        step: its data.
+        verbs: the same step.
+        beside: whether other stages are on ranks of their own.
+    """
+
+    distant = False
+
+    def __init__(self, step: Spec, verbs: Initialised, beside: bool) -> None:
+        self.step, self._verbs, self.has_aux = step, verbs, step.has_aux
+        self._passes = _Fetching if beside else Passes
+
+    def init(self, params: object, seed: int, sync: bool) -> Any:
+        return self._verbs.init(params, seed, sync)
+
+    def check(self, state: Any, who: str) -> None:
+        check_state(self.step, state, who)
+
+    def check_step(self, state: Any) -> None:
+        check_optimizer(self.step, state)
+        refuse_captured("pipeline", self.step.fn)
+
+    def check_grads(self, state: Any, grads: object, argument: str) -> None:
+        check_grads(self.step, state, grads, argument)
+
+    def passes(self, state: Any, count: int, rng: int, at_once: bool) -> StagePasses:
+        return self._passes(self.step, state, count, rng, at_once)
+
+    def weighed(self, state: Any, grads: Any) -> Weighed:
+        grads = with_kept(state, grads)
+        squares = squares_of(grads)
+        return Weighed(grads, over_ranks(squares, grads), squares)
+
+    def update(self, state: Any, weighed: Weighed, norm: object) -> tuple[Any, dict[str, Any]]:
+        known = norm.fetched() if isinstance(norm, Value) else norm
+        return apply_update(self.step, state, weighed.grads, known, (weighed.by_leaf.sum(), weighed.own))
+
+    def add_grads(self, state: Any, grads: Any) -> Any:
+        return self._verbs.add_grads(state, grads)
+
+
+class DistantStage:
+    """A component on ranks of its own, whose values are handles."""
+
+    distant = True
+
+    def __init__(self, component: RemoteComponent) -> None:
+        self.component, self.has_aux = component, False
+
+    def init(self, params: object, seed: int, sync: bool) -> Any:
+        if params is not None:
+            raise TypeError(
+                f"pipeline.init: got params of {self.component.name!r}, expected None: what `build` returned on its "
+                "ranks are the params of a component on ranks of its own."
+            )
+        return self.component.init(seed)
+
+    def check(self, state: Any, who: str) -> None:
+        self.component._need_state(state, who)
+
+    def check_step(self, state: Any) -> None:
+        pass  # its ranks do
+
+    def check_grads(self, state: RemoteState, grads: object, argument: str) -> None:
+        self.component._need_grads(grads, argument)
+
+    def passes(self, state: RemoteState, count: int, rng: int, at_once: bool) -> StagePasses:
+        return self.component.passes(state, count, rng, at_once)
+
+    def weighed(self, state: RemoteState, grads: RemoteTree) -> Weighed:
+        return Weighed(grads, self.component.square_of(grads, state), {})
+
+    def update(self, state: RemoteState, weighed: Weighed, norm: object) -> tuple[Any, dict[str, Any]]:
+        return self.component.update(state, weighed.grads, norm)
+
+    def add_grads(self, state: RemoteState, grads: RemoteTree) -> Any:
+        return self.component.add_grads(state, grads)

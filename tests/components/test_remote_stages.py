@@ -1,0 +1,119 @@
+"""Pipelines whose stages are components on ranks of their own: the bits of those in one process."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.schedules import Schedule
+
+OPTIMIZER = fz.chain(fz.clip_by_global_norm(0.05), fz.adamw(1e-2))
+X = torch.linspace(-1, 1, 48, dtype=torch.float64).view(16, 3)
+Y = torch.cos(X)
+
+
+def layer(params: Any, h: torch.Tensor) -> Any:
+    out = torch.tanh(h @ params["w"])
+    return out, out * 2
+
+
+def middle(params: Any, h: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(h @ params["w"])
+
+
+def head(params: Any, h: torch.Tensor, skip: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return ((h + skip) @ params["w"] - y).square().mean()
+
+
+FNS: list[Any] = [layer, middle, head]
+WIRES: dict[str, Any] = {"skips": {(0, 1): 2}, "inputs": {0: 0, 2: 1}}
+
+
+def params(stage: int) -> Any:
+    return {"w": torch.eye(3, dtype=torch.float64) * (0.5 + stage)}
+
+
+def build(rank: int, stage: int, ranks: int) -> Any:
+    step = fz.train_step(FNS[stage], OPTIMIZER)
+    return (fz.shard_zero3(step) if ranks > 1 else step), params(stage)
+
+
+def local(schedule: Schedule) -> fz.Pipeline:
+    return fz.pipeline([fz.train_step(fn, OPTIMIZER) for fn in FNS], schedule, **WIRES)
+
+
+@pytest.mark.parametrize(("on", "ranks"), [("threads", (1, 1, 1)), ("threads", (2, 1, 2)), ("processes", (1, 2, 1))])
+def test_stages_elsewhere(on: str, ranks: tuple[int, ...], tmp_path: Path) -> None:
+    exact = max(ranks) == 1
+    close = functools.partial(fz.testing.assert_trees_close, rtol=0 if exact else 1e-10, atol=0 if exact else 1e-12)
+    made = [
+        fz.remote(functools.partial(build, stage=s, ranks=n), ranks=n, on=on, name=f"stage {s}", timeout=60.0)
+        for s, n in enumerate(ranks)
+    ]
+    try:
+        for schedule in (fz.schedules.one_f_one_b(3, 4), fz.schedules.zero_bubble(3, 4)):
+            pipe, whole = fz.pipeline(made, schedule, **WIRES), local(schedule)
+            state, other = pipe.init(), whole.init([params(s) for s in range(3)])
+            for _ in range(2):
+                state, metrics = pipe(state, X, Y)
+                other, expected = whole(other, X, Y)
+                close(metrics, expected)
+            close(list(fz.gather(state.params)), list(fz.gather(other.params)))
+            out, pullback = pipe.vjp(state, X, Y)
+            want, pull = whole.vjp(other, X, Y)
+            close(out, want)
+            close(pipe.forward(state, X, Y), want)
+            grads, cotangents = pullback(torch.ones_like(out))
+            ours, theirs = pull(torch.ones_like(want))
+            close(list(cotangents), list(theirs))
+            close(list(fz.gather(grads)), list(fz.gather(ours)))
+            close(fz.fetch(fz.global_norm(grads)), fz.global_norm(ours))
+            state, other = pipe.add_grads(state, grads), whole.add_grads(other, ours)
+            state, metrics = pipe.update(state, grads)
+            other, expected = whole.update(other, ours)
+            close(metrics, expected)
+            fz.save(tmp_path / "run", state, {"seen": 1})
+            again = fz.load(tmp_path / "run", pipe)
+            close(list(fz.gather(again.params)), list(fz.gather(other.params)))
+            assert fz.load(tmp_path / "run", whole).step == other.step
+    finally:
+        for component in made:
+            component.close()
+
+
+def test_here_and_elsewhere() -> None:
+    """A stage on ranks of its own between two in this process."""
+    schedule = fz.schedules.one_f_one_b(3, 4)
+    with fz.remote(functools.partial(build, stage=1, ranks=1), on="threads") as component:
+        steps = [fz.train_step(fn, OPTIMIZER) for fn in FNS]
+        pipe, whole = fz.pipeline([steps[0], component, steps[2]], schedule, **WIRES), local(schedule)
+        state, other = pipe.init([params(0), None, params(2)]), whole.init([params(s) for s in range(3)])
+        for _ in range(2):
+            state, metrics = pipe(state, X, Y)
+            other, expected = whole(other, X, Y)
+            fz.testing.assert_trees_close(metrics, expected, rtol=0, atol=0)
+        with pytest.raises(TypeError, match="expected None: what `build` returned"):
+            pipe.init([params(0), params(1), params(2)])
+        with pytest.raises(ValueError, match="expected groups=None"):
+            fz.pipeline([steps[0], component, steps[2]], schedule, [[0], [1], [2]], **WIRES)
+
+
+def wrong(rank: int) -> Any:
+    def fn(p: Any, h: torch.Tensor) -> torch.Tensor:
+        raise LookupError("this stage refuses")
+
+    return fz.train_step(fn, OPTIMIZER), params(1)
+
+
+def test_an_error_elsewhere() -> None:
+    with fz.remote(wrong, on="threads") as component:
+        steps = [fz.train_step(fn, OPTIMIZER) for fn in FNS]
+        pipe = fz.pipeline([steps[0], component, steps[2]], fz.schedules.gpipe(3, 2), **WIRES)
+        state = pipe.init([params(0), None, params(2)])
+        with pytest.raises(Exception, match="this stage refuses"):
+            pipe(state, X, Y)
