@@ -134,9 +134,9 @@ def test_operands_are_brought_while_earlier_calls_compute() -> None:
         begun = time.monotonic()
         middle = [first.forward(states[0], x, "sleep") for _ in range(4)]
         out = [second.forward(states[1], each, "sleep") for each in middle]
-        assert time.monotonic() - begun < 0.25, "calls wait"
+        assert time.monotonic() - begun < 0.6, "calls wait"
         fz.fetch(out)
-        assert time.monotonic() - begun < 0.3 * 6.5, "no overlap"
+        assert time.monotonic() - begun < 0.3 * 7.5, "no overlap"
 
 
 def test_one_value_is_used_by_many(maps: Any) -> None:
