@@ -91,6 +91,8 @@ class Host:
         with self._arrival:
             self._arrival.notify_all()
         self._calls.put(None)
+        with contextlib.suppress(queue.Full):
+            self._ready.put_nowait(None)  # `run` may wait for operands that wait for others
 
     # ---- what others ask, from their threads
 

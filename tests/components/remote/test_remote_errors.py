@@ -198,3 +198,17 @@ def test_groups_of_this_process_keep_their_names() -> None:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     finally:
         dist.destroy_process_group()
+
+
+def test_a_component_that_waits_for_another_can_be_closed() -> None:
+    build = functools.partial(builds.built_trouble, stage=0)
+    with fz.remote(build, 1, "threads", name="slow") as slow:
+        own = fz.remote(build, 1, "threads", name="waits")
+        state, theirs = own.init(), slow.init()
+        fz.fetch([slow.forward(theirs, X, "sleep"), own.forward(state, slow.forward(theirs, X, "none"), "none")])
+        late = [slow.forward(theirs, X, "sleep") for _ in range(4)]
+        own.forward(state, late[-1], "none")
+        begun = time.monotonic()
+        own.close()
+        assert time.monotonic() - begun < 0.9 and not own.group.links[0].thread.is_alive()  # type: ignore[attr-defined]
+        assert fz.fetch(late[-1]).equal(X)
