@@ -1,19 +1,20 @@
-"""fz.remote: a component on ranks of its own, threads or processes; and fz.fetch, which waits for its values."""
+"""fz.remote: a component on ranks of its own, threads, processes or Ray's; and fz.fetch, which waits for its values."""
 
 from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from fzero.base.arguments import need_bool, need_int, need_number, need_str, wrong
-from fzero.components.remote import component, processes, threads
+from fzero.components.remote import component, on_ray, processes, threads
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.remote.group import Group
-from fzero.components.remote.link import Settings
+from fzero.components.remote.link import Link, Settings
 from fzero.table.needs import is_component
 
 
@@ -24,6 +25,7 @@ def remote(
     name: str | None = None,
     timeout: float = 60.0,
     checked: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> RemoteComponent:
     """A component that lives elsewhere: a step on ranks of its own, with a step's verbs.
 
@@ -37,13 +39,17 @@ def remote(
             value, `fz.parallel.axis(mesh, name)`, batches are split over that axis alone; ranks beside it get the same
             examples. Under "processes" it must be picklable: defined at the top of a module.
         ranks: their number.
-        on: "threads" of this process, or "processes" on this machine.
+        on: "threads" of this process, "processes" on this machine, or "ray": one actor for each rank, in a placement
+            group.
         name: in errors; that of `build` by default.
         timeout: seconds that the start, one call or one collective may take.
         checked: compare what ranks communicate first (`fz.testing.checked_collectives`): a rank that fails alone then
             costs the call, and not the component.
+        options: under "ray": "resources" of each rank, {"CPU": 1} by default, "strategy" of the placement group, "PACK"
+            by default, and "runtime_env".
 
     Raises:
+        ImportError: `on` is "ray", which is not installed.
         ComponentDied: at any later use, once a rank has ended.
         Exception: what `build` raised on a rank.
 
@@ -66,9 +72,13 @@ def remote(
         raise ValueError(f"remote: got timeout={timeout}, expected a positive number of seconds.")
     if not callable(build) or is_component(build):
         raise wrong("remote", "build", build, "a function build(rank) -> (step, params)")
-    starts = {"threads": threads.start, "processes": processes.start}
+    starts: dict[str, Callable[..., Sequence[Link]]] = {"threads": threads.start, "processes": processes.start}
+    starts["ray"] = functools.partial(on_ray.start, options=options)
     if on not in starts:
         raise ValueError(f"remote: got on={on!r}, expected one of {', '.join(map(repr, starts))}.")
+    known = on_ray.OPTIONS if on == "ray" else set()
+    if not {*options} <= known:
+        raise ValueError(f"remote: got options={sorted(options)} on={on!r}, expected some of {sorted(known)}.")
     label = name or getattr(build, "__name__", None) or type(build).__name__
     settings = Settings(label, uuid.uuid4().hex, ranks, float(timeout), torch.get_num_threads(), checked)
     group = Group(settings)

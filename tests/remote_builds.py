@@ -60,8 +60,13 @@ def built(rank: int, stage: int = 3, seed: int = 0, optimizer: str = "sgd") -> t
     return (shard[stage](step) if stage else step), weights(seed)
 
 
+@fz.unit
+def projected(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+    return x @ p["w"]
+
+
 def head(p: dict[str, Any], tokens: torch.Tensor, emb: torch.Tensor) -> torch.Tensor:
-    logits = block(p["blocks"][0], emb) @ p["blocks"][1]["w"]
+    logits = projected(p["blocks"][1], block(p["blocks"][0], emb))
     return torch.nn.functional.cross_entropy(logits, tokens)
 
 

@@ -47,6 +47,11 @@ def test_offload(tmp_path: Path) -> None:
     assert "losses agree" in out and "compact16, all away" in out and not list(tmp_path.iterdir())
 
 
+def test_remote() -> None:
+    out = run("remote.py", *"--calls 5 --rounds 2 --mib 1".split())
+    assert "processes" in out and "share" in out
+
+
 def test_node() -> None:
     assert "direct" in run("node.py")
 

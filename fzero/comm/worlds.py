@@ -56,6 +56,7 @@ class _Installed:
         self.lock, self.count = threading.Lock(), 0
         self.worlds: _Worlds | None = None
         self.names: dict[str, backend.Group] = {}
+        self.left: set[str] = set()  # names that threads' own registries may still have from earlier
 
 
 _installed = _Installed()
@@ -79,6 +80,9 @@ def install() -> None:
         outer = _c10d._world
         _installed.worlds, _installed.names = _Worlds(outer), _names_of(outer)
         isolate_group_names(True)
+        for name in _installed.left:
+            with contextlib.suppress(RuntimeError):
+                _c10d._unregister_process_group(name)
         for name, group in _installed.names.items():
             _c10d._register_process_group(name, group)
         _c10d._world = _installed.worlds
@@ -102,6 +106,7 @@ def uninstall() -> None:
         if _c10d._world is worlds:
             _c10d._world = outer
         _installed.worlds, _installed.names = None, {}
+        _installed.left |= before.keys() | now.keys()
 
 
 @contextlib.contextmanager

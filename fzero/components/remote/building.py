@@ -9,13 +9,12 @@ from typing import Any
 from fzero.base.arguments import named
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import checked_collectives
-from fzero.components.remote.host import Built
 from fzero.components.remote.link import Place, Settings
 from fzero.components.remote.verbs import Part
 from fzero.table.spec import Spec
 
 
-def built_by(build: Callable[[int], object], rank: int) -> Built:
+def built_by(build: Callable[[int], object], rank: int) -> Part:
     """The step and params of a rank.
 
     Raises:
@@ -40,7 +39,7 @@ def built_by(build: Callable[[int], object], rank: int) -> Built:
             f"takes means over {means.ranks} ranks; expected an axis that the step takes means over: shard_zero1, 2 "
             "or 3 with axis= its name, or replicate=."
         )
-    return Built(Part(step, Place(axis.data_rank, axis.ranks, means.data_rank, means.ranks)), params)
+    return Part(step, params, Place(axis.data_rank, axis.ranks, means.data_rank, means.ranks))
 
 
 @contextlib.contextmanager

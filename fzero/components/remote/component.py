@@ -18,6 +18,7 @@ from fzero.components.remote.failure import Failed
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value
 from fzero.components.remote.layout import Layout
+from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import Given, inputs_for, is_value, scalar_for
 from fzero.components.remote.pull import whole
 from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
@@ -98,7 +99,7 @@ class RemoteComponent:
             grads: of a pullback of this component.
             grad_norm: a norm to clip by, such as `fz.global_norm` of several components' grads.
         """
-        arguments: dict[str, Any] = {}
+        arguments: Arguments = {}
         held: list[Away] = []
         if grad_norm is not None:
             if not isinstance(grad_norm, Value):
@@ -136,11 +137,11 @@ class RemoteComponent:
     def called(
         self,
         verb: str,
-        objects: dict[str, Any],
-        options: dict[str, Any],
+        objects: Arguments,
+        options: Arguments,
         given: Given | None,
         kind: object = None,
-        further: dict[str, Any] | None = None,
+        further: Arguments | None = None,
         held: Sequence[Away] = (),
     ) -> tuple[Made, Any]:
         """A call that returns trees: those of the first of its kind are waited for, later ones are taken for the same.
@@ -167,7 +168,7 @@ class RemoteComponent:
     def made(
         self,
         verb: str,
-        arguments: dict[str, Any],
+        arguments: Arguments,
         given: Given | None = None,
         held: Sequence[Away] = (),
         key: int = -1,
@@ -178,7 +179,7 @@ class RemoteComponent:
             failure = self.group.failures.get(away.made.call)
             if failure is not None:
                 raise self.group.error(failure)
-        own: list[dict[str, Any]] = []
+        own: list[Arguments] = []
         if given is not None:
             what = "cotangent" if verb in ("pull", "pass_pull") else "inputs"
             own = [{what: (given.skeleton, leaves)} for leaves in given.by_rank]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
-from fzero.components.remote.link import Link, Place, Settings
+from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Puller, Table
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
@@ -134,7 +134,7 @@ class Group:
     # ---- messages
 
     def call(
-        self, verb: str, arguments: dict[str, Any], held: Sequence[object] = (), own: Sequence[Any] = (), key: int = -1
+        self, verb: str, arguments: Arguments, held: Sequence[object] = (), own: Sequence[Any] = (), key: int = -1
     ) -> int:
         """Sends a call to all ranks, and returns its number.
 
@@ -149,12 +149,19 @@ class Group:
             if held:
                 arguments = {**arguments, "refers": True}
                 self._holds[number] = [set(range(len(self.links))), list(held)]
-            for rank, link in enumerate(self.links):
-                mine = {**arguments, **own[self.places[rank].data_rank]} if own else arguments
-                try:
+            sent = 0
+            try:
+                for rank, link in enumerate(self.links):
+                    mine = {**arguments, **own[self.places[rank].data_rank]} if own else arguments
                     link.send(("call", number, verb, mine, key if key >= 0 else None))
-                except OSError as error:
-                    self._lost(rank, error)
+                    sent += 1
+            except OSError as error:
+                self._lost(sent, error)
+            finally:
+                if sent < len(self.links):
+                    self._holds.pop(number, None)
+                    if sent:  # an interrupt: the ranks would not do the same any more
+                        self.die(sent, "has not got a call that others have")
             return number
 
     def _lost(self, rank: int, error: OSError) -> None:
@@ -178,7 +185,7 @@ class Group:
         """Lets the ranks forget a value; at any time, also in the midst of anything else."""
         self._frees.put((call, place))
 
-    def heard(self, rank: int, message: tuple[Any, ...]) -> None:
+    def heard(self, rank: int, message: Message) -> None:
         """What a rank reports."""
         kind = message[0]
         if kind == "fetched":
@@ -191,7 +198,8 @@ class Group:
             failure = Failure(*message[2])
             if len(self.failures) > 10_000:
                 self.failures.clear()
-            self.failures.setdefault(message[1], failure)
+            if not failure.follows:
+                self.failures.setdefault(message[1], failure)
             if failure.broken:
                 self._left_alone(rank, failure)
         elif kind == "died":
@@ -241,21 +249,37 @@ class Group:
         Raises:
             Exception: it failed.
         """
-        found, failures = [], []
+        found: list[Any] = []
+        failures: list[Failure] = []
         try:
             for source in self.puller.tables[self.settings.identity].every:
-                tree = source.trees(number)
-                (failures if isinstance(tree, Failure) else found).append(tree)
+                told = source.trees(number)
+                failures += [told] if isinstance(told, Failure) else []
+                found.append(told)
         except Failed as failed:
             raise self.error(failed.failure) from None
         if failures:
             raise self.error(first_of(failures))
-        if any(tree != found[0] for tree in found):
+        trees, sums = zip(*found, strict=True)
+        if any(tree != trees[0] for tree in trees):
             raise ValueError(
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
-                f"{found}; expected the same on all. Return the same containers, and what differs as tensors."
+                f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
-        return found[0]
+        rest = iter(sums)
+        for same in self._ranks:
+            self._need_alike([next(rest) for copies in same for _ in copies])
+        return trees[0]
+
+    def _need_alike(self, sums: Sequence[tuple[float, ...]]) -> None:
+        """Refuses outputs that differ between ranks that have the same examples: any one's would be taken."""
+        for place, own in enumerate(zip(*sums, strict=True)):
+            if max(own) - min(own) > 1e-5 * max(own):
+                raise ValueError(
+                    f"component {self.settings.component!r}: tensor {place} of the outputs differs between ranks that "
+                    f"have the same examples: its absolute values add up to {list(own)}; expected the same on all. Put "
+                    "pieces together in the function (fz.parallel.gather or sum), or split batches over these too."
+                )
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""

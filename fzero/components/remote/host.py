@@ -14,25 +14,19 @@ from fzero.base import pytree
 from fzero.components.remote import verbs
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
 from fzero.components.remote.layout import Layout, share
+from fzero.components.remote.link import Arguments, Message
 from fzero.components.remote.pull import Puller, Source
-from fzero.components.remote.values import Meta, Name, Record, Values
+from fzero.components.remote.values import Meta, Name, Piece, Record, Values, version_of
 from fzero.components.remote.verbs import Operands, Part, Pulled
 from fzero.components.remote.wire import unpacked
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
 
 
-class Built(NamedTuple):
-    """What a rank was given by `build`, and its place among the data ranks."""
-
-    part: Part
-    params: object
-
-
 class _Call(NamedTuple):
     number: int
     verb: str
-    arguments: dict[str, Any]
+    arguments: Arguments
     key: int | None  # of the trees that it returns
     record: Record
 
@@ -71,7 +65,7 @@ class Host:
 
     # ---- what arrives
 
-    def take(self, message: tuple[Any, ...]) -> None:
+    def take(self, message: Message) -> None:
         """One message of the controlling process."""
         kind = message[0]
         if kind == "call":
@@ -84,6 +78,7 @@ class Host:
             _, identity, table = message
             self.puller.tables[identity] = table
             if identity == self.identity:
+                self.has_copies = any(len(same) > 1 or len(same[0]) > 1 for same in table.sources)
                 self.peers = [source for source in table.every if source is not self]
         else:
             assert kind == "close", kind
@@ -96,6 +91,8 @@ class Host:
         with self._arrival:
             self._arrival.notify_all()
         self._calls.put(None)
+        with contextlib.suppress(queue.Full):
+            self._ready.put_nowait(None)  # `run` may wait for operands that wait for others
 
     # ---- what others ask, from their threads
 
@@ -115,7 +112,7 @@ class Host:
     def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | None:
         """Waits until a call's operands are here; what is told of why they are not."""
         with self._arrival:
-            while not self._arrival.wait_for(lambda: call in self._arrived or self._over, 1.0):
+            while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
                 alive()
             if call not in self._arrived:
                 return Failure("ComponentDied", "was closed", self.component, self.rank, lost=self.identity)
@@ -230,11 +227,11 @@ class Host:
     # ---- calls
 
     part: Part
-    _built: Built
+    has_copies = False  # whether other ranks have the same examples
 
-    def has_built(self, built: Built) -> None:
+    def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
-        self.part, self._built = built.part, built
+        self.part = part
 
     def run(self) -> None:
         """Runs calls until it is closed, on the thread that has the process group."""
@@ -246,15 +243,16 @@ class Host:
             self._ended.set()
 
     def _run_one(self, call: _Call, operands: Operands | Failure) -> None:
-        built = self._built
         self.values.running(call.number, call.verb)
         values: dict[int, object] = {}
         failure = operands if isinstance(operands, Failure) else None
         if isinstance(operands, Operands):
             try:
+                self._need_unwritten(call)
                 with self.around():
-                    results = verbs.RUN[call.verb](built.part, built.params, operands, call.number)
+                    results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
+                call.record.sums = self._sums(call.key, values)
                 self._check(call.key, trees)
                 call.record.trees = trees
                 del results
@@ -265,6 +263,23 @@ class Host:
         call.record.finish({} if failure else values, failure)
         if failure is not None:
             self.report(("failed", call.number, tuple(failure)))
+
+    def _need_unwritten(self, call: _Call) -> None:
+        """Refuses tensors of the caller that came by reference and were written to since."""
+        for leaf in call.arguments.get("inputs", ((), ()))[1]:
+            if leaf[0] in ("slice", "tensor") and len(leaf) > 3 and version_of(leaf[1]) != leaf[3]:
+                raise RuntimeError(
+                    f"{call.verb}: an input of shape {tuple(leaf[1].shape)} was written to in place after the call, "
+                    "which had not run yet; expected it to stay as it was, as ranks on threads share it. Pass "
+                    "x.clone(), or wait for the call (fz.fetch) before you write."
+                )
+
+    def _sums(self, key: int | None, values: dict[int, object]) -> tuple[float, ...]:
+        """Sums of what other ranks should have too, for a comparison at the first call of a kind."""
+        if key is None or key in self._trees or not self.has_copies:
+            return ()
+        tensors = [x.tensor for x in values.values() if isinstance(x, Piece) and x.kind in ("rows", "same", "alike")]
+        return tuple([float(x.detach().abs().sum(dtype=torch.float64)) for x in tensors])
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+Message = tuple[Any, ...]  # of a kind, which is first
+Arguments = dict[str, Any]  # of a call, by name
+
 
 class Settings(NamedTuple):
     """What all ranks of a component are told as they start.
@@ -46,7 +49,7 @@ class Link:
 
     local = False
 
-    def send(self, message: tuple[Any, ...]) -> None:
+    def send(self, message: Message) -> None:
         """Sends a message; raises OSError where the rank has ended."""
         raise NotImplementedError
 

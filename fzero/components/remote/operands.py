@@ -13,6 +13,7 @@ from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
 from fzero.components.remote.layout import share
 from fzero.components.remote.pull import Leaf
+from fzero.components.remote.values import version_of
 from fzero.components.remote.wire import Skeleton, packed
 from fzero.state.checks import constants
 
@@ -57,9 +58,10 @@ def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
                 own.append(_sent(group, x))
             elif x.ndim:
                 start, stop = share(x.shape[0], rank, size)
-                own.append(("slice", _plain(x, who)[start:stop] if size > 1 else _plain(x, who), x.shape[0]))
+                part = _plain(x, who)[start:stop] if size > 1 else _plain(x, who)
+                own.append(("slice", part, x.shape[0], version_of(part)))
             else:
-                own.append(("tensor", _plain(x, who)))
+                own.append(("tensor", _plain(x, who), 0, version_of(x)))
         by_rank.append(own)
     return Given(skeleton, by_rank, tuple(map(_shape, leaves)), _held(leaves))
 

@@ -10,6 +10,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Made, RemoteTree
+from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import Given, cotangent_for, inputs_for
 from fzero.components.remote.wire import Skeleton, places_of, pruned, unpacked
 from fzero.engine.op import used_up
@@ -21,17 +22,17 @@ class Calling(Protocol):
     group: Group
 
     def made(
-        self, verb: str, arguments: dict[str, Any], given: Given | None = None, held: Sequence[Away] = (), key: int = -1
+        self, verb: str, arguments: Arguments, given: Given | None = None, held: Sequence[Away] = (), key: int = -1
     ) -> Made: ...
 
     def called(
         self,
         verb: str,
-        objects: dict[str, Any],
-        options: dict[str, Any],
+        objects: Arguments,
+        options: Arguments,
         given: Given | None,
         kind: object = None,
-        further: dict[str, Any] | None = None,
+        further: Arguments | None = None,
         held: Sequence[Away] = (),
     ) -> tuple[Made, Any]: ...
 
@@ -164,11 +165,11 @@ class RemotePasses:
         """Reduces the sum of all microbatches, once all have been pulled back."""
         self._note("pass_reduce", {})
 
-    def _note(self, verb: str, options: dict[str, Any]) -> None:
+    def _note(self, verb: str, options: Arguments) -> None:
         made = self._component.made(verb, {"objects": self._objects(), "options": options})
         self._done.append(Away(made, 0))
 
-    def _objects(self) -> dict[str, Any]:
+    def _objects(self) -> Arguments:
         return {"passes": self._passes, **{f"done {number}": own for number, own in enumerate(self._done)}}
 
     def grads(self, times: float = 1.0) -> RemoteTree:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -15,6 +16,7 @@ from fzero.components.remote.values import Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
 CONNECT_SECONDS = 10.0
+_log = logging.getLogger("fzero.components")
 
 
 class Served(Protocol):
@@ -69,6 +71,9 @@ class Server:
                 connection.send(answer)
                 del request, answer
         except OSError:
+            connection.close()
+        except Exception as error:  # what came is no request
+            _log.warning("closed the connection to %s: %r", connection.peer, error)
             connection.close()
 
     def _answered(self, request: Any, alive: Callable[[], None]) -> object:
@@ -136,6 +141,11 @@ class RemoteSource(Source):
             reply: Any = ("wait",)
             while reply[0] == "wait":
                 reply = connection.receive(self._patience)
+        except TimedOut as error:
+            if connection is not None:
+                connection.close()
+            message = f"rank {self._rank} of component {self._component!r} gave no sign of life: {error}"
+            raise Failed(Failure("TimeoutError", message, self._component, self._rank)) from None
         except OSError as error:
             if connection is not None:
                 connection.close()

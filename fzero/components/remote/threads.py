@@ -17,7 +17,7 @@ from fzero.comm import backend, worlds
 from fzero.components.remote.building import built_by, calls_run_in
 from fzero.components.remote.failure import Failure, failure_of
 from fzero.components.remote.host import Host
-from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.link import Link, Message, Settings
 from fzero.components.remote.server import Server, sent_source
 
 
@@ -31,7 +31,7 @@ class ThreadLink(Link):
         self.thread: threading.Thread | None = None
         self._server: tuple[Server, bytes] | None = None  # for readers in other processes
 
-    def send(self, message: tuple[Any, ...]) -> None:
+    def send(self, message: Message) -> None:
         self.host.take(message)
 
     def source(self, local: bool) -> Any:
@@ -121,7 +121,7 @@ def _run(
             try:
                 built = built_by(build, host.rank)
                 host.has_built(built)
-                host.report(("ready", tuple(built.part.place)))
+                host.report(("ready", tuple(built.place)))
                 del built
                 host.run()
             except Exception as error:

@@ -11,7 +11,7 @@ import torch
 
 from fzero.components.remote.failure import Failed, Failure
 
-GRACE = 2.0  # seconds beyond the timeout, in which a collective that waits as long says first what it waited for
+GRACE = 2.0  # seconds at most beyond the timeout, in which a collective that waits as long says what it waited for
 Name = tuple[int, int]  # the number of the call that makes a value, and its place among the results: 0 is no tensor
 
 
@@ -27,6 +27,12 @@ class Piece(NamedTuple):
     kind: str
     tensor: torch.Tensor
     weight: float = 1.0
+    version: int = 0
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """How often a tensor was written to, as far as torch counts that."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 class Meta(NamedTuple):
@@ -37,6 +43,10 @@ class Meta(NamedTuple):
     dtype: torch.dtype
     device: str
     weight: float
+
+
+def _kept(value: object) -> object:
+    return value._replace(version=version_of(value.tensor)) if isinstance(value, Piece) else value
 
 
 def _meta(piece: Piece) -> Meta:
@@ -51,6 +61,7 @@ class Record:
         self.done = threading.Event()
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
+        self.sums: tuple[float, ...] = ()  # of tensors that ranks with the same examples must have alike
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
         self._freed: set[int] = set()
@@ -60,7 +71,8 @@ class Record:
         with self._lock:
             self.failure = failure
             self.metas = {place: _meta(value) for place, value in values.items() if isinstance(value, Piece)}
-            self._values = {place: value for place, value in values.items() if place not in self._freed}
+            kept = [(place, value) for place, value in values.items() if place not in self._freed]
+            self._values = {place: _kept(value) for place, value in kept}
         self.done.set()
 
     def free(self, place: int) -> object:
@@ -83,6 +95,7 @@ class Values:
 
     def __init__(self, component: str, rank: int, patience: float) -> None:
         self.component, self.rank, self.patience = component, rank, patience
+        self.beat = min(1.0, patience / 4)  # seconds between two signs of life to who waits
         self._records: dict[int, Record] = {}
         self._arrived = threading.Condition()
         self._running: tuple[int, str, float] | None = None
@@ -137,19 +150,20 @@ class Values:
         return self._ended(name[0], alive).value(name[1])
 
     def trees(self, call: int, alive: Callable[[], None]) -> object:
-        """The trees that a call returned, waited for likewise."""
+        """The trees that a call returned, and `Record.sums`, waited for likewise."""
         record = self._ended(call, alive)
         if record.failure is not None:
             raise Failed(record.failure)
-        return record.trees
+        return record.trees, record.sums
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)
         begun = time.monotonic()
-        while not record.done.wait(1.0):
+        while not record.done.wait(self.beat):
             alive()
             running = self._running
-            if running is not None and time.monotonic() - max(running[2], begun) > self.patience + GRACE:
+            late = self.patience + min(GRACE, self.patience / 2)
+            if running is not None and time.monotonic() - max(running[2], begun) > late:
                 raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
         return record
 
@@ -171,5 +185,11 @@ class Values:
         """Rows of a piece; all of one without dims, or where stop is -1."""
         piece = self.get(name)
         assert isinstance(piece, Piece)
+        if version_of(piece.tensor) != piece.version:
+            message = (
+                f"component {self.component!r}: tensor {name[1]} of call {name[0]} was written to in place, by a "
+                "function that was given it; expected values to stay as they are. Let functions compute new tensors."
+            )
+            raise Failed(Failure("RuntimeError", message, self.component, self.rank))
         whole = stop < 0 or (start == 0 and stop == piece.tensor.shape[0])
         return piece.tensor if whole else piece.tensor[start:stop]

@@ -48,9 +48,10 @@ class Operands:
 
 @dataclass
 class Part:
-    """A step and this rank's place in its component."""
+    """What `build` gave a rank, and its place in its component."""
 
     step: Any
+    params: object
     place: Place
 
     @property
@@ -128,11 +129,11 @@ def _returned(part: Part, operands: Operands, *trees: object) -> tuple[dict[int,
     return values, tuple(skeletons)
 
 
-def _init(part: Part, params: Any, operands: Operands, number: int) -> Results:
-    return Results({0: part.step.init(params, **operands.options)})
+def _init(part: Part, operands: Operands, number: int) -> Results:
+    return Results({0: part.step.init(part.params, **operands.options)})
 
 
-def _vjp(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _vjp(part: Part, operands: Operands, number: int) -> Results:
     argnums = operands.options["argnums"]
     own = part.step.vjp(operands.objects["state"], *operands.inputs, argnums=argnums, rng=operands.options["rng"])
     outputs, pullback, *aux = own
@@ -184,7 +185,7 @@ def _input_pieces(part: Part, pulled: Pulled, cotangents: Sequence[Any]) -> dict
     return values
 
 
-def _pull(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _pull(part: Part, operands: Operands, number: int) -> Results:
     pulled: Pulled = operands.objects["pullback"]
     halves, retain = operands.options["halves"], operands.options["retain_graph"]
     if halves == "params":
@@ -195,7 +196,7 @@ def _pull(part: Part, params: Any, operands: Operands, number: int) -> Results:
     return Results({0: grads, **_input_pieces(part, pulled, cotangents)})
 
 
-def _forward(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _forward(part: Part, operands: Operands, number: int) -> Results:
     out = part.step.forward(operands.objects["state"], *operands.inputs, rng=operands.options["rng"])
     return Results(*_returned(part, operands, *(out if part.step.has_aux else (out,))))
 
@@ -213,7 +214,7 @@ def _metrics(metrics: dict[str, Any], part: Part, operands: Operands) -> tuple[d
     return values, skeletons
 
 
-def _update(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _update(part: Part, operands: Operands, number: int) -> Results:
     objects = operands.objects
     norm = operands.options.get("grad_norm")
     state, metrics = part.step.update(objects["state"], objects["grads"], grad_norm=norm)
@@ -221,7 +222,7 @@ def _update(part: Part, params: Any, operands: Operands, number: int) -> Results
     return Results({0: state, **values}, skeletons)
 
 
-def _add_grads(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _add_grads(part: Part, operands: Operands, number: int) -> Results:
     return Results({0: part.step.add_grads(operands.objects["state"], operands.objects["grads"])})
 
 
@@ -241,7 +242,7 @@ class _Weighted:
         return (loss, *rest) if self.has_aux else loss
 
 
-def _step(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _step(part: Part, operands: Operands, number: int) -> Results:
     """A whole step of a loss."""
     step, state, rng = part.step, operands.objects["state"], operands.options["rng"]
     weight = part.share(operands, part.data_size)
@@ -259,11 +260,11 @@ class _Stage:
     passes: Passes
 
 
-def _passes(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _passes(part: Part, operands: Operands, number: int) -> Results:
     return Results({0: _Stage(Passes(part.step, operands.objects["state"], **operands.options))})
 
 
-def _pass_forward(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _pass_forward(part: Part, operands: Operands, number: int) -> Results:
     own, chosen = operands.options, operands.options["wanted"]
     outputs, aux = operands.objects["passes"].passes.forward(own["microbatch"], operands.inputs, chosen)
     values, skeletons = _returned(part, operands, outputs, aux)
@@ -271,33 +272,33 @@ def _pass_forward(part: Part, params: Any, operands: Operands, number: int) -> R
     return Results({0: pulled, **values}, (skeletons, _differentiated(operands, chosen), False))
 
 
-def _pass_outputs(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _pass_outputs(part: Part, operands: Operands, number: int) -> Results:
     made = operands.objects["passes"].passes.outputs(operands.options["microbatch"], operands.inputs)
     return Results(*_returned(part, operands, *made))
 
 
-def _pass_pull(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _pass_pull(part: Part, operands: Operands, number: int) -> Results:
     own, passes = operands.options, operands.objects["passes"].passes
     pull = passes.backward if own["halves"] == "both" else passes.inputs
     cotangents = pull(own["microbatch"], operands.cotangent, own["retain_graph"])
     return Results({0: None, **_input_pieces(part, operands.objects["pullback"], cotangents)})
 
 
-def _pass_params(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _pass_params(part: Part, operands: Operands, number: int) -> Results:
     operands.objects["passes"].passes.params(operands.options["microbatch"])
     return Results({0: None})
 
 
-def _pass_reduce(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _pass_reduce(part: Part, operands: Operands, number: int) -> Results:
     operands.objects["passes"].passes.reduce()
     return Results({0: None})
 
 
-def _pass_grads(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _pass_grads(part: Part, operands: Operands, number: int) -> Results:
     return Results({0: operands.objects["passes"].passes.grads(operands.options["times"])})
 
 
-def _gather(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _gather(part: Part, operands: Operands, number: int) -> Results:
     skeleton, leaves = packed(gather(_tree(operands)), _is_tensor, "gather")
     return Results({place: Piece("same", x) for place, x in enumerate(leaves, 1)}, (skeleton,))
 
@@ -308,7 +309,7 @@ def _tree(operands: Operands) -> Any:
     return getattr(tree, what) if what else tree
 
 
-def _squares(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _squares(part: Part, operands: Operands, number: int) -> Results:
     tree = _tree(operands)
     if "state" in operands.objects:
         tree = with_kept(operands.objects["state"], tree)
@@ -316,22 +317,22 @@ def _squares(part: Part, params: Any, operands: Operands, number: int) -> Result
     return Results({1: Piece("same", squares)})
 
 
-def _look(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _look(part: Part, operands: Operands, number: int) -> Results:
     state = operands.objects["state"]
     return Results({}, (("step", state.step), ("seed", state.seed)))
 
 
-def _save(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _save(part: Part, operands: Operands, number: int) -> Results:
     save(operands.options["path"], operands.objects["state"], json.loads(operands.options["extra"]))
     return Results({})
 
 
-def _load(part: Part, params: Any, operands: Operands, number: int) -> Results:
+def _load(part: Part, operands: Operands, number: int) -> Results:
     own = operands.options
     return Results({0: load(own["path"], part.step, **{name: own[name] for name in own if name != "path"})})
 
 
-RUN: dict[str, Callable[[Part, Any, Operands, int], Results]] = {
+RUN: dict[str, Callable[[Part, Operands, int], Results]] = {
     "init": _init,
     "vjp": _vjp,
     "pull": _pull,

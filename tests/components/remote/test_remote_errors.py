@@ -177,3 +177,38 @@ def test_the_callers_own_process_group_is_left_alone() -> None:
 
     assert fz.testing.run_ranks(rank_main, 2) == [2.0, 2.0]
     assert not torch.distributed.is_initialized()
+
+
+def test_groups_of_this_process_keep_their_names() -> None:
+    """Before, during and after a component on threads, and for the next one."""
+    dist = torch.distributed
+    try:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+        for turn in range(2):
+            with fz.remote(builds.built_trouble, 2, "threads") as own:
+                assert fz.fetch(own.forward(own.init(), X, "none")).equal(X) and mesh.get_group("dp").size() == 1
+                other = dist.init_device_mesh("cpu", (1, 1), mesh_dim_names=(f"a{turn}", "b"))
+            assert other.get_group("b").size() == mesh.get_group("dp").size() == 1
+            assert fz.testing.run_ranks(lambda rank: dist.get_rank(), 2) == [0, 1]
+        dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        with fz.remote(builds.built_trouble, 1, "threads"):
+            dist.destroy_process_group()
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_component_that_waits_for_another_can_be_closed() -> None:
+    build = functools.partial(builds.built_trouble, stage=0)
+    with fz.remote(build, 1, "threads", name="slow") as slow:
+        own = fz.remote(build, 1, "threads", name="waits")
+        state, theirs = own.init(), slow.init()
+        fz.fetch([slow.forward(theirs, X, "sleep"), own.forward(state, slow.forward(theirs, X, "none"), "none")])
+        late = [slow.forward(theirs, X, "sleep") for _ in range(4)]
+        own.forward(state, late[-1], "none")
+        begun = time.monotonic()
+        own.close()
+        assert time.monotonic() - begun < 0.9 and not own.group.links[0].thread.is_alive()  # type: ignore[attr-defined]
+        assert fz.fetch(late[-1]).equal(X)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import remote_builds as builds
 import torch
+import torch.utils._pytree as torch_pytree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -37,32 +38,32 @@ def drawn_like(tree: Any, generator: torch.Generator) -> Any:
             return None
         return torch.randint(-3, 4, x.shape, generator=generator).to(x.dtype)
 
-    return torch.utils._pytree.tree_map(one, tree)
+    return torch_pytree.tree_map(one, tree)
 
 
 def plain(params: Any, inputs: tuple[Any, ...], cotangent: Any) -> tuple[Any, Any, list[Any]]:
     """Outputs, grads and the cotangents of inputs, with torch alone."""
-    leaves, spec = torch.utils._pytree.tree_flatten((params, inputs))
+    leaves, spec = torch_pytree.tree_flatten((params, inputs))
     followed = [x.detach().clone().requires_grad_() if is_real(x) else x for x in leaves]
-    own, given = torch.utils._pytree.tree_unflatten(followed, spec)
+    own, given = torch_pytree.tree_unflatten(followed, spec)
     out = builds.program(own, *given)
     pairs = [
         (x, ct)
-        for x, ct in zip(torch.utils._pytree.tree_leaves(out), torch.utils._pytree.tree_leaves(cotangent), strict=True)
+        for x, ct in zip(torch_pytree.tree_leaves(out), torch_pytree.tree_leaves(cotangent), strict=True)
         if is_real(x)
     ]
     wanted = [x for x in followed if is_real(x)]
     grads = torch.autograd.grad([x for x, _ in pairs], wanted, [ct for _, ct in pairs], allow_unused=True)
     by_leaf = iter([torch.zeros_like(x) if g is None else g for x, g in zip(wanted, grads, strict=True)])
     flat = [next(by_leaf) if is_real(x) else None for x in followed]
-    own_grads, inputs_cts = torch.utils._pytree.tree_unflatten(flat, spec)
-    detached = torch.utils._pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out)
+    own_grads, inputs_cts = torch_pytree.tree_unflatten(flat, spec)
+    detached = torch_pytree.tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, out)
     return detached, own_grads, list(inputs_cts)
 
 
 def need_close(got: Any, expected: Any) -> None:
-    left, spec = torch.utils._pytree.tree_flatten(got)
-    right, other = torch.utils._pytree.tree_flatten(expected)
+    left, spec = torch_pytree.tree_flatten(got)
+    right, other = torch_pytree.tree_flatten(expected)
     assert spec == other
     for x, y in zip(left, right, strict=True):
         if isinstance(y, torch.Tensor):
@@ -97,7 +98,7 @@ def test_it_is_the_function_on_the_whole_batch(component: Any, data: st.DataObje
     if scale is not None:
         need_close(fz.fetch(own_cts[2]), cts[2])
     need_close(fz.fetch(component.forward(state, tree, ops, scale)), outputs)
-    norm = torch.cat([g.flatten() for g in torch.utils._pytree.tree_leaves(grads)]).norm()
+    norm = torch.cat([g.flatten() for g in torch_pytree.tree_leaves(grads)]).norm()
     torch.testing.assert_close(fz.fetch(fz.global_norm(own)), norm, rtol=1e-10, atol=0)
 
 

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import remote_builds as builds
 import torch
+import torch.utils._pytree as torch_pytree
 
 import fzero as fz
 
@@ -81,7 +82,7 @@ def test_what_waits_for_a_dead_component_is_told() -> None:
     with fz.remote(builds.built_trouble, 2, name="other", timeout=20) as other:
         state, theirs = own.init(), other.init()
         fz.fetch(other.forward(theirs, own.forward(state, X, "none"), "none"))
-        own.forward(state, X, "none"), own.forward(state, X, "sleep"), other.forward(theirs, X, "none")
+        fz.fetch([own.forward(state, X, "none"), own.forward(state, X, "sleep"), other.forward(theirs, X, "none")])
         late = own.forward(state, X, "sleep")
         waiting = other.forward(theirs, late, "none")
         after = other.forward(theirs, X, "none")
@@ -102,7 +103,7 @@ def test_threads_that_leave_end_their_component() -> None:
 
 def test_a_rank_that_is_left_alone_costs_the_component() -> None:
     """Where ranks are not checked: its group is of no use any more, and that is said, in time."""
-    with fz.remote(builds.built_trouble, 2, name="vision", timeout=3) as own:
+    with fz.remote(builds.built_trouble, 2, name="vision", timeout=2) as own:
         state = own.init()
         fz.fetch(own.forward(state, X, "none", 1))
         begun = time.monotonic()
@@ -115,19 +116,22 @@ def test_a_rank_that_is_left_alone_costs_the_component() -> None:
 
 
 def test_a_call_that_never_ends_is_said_in_time() -> None:
-    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, name="vision", timeout=2) as own:
+    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, name="vision", timeout=1) as own:
         state = own.init()
         fz.fetch(own.forward(state, X, "none"))
         begun = time.monotonic()
-        with pytest.raises(TimeoutError, match="has not ended after 2 seconds"):
+        with pytest.raises(TimeoutError, match="has not ended after 1 seconds"):
             own.forward(state, X, "hang")
-        assert 1.5 < time.monotonic() - begun < 5
+        assert 0.9 < time.monotonic() - begun < 5
+
+
+STEPS = 3
 
 
 def loop(places: Any, vision: Any, text: Any, folder: Path, kills: dict[int, str]) -> Any:
     """Steps of the multimodal loop with a save after each, started anew where a component dies."""
-    images = torch.randn(6, 5, 3, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
-    tokens = torch.randint(0, 4, (6, 5), generator=torch.Generator().manual_seed(7))
+    images = torch.randn(STEPS, 5, 3, generator=torch.Generator().manual_seed(6), dtype=torch.float64)
+    tokens = torch.randint(0, 4, (STEPS, 5), generator=torch.Generator().manual_seed(7))
     v_state, t_state = vision.init(), text.init()
     step, died = 0, 0
     fz.save(folder / "v0", v_state)
@@ -176,10 +180,10 @@ def test_a_killed_run_recovers_to_the_bits_of_an_undisturbed_one(tmp_path: Path)
     before = {*os.listdir("/dev/shm")}
     expected, died = loop(places, places("vision"), places("text"), tmp_path / "a", {})
     assert not died
-    kills = {0: "vision", 2: "text", 3: "vision", 5: "text"}
+    kills = {0: "vision", 2: "text"}
     got, died = loop(places, places("vision"), places("text"), tmp_path / "b", kills)
-    assert died == 4
-    for x, y in zip(*map(torch.utils._pytree.tree_leaves, (expected, got)), strict=True):
+    assert died == 2
+    for x, y in zip(*map(torch_pytree.tree_leaves, (expected, got)), strict=True):
         assert torch.equal(x, y)
     assert {*os.listdir("/dev/shm")} <= before
 

@@ -62,7 +62,6 @@ def test_the_way_back_is_the_transpose(maps: Any, data: st.DataObject) -> None:
 @pytest.mark.parametrize(("on", "ranks"), [("threads", 2), ("threads", 4)])
 def test_tensor_ranks_are_copies(on: str, ranks: int) -> None:
     with fz.remote(builds.built_tensor, ranks, on) as own:
-        step, params, _ = None, None, None
         x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
         state = own.init()
         params = fz.gather(state.params)
@@ -73,13 +72,14 @@ def test_tensor_ranks_are_copies(on: str, ranks: int) -> None:
         def plain(p: Any, x: torch.Tensor) -> torch.Tensor:
             return torch.tanh(x @ p["0.weight"].T + p["0.bias"]) @ p["2.weight"].T + p["2.bias"]
 
-        expected, pull = torch.func.vjp(plain, dict(params), x)
+        own_vjp: Any = torch.func.vjp(plain, dict(params), x)
+        expected, pull = own_vjp
         by_params, by_x = pull(ct)
         need_close(fz.fetch(out), expected)
         need_close(fz.fetch(ct_x), by_x)
         need_close(dict(fz.gather(grads)), by_params)
         need_close(fz.fetch(fz.global_norm(grads)), torch.cat([g.flatten() for g in by_params.values()]).norm())
-        assert step is None and own.group.places[0].data_size == ranks // 2
+        assert own.group.places[0].data_size == ranks // 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -92,7 +92,8 @@ def test_ranks_that_share_a_sequence_are_of_one_mean(ranks: int) -> None:
         (out, loss), pullback = own.vjp(state, x, gain)
         ct = torch.randn(3, 5, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
         grads, (ct_x, ct_gain) = pullback((ct, torch.full_like(loss, 2.0)))
-        expected, pull = torch.func.vjp(builds.cut_over_tokens, params, x, gain)
+        own_vjp: Any = torch.func.vjp(builds.cut_over_tokens, params, x, gain)
+        expected, pull = own_vjp
         by_params, by_x, by_gain = pull((ct, torch.tensor(2.0, dtype=torch.float64)))
         need_close(fz.fetch((out, loss)), expected)
         need_close(fz.fetch(ct_x), by_x)
@@ -133,9 +134,9 @@ def test_operands_are_brought_while_earlier_calls_compute() -> None:
         begun = time.monotonic()
         middle = [first.forward(states[0], x, "sleep") for _ in range(4)]
         out = [second.forward(states[1], each, "sleep") for each in middle]
-        assert time.monotonic() - begun < 0.25, "calls wait"
+        assert time.monotonic() - begun < 0.6, "calls wait"
         fz.fetch(out)
-        assert time.monotonic() - begun < 0.3 * 6.5, "no overlap"
+        assert time.monotonic() - begun < 0.3 * 7.5, "no overlap"
 
 
 def test_one_value_is_used_by_many(maps: Any) -> None:
@@ -149,3 +150,33 @@ def test_one_value_is_used_by_many(maps: Any) -> None:
         expected = fz.fetch(value)
         del value
         need_close(fz.fetch(outs), [fz.fetch(maps[b].forward(states[b], expected, counts))] * 3)
+
+
+def test_copies_that_differ_are_refused() -> None:
+    """A function that leaves each rank of a sequence its own tokens."""
+
+    def build(rank: int) -> Any:
+        step, params, ax = builds.built_tokens(rank)
+        over = fz.parallel.axis(step.sharding.mesh, "sp")  # type: ignore[union-attr]
+        own = fz.with_fn(step, lambda p, x: torch.tanh(fz.parallel.split(x, over, 1) @ p["w"]))
+        return own, params, ax
+
+    with fz.remote(build, 2, "threads") as own:
+        with pytest.raises(ValueError, match="differs between ranks that have the same examples"):
+            own.vjp(own.init(), torch.arange(24.0, dtype=torch.float64).view(2, 4, 3))
+
+
+def test_values_that_are_shared_are_not_written_to() -> None:
+    """On threads values go by reference: what is written to is refused, and never another value silently."""
+    x = torch.ones(4, 3, dtype=torch.float64)
+    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, "threads") as own:
+        state = own.init()
+        fz.fetch([own.forward(state, x, "none"), own.forward(state, x, "sleep")])
+        own.forward(state, x, "sleep")
+        late = own.forward(state, x, "none")
+        x.zero_()
+        with pytest.raises(RuntimeError, match="written to in place"):
+            fz.fetch(late)
+        got = fz.fetch(first := own.forward(state, x, "none"))
+        got.fill_(3.0)
+        assert fz.fetch(first).equal(x)

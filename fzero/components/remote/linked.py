@@ -1,0 +1,100 @@
+"""Ranks in other processes, as the controlling process reaches them: by channels, however they were started."""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from fzero.channels import Address, Connection, Listener
+from fzero.components.remote.link import Link, Message, Settings
+from fzero.components.remote.server import IDLE, RemoteSource, sent_source
+
+NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
+Heard = Callable[[int, Message], object]
+
+
+class ChannelLink(Link):
+    """A rank in another process."""
+
+    def __init__(self, settings: Settings, rank: int) -> None:
+        self.settings, self.rank = settings, rank
+        self._connection: Connection | None = None
+        self._where: tuple[object, ...] = ()
+        self._source: RemoteSource | None = None
+
+    def connected(self, connection: Connection, address: Address, token: bytes, heard: Heard) -> None:
+        """The rank has come: from now on what it reports is heard, and that it has gone."""
+        self._connection = connection
+        self._where = sent_source(address, token, self.settings.component, self.settings.identity, self.rank)
+        self._source = RemoteSource(self._where, self.settings.timeout)
+        threading.Thread(target=self._listen, args=(heard,), name="fzero-reports", daemon=True).start()
+
+    def send(self, message: Message) -> None:
+        if self._connection is None:
+            raise OSError(f"rank {self.rank} has not come")
+        if message[0] == "call" and "inputs" in message[3]:
+            skeleton, leaves = message[3]["inputs"]  # what is sent cannot be written to any more
+            sent = [leaf[:3] if leaf[0] in ("slice", "tensor") else leaf for leaf in leaves]
+            message = (*message[:3], {**message[3], "inputs": (skeleton, sent)}, *message[4:])
+        elif message[0] == "table":
+            message = ("table", message[1], tuple(message[2]))
+        self._connection.send(message, self.settings.timeout)
+
+    def source(self, local: bool) -> Any:
+        return self._source if local else self._where
+
+    def end(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+        if self._source is not None:
+            self._source.close()
+
+    def _listen(self, heard: Heard) -> None:
+        connection = self._connection
+        assert connection is not None
+        try:
+            while True:
+                heard(self.rank, connection.receive(IDLE))  # type: ignore[arg-type]
+        except OSError as error:
+            why = str(error)
+        except Exception as error:
+            why = f"it sent what is no report: {error!r}"
+        self.join(NOTICED)
+        heard(self.rank, ("died", *(self.gone() or (f"cannot be reached any more ({why})", ""))))
+
+
+def weakly(heard: Heard) -> Heard:
+    """The same method, without holding its object."""
+    owner = weakref.WeakMethod(heard)  # type: ignore[arg-type]
+
+    def report(rank: int, message: Message) -> None:
+        method = owner()
+        if method is not None:
+            method(rank, message)
+
+    return report
+
+
+def take_all(listener: Listener, links: Sequence[ChannelLink], token: bytes, timeout: float, heard: Heard) -> None:
+    """Waits until all ranks have come, or one of them has ended."""
+    deadline = time.monotonic() + timeout
+    waiting = set(range(len(links)))
+    while waiting:
+        for rank in waiting:
+            if (gone := links[rank].gone()) is not None:
+                raise RuntimeError(f"fz.remote: rank {rank} {gone[0]} before it came up. It said:\n{gone[1]}")
+        try:
+            connection = listener.accept(0.5)
+        except TimeoutError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(
+                    f"fz.remote: the processes of ranks {sorted(waiting)} did not come up in {timeout:g} seconds."
+                ) from None
+            continue
+        hello: Any = connection.receive(max(1.0, deadline - time.monotonic()))
+        rank, address = hello
+        links[rank].connected(connection, address, token, heard)
+        waiting.discard(rank)

@@ -1,0 +1,148 @@
+"""Ranks that are Ray's actors, one each in a placement group; calls and values go by the same channels as elsewhere.
+
+Ray places and starts them, carries `build`, and tells how one has ended. A call of Ray for each command would cost too
+much, and its own transports end both sides where one fails.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import secrets
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from fzero.channels import Address, Listener
+from fzero.comm import backend
+from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.linked import ChannelLink, Heard, take_all, weakly
+from fzero.components.remote.serving import serve
+
+OPTIONS = {"resources", "strategy", "runtime_env"}
+
+
+def _ray() -> Any:
+    """Ray, which is imported where it is asked for."""
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise ImportError("fz.remote(on='ray') needs ray: pip install 'fzero[ray]'.") from error
+
+
+class RayLink(ChannelLink):
+    """A rank in an actor.
+
+    Args:
+        running: Ray's reference to what the actor does until its end.
+        keeps: the placement group and the store of the process group, which live as long as the ranks.
+    """
+
+    def __init__(self, settings: Settings, rank: int, actor: Any, running: Any, keeps: tuple[Any, Any]) -> None:
+        super().__init__(settings, rank)
+        self._actor, self._running, self._keeps = actor, running, keeps
+
+    def gone(self) -> tuple[str, str] | None:
+        ray = _ray()
+        if not ray.is_initialized():  # any other call would start it again
+            return "has ended with Ray", ""
+        done, _ = ray.wait([self._running], timeout=0)
+        if not done:
+            return None
+        try:
+            ray.get(self._running)
+        except ray.exceptions.RayError as error:
+            return f"has ended, as Ray says ({type(error).__name__})", str(error)
+        return "has ended", ""
+
+    def end(self) -> None:
+        ray = _ray()
+        if ray.is_initialized():
+            with contextlib.suppress(Exception):  # or it has been shut down meanwhile
+                ray.kill(self._actor)
+                if self.rank == 0:
+                    ray.util.remove_placement_group(self._keeps[0])
+        super().end()
+
+    def join(self, timeout: float) -> None:
+        ray = _ray()
+        if ray.is_initialized():
+            with contextlib.suppress(Exception):
+                ray.wait([self._running], timeout=max(timeout, 1e-3))
+
+
+def start(
+    build: Callable[[int], object], settings: Settings, heard: Heard, options: Mapping[str, Any]
+) -> Sequence[Link]:
+    """Starts the ranks of a component; see `threads.start`.
+
+    Args:
+        options: "resources" of each rank, {"CPU": 1} by default; "strategy" of the placement group, "PACK" by default;
+            "runtime_env" of the actors.
+
+    Raises:
+        ImportError: ray is not installed.
+        TimeoutError: Ray has no room for the ranks, or these did not come up.
+    """
+    ray = _ray()
+    if not ray.is_initialized():
+        ray.init()
+    token, reachable = secrets.token_bytes(32), ray.util.get_node_ip_address()
+    resources = dict(options.get("resources", {"CPU": 1}))
+    group = ray.util.placement_group([resources] * settings.ranks, strategy=options.get("strategy", "PACK"))
+    links: list[RayLink] = []
+    try:
+        if not group.wait(settings.timeout):
+            raise TimeoutError(
+                f"fz.remote(on='ray'): Ray had no room for {settings.ranks} ranks with {resources} each in "
+                f"{settings.timeout:g} seconds. Give other options={{'resources': ...}}, or a larger cluster."
+            )
+        with Listener(token, reachable, f"the control of {settings.component!r}") as listener:
+            store = backend.dist.TCPStore(reachable, 0, is_master=True, wait_for_workers=False)
+            job = ray.cloudpickle.dumps(build)
+            for rank in range(settings.ranks):
+                place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, rank)
+                others = {name: count for name, count in resources.items() if name not in ("CPU", "GPU", "memory")}
+                actor = (
+                    ray.remote(_Rank)
+                    .options(
+                        num_cpus=resources.get("CPU", 0),
+                        num_gpus=resources.get("GPU", 0),
+                        memory=resources.get("memory"),
+                        resources=others or None,
+                        scheduling_strategy=place,
+                        runtime_env=options.get("runtime_env"),
+                        max_restarts=0,
+                    )
+                    .remote()
+                )
+                where = (reachable, store.port)
+                running = actor.run.remote(job, tuple(settings), rank, listener.address, token, where, list(sys.path))
+                links.append(RayLink(settings, rank, actor, running, (group, store)))
+            take_all(listener, links, token, settings.timeout, weakly(heard))
+    except BaseException:
+        for link in links:
+            link.end()
+        ray.util.remove_placement_group(group)
+        raise
+    return links
+
+
+class _Rank:
+    """An actor that is one rank."""
+
+    def run(
+        self,
+        job: bytes,
+        settings: tuple[Any, ...],
+        rank: int,
+        address: Address,
+        token: bytes,
+        store: tuple[str, int],
+        path: list[str],
+    ) -> None:
+        """Runs calls until the component is closed, or its controlling process is gone."""
+        ray = _ray()
+        sys.path[:] = [*path, *[entry for entry in sys.path if entry not in path]]
+        build = lambda: ray.cloudpickle.loads(job)
+        serve(build, Settings(*settings), rank, address, token, store, ray.util.get_node_ip_address())

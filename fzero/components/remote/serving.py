@@ -1,0 +1,92 @@
+"""One rank in a process of its own: what it does from its first message to its last, however it was started."""
+
+from __future__ import annotations
+
+import datetime
+import functools
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from fzero.channels import Address, Connection, connect
+from fzero.comm import backend
+from fzero.components.remote.building import built_by, calls_run_in
+from fzero.components.remote.failure import failure_of
+from fzero.components.remote.host import Host
+from fzero.components.remote.link import Settings
+from fzero.components.remote.pull import Table
+from fzero.components.remote.server import IDLE, RemoteSource, Server
+
+
+def serve(
+    build: Callable[[], Callable[[int], object]],
+    settings: Settings,
+    rank: int,
+    address: Address,
+    token: bytes,
+    store: tuple[str, int],
+    reachable: str | None,
+) -> None:
+    """Runs one rank in this process, until its controlling process closes it or is gone.
+
+    Args:
+        build: gives the user's function.
+        store: where the store of the process group is.
+        reachable: the name by which other machines reach this one; None for this machine only.
+    """
+    torch.set_num_threads(settings.threads)
+    name = f"rank {rank} of {settings.component!r}"
+    connection = connect(address, token, settings.timeout, name)
+    around = functools.partial(calls_run_in, settings)
+    host = Host(settings.component, settings.identity, rank, connection.send, settings.timeout, around)
+    server = Server(host, token, name, reachable)
+    connection.send((rank, server.address))
+    threading.Thread(target=_hear, args=(connection, host, settings), name="fzero-calls", daemon=True).start()
+    shared = backend.dist.TCPStore(*store, is_master=False, wait_for_workers=False)
+    backend.dist.init_process_group(
+        "gloo",
+        store=shared,
+        rank=rank,
+        world_size=settings.ranks,
+        timeout=datetime.timedelta(seconds=settings.timeout),
+    )
+    try:
+        built = built_by(build(), rank)
+    except Exception as error:
+        connection.send(("broken", tuple(failure_of(error, settings.component, rank))))
+        connection.close()
+        return
+    host.has_built(built)
+    del built
+    connection.send(("ready", tuple(host.part.place)))
+    host.run()
+    server.close()
+    connection.close()
+
+
+def _hear(connection: Connection, host: Host, settings: Settings) -> None:
+    """Takes what the controlling process sends; ends this process when that one has gone."""
+    try:
+        while True:
+            message: Any = connection.receive(IDLE)
+            if message[0] == "table":
+                message = ("table", message[1], _table(message[2], host, settings))
+            host.take(message)
+            if message[0] == "close":
+                return
+            del message
+    except OSError:
+        os._exit(1)
+
+
+def _table(sent: Any, host: Host, settings: Settings) -> Table:
+    """A table of sources as this rank asks them; itself without a message."""
+    name, sources = sent
+
+    def source(where: Any) -> Any:
+        return host if where[3:] == (settings.identity, host.rank) else RemoteSource(where, settings.timeout)
+
+    return Table(name, [[[source(where) for where in copies] for copies in same] for same in sources])

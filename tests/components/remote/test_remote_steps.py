@@ -1,0 +1,159 @@
+"""Steps with transforms inside a component, checkpoints of it, and its end when nobody holds it."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import remote_builds as builds
+import torch
+
+import fzero as fz
+
+need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
+TRANSFORMS: dict[str, Callable[[Any], Any]] = {
+    "accumulate": lambda step: fz.accumulate(step, 2, in_dims=(0, None)),
+    "remat": fz.remat,
+    "loss_scale": lambda step: fz.loss_scale(step, 4.0),
+    "freeze": lambda step: fz.freeze(step, "blocks.0.*"),
+    "fuse_update": lambda step: fz.fuse_update(fz.with_fn(step, builds.program)),
+    "offload": lambda step: fz.offload(step, moments="host"),
+}
+
+
+def base(optimizer: Any = None) -> fz.Step:
+    return fz.train_step(builds.program, optimizer or fz.adamw(0.01))
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize("on", ["threads"])
+def test_transforms_go_on_inside(name: str, on: str) -> None:
+    """Uneven shares of a batch where the transform takes them."""
+    rows = 8 if name == "accumulate" else 5
+    x = torch.randn(rows, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    params = builds.weights()
+    plain = fz.freeze(base(), "blocks.0.*") if name == "freeze" else base()
+    local = plain.init(params)
+
+    def build(rank: int) -> Any:
+        return fz.shard_zero2(TRANSFORMS[name](base())), params
+
+    with fz.remote(build, 2, on) as own:
+        state = own.init()
+        for _ in range(3):
+            local, metrics = plain(local, x, ("loss",))
+            state, theirs = own(state, x, ("loss",))
+            need_close(fz.fetch(theirs["loss"]), metrics["loss"])
+            need_close(fz.fetch(theirs["grad_norm"]), metrics["grad_norm"])
+        if name != "fuse_update":
+            loss, pull = plain.vjp(local, x, ("loss",))
+            local, _ = plain.update(local, pull(torch.ones_like(loss))[0])
+            loss, pull = own.vjp(state, x, ("loss",))
+            state, _ = own.update(state, pull(torch.ones_like(loss))[0])
+        need_close(fz.gather(state.params), fz.gather(local.params))
+
+
+def test_a_donated_state_is_dead() -> None:
+    with fz.remote(lambda rank: (fz.donate(fz.shard_zero1(base())), builds.weights()), 2, "threads") as own:
+        x = torch.ones(4, 3, dtype=torch.float64)
+        state = own.init()
+        new, metrics = own(state, x, ("loss",))
+        fz.fetch(metrics)
+        with pytest.raises(RuntimeError, match="donated"):
+            fz.fetch(own.forward(state, x, ("loss",)))
+        assert new.step == 1 and fz.fetch(own.forward(new, x, ("rows",))).shape == (4, 4)
+
+
+def test_aux_and_randomness() -> None:
+    def fn(p: Any, x: torch.Tensor) -> Any:
+        y = torch.nn.functional.dropout(x * p["w"], 0.5)
+        return y.square().sum(1).mean(), {"rows": y, "mean": y.mean()}
+
+    def build(rank: int) -> Any:
+        w = torch.ones(3, dtype=torch.float64)
+        return fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1), has_aux=True)), {"w": w}
+
+    x = torch.arange(15.0, dtype=torch.float64).view(5, 3)
+    with fz.remote(build, 2, "threads") as own:
+        state = own.init(seed=3)
+        loss, pullback, aux = own.vjp(state, x, rng=1)
+        rows = fz.fetch(aux["rows"])
+        need_close(fz.fetch(loss), rows.square().sum(1).mean())
+        need_close(fz.fetch(aux["mean"]), rows.mean())
+        grads, (ct,) = pullback(torch.ones_like(loss))
+        need_close(fz.fetch(ct), 2 * rows * (rows != 0) * 2 / 5)
+        again, same = own.forward(state, x, rng=1)
+        assert fz.fetch(same["rows"]).equal(rows) and again.item() == loss.item()
+        assert not fz.fetch(own.forward(state, x, rng=2)[1]["rows"]).equal(rows)
+        new, metrics = own(state, x, rng=1)
+        need_close(fz.fetch(metrics["loss"]), fz.fetch(loss))
+        assert fz.fetch(metrics["aux"]["rows"]).equal(rows)
+        other, _ = own.update(state, grads)
+        need_close(fz.gather(new.params), fz.gather(other.params))
+
+
+def test_checkpoints_are_those_of_any_step(tmp_path: Path) -> None:
+    """Saved by a component on three ranks, read by a step here, and by one on two."""
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    build = functools.partial(builds.built, optimizer="adamw")
+    step, _ = builds.built(0, stage=0, optimizer="adamw")
+    with fz.remote(build, 3, "threads") as own:
+        state, _ = own(own.init(), x, ("loss",))
+        fz.save(tmp_path / "a", state, extra={"seen": [3]})
+        expected, _ = own(state, x, ("loss",))
+        expected = fz.gather(expected.params)
+    local = fz.load(tmp_path / "a", step)
+    assert fz.load_extra(tmp_path / "a") == {"seen": [3]} and local.step == 1
+    need_close(fz.gather(step(local, x, ("loss",))[0].params), expected)
+    fz.save(tmp_path / "b", local)
+    with fz.remote(build, 2, "threads", name="vision") as own:
+        again, _ = own(fz.load(tmp_path / "b", own), x, ("loss",))
+        need_close(fz.gather(again.params), expected)
+        assert again.seed == 0
+        with pytest.raises(FileNotFoundError):
+            fz.load(tmp_path / "none", own)
+        with pytest.raises(TypeError, match="like"):
+            fz.load(tmp_path / "b", own, like={})
+        with pytest.raises(TypeError, match="extra"):
+            fz.save(tmp_path / "c", again, extra=object())
+
+
+def test_a_component_that_nobody_holds_ends() -> None:
+    own = fz.remote(functools.partial(builds.built_trouble, stage=0), 1)
+    state: Any = own.init()
+    links: Any = own.group.links
+    (pid,) = [link._process.pid for link in links]
+    del own
+    gc.collect()
+    assert state.step == 0  # a handle holds it
+    del state
+    gc.collect()
+    for _ in range(200):
+        if not Path(f"/proc/{pid}").exists():
+            break
+        time.sleep(0.02)
+    assert not Path(f"/proc/{pid}").exists()
+
+
+THREADS = """
+import torch, remote_builds as builds, fzero as fz
+own = fz.remote(builds.built_trouble, 2, "threads")
+state, x = own.init(), torch.ones(4, 3, dtype=torch.float64)
+own.forward(state, x, "sleep")
+out = [own.forward(state, x, "sleep") for _ in range(10)]
+"""
+
+
+def test_threads_end_with_the_interpreter(tmp_path: Path) -> None:
+    """Silently, in the midst of their calls."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
