@@ -95,7 +95,7 @@ def along(node: Node, grads: Grads, places: Collection[int]) -> dict[int, torch.
     assert root.grad_fn is not None
     root.grad_fn.register_prehook(lambda _: found.extend(node(*grads)))  # type: ignore[operator]
     asked: Sequence[torch.Tensor | GradientEdge] = [one, *[GradientEdge(*edge) for edge in edges]]
-    torch.autograd.grad(root, asked, allow_unused=True)
+    torch.autograd.grad(root, asked, allow_unused=True)  # type: ignore[arg-type]
     return {k: fitted(found[k], edge) for k, edge in zip(places, edges, strict=True)}
 
 

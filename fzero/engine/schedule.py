@@ -278,5 +278,6 @@ class Schedule:
 
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""
-        finish_all([self.finish_reductions, *[op.forget_ahead for op in self.calls()], self._end_of_gathers])
+        calls = self.calls()
+        finish_all([self.finish_reductions, *[op.forget_ahead for op in calls], self._end_of_gathers])
         self._kept.clear()

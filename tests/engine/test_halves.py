@@ -39,8 +39,10 @@ SHARDED = strategies.transforms(stages=(1, 2, 3), patterns=scenarios.BLOCKS[:1])
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)
-@pytest.mark.parametrize("dtype", [F64, torch.float32])
-@pytest.mark.parametrize("shard", SHARDS)
+@pytest.mark.parametrize(
+    ("shard", "dtype"),
+    [*[(shard, F64) for shard in SHARDS], *[(shard, torch.float32) for shard in ("remat", "ZeRO-3")]],
+)
 def test_both_halves_are_the_whole(name: str, dtype: torch.dtype, shard: str) -> None:
     x, world = torch.randn(2, 4, 5, dtype=F64, generator=torch.Generator().manual_seed(1)).to(dtype), 2
 
@@ -410,6 +412,19 @@ def test_an_error_in_the_first_half_leaves_no_hooks() -> None:
 
 
 # ---- what is not split
+
+
+def test_compiled_autograd_is_not_asked() -> None:
+    """It would trace both halves; torch.func's own pullbacks leave it out too."""
+
+    def never(_: object) -> Any:
+        raise AssertionError("compiled")
+
+    def rank_main(_: int) -> None:
+        with torch._dynamo.compiled_autograd._enable(never):  # type: ignore[attr-defined]
+            compare(fz.train_step(normed, fz.sgd(0.1)), params_of(), [torch.ones(4, 5, dtype=F64)])
+
+    run_ranks(rank_main, 1)
 
 
 def test_compiled_units() -> None:
