@@ -179,6 +179,8 @@ class Pipeline:
         """
         self._check(state, "pipeline.timeline")
         with as_found():
+            for stage in range(self.schedule.stages):
+                self._stages[stage].spans(stage)  # of what was before
             return self._timeline(self._run(state, inputs, cotangent, rng, records=True)[0])
 
     def update(
@@ -284,11 +286,16 @@ class Pipeline:
         return call, call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))
 
     def _timeline(self, call: Call) -> Timeline:
-        own = [(list(task), start, end) for task, start, end in call.spans]
+        own = call.spans
         if call.line is None:
+            for stage in range(self.schedule.stages):
+                found = self._stages[stage].spans(stage)
+                if found is not None:  # its own ranks know better than who has called them
+                    own = [span for span in own if span[0].stage != stage] + found
             place = self.schedule.place_of
-            return Timeline([(place(task.stage), task, start, end) for task, start, end in call.spans], "measured")
-        said, places = call.agreed(own), {}
+            return Timeline([(place(task.stage), task, start, end) for task, start, end in own], "measured")
+        call.line.begin_call("a timeline")
+        said, places = call.agreed([(list(task), start, end) for task, start, end in own]), {}
         for seat, spans in zip(call.line.seats, said, strict=True):
             places.setdefault(seat.place, [(seat.place, Task(*task), start, end) for task, start, end in spans])
         return Timeline([span for spans in places.values() for span in spans], "measured")

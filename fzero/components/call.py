@@ -84,13 +84,13 @@ class Call:
                 for other in tasks[place : place + AHEAD]:
                     if other.kind is Kind.RECEIVE:
                         self.line.begin(other)
-            begun = time.perf_counter()
+            begun = time.monotonic()
             if self.line is None:
                 self._do(task, pieces, retain_graph)
             else:
                 self._do_or_say(task, pieces, retain_graph, self.line)
             if self._records:
-                self.spans.append((task, begun, time.perf_counter()))
+                self.spans.append((task, begun, time.monotonic()))
         if any(not goes_forward(task) for task in tasks) and self._error is None:
             try:
                 for own in self.passes.values():

@@ -11,10 +11,18 @@ from fzero.components.flow import Passes as StagePasses
 from fzero.components.remote.component import RemoteComponent, fetch
 from fzero.components.remote.handle import RemoteState, RemoteTree, Value
 from fzero.engine.passes import Passes
+from fzero.schedules.task import Kind, Task
 from fzero.state.checks import check_grads, check_optimizer, check_state, refuse_captured
 from fzero.state.gather import over_ranks, squares_of
 from fzero.table.spec import Spec
 from fzero.update.update import apply_update, with_kept
+
+KINDS = {
+    ("pass_forward", ""): Kind.FORWARD,
+    ("pass_pull", "both"): Kind.BACKWARD,
+    ("pass_pull", "inputs"): Kind.INPUTS,
+    ("pass_params", ""): Kind.PARAMS,
+}
 
 
 class Weighed(NamedTuple):
@@ -45,6 +53,7 @@ class Stage(Protocol):
     def weighed(self, state: Any, grads: Any) -> Weighed: ...
     def update(self, state: Any, weighed: Weighed, norm: object) -> tuple[Any, dict[str, Any]]: ...
     def add_grads(self, state: Any, grads: Any) -> Any: ...
+    def spans(self, stage: int) -> list[tuple[Task, float, float]] | None: ...
 
 
 class Initialised(Protocol):
@@ -113,6 +122,9 @@ class LocalStage:
     def add_grads(self, state: Any, grads: Any) -> Any:
         return self._verbs.add_grads(state, grads)
 
+    def spans(self, stage: int) -> None:
+        return None  # whoever runs it notes when
+
 
 class DistantStage:
     """A component on ranks of its own, whose values are handles."""
@@ -150,3 +162,12 @@ class DistantStage:
 
     def add_grads(self, state: RemoteState, grads: RemoteTree) -> Any:
         return self.component.add_grads(state, grads)
+
+    def spans(self, stage: int) -> list[tuple[Task, float, float]]:
+        """When the tasks of this stage ran, since this was last asked for."""
+        out = []
+        for span in self.component.spans():
+            kind = KINDS.get((span.verb, span.half))
+            if kind is not None:
+                out.append((Task(kind, stage, span.microbatch), span.start, span.end))
+        return out

@@ -77,6 +77,10 @@ def test_stages_elsewhere(on: str, ranks: tuple[int, ...], tmp_path: Path) -> No
             state, metrics = pipe.update(state, grads)
             other, expected = whole.update(other, ours)
             close(metrics, expected)
+            timeline = pipe.timeline(state, X, Y)
+            tasks = {span.task for span in timeline.spans}
+            assert tasks == {task for _, task in fz.schedules.check(schedule).order if not task.is_message}
+            assert 0 < timeline.total < 60
             fz.save(tmp_path / "run", state, {"seen": 1})
             again = fz.load(tmp_path / "run", pipe)
             close(list(fz.gather(again.params)), list(fz.gather(other.params)))

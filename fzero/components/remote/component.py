@@ -7,7 +7,7 @@ import os
 import weakref
 from collections.abc import Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,25 @@ from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import Given, inputs_for, is_value, scalar_for
 from fzero.components.remote.pull import whole
 from fzero.components.remote.pullback import RemotePasses, RemotePullback, handles
+from fzero.components.remote.verbs import HALVES, NAMES
 from fzero.components.remote.wire import Skeleton
+
+
+class Span(NamedTuple):
+    """One call that a rank ran.
+
+    Attributes:
+        verb: "vjp", "pull", "update", ...; within a pipeline "pass_forward", "pass_pull", "pass_params", ...
+        microbatch: of a pipeline's call, -1 of others.
+        half: of a pullback "both", "inputs" or "params"; "" of others.
+        start, end: in seconds.
+    """
+
+    verb: str
+    microbatch: int
+    half: str
+    start: float
+    end: float
 
 
 class RemoteComponent:
@@ -131,6 +149,15 @@ class RemoteComponent:
     def passes(self, state: RemoteState, count: int, rng: int = 0, at_once: bool = True) -> RemotePasses:
         """What a pipeline asks of a stage during one call: see `fzero.engine.passes.Passes`."""
         return RemotePasses(self, self._need_state(state, "passes"), count, rng, at_once)
+
+    def spans(self) -> list[Span]:
+        """When the first rank ran which calls since this was last asked for, the last 4,096 of them at most.
+
+        Waits for the calls before it. Times are in seconds of the machine's monotonic clock, which all processes of a
+        machine share.
+        """
+        found = Handle(self.made("spans", {}), 1).fetched().tolist()
+        return [Span(NAMES[int(v)], int(i), HALVES[int(half)], *times) for v, i, half, *times in found]
 
     # ---- calls
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -245,7 +246,7 @@ class Host:
     def _run_one(self, call: _Call, operands: Operands | Failure) -> None:
         self.values.running(call.number, call.verb)
         values: dict[int, object] = {}
-        failure = operands if isinstance(operands, Failure) else None
+        failure, begun = operands if isinstance(operands, Failure) else None, time.monotonic()
         if isinstance(operands, Operands):
             try:
                 self._need_unwritten(call)
@@ -260,6 +261,7 @@ class Host:
                 failure = failure_of(error, self.component, self.rank, self.identity)
                 del error
         self.values.running(None)
+        self.part.ran(call.verb, call.arguments.get("options", {}), begun)
         call.record.finish({} if failure else values, failure)
         if failure is not None:
             self.report(("failed", call.number, tuple(failure)))
@@ -279,7 +281,7 @@ class Host:
         if key is None or key in self._trees or not self.has_copies:
             return ()
         tensors = [x.tensor for x in values.values() if isinstance(x, Piece) and x.kind in ("rows", "same", "alike")]
-        return tuple([float(x.detach().abs().sum(dtype=torch.float64)) for x in tensors])
+        return tuple([float(_size(x.detach()).sum()) for x in tensors])
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""
@@ -289,6 +291,11 @@ class Host:
                 f"inputs of the same structure and shapes: got {trees}, expected {self._trees[key]}. The caller went "
                 "on with the earlier one. Return the same containers every time; numbers that change, as tensors."
             )
+
+
+def _size(x: torch.Tensor) -> torch.Tensor:
+    """The absolute values of a tensor of any dtype, in float64."""
+    return x.abs().to(torch.float64) if x.is_complex() else x.to(torch.float64).abs()
 
 
 class _Leaf:

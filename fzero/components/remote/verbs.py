@@ -6,9 +6,11 @@ mean times n and the rank's share of the examples, and input cotangents are divi
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import json
-from collections.abc import Callable, Container, Sequence
+import time
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -24,6 +26,9 @@ from fzero.components.remote.wire import LEAF, packed, unpacked
 from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured
 from fzero.update.update import with_kept
+
+HALVES = ("", "both", "inputs", "params")
+KEPT = 4096  # calls whose times a rank remembers until somebody asks
 
 
 @dataclass
@@ -53,6 +58,18 @@ class Part:
     step: Any
     params: object
     place: Place
+    _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
+
+    def ran(self, verb: str, options: Mapping[str, Any], begun: float) -> None:
+        """Notes that a call was run, from a time until now."""
+        own = NAMES.index(verb), options.get("microbatch", -1), HALVES.index(options.get("halves", ""))
+        self._spans.append((*own, begun, time.monotonic()))
+
+    def spans(self) -> torch.Tensor:
+        """What was noted since it was last asked for: [calls, verb, microbatch, half, start and end], float64."""
+        found = torch.tensor(list(self._spans), dtype=torch.float64, device="cpu").reshape(-1, 5)
+        self._spans.clear()
+        return found
 
     @property
     def data_size(self) -> int:
@@ -317,6 +334,10 @@ def _squares(part: Part, operands: Operands, number: int) -> Results:
     return Results({1: Piece("same", squares)})
 
 
+def _spans(part: Part, operands: Operands, number: int) -> Results:
+    return Results({1: Piece("same", part.spans())})
+
+
 def _look(part: Part, operands: Operands, number: int) -> Results:
     state = operands.objects["state"]
     return Results({}, (("step", state.step), ("seed", state.seed)))
@@ -350,6 +371,8 @@ RUN: dict[str, Callable[[Part, Operands, int], Results]] = {
     "gather": _gather,
     "squares": _squares,
     "look": _look,
+    "spans": _spans,
     "save": _save,
     "load": _load,
 }
+NAMES = tuple(RUN)
