@@ -125,7 +125,7 @@ class Step(Spec):
                 return fused_call(self, state, inputs, cotangent, rng)
             batch, total = Batch(self, state, inputs, cotangent, rng), None
             for run, ct in batch:
-                grads, _ = run.pull(ct)
+                grads, _ = run.pull(ct, into=total)
                 del run
                 total = sum_of(total, grads)
                 del grads

@@ -69,6 +69,11 @@ def _without_own(error_message: str) -> Generator[None, None, None]:
         _C._saved_tensors_hooks_enable()
 
 
+def without_compiled_autograd() -> contextlib.AbstractContextManager[object]:
+    """Inside, autograd's own engine pulls back, as torch.func has it do."""
+    return torch._dynamo.compiled_autograd._disable()  # type: ignore[attr-defined]
+
+
 def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
     """Notes this thread's hooks, and whether they work; tells whether that has changed, and puts it back."""
     enabled, innermost = _C._saved_tensors_hooks_is_enabled(), _C._top_saved_tensors_default_hooks(True)

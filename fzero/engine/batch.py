@@ -11,7 +11,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
-from fzero.engine.run import Run, scalar_loss
+from fzero.engine.run import Run, no_first_half, scalar_loss
 from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -30,10 +30,10 @@ def seed_of(state: TrainState, rng: int, microbatch: int) -> tuple[int, ...]:
 
 
 def sum_of(total: Sums | None, grads: Sums) -> Sums:
-    """total + grads, written into total where it exists."""
+    """total + grads, written into total where it exists; grads may lack what was added to it before."""
     if total is None:
         return grads
-    for key in total:
+    for key in grads:
         old, new = tensor_of(total[key]), tensor_of(grads[key])
         total[key] = put_again(total[key], old + new if old.requires_grad else old.add_(new))
     return total
@@ -126,6 +126,10 @@ class Batch:
 class Pullback:
     """The pullback of `step.vjp`: takes the outputs' cotangent, returns (grads, input cotangents).
 
+    Or in two halves: `inputs(cotangent)` returns the input cotangents, which whoever made the inputs waits for, and
+    `params()`, at any time after it, the grads. The products that give the gradients of weights, half of a pullback's
+    work, are left to the second half; the two halves do no product twice (zero bubble pipelines, Qi et al. 2023).
+
     Attributes:
         outputs, aux: of all microbatches, until they are taken.
     """
@@ -143,6 +147,7 @@ class Pullback:
         self._inputs = inputs if several else ()
         self._spec = pytree.flatten(tuple(inputs))[1]
         self._scalars = scalars_in([run.outputs for run in self._runs])
+        self._times: float | None = None  # of a first half: by what to divide what the second will bring
         self._like = grads_of(step, state, {})  # not the state itself: a used pullback holds nothing of it
 
     def taken(self) -> tuple[object, object]:
@@ -171,23 +176,91 @@ class Pullback:
         need_bool(create_graph, "pullback", "create_graph")
         need_derivatives("pullback")
         with as_found():
-            if self._micro.count > 1:
-                self._runs[0].check_structure(cotangent)
-            pieces, times = self._micro.split_cotangent(cotangent, self._parts)
+            pieces, times = self._pieces(cotangent)
             total: Sums | None = None
             pulled = []
             for run, piece in zip(self._runs, pieces, strict=True):
                 grads, cotangents = run.pull(piece, retain_graph, create_graph)
                 total = sum_of(total, grads)
                 pulled.append(cotangents)
-            scalars, self._scalars = self._scalars, []
-            need_alike(self._like.axis, scalars, "pullback")
-            flat = self._micro.merge_inputs(self._inputs, pulled)
-            assert total is not None
-            if times != 1.0:
-                total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
-                flat = [None if x is None else x / times for x in flat]
-            trees = pytree.unflatten(self._spec, flat)
-            return self._like.with_buffers(as_grads(self._like.layout, total)), tuple(
-                tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees
-            )
+            self._compare()
+            flat = self._flat(pulled, times)
+            return self._grads(total, times), self._trees(flat)
+
+    def inputs(self, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
+        """The first half of a pullback: the input cotangents, the very ones that a call returns.
+
+        What the second half needs is kept: of a linear layer its input and its output's cotangent. What cannot be told
+        apart is pulled back as a whole, and its grads are kept: compiled units, what a transform of torch.func around
+        this differentiates. All ranks call both halves, in the same order; those of several pullbacks may take turns.
+
+        Args:
+            cotangent: as for a call. What it holds may be written to afterwards.
+            retain_graph: keep what is needed to pull back again, in halves or by a call; otherwise it is freed.
+
+        Raises:
+            RuntimeError: an earlier call or first half used the pullback up.
+
+        Example:
+            >>> step = fz.train_step(lambda p, x: x @ p["w"], fz.sgd(0.1))
+            >>> state = step.init({"w": torch.ones(2, 2)})
+            >>> out, pullback = step.vjp(state, torch.ones(1, 2))
+            >>> pullback.inputs(torch.ones_like(out))
+            (tensor([[2., 2.]]),)
+            >>> fz.gather(pullback.params())
+            {'w': tensor([[1., 1.],
+                    [1., 1.]])}
+        """
+        need_bool(retain_graph, "pullback.inputs", "retain_graph")
+        need_derivatives("pullback")
+        with as_found():
+            pieces, times = self._pieces(cotangent)
+            pulled = [run.pull_inputs(piece, retain_graph) for run, piece in zip(self._runs, pieces, strict=True)]
+            self._compare()
+            flat = self._flat(pulled, times)
+            self._times = times
+            return self._trees(flat)
+
+    def params(self) -> Sharded:
+        """The second half of a pullback: the grads that a call with the first half's cotangent returns, bit for bit.
+
+        Raises:
+            RuntimeError: no first half came before it, or one whose second half was asked for already.
+        """
+        need_derivatives("pullback")
+        with as_found():
+            times, self._times = self._times, None
+            if times is None:
+                raise RuntimeError(no_first_half("this forward"))
+            total: Sums | None = None
+            for run in self._runs:
+                total = sum_of(total, run.pull_params())
+            return self._grads(total, times)
+
+    def _pieces(self, cotangent: object) -> tuple[list[object], float]:
+        """The cotangent of each microbatch, and by what to divide what it is pulled back to."""
+        self._runs[0].need_graph()
+        self._times = None  # a second half that did not come
+        if self._micro.count > 1:
+            self._runs[0].check_structure(cotangent)
+        return self._micro.split_cotangent(cotangent, self._parts)
+
+    def _compare(self) -> None:
+        """Refuses scalar outputs that differ between tensor ranks, once."""
+        scalars, self._scalars = self._scalars, []
+        need_alike(self._like.axis, scalars, "pullback")
+
+    def _flat(self, pulled: Sequence[Sequence[torch.Tensor | None]], times: float) -> list[torch.Tensor | None]:
+        flat = self._micro.merge_inputs(self._inputs, pulled)
+        return flat if times == 1.0 else [None if x is None else x / times for x in flat]
+
+    def _trees(self, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+        """A cotangent for each input, None where it was not differentiated."""
+        trees = pytree.unflatten(self._spec, list(flat))
+        return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+
+    def _grads(self, total: Sums | None, times: float) -> Sharded:
+        assert total is not None
+        if times != 1.0:
+            total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
+        return self._like.with_buffers(as_grads(self._like.layout, total))

@@ -11,7 +11,7 @@ sum is complete.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,9 @@ class Delivery:
         receive: `receive(key, shard)`, called once for every group that is differentiated, in `grad` dtype.
         unreduced: full cotangents of earlier microbatches, to be added before the reduction.
         partial: whether sums stay in `reduce` dtype, as others will be added to them.
+
+    Attributes:
+        into: sums of earlier microbatches in `reduce` dtype, to which those of a group that is used once may be added.
     """
 
     def __init__(
@@ -45,6 +48,7 @@ class Delivery:
         self.schedule, self.layout, self.nodes = schedule, layout, nodes
         self.receive, self.partial = receive, partial
         self.unreduced = dict(unreduced or {})
+        self.into: Mapping[Key, torch.Tensor] = {}
         self._sums: dict[Key, torch.Tensor] = {}
         self._under_way: set[Key] = set()
         self._closed: set[Key] = set()
@@ -53,6 +57,17 @@ class Delivery:
     def wants(self, key: Key) -> bool:
         """Tells whether the pass of autograd that is running asks for a group: one inside the function may not."""
         return key not in self.nodes or private.will_run(self.nodes[key]())
+
+    def add_into(self, key: Key, leaves: Sequence[torch.Tensor | None]) -> bool:
+        """Adds all there is for a group to the sum of earlier microbatches, where that gives the same bits."""
+        total, use = self.into.get(key), self.schedule.uses[key]
+        if total is None or key in self.unreduced or use.axis.ranks > 1 or total.dtype != use.reduce:
+            return False
+        if any(leaf is not None and torch.promote_types(leaf.dtype, use.wire) != use.wire for leaf in leaves):
+            return False  # they would be rounded on their way
+        self.layout.groups[key].add_into(total, leaves)
+        self._delivered.add(key)
+        return True
 
     def add(self, key: Key, full: torch.Tensor) -> None:
         """Starts to reduce a full cotangent of a group, which is the schedule's buffer."""
@@ -80,10 +95,15 @@ class Delivery:
         if cotangent is not None:
             self._add_up(key, cotangent.clone())  # autograd may hold on to it
         self._closed.add(key)
-        if key not in self._under_way:
+        if key not in self._under_way and key not in self._delivered:
             self._deliver(key)
         use = self.schedule.uses[key]
         return torch.zeros((), dtype=use.reduce, device=use.device)
+
+    def end(self, key: Key) -> None:
+        """The same for a group whose gate no pass of autograd came by, as nothing came through the graph."""
+        if key not in self._closed:
+            self.close(key, None)
 
     def _deliver(self, key: Key) -> None:
         use = self.schedule.uses[key]

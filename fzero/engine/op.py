@@ -23,6 +23,8 @@ from fzero.capture.watch import Watch, is_strict, leaf_of
 from fzero.comm.axis import done
 from fzero.engine.activations import Inputs, Saved
 from fzero.engine.call import Call
+from fzero.engine.halves import Part, Split
+from fzero.engine.later import Later
 from fzero.engine.traversal import Traversal
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
@@ -145,6 +147,11 @@ class UnitOp(Op):
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
         inputs = list(pull.inputs.values())
+        keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
+        late = self.traversal.late  # whether its params' cotangents are for the second half
+        if late is not None and (not keys or any(map(self.traversal.wants, keys))):
+            late = None
+        parts: list[Part] = []
         # not after the run: of each node that was looked at torch keeps a Python object, as long as the graph lives
         if not self._watched:
             refuse_foreign_leaves(pull.outputs, [*flat, *inputs], self._seen.is_of_unit)
@@ -152,13 +159,28 @@ class UnitOp(Op):
             private.without_donation() if keep and self.call.compiles else contextlib.nullcontext(),
             pull.surroundings(),
         ):
-            found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+            if late is None or self.call.compiles:
+                found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
+            else:
+                split = Split(pull.outputs, inputs, flat, shapes_only=bool(self._fulls))
+                found_inputs, early, parts = split.pull(cotangents, keep)
+                del split
+                found = [*[early.get(i) for i in range(len(flat))], *found_inputs]
         if self._activations is not None:  # of what does not lead to these outputs
             self._activations.leave()
         # what the unit does not depend on has none: zeros would meet infinite derivatives before it
         out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
-        del found[len(flat) :], flat
-        keys, sizes = pull.keys, [len(leaves) for leaves in pull.leaves]
+        del found[len(flat) :]
+        if late is not None:
+            self._empty()  # what is kept of the leaves would keep it
+            later = Later(list(zip(keys, sizes, strict=True)), found, flat, parts, keep)
+            found, sizes, keys = [], [], []
+            if self.call.compiles and self.number in late.alone:
+                later.pull(self.traversal.collect)
+            else:
+                late.units[self.number] = later
+            del later
+        del flat
         if keep:
             self._empty()
         else:

@@ -45,7 +45,7 @@ class Passes:
         self._like = grads_of(step, state, {})
         self._runs: dict[int, Run] = {}
         self._specs: dict[int, pytree.Spec] = {}
-        self._half: dict[int, Sums] = {}  # sums of microbatches whose first half is done
+        self._half: dict[int, Run] = {}  # of microbatches whose first half is done
         self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come
         self._total: Sums | None = None
         self._next = 0
@@ -74,7 +74,8 @@ class Passes:
         """The cotangents of a microbatch's inputs, one per input, None where it was not differentiated."""
         with as_found():
             run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
-            grads, flat = run.pull(cotangent, retain_graph)
+            into = self._total if microbatch == self._next else None
+            grads, flat = run.pull(cotangent, retain_graph, into=into)
             self._add(microbatch, grads)
             return self._trees(microbatch, flat)
 
@@ -85,13 +86,14 @@ class Passes:
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The first half of `backward`: the cotangents of a microbatch's inputs."""
         with as_found():
-            run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
-            self._half[microbatch], flat = run.pull(cotangent, retain_graph)
-            return self._trees(microbatch, flat)
+            self._half[microbatch] = run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
+            return self._trees(microbatch, run.pull_inputs(cotangent, retain_graph))
 
     def params(self, microbatch: int) -> None:
         """The second half: its gradients."""
-        self._add(microbatch, self._half.pop(microbatch))
+        with as_found():
+            into = self._total if microbatch == self._next else None
+            self._add(microbatch, self._half.pop(microbatch).pull_params(into))
 
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
         """(outputs, aux) of one microbatch without gradients."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import NoneType
 from typing import Any
 
@@ -16,6 +16,7 @@ from fzero.capture.contents import tensors_in
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.op import used_up
+from fzero.engine.pending import Ends, Pending
 from fzero.engine.traversal import Traversal
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
@@ -63,6 +64,8 @@ class Run:
         self.outer = private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
+        ends: list[Ends] = []
+        self._rest: Pending | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
 
         def function(primals: dict[Key, torch.Tensor], wanted: list[torch.Tensor]) -> object:
             filled = list(flat)
@@ -82,11 +85,13 @@ class Run:
             returned[:] = [(outputs, others)]
             carried = carried, tuple(others.leaves[0])
             outputs.leaves, others.leaves = [], []  # which are this level's
+            ends[:] = [Ends(real, wanted, primals)]
             return real, carried
 
         with self._mode():
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, (rest, aux) = run
+        self._ends: Ends | None = ends[0]
         self.returned, others = returned[0]
         self.outputs, self.aux = self.returned.join(real, rest), others.join(aux)
         self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
@@ -101,15 +106,17 @@ class Run:
         create_graph: bool = False,
         receive: Callable[[Key, torch.Tensor], object] | None = None,
         before: Callable[[Sequence[Key]], object] | None = None,
+        into: Mapping[Key, Buffer] | None = None,
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """(scaled cotangents of the primals, cotangents of the flat inputs).
 
         Args:
             receive: takes the reduced cotangent of each group as soon as it is there, in the result's place.
             before: told which groups' unit is about to be pulled back.
+            into: sums of earlier microbatches, to which what can be is added; the others are returned.
         """
         with self._pulling:  # one at a time: what is gathered and reduced is the run's own
-            return self._pulled(cotangent, retain_graph, create_graph, receive, before)
+            return self._pulled(cotangent, retain_graph, create_graph, receive, before, into)
 
     def _pulled(
         self,
@@ -118,31 +125,22 @@ class Run:
         create_graph: bool,
         receive: Callable[[Key, torch.Tensor], object] | None,
         before: Callable[[Sequence[Key]], object] | None,
+        into: Mapping[Key, Buffer] | None = None,
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
-        if self._pull is None or self.state is None:
-            raise RuntimeError(used_up("this forward"))
-        params = self.state.params  # a donated state says so
-        cotangents = self.check(cotangent)
-        if self.scale != 1.0:
-            cotangents = [c * self.scale for c in cotangents]
+        traversal, cotangents = self._begun(cotangent)
         again = retain_graph or self.outer
         self._leads_on = self._leads_on or create_graph
-        traversal = self.traversal
-        assert traversal is not None
         traversal.retain_graph = again
-        found: dict[Key, Buffer] = {}
-
-        def keep(key: Key, shard: torch.Tensor) -> None:
-            found[key] = settle(params, key, "grads", shard)
-
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
-        receive = receive or keep
-        own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
         follows = self.outer or private.transforms()  # the params or the cotangent, as nothing but the graph does
-        traversal.delivery = delivery = None if follows or create_graph else Delivery(*own)
+        found: dict[Key, Buffer] = {}
+        traversal.delivery = delivery = None if follows or create_graph else self._delivery(traversal, found, receive)
+        if delivery is not None:
+            delivery.into = tensors_of(into)
         try:
             mode = torch.enable_grad() if create_graph else contextlib.nullcontext() if follows else torch.no_grad()
             with mode, traversal.schedule.pullback(before):
+                assert self._pull is not None
                 grads, wanted = self._pull(
                     tuple(cotangents),
                     retain_graph=again or create_graph,
@@ -159,19 +157,109 @@ class Run:
             found = {key: g if self.partial else g.to(traversal.uses[key].grad) for key, g in grads.items()}
         if not again and not create_graph:
             self.drop()
+        return found, self._placed(wanted)
+
+    def _begun(self, cotangent: object) -> tuple[Traversal, list[torch.Tensor]]:
+        """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
+        self.need_graph()
+        assert self.traversal is not None
+        cotangents = self.check(cotangent)
+        self._rest = None  # of an earlier pullback, to which this one may not leave the graph
+        return self.traversal, [c * self.scale for c in cotangents] if self.scale != 1.0 else cotangents
+
+    def need_graph(self) -> None:
+        """Refuses a forward that was pulled back already, or whose state is gone."""
+        if self._pull is None or self.state is None:
+            raise RuntimeError(used_up("this forward"))
+        self.state.params  # noqa: B018 - a donated state says so
+
+    def _delivery(
+        self,
+        traversal: Traversal,
+        found: dict[Key, Buffer],
+        receive: Callable[[Key, torch.Tensor], object] | None = None,
+    ) -> Delivery:
+        """What adds cotangents of params up, into `found` where nobody else receives them."""
+        assert self.state is not None
+        params = self.state.params
+
+        def keep(key: Key, shard: torch.Tensor) -> None:
+            found[key] = settle(params, key, "grads", shard)
+
+        receive = receive or keep
+        own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
+        return Delivery(*own)
+
+    def _placed(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Cotangents of the flat inputs, None where there is none."""
         out: list[torch.Tensor | None] = [None] * self.count
         for place, value in zip(self.wanted, wanted, strict=True):
             out[place] = value / self.scale if self.scale != 1.0 else value
-        return found, out
+        return out
+
+    def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
+        """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
+        with self._pulling:
+            return self._pulled_inputs(cotangent, retain_graph)
+
+    def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
+        traversal, cotangents = self._begun(cotangent)
+        if self.outer or private.transforms():  # who differentiate the result: the graph is theirs
+            grads, out = self._pulled(cotangent, retain_graph, False, None, None)
+            self._rest = grads
+            return out
+        assert self._ends is not None
+        found: dict[Key, Buffer] = {}
+        pending = Pending(traversal, self._ends, self._delivery(traversal, found), found, retain_graph)
+        with self._half(pending):
+            wanted = pending.inputs(self._ends, cotangents)
+        self._rest = pending
+        if not retain_graph:
+            self._pull = self._ends = None
+        return self._placed(wanted)
+
+    def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
+        """The second half of `pull`, once after the first: the scaled cotangents of the primals, but for those that
+        were added to the sums of earlier microbatches."""
+        with self._pulling:
+            rest, self._rest = self._rest, None
+            if rest is None or self.state is None:
+                raise RuntimeError(no_first_half("this forward"))
+            if not isinstance(rest, Pending):
+                return rest
+            self.state.params  # noqa: B018 - a donated state says so
+            rest.delivery.into = tensors_of(into)
+            with self._half(rest):
+                rest.params()
+            if not rest.retain_graph:
+                self.drop()
+            return rest.found
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _half(pending: Pending) -> Iterator[None]:
+        """Around one half of a pullback."""
+        traversal = pending.traversal
+        traversal.delivery, traversal.retain_graph = pending.delivery, pending.retain_graph
+        try:
+            with torch.no_grad(), traversal.schedule.pullback():
+                yield
+        except BaseException:
+            private.forget_failed_backward()
+            raise
+        finally:
+            traversal.delivery = None
 
     def drop(self) -> None:
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         if self.traversal is not None and not self._leads_on:
             self.traversal.schedule.forget_calls()
-        self._pull = self.traversal = self.state = None
+        self._pull = self._ends = self._rest = self.traversal = self.state = None
 
     def __del__(self) -> None:
-        if getattr(self, "_pull", None) is not None:  # nobody pulled it back
+        if (
+            getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
+        ):  # nobody pulled it back
             self.drop()
 
     def check_structure(self, cotangent: object) -> None:
@@ -201,6 +289,18 @@ class Run:
                 )
             out.append(leaf)
         return out
+
+
+def tensors_of(sums: Mapping[Key, Buffer] | None) -> dict[Key, torch.Tensor]:
+    """Those of some sums that lie on the device."""
+    return {key: x for key, x in (sums or {}).items() if isinstance(x, torch.Tensor)}
+
+
+def no_first_half(what: str) -> str:
+    return (
+        f"The pullback of {what} has no cotangent to pull back to its params: params() comes once after each "
+        "inputs(cotangent). Call inputs(cotangent) first, with retain_graph=True to call both again later."
+    )
 
 
 def is_differentiable(value: object) -> bool:

@@ -44,6 +44,8 @@ class Running(Protocol):
 
     number: int
     used: bool
+    keys: list[Key]
+    node: weakref.ref[torch.autograd.graph.Node] | None
 
     def gather_ahead(self) -> None: ...
     def fetch_ahead(self) -> None: ...
@@ -198,11 +200,14 @@ class Schedule:
         self.record.order = tuple(self._called)
         self._expected = ()
 
+    def calls(self) -> list[Running]:
+        """Returns what runs the calls, in order, as far as it lives."""
+        return [op for reference in self._calls if (op := reference()) is not None]
+
     def forget_calls(self) -> None:
         """Lets go of calls that nobody will pull back."""
-        for reference in self._calls:
-            op = reference()
-            if op is not None and not op.used:
+        for op in self.calls():
+            if not op.used:
                 op.forget()
 
     # ---- pullback
@@ -273,6 +278,6 @@ class Schedule:
 
     def _end_of_pullback(self) -> None:
         """Waits for everything in flight: also for what was gathered ahead and not used."""
-        calls = [op for reference in self._calls if (op := reference()) is not None]
+        calls = self.calls()
         finish_all([self.finish_reductions, *[op.forget_ahead for op in calls], self._end_of_gathers])
         self._kept.clear()

@@ -20,6 +20,7 @@ from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
 from fzero.comm.axis import Axis
 from fzero.engine.delivery import Delivery
+from fzero.engine.later import Late
 from fzero.engine.schedule import Schedule
 from fzero.engine.use import Use
 from fzero.table.layout import Key, Layout, Slot
@@ -70,6 +71,7 @@ class Traversal:
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once
         self.records = False  # whether plain autograd was on where the function began
         self.delivery: Delivery | None = None  # of the pullback that is running, where it has one
+        self.late: Late | None = None  # in the first half of one
         self.tokens: dict[Key, torch.Tensor] = {}  # group -> its stored buffer, as its uses see it
         # group -> its gate's node of the graph, which leads here
         self.nodes: dict[Key, Callable[[], object]] = {}
@@ -110,11 +112,16 @@ class Traversal:
         """Tells whether the pass of autograd that is running asks for the cotangent of a group."""
         return self.delivery is None or self.delivery.wants(key)
 
-    def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None]) -> torch.Tensor | None:
+    def collect(self, key: Key, cotangents: Sequence[torch.Tensor | None], alone: bool = False) -> torch.Tensor | None:
         """This rank's share of the reduced cotangent of a group, from those of its leaves; a list of them is emptied.
 
         Where cotangents are delivered None, otherwise what has arrived.
+
+        Args:
+            alone: whether it is all that there will be for the group.
         """
+        if alone and self.delivery is not None and self.delivery.add_into(key, cotangents):
+            return None
         full = self.schedule.buffer(key, self.layout.groups[key].numel)
         self.layout.groups[key].join_into(full, cotangents)
         if isinstance(cotangents, list):
@@ -231,7 +238,7 @@ class _Full(torch.autograd.Function):
             full = traversal.layout.groups[ctx.key].joined(cotangents, use.compute, use.device)
             shard = use.collect(full)
         elif ctx.is_gate or traversal.wants(ctx.key):
-            shard = traversal.collect(ctx.key, cotangents)
+            shard = traversal.collect(ctx.key, cotangents, alone=ctx.is_gate)
             shard = _closed(ctx, traversal, shard) if ctx.is_gate else shard
         return None, None, None, shard
 

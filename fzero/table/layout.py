@@ -99,6 +99,13 @@ class Group:
             torch._foreach_copy_([part for part, _ in pairs], [leaf for _, leaf in pairs])
         return full
 
+    def add_into(self, total: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> None:
+        """Adds the leaves to a full buffer, without one between."""
+        parts = self.cut(total).values()
+        pairs = [(part, _dense(leaf)) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]
+        if pairs:
+            torch._foreach_add_([part for part, _ in pairs], [leaf for _, leaf in pairs])
+
     def joined(self, leaves: Sequence[torch.Tensor | None], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """A full buffer as a differentiable function of the leaves; `None` and gaps are zero."""
         parts = [torch.zeros(size, dtype=dtype, device=device) for size in self.split_sizes]

@@ -1,0 +1,243 @@
+"""What one node of autograd's graph hands on along some of its edges: apart from the others, or later.
+
+An edge is a place in `node.next_functions`. The names of native nodes and of what they saved are private parts of
+torch, which `tests/base/test_edges.py` holds against torch's own pullbacks, bit for bit.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import GradientEdge, Node
+
+from fzero.base import private, texts
+
+Edge = tuple[Node, int]
+Grads = Sequence["torch.Tensor | None"]
+
+
+def name_of(node: Node) -> str:
+    return type(node).__name__
+
+
+def edge_of(node: Node, place: int) -> Edge:
+    """Where an edge leads to that is there."""
+    other, number = node.next_functions[place]
+    assert other is not None
+    return other, number
+
+
+def is_python(node: Node) -> bool:
+    """Tells whether a node is a torch.autograd.Function's, which pulls back everything whatever is asked for."""
+    return isinstance(node, torch.autograd.function.BackwardCFunction)
+
+
+# native nodes that compute what is asked for along each edge, with the same bits whatever is asked for along others
+SEPARABLE = frozenset(
+    f"{name}Backward0"
+    for name in "Add Sub Mul Div Mm Addmm Bmm Baddbmm Mv Addmv Dot Convolution Cat Stack Where Addcmul Addcdiv Maximum "
+    "Minimum MaskedScatter IndexPut NativeLayerNorm NativeGroupNorm NativeBatchNorm".split()
+)
+# nodes that save no tensors
+SHAPES = frozenset(
+    f"{name}Backward0"
+    for name in "T Transpose Permute View UnsafeView ReshapeAlias Alias Expand Squeeze Unsqueeze ToCopy Clone Slice "
+    "Select Split SplitWithSizes Narrow AsStrided Unbind Cat Stack".split()
+) | {"SqueezeBackward1", "SqueezeBackward2", "UnsafeSplitBackward0"}
+
+
+def is_hooked(node: Node) -> bool:
+    """Tells whether what a node saved passes through somebody's hooks, which may count on one look at it."""
+    return any(
+        getattr(each, "unpack_hook", None) is not None
+        for name in _raw(type(node))
+        for saved in [getattr(node, name)]
+        for each in (saved if isinstance(saved, (tuple, list)) else (saved,))
+    )
+
+
+@functools.cache
+def _raw(kind: type) -> tuple[str, ...]:
+    return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
+
+
+def fitted(value: torch.Tensor | None, edge: Edge) -> torch.Tensor | None:
+    """A cotangent in the shape and dtype that an edge carries, as autograd makes it."""
+    if value is None:
+        return None
+    meta = edge[0]._input_metadata[edge[1]]
+    if value.shape != torch.Size(meta.shape):
+        value = value.sum_to_size(tuple(meta.shape))
+    if value.is_complex() and not meta.dtype.is_complex:
+        value = value.real
+    return value.to(meta.dtype)
+
+
+def along(node: Node, grads: Grads, places: Collection[int]) -> dict[int, torch.Tensor | None]:
+    """The cotangents that a native node hands on along some edges alone, computed now.
+
+    A node computes what the pass that is running asks for: here that is a pass of its own, which asks for these edges.
+
+    Args:
+        grads: the node's own cotangents.
+        places: of the edges.
+    """
+    device = next((g.device for g in grads if g is not None), None)
+    if device is None:
+        return dict.fromkeys(places)
+    edges, found = [edge_of(node, k) for k in places], []
+    with torch.enable_grad():
+        one = torch.zeros((), device=device, requires_grad=True)
+        root = one.clone()
+    assert root.grad_fn is not None
+    root.grad_fn.register_prehook(lambda _: found.extend(node(*grads)))  # type: ignore[operator]
+    asked: Sequence[torch.Tensor | GradientEdge] = [one, *[GradientEdge(*edge) for edge in edges]]
+    torch.autograd.grad(root, asked, allow_unused=True)  # type: ignore[arg-type]
+    return {k: fitted(found[k], edge) for k, edge in zip(places, edges, strict=True)}
+
+
+# ---- later
+
+
+class _Matmul(NamedTuple):
+    """A matrix product among torch's nodes: the places of its edges, and the names of its operands.
+
+    Attributes:
+        added: of what is added to the product.
+    """
+
+    left: int
+    right: int
+    operands: tuple[str, str]
+    batched: bool = False
+    added: int | None = None
+
+
+_MATMULS = {
+    "MmBackward0": _Matmul(0, 1, ("self", "mat2")),
+    "AddmmBackward0": _Matmul(1, 2, ("mat1", "mat2"), added=0),
+    "BmmBackward0": _Matmul(0, 1, ("self", "mat2"), batched=True),
+    "BaddbmmBackward0": _Matmul(1, 2, ("batch1", "batch2"), batched=True, added=0),
+}
+_CONVOLUTION = "ConvolutionBackward0"
+_NUMBERS = "stride padding dilation transposed output_padding groups".split()
+# edges along which a node does the work of a matrix product. Those of convolutions are computed together
+WEIGHTS: Mapping[str, frozenset[int]] = {
+    **{name: frozenset((own.left, own.right)) for name, own in _MATMULS.items()},
+    _CONVOLUTION: frozenset((1, 2)),
+    "EmbeddingBackward0": frozenset((0,)),
+}
+
+
+class Kept:
+    """The cotangents that a node will hand on along some edges, without the node: only what they are computed from.
+
+    Args:
+        grad: the node's own cotangent.
+        places: of the edges, to operands of matrix products and convolutions and what is added to them.
+
+    Attributes:
+        grad: the same, as long as it is needed.
+    """
+
+    def __init__(self, node: Node, grad: torch.Tensor, places: Collection[int]) -> None:
+        self.grad: torch.Tensor | None = grad
+        own = _MATMULS.get(name_of(node))
+        saved, self._compute = _convolution(node, places) if own is None else _matmul(node, own, places)
+        # what leads to the rest of the graph would keep it
+        self._saved = [private.unwrapped(x).detach() for x in saved]
+        self._versions = [private.version(x) for x in self._saved]
+        self._edges = {k: edge_of(node, k) for k in places}
+        self._found: dict[int, torch.Tensor | None] | None = None
+
+    @staticmethod
+    def needs(node: Node, place: int) -> tuple[int, ...] | None:
+        """The edges to the operands that the cotangent along an edge is computed from; None where it cannot wait."""
+        own = _MATMULS.get(name_of(node))
+        if own is None:
+            return (0,) if name_of(node) == _CONVOLUTION and place > 0 else None
+        return () if place == own.added else (own.right if place == own.left else own.left,)
+
+    def give(self, place: int) -> torch.Tensor:
+        """The cotangent along one edge, once. They are computed together."""
+        if self._found is None:
+            for x, version in zip(self._saved, self._versions, strict=True):
+                if private.version(x) != version:
+                    raise RuntimeError(
+                        f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
+                        f"{tuple(x.shape)}, it is at version {private.version(x)}; expected version {version} instead."
+                    )
+            assert self.grad is not None
+            found = self._compute(self.grad, self._saved)
+            self._found = {k: fitted(x, self._edges[k]) for k, x in found.items()}
+            self.grad, self._saved, self._edges = None, [], {}
+        value = self._found.pop(place)
+        assert value is not None
+        return value
+
+
+_Compute = Callable[[torch.Tensor, Sequence[torch.Tensor]], "dict[int, torch.Tensor]"]
+
+
+def _matmul(node: Node, own: _Matmul, places: Collection[int]) -> tuple[list[torch.Tensor], _Compute]:
+    """What the cotangents of a product's operands are computed from, and how: by torch's own formulas."""
+    read = functools.partial(getattr, node)
+    left, right = own.operands
+    alpha, beta = (read("_saved_alpha"), read("_saved_beta")) if own.added is not None else (1, 1)
+    saved: list[torch.Tensor] = []
+    steps: list[tuple[int, Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]]] = []
+    for k in places:
+        if k == own.added:
+            steps.append((k, lambda grad, _: _times(grad, beta)))
+            continue
+        other, at = (right, len(saved)) if k == own.left else (left, len(saved))
+        saved.append(read(f"_saved_{other}"))
+        if own.batched:
+            formula = _batched_left if k == own.left else _batched_right
+        else:
+            mine = left if k == own.left else right
+            sizes, strides = read(f"_saved_{mine}_sym_sizes"), read(f"_saved_{mine}_sym_strides")
+            by_columns = strides[0] == 1 and strides[1] == sizes[0]
+            formula = functools.partial(_left if k == own.left else _right, by_columns=by_columns)
+        steps.append((k, lambda grad, saved, at=at, formula=formula: _times(formula(grad, saved[at]), alpha)))
+    return saved, lambda grad, saved: {k: step(grad, saved) for k, step in steps}
+
+
+def _times(x: torch.Tensor, factor: complex) -> torch.Tensor:
+    return x if factor == 1 else x * factor.conjugate()
+
+
+def _left(grad: torch.Tensor, right: torch.Tensor, by_columns: bool) -> torch.Tensor:
+    return right.conj().mm(grad.t()).t() if by_columns else grad.mm(right.t().conj())
+
+
+def _right(grad: torch.Tensor, left: torch.Tensor, by_columns: bool) -> torch.Tensor:
+    return grad.t().mm(left.conj()).t() if by_columns else left.t().conj().mm(grad)
+
+
+def _batched_left(grad: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    return grad.bmm(right.transpose(1, 2).conj())
+
+
+def _batched_right(grad: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
+    return left.transpose(1, 2).conj().bmm(grad)
+
+
+def _convolution(node: Node, places: Collection[int]) -> tuple[list[torch.Tensor], _Compute]:
+    read = functools.partial(getattr, node)
+    numbers, bias = [read(f"_saved_{name}") for name in _NUMBERS], read("_saved_bias_sym_sizes_opt")
+    weight = private.unwrapped(read("_saved_weight"))
+    sizes, strides, dtype = weight.shape, weight.stride(), weight.dtype
+
+    def compute(grad: torch.Tensor, saved: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        (x,) = saved
+        # the weight's values do not matter, and need not be there any more
+        like = torch.empty_strided(sizes, strides, dtype=dtype, device=x.device)
+        mask = [False, 1 in places, 2 in places]
+        found = torch.ops.aten.convolution_backward(grad, x, like, bias, *numbers, mask)
+        return {k: found[k] for k in places}
+
+    return [read("_saved_input")], compute
