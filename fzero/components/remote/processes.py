@@ -7,6 +7,7 @@ import ctypes
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
+import multiprocessing.forkserver
 import os
 import pickle
 import secrets
@@ -136,6 +137,12 @@ def _main(
 
 
 def end_with_parent() -> None:
-    """Has this process killed when its parent ends, where the system can do that."""
+    """Has this process killed when the one that it was forked from ends, where the system can do that.
+
+    That one ends with the controlling process, unless others keep it: whoever was forked from it does, to fork more.
+    """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    with contextlib.suppress(OSError, AttributeError, TypeError):
+        os.close(multiprocessing.forkserver._forkserver._forkserver_alive_fd)  # type: ignore[attr-defined]
+        multiprocessing.forkserver._forkserver._forkserver_alive_fd = None  # type: ignore[attr-defined]

@@ -216,3 +216,20 @@ def test_no_rank_outlives_its_controlling_process(kill: bool, tmp_path: Path) ->
         run.wait(20)
     need_gone(pids)
     assert kill or (said, run.returncode) == ("", 0)
+
+
+def test_a_rank_that_stands_still_is_said_in_time() -> None:
+    """It is not dead, and goes on later."""
+    with fz.remote(functools.partial(builds.built_trouble, stage=0), 1, name="vision", timeout=1.5) as own:
+        (pid,), state = pids_of(own), own.init()
+        first = own.forward(state, X, "none")
+        assert fz.fetch(first).equal(X)
+        os.kill(pid, signal.SIGSTOP)
+        begun = time.monotonic()
+        try:
+            with pytest.raises(TimeoutError, match="no sign of life"):
+                fz.fetch(own.forward(state, X, "none"))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        assert 1 < time.monotonic() - begun < 4
+        assert fz.fetch(own.forward(state, X, "none")).equal(X) and fz.fetch(first).equal(X)

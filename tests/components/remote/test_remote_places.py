@@ -180,3 +180,18 @@ def test_values_that_are_shared_are_not_written_to() -> None:
         got = fz.fetch(first := own.forward(state, x, "none"))
         got.fill_(3.0)
         assert fz.fetch(first).equal(x)
+
+
+def test_a_function_that_writes_to_what_it_is_given_is_told() -> None:
+    def build(rank: int) -> Any:
+        return fz.train_step(lambda p, x: x.mul_(2.0) * p["w"], fz.sgd(0.1)), {"w": builds.ONES}
+
+    x = torch.ones(4, 3, dtype=torch.float64)
+    with (
+        fz.remote(functools.partial(builds.built_trouble, stage=0), 1, "threads", name="first") as first,
+        fz.remote(build, 1, "threads", name="second") as second,
+    ):
+        value = first.forward(first.init(), x, "none")
+        fz.fetch(second.forward(second.init(), value))
+        with pytest.raises(RuntimeError, match="was written to in place"):
+            fz.fetch(value)
