@@ -135,8 +135,8 @@ def adapted(p: Any, x: torch.Tensor) -> Any:
 
 
 def convolved(p: Any, x: torch.Tensor) -> Any:
-    h = F.conv1d(x[:, None].expand(4, 5, 5), p["k"], p["s"], padding=1, groups=5)
-    return over_blocks(lambda q, h: h + torch.bmm(h, q["w"].expand(4, 5, 5)) + torch.baddbmm(q["b"], h, h))(p, h)
+    h = F.conv1d(x[:, None].expand(len(x), 5, 5), p["k"], p["s"], padding=1, groups=5)
+    return over_blocks(lambda q, h: h + torch.bmm(h, q["w"].expand(len(h), 5, 5)) + torch.baddbmm(q["b"], h, h))(p, h)
 
 
 def normed(p: Any, x: torch.Tensor) -> Any:
@@ -176,7 +176,7 @@ def not_used(p: Any, x: torch.Tensor) -> Any:
     """Units without inputs that are differentiated, outputs that nothing uses."""
     unit = fz.unit(lambda q, x: (x @ q["w"], x * q["b"], q["g"] * 2))
     y, _, g = unit(p["blocks"][0], x)
-    z, _, _ = unit(p["blocks"][1], torch.ones(4, 5, dtype=x.dtype))
+    z, _, _ = unit(p["blocks"][1], torch.ones(len(x), 5, dtype=x.dtype))
     return y + z @ p["w"] + g, torch.zeros(3, dtype=torch.int64)
 
 
