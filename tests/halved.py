@@ -119,10 +119,9 @@ def squared(p: Any, x: torch.Tensor) -> Any:
     """One operation that takes a param twice, and that twice over."""
 
     def body(q: Any, x: torch.Tensor) -> torch.Tensor:
-        x = torch.cat([x, x[:1]])
         for _ in range(3):
-            x = torch.tanh(torch.addmm(x, q["w"], q["w"], alpha=0.3)) @ q["v"]
-        return x[:4]
+            x = torch.tanh(x @ torch.addmm(x.T @ x, q["w"], q["w"], alpha=0.3)) @ q["v"]
+        return x
 
     return over_blocks(body)(p, x)
 
@@ -136,8 +135,8 @@ def adapted(p: Any, x: torch.Tensor) -> Any:
 
 
 def convolved(p: Any, x: torch.Tensor) -> Any:
-    h = F.conv1d(x[:, None].expand(4, 5, 5), p["k"], p["s"], padding=1, groups=5)
-    return over_blocks(lambda q, h: h + torch.bmm(h, q["w"].expand(4, 5, 5)) + torch.baddbmm(q["b"], h, h))(p, h)
+    h = F.conv1d(x[:, None].expand(len(x), 5, 5), p["k"], p["s"], padding=1, groups=5)
+    return over_blocks(lambda q, h: h + torch.bmm(h, q["w"].expand(len(h), 5, 5)) + torch.baddbmm(q["b"], h, h))(p, h)
 
 
 def normed(p: Any, x: torch.Tensor) -> Any:
@@ -177,7 +176,7 @@ def not_used(p: Any, x: torch.Tensor) -> Any:
     """Units without inputs that are differentiated, outputs that nothing uses."""
     unit = fz.unit(lambda q, x: (x @ q["w"], x * q["b"], q["g"] * 2))
     y, _, g = unit(p["blocks"][0], x)
-    z, _, _ = unit(p["blocks"][1], torch.ones(4, 5, dtype=x.dtype))
+    z, _, _ = unit(p["blocks"][1], torch.ones(len(x), 5, dtype=x.dtype))
     return y + z @ p["w"] + g, torch.zeros(3, dtype=torch.int64)
 
 

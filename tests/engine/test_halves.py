@@ -147,7 +147,6 @@ WEIGHTS = 2 * 64 * (2 * (16 * 32 + 32 * 16) + 16 * 8)  # FLOPs of the products o
 def test_no_product_is_computed_twice_or_too_early(shard: str) -> None:
     x = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
 
-    torch.manual_seed(0)
     fn, params = fz.functional(Layers())
 
     def rank_main(_: int) -> None:
