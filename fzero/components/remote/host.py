@@ -279,7 +279,7 @@ class Host:
         if key is None or key in self._trees or not self.has_copies:
             return ()
         tensors = [x.tensor for x in values.values() if isinstance(x, Piece) and x.kind in ("rows", "same", "alike")]
-        return tuple([float(x.detach().abs().sum(dtype=torch.float64)) for x in tensors])
+        return tuple([float(x.detach().to(torch.float64).abs().sum()) for x in tensors])
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""
