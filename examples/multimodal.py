@@ -1,0 +1,327 @@
+"""Reads lines of text from images of several resolutions: two models, each on ranks of its own, trained as one.
+
+A vision transformer has its patches cut over two ranks (Ulysses) and its optimizer's state, too (ZeRO-1); a Llama-like
+decoder has its matrices cut over two others (tensor parallelism, and ZeRO over what --text-dp says). The loop is five
+lines, and the same wherever they are. About two minutes on two cores:
+
+    python examples/multimodal.py
+    python examples/multimodal.py --on threads
+    python examples/multimodal.py --on ray
+    python examples/multimodal.py --on here
+    python examples/multimodal.py --vision-dp 2 --sp 1 --text-dp 2
+
+The losses are the same to the bit on threads, processes and Ray. "here" is both in this process, with nothing cut.
+Losses are in nats per character. Ctrl-C stops the run and keeps what was trained; --resume goes on from the newest
+checkpoint, with the bits of a run that was never stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import functools
+import json
+import math
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from launch import add_numbers, check_folder, parser_of
+from line_images import END, Batch, random_batch
+from line_models import Decoder, Image, VisionTransformer, loss_of
+from read_text import SHORTEST, lines_of, text_lines
+from torch import Tensor
+from torch.distributed import init_device_mesh
+from tqdm import tqdm
+
+import fzero as fz
+
+# params of 24 bits and moments of 8; what is computed stays in float32, which all CPUs are quick in
+COMPACT = dataclasses.replace(fz.Policy.compact24(), grad=torch.float32, compute=torch.float32)
+# attention and MLP by columns, then by rows; the head by characters
+PLAN = {
+    **dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj", "*.gate", "*.up"), "column"),
+    **dict.fromkeys(("*.o_proj", "*.down"), "row"),
+    "head": "column_gather",
+}
+OF_A_START = ("on", "resume", "out", "save_every")  # options that change no number
+TRACED = 3  # updates that the picture shows
+
+
+# ---- the two components: what is built on each of their ranks
+
+
+def vision_on(rank: int, args: argparse.Namespace) -> tuple[Any, ...]:
+    """The vision transformer: a step, its params, and the axis that batches are split over."""
+    sizes = args.vision_dp, args.sp
+    mesh = None if args.on == "here" else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "sp"))
+    sp = fz.parallel.axis(mesh, "sp") if mesh else None
+    weights = torch.Generator().manual_seed(args.seed)
+    encode, params = fz.functional(VisionTransformer(args.width, args.vision_blocks, args.heads, weights, sp))
+    step = fz.train_step(encode, optimizer(args), COMPACT)
+    if mesh is None:
+        return step, params
+    return fz.shard_zero1(step, mesh=mesh, axis=("dp", "sp")), params, fz.parallel.axis(mesh, "dp")
+
+
+def text_on(rank: int, args: argparse.Namespace) -> tuple[Any, ...]:
+    """The language model: its function is the loss, or what it would write next."""
+    weights = torch.Generator().manual_seed(args.seed + 1)
+    decode, params = fz.functional(Decoder(args.width, args.text_blocks, args.heads, weights))
+
+    def fn(params: Any, tokens: Tensor, image: Image, writes: bool = False) -> Tensor:
+        if writes:
+            return decode(params, tokens, image)[:, -1].argmax(-1)
+        return loss_of(decode(params, tokens[:, :-1], image), tokens[:, 1:])
+
+    step = fz.train_step(fn, optimizer(args), COMPACT)
+    if args.on == "here":
+        return step, params
+    mesh = init_device_mesh("cpu", (args.text_dp, args.tp), mesh_dim_names=("dp", "tp"))
+    return fz.shard_zero3(fz.shard_tensor(step, PLAN, mesh=mesh), mesh=mesh), params
+
+
+def optimizer(args: argparse.Namespace) -> Any:
+    lr = fz.warmup_cosine(args.lr, warmup=min(args.warmup, args.steps), total=args.steps, end=args.lr / 20)
+    return fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(lr, b2=0.98))
+
+
+# ---- the loop, wherever they are
+
+
+def update(vision: Any, text: Any, v_state: Any, t_state: Any, batch: Batch) -> tuple[Any, Any, Any]:
+    emb, pull_v = vision.vjp(v_state, batch.images, argnums=())
+    loss, pull_t = text.vjp(t_state, batch.tokens, emb)
+    g_t, (_, ct) = pull_t(torch.ones_like(loss))
+    g_v, _ = pull_v(ct)  # the embeddings' cotangent goes from rank to rank, and on through the vision transformer
+    norm = fz.global_norm(g_v, g_t)  # of both, so that they are clipped as one model
+    v_state, _ = vision.update(v_state, g_v, grad_norm=norm)
+    t_state, _ = text.update(t_state, g_t, grad_norm=norm)
+    return v_state, t_state, loss
+
+
+def train(args: argparse.Namespace, stop: threading.Event) -> None:
+    lines, others = text_lines(args.longest)
+    print(f"images of {len(lines):,} lines to train on; {len(others):,} others, from other files, are held out")
+    unigram = character_entropy(lines)
+    with contextlib.ExitStack() as stack:
+        vision, first_v = begun(vision_on, args.vision_dp * args.sp, args, stack)
+        text, first_t = begun(text_on, args.text_dp * args.tp, args, stack)
+        kept = args.out / "checkpoints"
+        found = newest(kept) if args.resume else None
+        if found is None:
+            v_state, t_state, losses = first_v(), first_t(), list[float]()
+        else:
+            v_state, t_state = fz.load(found / "vision", vision), fz.load(found / "text", text)
+            losses = fz.load_extra(found / "text")["losses"]
+            print(f"going on after update {len(losses)} of {args.steps}")
+
+        bar = tqdm(total=args.steps, initial=len(losses), unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
+        began, seen, waiting = time.perf_counter(), 0, None
+        for done in range(len(losses), args.steps):
+            batch = random_batch(lines, args.batch, (args.seed << 32) + done)
+            v_state, t_state, loss = update(vision, text, v_state, t_state, batch)
+            if waiting is not None:  # one behind, so that the components have work while this draws images
+                losses.append(float(waiting))
+            waiting, seen = loss, seen + batch.count
+            if (done + 1) % args.save_every == 0 or done + 1 == args.steps or stop.is_set():
+                losses.append(float(waiting))
+                waiting = None
+                save(kept, v_state, t_state, losses, args)
+            if losses:
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {seen / (time.perf_counter() - began):,.0f} tokens/s")
+            bar.update()
+            if stop.is_set():
+                break
+        bar.close()
+        (args.out / "losses.json").write_text(json.dumps(losses))
+
+        spans: list[tuple[int, str, float, float]] = []
+        watched = Watched(vision, 0, spans), Watched(text, 1, spans)
+        for number in range(TRACED):  # thrown away
+            update(*watched, v_state, t_state, random_batch(lines, args.batch, number))
+        draw_spans(spans, args)
+
+        images, tokens = random_batch(others, args.batch, args.seed)
+        image = vision.forward(v_state, images)
+        loss = float(text.forward(t_state, tokens, image))
+        read = written(text, t_state, image, tokens[:, :1], tokens.shape[1] - 1)
+    if stop.is_set():
+        print(f"stopped after {len(losses)} of {args.steps} updates; what was trained is kept; --resume goes on")
+    print(f"held-out loss {loss:.3f} nats per character; of the characters' frequencies alone {unigram:.3f}")
+    right = (read == tokens)[:, 1:][tokens[:, 1:] > END].double().mean()
+    print(f"read from the image alone: {right:.1%} of the characters of {len(tokens)} held-out lines")
+    (line, *_), (own, *_) = lines_of(tokens[:, 1:]), lines_of(read[:, 1:])
+    print(f"an image of {line!r} is read as {own!r}")
+    print(f"saved losses.json, multimodal.png and checkpoints in {args.out}")
+
+
+def begun(
+    build: Callable[..., tuple[Any, ...]], ranks: int, args: argparse.Namespace, stack: contextlib.ExitStack
+) -> tuple[Any, Callable[[], Any]]:
+    """A component, and what makes its first state. This is all that --on changes."""
+    own = functools.partial(build, args=args)
+    if args.on == "here":
+        step, params = own(0)
+        return step, lambda: step.init(params, seed=args.seed)
+    name, halves = build.__name__.removesuffix("_on"), {"resources": {"CPU": 0.5}}  # four ranks on two cores
+    component = fz.remote(own, ranks, on=args.on, name=name, options=halves if args.on == "ray" else {})
+    stack.enter_context(component)
+    return component, functools.partial(component.init, seed=args.seed)
+
+
+def written(text: Any, state: Any, image: Any, tokens: Tensor, count: int) -> Tensor:
+    """The tokens with what the language model writes behind them, each its best guess."""
+    for _ in range(count):
+        tokens = torch.cat([tokens, fz.fetch(text.forward(state, tokens, image, True))[:, None]], 1)
+    return tokens
+
+
+def character_entropy(lines: list[str]) -> float:
+    """Nats per character, for who knows how often each occurs."""
+    counts = Counter("\n".join([*lines, ""])).values()
+    return -sum(n / sum(counts) * math.log(n / sum(counts)) for n in counts)
+
+
+# ---- checkpoints: one folder for both
+
+
+def save(kept: Path, v_state: Any, t_state: Any, losses: list[float], args: argparse.Namespace) -> None:
+    """The language model's part comes last: where it is whole, both are. The last two checkpoints are kept."""
+    folder = kept / f"update-{len(losses):06}"
+    folder.mkdir(parents=True, exist_ok=True)
+    fz.save(folder / "vision", v_state)
+    fz.save(folder / "text", t_state, extra={"losses": losses, "options": of_the_run(args)})
+    for old in sorted(kept.iterdir())[:-2]:
+        shutil.rmtree(old)
+
+
+def newest(kept: Path) -> Path | None:
+    """The last whole checkpoint."""
+    for folder in sorted(kept.glob("update-*"), reverse=True):
+        with contextlib.suppress(FileNotFoundError, fz.DamagedCheckpoint):
+            fz.load_extra(folder / "text")
+            return folder
+    return None
+
+
+def of_the_run(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: value for name, value in vars(args).items() if name not in OF_A_START}
+
+
+# ---- what is shown
+
+
+class Watched:
+    """A component that waits for all that it is asked for, and notes when it was asked and when that was there."""
+
+    def __init__(self, component: Any, place: int, spans: list[tuple[int, str, float, float]]) -> None:
+        self.component, self.place, self.spans = component, place, spans
+
+    def vjp(self, *inputs: Any, **options: Any) -> Any:
+        outputs, pullback = self.noted("F", lambda made: made[0], self.component.vjp, *inputs, **options)
+        return outputs, functools.partial(self.noted, "B", lambda made: (fz.global_norm(made[0]), made[1]), pullback)
+
+    def update(self, *inputs: Any, **options: Any) -> Any:
+        return self.noted("update", lambda made: made[1], self.component.update, *inputs, **options)
+
+    def noted(
+        self, what: str, awaited: Callable[[Any], Any], call: Callable[..., Any], *inputs: Any, **more: Any
+    ) -> Any:
+        began = time.perf_counter()
+        made = call(*inputs, **more)
+        fz.fetch(awaited(made))
+        self.spans.append((self.place, what, began, time.perf_counter()))
+        return made
+
+
+def draw_spans(spans: list[tuple[int, str, float, float]], args: argparse.Namespace) -> None:
+    """Who computes when: forward and backward as those of a pipeline are drawn, and updates in grey."""
+    numbers: Counter[tuple[int, str]] = Counter()
+    tasks: list[tuple[int, fz.schedules.Task, float, float]] = []
+    updates: list[tuple[int, float, float]] = []
+    for place, what, began, ended in spans:
+        if what == "update":
+            updates.append((place, began, ended))
+        else:
+            tasks.append((place, fz.schedules.Task(fz.schedules.Kind(what), place, numbers[place, what]), began, ended))
+        numbers[place, what] += 1
+    timeline = fz.schedules.Timeline(tasks)
+    axes: Any = fz.plot_schedule(timeline)
+    rows = axes.get_yticks()
+    for place, began, ended in updates:
+        axes.broken_barh([(began - timeline.start, ended - began)], (rows[place] - 0.38, 0.76), facecolor="lightgrey")
+    axes.set_yticks(rows, ["vision", "text"])
+    axes.set_xlim(0, spans[-1][-1] - timeline.start)
+    axes.texts[0].set_text(f"{TRACED} updates on {args.on}, every call waited for; grey: optimizers")
+    axes.set_xlabel("seconds")
+    axes.figure.savefig(args.out / "multimodal.png", dpi=150)
+
+
+# ---- options
+
+
+def options(argv: list[str] | None = None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("--on", default="processes", choices=["here", "threads", "processes", "ray"], help="where")
+    add_numbers(
+        parser,
+        ("vision-dp", 1, "shares of the batch in the vision transformer"),
+        ("sp", 2, "ranks that patches are cut over, for each of these"),
+        ("text-dp", 1, "shares of the batch in the language model"),
+        ("tp", 2, "ranks that matrices are cut over, for each of these"),
+        ("width", 64, "features of the residual streams"),
+        ("vision-blocks", 2, "transformer blocks of the vision transformer"),
+        ("text-blocks", 2, "transformer blocks of the language model"),
+        ("heads", 4, "attention heads of a block"),
+        ("longest", 10, "characters of a line"),
+        ("batch", 32, "images of an update"),
+        ("steps", 800, "updates"),
+        ("warmup", 50, "updates over which the learning rate rises"),
+        ("save-every", 200, "updates between two checkpoints; the last two are kept"),
+        ("lr", 5e-3, "peak learning rate"),
+    )
+    parser.add_argument("--seed", type=int, default=0, help="of weights and batches")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in --out, if any")
+    parser.add_argument("--out", type=Path, default=Path("out/multimodal"), help="folder for what is kept")
+    args = parser.parse_args(argv)
+    if args.seed < 0:
+        parser.error("--seed must not be negative")
+    if args.width % (2 * args.heads) or args.heads % 2:
+        parser.error(f"--heads must be even and --width a multiple of 2 * heads, got {args.heads} and {args.width}")
+    if args.longest < SHORTEST:
+        parser.error(f"--longest must be at least {SHORTEST}, got {args.longest}")
+    check_folder(parser, args.out)
+    found = newest(args.out / "checkpoints")
+    if found is not None and not args.resume:
+        parser.error(f"--out {args.out} holds a run: --resume goes on with it, another --out begins a new one")
+    was = fz.load_extra(found / "text")["options"] if found is not None else of_the_run(args)
+    for name, value in of_the_run(args).items():
+        if value != was[name]:
+            parser.error(f"--{name.replace('_', '-')} {value}, but the run in --out {args.out} has {was[name]}")
+    return args
+
+
+def main(args: argparse.Namespace) -> None:
+    torch.set_num_threads(1)  # of each rank: what is summed in which order does not depend on the machine
+    stop = threading.Event()
+
+    def handle(number: int, _: Any) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)  # a second one kills
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, handle)
+    train(args, stop)
+
+
+if __name__ == "__main__":
+    main(options())
