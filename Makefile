@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/pip install -q --disable-pip-version-check -c constraints.txt
 
-.PHONY: demo test lint soak lasting killing mutants bench bench-gpu clean
+.PHONY: demo test lint soak lasting killing killing-components mutants bench bench-gpu clean
 
 demo: .venv/.installed
 	@echo "== training a small language model on two ranks (Ctrl-C stops it; the next time it goes on from there)"
@@ -37,6 +37,10 @@ lasting: .venv/.installed
 KILLS ?= 50
 killing: .venv/.installed
 	@OMP_NUM_THREADS=1 $(BIN)/python tests/killing.py --kills $(KILLS) --seed $(SEED)
+
+# ranks of components that are killed at random calls; each is named, the run recovers to its bits, nothing is left
+killing-components: .venv/.installed
+	@OMP_NUM_THREADS=1 $(BIN)/python tests/killing_components.py --kills $(KILLS) --seed $(SEED)
 
 # leaves out each wait in turn; some test must turn red each time
 mutants: .venv/.installed

@@ -17,6 +17,9 @@ from fzero.state.gather import over_ranks, squares_of
 from fzero.table.spec import Spec
 from fzero.update.update import apply_update, with_kept
 
+State = Any  # a TrainState, or a handle of one
+Grads = Any  # a Sharded, or a handle of one
+Updated = tuple[State, dict[str, Any]]  # the next state, and the metrics
 KINDS = {
     ("pass_forward", ""): Kind.FORWARD,
     ("pass_pull", "both"): Kind.BACKWARD,
@@ -34,7 +37,7 @@ class Weighed(NamedTuple):
         own: leaf -> that of this rank's part.
     """
 
-    grads: Any
+    grads: Grads
     by_leaf: Any
     own: Mapping[int, torch.Tensor]
 
@@ -45,22 +48,22 @@ class Stage(Protocol):
     has_aux: bool
     distant: bool  # whether it is on ranks of its own, and returns handles
 
-    def init(self, params: object, seed: int, sync: bool) -> Any: ...
-    def check(self, state: Any, who: str) -> None: ...
-    def check_step(self, state: Any) -> None: ...
-    def check_grads(self, state: Any, grads: object, argument: str) -> None: ...
-    def passes(self, state: Any, count: int, rng: int, at_once: bool) -> StagePasses: ...
-    def weighed(self, state: Any, grads: Any) -> Weighed: ...
-    def update(self, state: Any, weighed: Weighed, norm: object) -> tuple[Any, dict[str, Any]]: ...
-    def add_grads(self, state: Any, grads: Any) -> Any: ...
+    def init(self, params: object, seed: int, sync: bool) -> State: ...
+    def check(self, state: State, who: str) -> None: ...
+    def check_step(self, state: State) -> None: ...
+    def check_grads(self, state: State, grads: object, argument: str) -> None: ...
+    def passes(self, state: State, count: int, rng: int, at_once: bool) -> StagePasses: ...
+    def weighed(self, state: State, grads: Grads) -> Weighed: ...
+    def update(self, state: State, weighed: Weighed, norm: object) -> Updated: ...
+    def add_grads(self, state: State, grads: Grads) -> State: ...
     def spans(self, stage: int) -> list[tuple[Task, float, float]] | None: ...
 
 
 class Initialised(Protocol):
     """The verbs of a step that are not functions of its data alone."""
 
-    def init(self, params: object, seed: int, sync: bool) -> Any: ...
-    def add_grads(self, state: Any, grads: Any) -> Any: ...
+    def init(self, params: object, seed: int, sync: bool) -> State: ...
+    def add_grads(self, state: State, grads: Grads) -> State: ...
 
 
 class _Fetching(Passes):
@@ -94,32 +97,32 @@ class LocalStage:
         self.step, self._verbs, self.has_aux = step, verbs, step.has_aux
         self._passes = _Fetching if beside else Passes
 
-    def init(self, params: object, seed: int, sync: bool) -> Any:
+    def init(self, params: object, seed: int, sync: bool) -> State:
         return self._verbs.init(params, seed, sync)
 
-    def check(self, state: Any, who: str) -> None:
+    def check(self, state: State, who: str) -> None:
         check_state(self.step, state, who)
 
-    def check_step(self, state: Any) -> None:
+    def check_step(self, state: State) -> None:
         check_optimizer(self.step, state)
         refuse_captured("pipeline", self.step.fn)
 
-    def check_grads(self, state: Any, grads: object, argument: str) -> None:
+    def check_grads(self, state: State, grads: object, argument: str) -> None:
         check_grads(self.step, state, grads, argument)
 
-    def passes(self, state: Any, count: int, rng: int, at_once: bool) -> StagePasses:
+    def passes(self, state: State, count: int, rng: int, at_once: bool) -> StagePasses:
         return self._passes(self.step, state, count, rng, at_once)
 
-    def weighed(self, state: Any, grads: Any) -> Weighed:
+    def weighed(self, state: State, grads: Grads) -> Weighed:
         grads = with_kept(state, grads)
         squares = squares_of(grads)
         return Weighed(grads, over_ranks(squares, grads), squares)
 
-    def update(self, state: Any, weighed: Weighed, norm: object) -> tuple[Any, dict[str, Any]]:
+    def update(self, state: State, weighed: Weighed, norm: object) -> Updated:
         known = norm.fetched() if isinstance(norm, Value) else norm
         return apply_update(self.step, state, weighed.grads, known, (weighed.by_leaf.sum(), weighed.own))
 
-    def add_grads(self, state: Any, grads: Any) -> Any:
+    def add_grads(self, state: State, grads: Grads) -> State:
         return self._verbs.add_grads(state, grads)
 
     def spans(self, stage: int) -> None:
@@ -134,7 +137,7 @@ class DistantStage:
     def __init__(self, component: RemoteComponent) -> None:
         self.component, self.has_aux = component, False
 
-    def init(self, params: object, seed: int, sync: bool) -> Any:
+    def init(self, params: object, seed: int, sync: bool) -> State:
         if params is not None:
             raise TypeError(
                 f"pipeline.init: got params of {self.component.name!r}, expected None: what `build` returned on its "
@@ -142,10 +145,10 @@ class DistantStage:
             )
         return self.component.init(seed)
 
-    def check(self, state: Any, who: str) -> None:
+    def check(self, state: State, who: str) -> None:
         self.component._need_state(state, who)
 
-    def check_step(self, state: Any) -> None:
+    def check_step(self, state: State) -> None:
         pass  # its ranks do
 
     def check_grads(self, state: RemoteState, grads: object, argument: str) -> None:
@@ -157,10 +160,10 @@ class DistantStage:
     def weighed(self, state: RemoteState, grads: RemoteTree) -> Weighed:
         return Weighed(grads, self.component.square_of(grads, state), {})
 
-    def update(self, state: RemoteState, weighed: Weighed, norm: object) -> tuple[Any, dict[str, Any]]:
+    def update(self, state: RemoteState, weighed: Weighed, norm: object) -> Updated:
         return self.component.update(state, weighed.grads, norm)
 
-    def add_grads(self, state: RemoteState, grads: RemoteTree) -> Any:
+    def add_grads(self, state: RemoteState, grads: RemoteTree) -> State:
         return self.component.add_grads(state, grads)
 
     def spans(self, stage: int) -> list[tuple[Task, float, float]]:
