@@ -26,6 +26,7 @@ from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
 from fzero.schedules.timeline import Timeline
+from fzero.state.beyond import here
 from fzero.state.checks import constants, need_derivatives
 from fzero.step import Step
 from fzero.table.microbatch import Microbatches
@@ -130,6 +131,7 @@ class Pipeline:
             `(outputs, pullback)`, or `(outputs, pullback, aux)` where the last stage has aux.
         """
         self._check(state, "pipeline.vjp")
+        inputs = here(inputs)
         chosen = need_argnums(argnums, inputs)
         need_derivatives("pipeline.vjp")
         if self._line is not None:
@@ -144,7 +146,7 @@ class Pipeline:
     def forward(self, state: PipelineState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the last stage has aux. Otherwise as `vjp`."""
         self._check(state, "pipeline.forward")
-        state, inputs = constants("pipeline.forward", state=state, inputs=inputs)
+        state, inputs = constants("pipeline.forward", state=state, inputs=here(inputs))
         call = self._call(state, inputs, None, rng)
         with as_found(), private.outside_inference(), torch.no_grad():
             call.run("forward", goes_forward, lambda _: None)
@@ -196,6 +198,7 @@ class Pipeline:
         """
         self._check(state, "pipeline.update")
         self._check_grads(state, grads)
+        grad_norm = here(grad_norm)
         need_norm(grad_norm, "pipeline.update")
         state, grads, grad_norm = constants("pipeline.update", state=state, grads=grads, grad_norm=grad_norm)
         return self._updated(state, grads, grad_norm)
@@ -277,6 +280,7 @@ class Pipeline:
         for c in self._here:
             self._stages[c].check_step(state[c])
         need_derivatives("pipeline")
+        inputs, cotangent = here((inputs, cotangent))
         state, inputs, cotangent = constants("pipeline", state=state, inputs=inputs, cotangent=cotangent)
         losses = Losses(self._micro, cotangent)
         call = self._call(state, inputs, (), rng, True, records, losses.note)
@@ -319,7 +323,8 @@ def pipeline(
 
     Numbers, to the bit, are those of `fz.accumulate(step, schedule.microbatches)` with one step whose function calls
     the stages' functions one after the other: each stage adds gradients in the order of the microbatches, whatever the
-    schedule.
+    schedule. Where a value is used three times or more, by skips or shared components, its cotangents may be added in
+    another order.
 
     Args:
         steps: one for each stage of the schedule, in order, and behind them one for each that stages share. One may be

@@ -16,6 +16,7 @@ from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
 from fzero.engine.function import sums_whole
 from fzero.engine.passes import evaluated
+from fzero.state.beyond import here
 from fzero.state.checks import check_grads, check_optimizer, check_state, constants, need_derivatives, refuse_captured
 from fzero.state.init import init_state
 from fzero.state.placing import settle
@@ -77,6 +78,7 @@ class Step(Spec):
         check_state(self, state)
         rng = need_int(rng, "step.vjp", "rng")
         need_derivatives("step.vjp")
+        inputs = here(inputs)
         with as_found():
             pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
             outputs, aux = pullback.taken()
@@ -92,7 +94,7 @@ class Step(Spec):
         """
         check_state(self, state)
         rng = need_int(rng, "step.forward", "rng")
-        state, inputs = constants("step.forward", state=state, inputs=inputs)
+        state, inputs = constants("step.forward", state=state, inputs=here(inputs))
         refuse_captured("step.forward", self.fn)
         micro = self.microbatches
         pairs = []
@@ -118,6 +120,7 @@ class Step(Spec):
         check_optimizer(self, state)
         rng = need_int(rng, "step", "rng")
         need_derivatives("step")
+        inputs, cotangent = here((inputs, cotangent))
         state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
         refuse_captured("step", self.fn)
         with as_found():
@@ -149,6 +152,7 @@ class Step(Spec):
         """
         check_grads(self, state, grads)
         check_optimizer(self, state)
+        grad_norm = here(grad_norm)
         need_norm(grad_norm, "step.update")
         state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
         with as_found(), private.of_normal_tensors(), private.below_transforms():

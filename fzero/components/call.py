@@ -65,6 +65,7 @@ class Call:
         self.wires, self.passes, self.micro, self.line, self._places = wires, passes, micro, places.line, places
         self._tasks, self._records = tasks, records
         self.spans: list[tuple[Task, float, float]] = []
+        self._pulled = False  # whether a pullback was begun
         self.has_last = wires.stages - 1 in passes
 
     # ---- tasks
@@ -77,6 +78,10 @@ class Call:
             pieces: gives the cotangent of the last stage's outputs of a microbatch, when it is needed.
         """
         tasks = [task for task in self._tasks if chosen(task)]
+        if any(not goes_forward(task) for task in tasks):
+            if self._pulled:
+                self.flow.begin_again()
+            self._pulled = True
         if self.line is not None:
             self.line.begin_call(verb)
         for place, task in enumerate(tasks):

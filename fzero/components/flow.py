@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -16,6 +17,7 @@ class Passes(Protocol):
 
     def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int]) -> tuple[object, object]: ...
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]: ...
+    def begin(self) -> None: ...
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
     def params(self, microbatch: int) -> None: ...
@@ -28,6 +30,16 @@ class _Form(NamedTuple):
 
     ports: Ports
     specs: Mapping[Wire, pytree.Spec]
+
+
+@contextlib.contextmanager
+def in_stage(stage: int, microbatch: int) -> Iterator[None]:
+    """Errors of a stage say which it was."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"In stage {stage} of the pipeline, microbatch {microbatch}.")
+        raise
 
 
 class Flow:
@@ -79,7 +91,8 @@ class Flow:
 
     def _run(self, component: int, microbatch: int, inputs: Sequence[object], wanted: Sequence[int]) -> None:
         own = self.passes[component]
-        made = own.outputs(microbatch, inputs) if self._wanted is None else own.forward(microbatch, inputs, wanted)
+        with in_stage(component, microbatch):
+            made = own.outputs(microbatch, inputs) if self._wanted is None else own.forward(microbatch, inputs, wanted)
         output, aux = made
         if component == self.wires.stages - 1:
             self.outputs[microbatch], self.auxes[microbatch] = self._keep(microbatch, output), aux
@@ -106,6 +119,13 @@ class Flow:
 
     # ---- backward
 
+    def begin_again(self) -> None:
+        """Forgets what an earlier pullback, which may have failed, has left."""
+        self._cotangents.clear()
+        self._of_inputs.clear()
+        for own in self.passes.values():
+            own.begin()
+
     def backward(self, stage: int, microbatch: int, cotangent: object, retain_graph: bool = False) -> None:
         """Pulls a microbatch back through a stage.
 
@@ -129,7 +149,8 @@ class Flow:
         self, stage: int, microbatch: int, cotangent: object, pull: Callable[[int, object], tuple[object, ...]]
     ) -> None:
         last = stage == self.wires.stages - 1
-        pulled = pull(stage, cotangent if last else self._cotangent(stage, microbatch))
+        with in_stage(stage, microbatch):
+            pulled = pull(stage, cotangent if last else self._cotangent(stage, microbatch))
         for argument, own in zip(self.wires.arguments[stage], pulled, strict=True):
             if isinstance(argument, Input):
                 self._of_inputs.setdefault((argument.number, microbatch), {})[stage] = own

@@ -175,7 +175,7 @@ class PlaceFailed(Exception):
 def failure_of(error: BaseException, rank: int) -> Failure:
     if isinstance(error, PlaceFailed):
         return error.failure
-    return Failure(rank, type(error).__name__, str(error))
+    return Failure(rank, type(error).__name__, "\n".join([str(error), *getattr(error, "__notes__", ())]))
 
 
 def raised(failure: Failure, place: int) -> BaseException:

@@ -72,6 +72,7 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         )
     if isinstance(groups, backend.Mesh):
         group = groups.get_group()
+        _need_messages(group)
         seats = [Seat(place, 0, 1, 0, 1) for place in range(len(schedule.places))]
         own = backend.rank_in(group)
         _need_alike(group, schedule, wires)
@@ -85,6 +86,7 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         raise ValueError(
             f"pipeline: got groups={groups} on {backend.size_of(group)} ranks, expected each of them to have a place."
         )
+    _need_messages(group)
     _need_alike(group, schedule, wires)
     place = places[backend.rank_in(group)]
     _need_apart(steps, schedule, wires, place, set(groups[place]), set(places))
@@ -107,6 +109,18 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
             "that have different examples; expected as many in each place, where components are shared."
         )
     return Line(group, schedule, seats)
+
+
+def _need_messages(group: backend.Group) -> None:
+    """Refuses a process group that has no messages of bytes by tags."""
+    kind = backend.kind_of(group)
+    if kind != "gloo":
+        raise ValueError(
+            f"pipeline: got groups over a process group of backend {kind!r}, expected 'gloo', whose messages have "
+            "tags. Start that: on real processes, torch.distributed.init_process_group('gloo') under torchrun or "
+            "fz.testing.run_ranks(..., backend='processes'); stages on threads are components: fz.remote(..., "
+            "on='threads')."
+        )
 
 
 def _need_alike(group: backend.Group, schedule: Schedule, wires: Wiring) -> None:

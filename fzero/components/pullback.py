@@ -10,6 +10,7 @@ from fzero.base.interrupts import as_found
 from fzero.components.call import Call, goes_forward, need_constants
 from fzero.components.losses import known_parts
 from fzero.components.parts import PerStage
+from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 
 
@@ -46,7 +47,7 @@ class PipelinePullback:
                 "Take second derivatives of the stages' functions, one after the other, in one step: fz.hvp."
             )
         need_derivatives("pullback")
-        call = self._call
+        call, cotangent = self._call, here(cotangent)
         if call is None:
             raise RuntimeError(
                 "The pullback of this pipeline was used up by an earlier call, which freed what it kept. Pass "

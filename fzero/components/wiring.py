@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -33,6 +34,7 @@ class Ports(NamedTuple):
 
     kind: type
     keys: tuple[Hashable, ...]
+    shell: dict[Any, Any] | None = None  # an empty one of its class
 
 
 @dataclass(frozen=True)
@@ -206,7 +208,10 @@ def taken_apart(output: Any, items: Collection[Hashable], who: str) -> tuple[dic
     out: dict[Hashable | None, object] = {item: by_key[item] for item in items}
     left = {key: by_key[key] for key in rest}
     out[None] = left[rest[0]] if len(rest) == 1 else left if isinstance(output, dict) else tuple(left.values())
-    return out, Ports(type(output), keys)
+    shell = copy.copy(output) if isinstance(output, dict) else None
+    if shell is not None:
+        shell.clear()
+    return out, Ports(type(output), keys, shell)
 
 
 def put_together(values: Mapping[Hashable | None, Any], items: Collection[Hashable], ports: Ports) -> Any:
@@ -222,8 +227,10 @@ def put_together(values: Mapping[Hashable | None, Any], items: Collection[Hashab
     else:
         found = dict(zip(rest, left, strict=True))
     own = [found[key] if key in found else values[key] for key in ports.keys]
-    if issubclass(ports.kind, dict):
-        return ports.kind(zip(ports.keys, own, strict=True))
+    if ports.shell is not None:
+        whole = copy.copy(ports.shell)
+        whole.update(zip(ports.keys, own, strict=True))
+        return whole
     return ports.kind(*own) if hasattr(ports.kind, "_fields") else ports.kind(own)
 
 

@@ -12,6 +12,7 @@ from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.run import Run, no_first_half, scalar_loss
+from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -239,6 +240,7 @@ class Pullback:
 
     def _pieces(self, cotangent: object) -> tuple[list[object], float]:
         """The cotangent of each microbatch, and by what to divide what it is pulled back to."""
+        cotangent = here(cotangent)
         self._runs[0].need_graph()
         self._times = None  # a second half that did not come
         if self._micro.count > 1:

@@ -41,7 +41,7 @@ class Passes:
 
     def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0, at_once: bool = True) -> None:
         self._step, self._state, self._rng, self.count = step, state, rng, count
-        self._unreduced = at_once and count > 1
+        self._at_once, self._unreduced = at_once, at_once and count > 1
         self._like = grads_of(step, state, {})
         self._runs: dict[int, Run] = {}
         self._specs: dict[int, pytree.Spec] = {}
@@ -50,6 +50,12 @@ class Passes:
         self._total: Sums | None = None
         self._next = 0
         self._scalars: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Forgets what an earlier pullback, which may have failed, has left of its sums."""
+        self._total, self._next = None, 0
+        self._early.clear()
+        self._half.clear()
 
     def forward(self, microbatch: int, inputs: Sequence[object], wanted: Iterable[int] = ()) -> tuple[object, object]:
         """(outputs, aux) of one microbatch, whose pullback is kept.
@@ -125,6 +131,8 @@ class Passes:
         total, self._total, self._next = self._total, None, 0
         assert total is not None
         with as_found():
+            if times != 1.0 and self._at_once:  # as `step(...)` does; its pullback divides
+                return grads_of(self._step, self._state, as_grads(self._like.layout, total), times)
             if times != 1.0:
                 total = {key: put_again(x, tensor_of(x) / times) for key, x in total.items()}
             return self._like.with_buffers(as_grads(self._like.layout, total))

@@ -7,6 +7,23 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from fzero.base import pytree
+
+
+class Elsewhere:
+    """A tensor that lies in another component; what is computed here waits for it."""
+
+    def fetched(self) -> torch.Tensor:
+        """The whole tensor, waited for: a new one."""
+        raise NotImplementedError
+
+
+def here(tree: Any) -> Any:
+    """The tree with tensors in place of those that lie elsewhere, which are waited for."""
+    if not any(isinstance(leaf, Elsewhere) for leaf in pytree.leaves(tree)):
+        return tree
+    return pytree.map(lambda x: x.fetched() if isinstance(x, Elsewhere) else x, tree)
+
 
 @runtime_checkable
 class Measurable(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import weakref
 from typing import Any
 
@@ -235,3 +236,88 @@ def test_refusals() -> None:
     stays = fz.pipeline([make(lambda p, x: x * p["w"]), loss], schedule, skips={(0, 1): 1})
     with pytest.raises(ValueError, match="which skips to another stage"):
         stays(stays.init([w, w]), torch.ones(2))
+
+
+class Fails(torch.autograd.Function):
+    """Fails in the pullback of a cotangent that is marked by its size."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        if bool((cotangent.abs() > 1e3).any()):
+            raise LookupError("a cotangent over a thousand")
+        return cotangent
+
+
+@pytest.mark.parametrize("name", ["gpipe", "zero_bubble"])
+def test_a_pullback_after_one_that_failed(name: str) -> None:
+    """What the failed one has left is nobody's."""
+    fns: list[Any] = [
+        lambda p, h: Fails.apply(h @ p["w"]),
+        lambda p, h: torch.tanh(h @ p["w"]),
+        lambda p, h: (h @ p["w"]).square().mean(),
+    ]
+    pipe = fz.pipeline([make(fn) for fn in fns], getattr(fz.schedules, name)(3, 4))
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    out, pullback = pipe.vjp(pipe.init([{"w": torch.eye(3)}] * 3), x)
+    want = pullback(torch.ones_like(out), retain_graph=True)
+    with pytest.raises(LookupError, match="a cotangent over a thousand") as caught:
+        pullback(torch.full_like(out, 1e9), retain_graph=True)
+    assert caught.value.__notes__ == ["In stage 0 of the pipeline, microbatch 0."]
+    for again in (True, False):
+        grads, cotangents = pullback(torch.ones_like(out), retain_graph=again)
+        assert_same(list(fz.gather(grads)), list(fz.gather(want[0])))
+        assert_same(list(cotangents), list(want[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_loss_of_16_bits(dtype: torch.dtype) -> None:
+    """A third of it is not one of its numbers."""
+
+    def loss(params: Any, h: torch.Tensor) -> torch.Tensor:
+        return (h @ params["w"]).square().mean().to(dtype)
+
+    layer = lambda params, h: torch.tanh(h @ params["w"])
+    whole = fz.accumulate(make(lambda p, h: loss(p[1], layer(p[0], h))), 3)
+    pipe = fz.pipeline([make(layer), make(loss)], fz.schedules.one_f_one_b(2, 3))
+    params = [{"w": torch.eye(3)}, {"w": torch.ones(3, 3) / 2}]
+    x = torch.randn(6, 3, generator=torch.Generator().manual_seed(0))
+    state, other = pipe.init(params), whole.init(params)
+    for _ in range(2):
+        state, metrics = pipe(state, x)
+        other, expected = whole(other, x)
+        assert_same(metrics, expected)
+    assert_same(list(fz.gather(state.params)), fz.gather(other.params))
+    ours, theirs = pipe.vjp(state, x), whole.vjp(other, x)
+    one = torch.ones_like(theirs[0])
+    assert_same(list(fz.gather(ours[1](one)[0])), fz.gather(theirs[1](one)[0]))
+
+
+def test_containers_of_what_skips() -> None:
+    made: list[Any] = [
+        lambda x: collections.defaultdict(list, h=x, s=x * 2),
+        lambda x: collections.OrderedDict(s=x * 2, h=x),
+        lambda x: [x * 2, x],
+    ]
+    for build in made:
+        item: Any = 0 if isinstance(build(1.0), list) else "s"
+        first = lambda p, x, build=build: build(x * p["w"])
+        last = lambda p, h, s: (h * s * p["w"]).mean()
+        pipe = fz.pipeline(
+            [make(first), make(lambda p, h: h * p["w"]), make(last)], fz.schedules.gpipe(3, 2), skips={(0, item): 2}
+        )
+        whole = fz.accumulate(make(lambda p, x: (x * p["w"] * p["v"] * (x * p["w"] * 2) * p["u"]).mean()), 2)
+        w = torch.tensor(1.5)
+        state, x = pipe.init([{"w": w}] * 3), torch.arange(1.0, 5.0)
+        grads, _ = pipe.vjp(state, x)[1](torch.ones(()))
+        expected, _ = whole.vjp(whole.init({"w": w, "v": w, "u": w}), x)[1](torch.ones(()))
+        full = fz.gather(expected)
+        got = [own["w"] for own in fz.gather(grads)]
+        fz.testing.assert_trees_close(got, [full["w"], full["v"], full["u"]], rtol=1e-6)

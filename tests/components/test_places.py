@@ -294,3 +294,13 @@ def test_a_place_that_does_not_come() -> None:
     assert second == "left"
     for said in (first, third):
         assert "and rank 1 did not come through" in said and "All ranks of a pipeline make the same calls" in said
+
+
+def on_threads(rank: int) -> None:
+    pipe = fz.pipeline([make(Refuses(s == 1)) for s in range(2)], fz.schedules.gpipe(2, 2), groups=[[0], [1]])
+    with pytest.raises(ValueError, match=r"expected 'gloo', whose messages have tags"):
+        pipe.init([{"w": torch.eye(3)}] * 2)
+
+
+def test_ranks_that_are_threads_are_refused() -> None:
+    run_ranks(on_threads, 2, timeout=10)

@@ -121,3 +121,36 @@ def test_an_error_elsewhere() -> None:
         state = pipe.init([params(0), None, params(2)])
         with pytest.raises(Exception, match="this stage refuses"):
             pipe(state, X, Y)
+
+
+def scale(rank: int) -> Any:
+    return fz.train_step(lambda p, x: x * p["w"], fz.sgd(0.1)), {"w": torch.ones(2) * 3}
+
+
+def test_values_from_elsewhere_in_this_process() -> None:
+    """Inputs, cotangents and norms that are handles: steps and pipelines here wait for them."""
+    loss = fz.train_step(lambda p, x: (x * p["w"]).sum(), fz.sgd(0.1))
+    here = fz.train_step(lambda p, x: x * p["w"], fz.sgd(0.1))
+    x, w = torch.arange(8.0).view(4, 2), {"w": torch.ones(2) * 3}
+    with fz.remote(scale, on="threads") as component, fz.remote(scale, on="threads") as head:
+        state, theirs = component.init(), head.init()
+        handle = component.forward(state, x)
+        pipes: list[Any] = [
+            (fz.pipeline([here, here], fz.schedules.gpipe(2, 2)), [w, w]),
+            (fz.pipeline([component, here], fz.schedules.gpipe(2, 2)), [None, w]),
+            (here, w),
+        ]
+        for pipe, params in pipes:
+            own = pipe.init(params)
+            times = 9 if isinstance(pipe, fz.Pipeline) else 3
+            assert torch.equal(pipe.forward(own, handle), x * 3 * times)
+            out, pullback = pipe.vjp(own, handle)
+            y, pull = head.vjp(theirs, out)
+            _, (ct,) = pull(torch.ones_like(y))
+            grads, cotangents = pullback(ct)
+            assert torch.equal(cotangents[0], torch.full((4, 2), 3.0 * times))
+            norm = fz.global_norm(grads, component.init().params)
+            new, metrics = pipe.update(own, grads, grad_norm=norm)
+            assert new.step == 1 and not metrics["skipped"]
+        own = loss.init(w)
+        assert loss(own, handle)[1]["loss"] == (x * 9).sum()

@@ -12,7 +12,7 @@ import torch
 from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.pull import Leaf, norm_by
-from fzero.state.beyond import Distant
+from fzero.state.beyond import Distant, Elsewhere
 from fzero.state.gather import measured
 
 
@@ -64,7 +64,7 @@ class Away:
         return self.made.call, self.place
 
 
-class Value:
+class Value(Elsewhere):
     """A tensor that lies elsewhere. Its shape, dtype and values are waited for where they are read.
 
     `torch.ones_like`, `zeros_like` and `full_like` of it, and sums, are such values too, at once, and computed where

@@ -165,6 +165,11 @@ class RemotePasses:
         """Reduces the sum of all microbatches, once all have been pulled back."""
         self._note("pass_reduce", {})
 
+    def begin(self) -> None:
+        """Forgets what an earlier pullback, which may have failed, has left of its sums."""
+        self._done.clear()
+        self._note("pass_begin", {})
+
     def _note(self, verb: str, options: Arguments) -> None:
         made = self._component.made(verb, {"objects": self._objects(), "options": options})
         self._done.append(Away(made, 0))

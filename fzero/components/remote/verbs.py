@@ -306,6 +306,11 @@ def _pass_params(part: Part, operands: Operands, number: int) -> Results:
     return Results({0: None})
 
 
+def _pass_begin(part: Part, operands: Operands, number: int) -> Results:
+    operands.objects["passes"].passes.begin()
+    return Results({})
+
+
 def _pass_reduce(part: Part, operands: Operands, number: int) -> Results:
     operands.objects["passes"].passes.reduce()
     return Results({0: None})
@@ -367,6 +372,7 @@ RUN: dict[str, Callable[[Part, Operands, int], Results]] = {
     "pass_pull": _pass_pull,
     "pass_params": _pass_params,
     "pass_reduce": _pass_reduce,
+    "pass_begin": _pass_begin,
     "pass_grads": _pass_grads,
     "gather": _gather,
     "squares": _squares,
