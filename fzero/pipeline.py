@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, pytree
 from fzero.base.arguments import need_argnums, need_int, need_norm, wrong
 from fzero.base.interrupts import as_found
 from fzero.components.call import Call, goes_forward, need_constants
@@ -22,7 +22,7 @@ from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
 from fzero.components.stages import DistantStage, LocalStage
-from fzero.components.wiring import Number, Wiring, wiring
+from fzero.components.wiring import Number, Wiring, default_inputs, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
 from fzero.schedules.timeline import Timeline
@@ -136,6 +136,7 @@ class Pipeline:
         need_derivatives("pipeline.vjp")
         if self._line is not None:
             need_constants("pipeline.vjp", inputs=inputs)
+            self._need_one_place(inputs, range(len(inputs)) if chosen is None else chosen)
         call = self._call(state, inputs, range(len(inputs)) if chosen is None else chosen, rng)
         with as_found():
             call.run("vjp", goes_forward, lambda _: None)
@@ -241,6 +242,19 @@ class Pipeline:
         for c in self._here:
             self._stages[c].check(state[c], f"{who}, component {c}")
 
+    def _need_one_place(self, inputs: Sequence[object], chosen: Sequence[int]) -> None:
+        """Refuses to differentiate an input that stages at several places take, each with a part of its cotangent."""
+        wires = default_inputs(self._wires, len(inputs))
+        for number in chosen:
+            real = any(isinstance(x, torch.Tensor) and pytree.is_real(x) for x in pytree.leaves(inputs[number]))
+            places = {self.schedule.place_of(stage) for stage, numbers in wires.inputs if number in numbers}
+            if real and len(places) > 1:
+                raise ValueError(
+                    f"pipeline.vjp: input {number} is taken by stages at places {sorted(places)}, and is to be "
+                    "differentiated; expected one place, as its cotangent is the sum of theirs. Leave it out of "
+                    "argnums, or let the first of them hand it on."
+                )
+
     def _check_grads(self, state: PipelineState, grads: object) -> None:
         if not isinstance(grads, PerStage) or len(grads) != len(state):
             raise wrong("pipeline.update", "grads", grads, "the first value that a pullback of this pipeline returned")
@@ -282,7 +296,7 @@ class Pipeline:
         need_derivatives("pipeline")
         inputs, cotangent = here((inputs, cotangent))
         state, inputs, cotangent = constants("pipeline", state=state, inputs=inputs, cotangent=cotangent)
-        losses = Losses(self._micro, cotangent)
+        losses = Losses(self._micro, cotangent, 1 if self._line is None else self._line.shares)
         call = self._call(state, inputs, (), rng, True, records, losses.note)
         call.run("the pipeline's step", lambda _: True, losses.piece)
         last = self._stages[self._last]

@@ -15,6 +15,7 @@ from fzero.components.mail import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
+from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.schedules.task import Kind, Task
 from fzero.state.checks import constants
@@ -53,10 +54,11 @@ class Call:
         keep: Callable[[int, object], object] = lambda _, output: output,
     ) -> None:
         self._error: BaseException | None = None
+        self.shares = Shares(1 if places.line is None else places.line.shares, micro)
         parts: Sequence[Sequence[object]] = ()
         try:
             wires = default_inputs(wires, len(inputs))
-            parts = micro.split(inputs)
+            parts = micro.split(self.shares.inputs_apart(inputs))
         except Exception as error:  # perhaps of this rank's inputs alone
             if places.line is None:
                 raise
@@ -66,6 +68,8 @@ class Call:
         self._tasks, self._records = tasks, records
         self.spans: list[tuple[Task, float, float]] = []
         self._pulled = False  # whether a pullback was begun
+        numbers = [number for number, tree in enumerate(inputs) for _ in pytree.flatten(tree)[0]]
+        self._differentiated = {i for i, number in enumerate(numbers) if number in (wanted or ())}
         self.has_last = wires.stages - 1 in passes
 
     # ---- tasks
@@ -115,7 +119,8 @@ class Call:
                 if self._error is None:
                     self._arrived(task, values, line)
             elif self._error is None and task.kind is Kind.SEND:
-                line.send(task, self._leaving(task))
+                rows = self.flow.rows.get((task.stage, task.microbatch)) if goes_forward(task) else None
+                line.send(task, self._leaving(task), rows)
             elif self._error is None:
                 self._do(task, pieces, retain_graph)
         except Lost:
@@ -188,7 +193,13 @@ class Call:
 
     def merged(self, found: Mapping[int, object], what: str) -> object:
         """The last stage's outputs, or aux, of all microbatches."""
-        return self.micro.merge([fetch(found[i]) for i in range(self.micro.count)], what)
+        return self.shares.together(self.micro.merge([fetch(found[i]) for i in range(self.micro.count)], what), what)
+
+    def _elsewhere(self, place: int, leaf: object) -> torch.Tensor | None:
+        """What stands for an input's cotangent in another place than that of the stage which takes the input."""
+        if not isinstance(leaf, torch.Tensor) or not pytree.is_real(leaf) or place not in self._differentiated:
+            return None
+        return torch.empty_like(leaf, device="meta")
 
     def input_cotangents(self, inputs: Sequence[object], times: float) -> tuple[object, ...]:
         """One for each of the pipeline's inputs, None where it was not differentiated."""
@@ -196,9 +207,13 @@ class Call:
             [fetch(x) for number in range(len(inputs)) for x in self.flow.of_inputs(number, i)]
             for i in range(self.micro.count)
         ]
-        whole = self.micro.merge_inputs(inputs, flat)
+        whole = self.shares.inputs_together(inputs, self.micro.merge_inputs(inputs, flat))
         if times != 1.0:
             whole = [None if x is None else x / times for x in whole]
+        if self.line is not None:
+            leaves = pytree.flatten(tuple(inputs))[0]
+            pairs = enumerate(zip(whole, leaves, strict=True))
+            whole = [self._elsewhere(place, leaf) if x is None else x for place, (x, leaf) in pairs]
         trees = pytree.unflatten(pytree.flatten(tuple(inputs))[1], whole)
         return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
 

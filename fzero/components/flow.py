@@ -53,6 +53,7 @@ class Flow:
 
     Attributes:
         outputs, auxes: microbatch -> what the last stage returned.
+        rows: (stage, microbatch) -> the examples that it was given, as far as tensors show.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Flow:
         self._wanted = None if wanted is None else frozenset(wanted)
         self.outputs: dict[int, object] = {}
         self.auxes: dict[int, object] = {}
+        self.rows: dict[tuple[int, int], int] = {}
         self._values: dict[tuple[Wire, int], object] = {}
         self._left: dict[tuple[Wire, int], set[int]] = {}  # stages that have not taken it yet
         self._forms: dict[tuple[int, int], _Form] = {}
@@ -87,6 +89,9 @@ class Flow:
             else:
                 inputs.append(self.take(argument, microbatch, stage))
                 wanted.append(place)
+        tensors = [x for x in pytree.leaves(inputs) if isinstance(x, torch.Tensor) and x.ndim]
+        if tensors:
+            self.rows[stage, microbatch] = tensors[0].shape[0]
         self._run(stage, microbatch, inputs, wanted)
 
     def _run(self, component: int, microbatch: int, inputs: Sequence[object], wanted: Sequence[int]) -> None:
@@ -155,9 +160,21 @@ class Flow:
             if isinstance(argument, Input):
                 self._of_inputs.setdefault((argument.number, microbatch), {})[stage] = own
             else:
+                self._need_range(stage, own)
                 self.came_back(argument, microbatch, stage, own)
         for component in self.wires.shared_at[stage]:
             pull(component, self._cotangent(component, microbatch))
+
+    def _need_range(self, stage: int, cotangent: object) -> None:
+        """Refuses cotangents of float16 between stages whose loss is scaled: unscaled they are out of its range."""
+        if getattr(self.passes[stage], "scale", 1.0) == 1.0:
+            return
+        if any(isinstance(x, torch.Tensor) and x.dtype == torch.float16 for x in pytree.leaves(cotangent)):
+            raise ValueError(
+                f"pipeline: stage {stage} is under fz.loss_scale, and was given float16 by the stage before: "
+                "cotangents between stages are not scaled, and would vanish there; expected float32 or bfloat16 "
+                "between stages. Return h.float()."
+            )
 
     def came_back(self, wire: Wire, microbatch: int, stage: int, cotangent: object) -> None:
         """Notes the cotangent that a stage has for what it took."""

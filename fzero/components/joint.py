@@ -35,7 +35,8 @@ def updated(
             weighed[c] = stage.weighed(state[c], grads[c])
     except Exception as caught:
         error = caught
-    every = places.of_all({c: own.by_leaf for c, own in weighed.items()}, error)
+    said = places.of_all({c: (own.by_leaf, own.metrics) for c, own in weighed.items()}, error)
+    every = {c: by_leaf for c, (by_leaf, _) in said.items()}
     if any(stage.distant for stage in stages.values()):
         # computed where it is needed, of what the others have
         norm: Any = Norm([every[c] for c in sorted(every)])
@@ -47,7 +48,9 @@ def updated(
     new: dict[int, Any] = {}
     for c, stage in stages.items():
         new[c], found[c] = stage.update(state[c], weighed[c], clip)
-    metrics = {**_metrics(fetch(found)), "grad_norm": fetch(norm)}
+    skipped = next(iter(found.values()))["skipped"]  # which all do, or none
+    elsewhere = {c: {**known, "skipped": skipped} for c, (_, known) in said.items() if c not in found}
+    metrics = {**_metrics(dict(sorted({**fetch(found), **elsewhere}.items()))), "grad_norm": fetch(norm)}
     return PipelineState([new.get(c) for c in range(len(state))], places), metrics
 
 

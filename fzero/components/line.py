@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from fzero.base import pytree
 from fzero.comm import backend
 from fzero.comm.backend import Group
 from fzero.components.mail import Letter, Lost, Mail
+from fzero.components.parcel import Parcel
 from fzero.components.routes import Route, Seat, cut, joined, routes
 from fzero.schedules.task import Schedule, Task
 
@@ -36,36 +38,49 @@ class Line:
     Args:
         group: of all ranks of the pipeline.
         seats: of each rank of the group.
+        identity: what tells this pipeline from others over the same ranks.
+
+    Attributes:
+        shares: how many of the smallest shares of a batch this rank has.
     """
 
-    def __init__(self, group: Group, schedule: Schedule, seats: Sequence[Seat]) -> None:
+    def __init__(self, group: Group, schedule: Schedule, seats: Sequence[Seat], identity: str) -> None:
         self.rank, self.seats = backend.rank_in(group), seats
         self.place = seats[self.rank].place
         self._mail, self._schedule = Mail(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
         self._gone: set[tuple[int, Letter]] = set()  # what was sent in this call
-        self._count, self._verb = 0, ""
+        self._count, self._verb, self._identity = 0, "", identity
+        self.shares = math.lcm(*[seat.datas for seat in seats]) // seats[self.rank].datas
 
     def begin_call(self, verb: str) -> None:
         """Every message says which call it is of: ranks that make different ones are told, and take nothing else."""
         self._count, self._verb = self._count + 1, verb
 
-    def _send(self, rank: int, letter: Letter, content: object) -> None:
+    @property
+    def call(self) -> int:
+        """The number of the call that is running."""
+        return self._count
+
+    def _packed(self, content: object) -> Parcel:
+        return Parcel((self._identity, self._count, self._verb, content))
+
+    def _send(self, rank: int, letter: Letter, parcel: Parcel) -> None:
         self._gone.add((rank, letter))
-        self._mail.send(rank, letter, (self._count, self._verb, content))
+        self._mail.send(rank, letter, parcel)
 
     def _received(self, rank: int, letter: Letter) -> Any:
         message: Any = self._mail.receive(rank, letter)
-        count, verb, content = message
-        if (count, verb) != (self._count, self._verb):
+        identity, count, verb, content = message
+        if (identity, count, verb) != (self._identity, self._count, self._verb):
             for other in range(len(self.seats)):  # who will see at the end of his call that this one is another
                 if other != self.rank and (other, ALL) not in self._gone:
-                    self._send(other, ALL, None)
+                    self._send(other, ALL, self._packed(None))
             self._mail.hurry(1.0)
             raise Lost(
-                f"pipeline: rank {rank} of the pipeline makes its call {count}, of {verb}, and rank {self.rank} its "
-                f"call {self._count}, of {self._verb}; expected the same calls in the same order on all ranks. Start "
-                "the ranks anew: messages of both calls are under way."
+                f"pipeline [{self._identity[:4]}]: rank {self.rank} of its group makes its call {self._count}, of "
+                f"{self._verb}, and rank {rank} call {count}, of {verb}, of pipeline [{identity[:4]}]; expected the "
+                "same calls in the same order on all ranks. Start the ranks anew: messages of both calls are under way."
             )
         return content
 
@@ -85,14 +100,19 @@ class Line:
         number = (source * stages + target) * count + task.microbatch
         return Letter((source, target), task.microbatch, 1 + number)
 
-    def send(self, task: Task, values: Sequence[object]) -> None:
-        """Sends values, or a failure, to every rank that takes some of them."""
+    def send(self, task: Task, values: Sequence[object], rows: int | None) -> None:
+        """Sends values to every rank that takes some of them.
+
+        Args:
+            rows: how many examples this rank has in them, where that is known.
+        """
         assert task.peer is not None
         letter = self._letter(task)
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
                 what = f"what stage {task.stage} gives to stage {task.peer}"
-                self._send(route.target, letter, tuple(cut(value, route, what) for value in values))
+                own = [cut(value, route, what, rows) for value in values]
+                self._send(route.target, letter, self._packed(own))
 
     def fail(self, task: Task, error: BaseException) -> None:
         """Sends a failure in the place of what a task would have sent, or of what it could not send."""
@@ -100,7 +120,7 @@ class Line:
         letter = self._letter(task)
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank and (route.target, letter) not in self._gone:
-                self._send(route.target, letter, failure_of(error, self.rank))
+                self._send(route.target, letter, self._packed(failure_of(error, self.rank)))
 
     def times(self, stage: int, other: int) -> float:
         """By what cotangents of another place are multiplied here.
@@ -145,11 +165,16 @@ class Line:
         Args:
             own: a small tree.
         """
+        try:
+            parcel = self._packed((failure_of(error, self.rank) if error is not None else None, own))
+        except Exception as caught:  # of what cannot be sent
+            error, own = error or caught, None
+            parcel = self._packed((failure_of(error, self.rank), None))
         failed = failure_of(error, self.rank) if error is not None else None
         letter, ranks = ALL, len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
         for rank in others:
-            self._send(rank, letter, (failed, own))
+            self._send(rank, letter, parcel)
         for rank in others:
             self._mail.begin(rank, letter)
         said = {rank: self._received(rank, letter) for rank in others}

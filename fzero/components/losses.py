@@ -10,6 +10,7 @@ from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
+from fzero.components.shares import Shares
 from fzero.engine.run import scalar_loss
 from fzero.table.microbatch import Microbatches, Part, mean_of, parts_of
 
@@ -23,8 +24,8 @@ class Losses:
         times: by what to divide the sum of the gradients.
     """
 
-    def __init__(self, micro: Microbatches, cotangent: object) -> None:
-        self._micro, self._cotangent = micro, cotangent
+    def __init__(self, micro: Microbatches, cotangent: object, shares: int) -> None:
+        self._micro, self._cotangent = micro, Shares(shares, micro).apart(cotangent, "the outputs' cotangent")
         self._losses: dict[int, Any] = {}  # by microbatch
         self._pieces: dict[int, object] = {}
         self.times = 1.0

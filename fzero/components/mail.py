@@ -55,10 +55,10 @@ class Mail:
     def _note(self, key: Hashable, total: int) -> None:
         self._seen[key] = max(self._seen.get(key, SMALLEST), -(-total // ALIGN) * ALIGN)
 
-    def send(self, rank: int, letter: Letter, tree: object) -> None:
+    def send(self, rank: int, letter: Letter, parcel: Parcel) -> None:
         """Starts to send a tree, whose tensors are copied."""
         key = (rank, letter.channel, True)
-        parcel, size = Parcel(tree), self._size(key)
+        size = self._size(key)
         self._note(key, parcel.total)
         buffer = torch.empty(max(size, parcel.total), dtype=torch.uint8, device="cpu")
         parcel.write(buffer)

@@ -17,6 +17,9 @@ class Parcel:
     """A tree on its way: its header, its tensors, and how many bytes they take.
 
     The header is pickled: it goes between ranks of one program, which run the same code.
+
+    Raises:
+        TypeError: there is something in it that cannot be sent.
     """
 
     def __init__(self, tree: object) -> None:
@@ -27,6 +30,11 @@ class Parcel:
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
                 kept.append((-1, leaf.dtype, tuple(leaf.shape)))
+            elif isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
+                raise TypeError(
+                    f"pipeline: got a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)}, expected a dense "
+                    "one, as it goes to another place. Say .to_dense()."
+                )
             elif isinstance(leaf, torch.Tensor):
                 own = leaf.detach().contiguous()
                 self.tensors.append((sizes, own))
@@ -34,7 +42,13 @@ class Parcel:
                 sizes += _aligned(own.numel() * own.element_size())
             else:
                 kept.append((leaf,))
-        self._header = pickle.dumps((spec, kept))
+        try:
+            self._header = pickle.dumps((spec, kept))
+        except (pickle.PicklingError, AttributeError, TypeError) as error:
+            raise TypeError(
+                f"pipeline: got a value that cannot be sent to another place ({error}), expected tensors, numbers, "
+                "texts and what else can be pickled, in containers that can."
+            ) from None
         self._start = _aligned(HEAD + len(self._header))
         self.total = self._start + sizes
 

@@ -24,8 +24,8 @@ class Places(Protocol):
         """Whether this rank is the one that speaks for all places."""
         ...
 
-    def of_all(self, own: Mapping[int, torch.Tensor], error: BaseException | None) -> dict[int, torch.Tensor]:
-        """The tensors of every component, of which each place gives its own; raises on all ranks if one has failed."""
+    def of_all(self, own: Mapping[int, Any], error: BaseException | None) -> dict[int, Any]:
+        """The small trees of every component, of which each place gives its own; raises on all ranks if one failed."""
         ...
 
 

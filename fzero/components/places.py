@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import uuid
 from collections.abc import Mapping, Sequence
-
-import torch
+from typing import Any
 
 from fzero.base.arguments import need_int, wrong
 from fzero.comm import backend
@@ -26,7 +26,7 @@ class AllPlaces:
     def leads(self) -> bool:
         return self.line is None or self.line.rank == 0
 
-    def of_all(self, own: Mapping[int, torch.Tensor], error: BaseException | None) -> dict[int, torch.Tensor]:
+    def of_all(self, own: Mapping[int, Any], error: BaseException | None) -> dict[int, Any]:
         if self.line is None:
             if error is not None:
                 raise error
@@ -75,10 +75,10 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         _need_messages(group)
         seats = [Seat(place, 0, 1, 0, 1) for place in range(len(schedule.places))]
         own = backend.rank_in(group)
-        _need_alike(group, schedule, wires)
+        identity = _agreed(group, schedule, wires)
         members = backend.members(group)
         _need_apart(steps, schedule, wires, own, {members[own]}, set(members))
-        return Line(group, schedule, seats)
+        return Line(group, schedule, seats, identity)
     assert isinstance(groups, (list, tuple))
     group, places = backend.world(), {rank: place for place, ranks in enumerate(groups) for rank in ranks}
     assert group is not None
@@ -87,14 +87,18 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
             f"pipeline: got groups={groups} on {backend.size_of(group)} ranks, expected each of them to have a place."
         )
     _need_messages(group)
-    _need_alike(group, schedule, wires)
+    identity = _agreed(group, schedule, wires)
     place = places[backend.rank_in(group)]
     _need_apart(steps, schedule, wires, place, set(groups[place]), set(places))
     stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
     own, ranks = steps[stage].axis(), groups[place]
     copy, copies = own.place_on_tensor
     said = f"{place} {own.data_rank} {own.ranks} {copy} {copies}"
-    seats = [Seat(*map(int, text.split())) for text in backend.gather_strings(said, group)]
+    problem = _unlike(steps, schedule, wires, place, stage)
+    heard = backend.gather_strings(f"{said} {problem}", group)
+    if found := next((text.split(" ", 5)[5] for text in heard if text.split(" ", 5)[5]), ""):
+        raise ValueError(found)
+    seats = [Seat(*map(int, text.split()[:5])) for text in heard]
     for place, ranks in enumerate(groups):
         seat = seats[ranks[0]]
         if seat.datas * seat.copies != len(ranks):
@@ -108,7 +112,21 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
             f"pipeline: got shared={dict(wires.shared)} and places with {sorted({seat.datas for seat in seats})} ranks "
             "that have different examples; expected as many in each place, where components are shared."
         )
-    return Line(group, schedule, seats)
+    return Line(group, schedule, seats, identity)
+
+
+def _unlike(steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int, first: int) -> str:
+    """Which component of a place is over other ranks of it than its first stage, in words."""
+    for component, stage in wires.home.items():
+        own, other = steps[component].axis(), steps[first].axis()
+        pair = [(axis.ranks, axis.place_on_tensor[1]) for axis in (own, other)]
+        if schedule.place_of(stage) == place and pair[0] != pair[1]:
+            return (
+                f"pipeline: component {component} at place {place} takes means over {pair[0][0]} ranks and is cut over "
+                f"{pair[0][1]}, stage {first} there over {pair[1][0]} and {pair[1][1]}; expected all components of a "
+                "place to be sharded over all of its ranks, or the same examples would count differently."
+            )
+    return ""
 
 
 def _need_messages(group: backend.Group) -> None:
@@ -123,16 +141,18 @@ def _need_messages(group: backend.Group) -> None:
         )
 
 
-def _need_alike(group: backend.Group, schedule: Schedule, wires: Wiring) -> None:
-    """Refuses ranks that have another schedule, or other wires, than the first."""
+def _agreed(group: backend.Group, schedule: Schedule, wires: Wiring) -> str:
+    """An identity that all ranks have; refuses those that have another schedule, or other wires, than this one."""
     said = hashlib.sha256(repr((schedule, wires)).encode()).hexdigest()
-    other = next((rank for rank, text in enumerate(backend.gather_strings(said, group)) if text != said), None)
+    heard = [text.split() for text in backend.gather_strings(f"{said} {uuid.uuid4().hex}", group)]
+    other = next((rank for rank, (text, _) in enumerate(heard) if text != said), None)
     if other is not None:
         raise ValueError(
             f"pipeline: rank {other} of the pipeline has another schedule, or other inputs, skips or shared "
             f"components, than rank {backend.rank_in(group)}, {schedule.name!r} of {schedule.stages} stages and "
             f"{schedule.microbatches} microbatches; expected the same on all."
         )
+    return heard[0][1]
 
 
 def _need_apart(

@@ -20,6 +20,7 @@ class PipelinePullback:
     def __init__(self, call: Call, inputs: Sequence[object]) -> None:
         self._micro, self._inputs = call.micro, inputs
         self._call: Call | None = call
+        self._number = call.line.call if call.line is not None else 0
         found = call.flow.outputs
         self._parts = [known_parts(found[i]) for i in sorted(found)]
         self._spec = pytree.flatten(found[0])[1] if found else None
@@ -68,12 +69,13 @@ class PipelinePullback:
                         f"cotangent: got the structure {spec}, expected that of the outputs, {self._spec}. Give one "
                         "cotangent per output, in the same containers; None counts as zero."
                     )
-                found, times[0] = self._micro.split_cotangent(cotangent, self._parts)
+                own = call.shares.apart(cotangent, "the outputs' cotangent")
+                found, times[0] = self._micro.split_cotangent(own, self._parts)
                 pieces.extend(found)
             return pieces[microbatch]
 
         with as_found():
-            call.run("pullback", lambda task: not goes_forward(task), asked, retain_graph)
+            call.run(f"the pullback of call {self._number}", lambda task: not goes_forward(task), asked, retain_graph)
             factor = call.known(lambda: times[0])
             grads = call.grads(factor)
             cotangents = call.input_cotangents(self._inputs, factor)

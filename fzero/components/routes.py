@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import named
 
 
 class Seat(NamedTuple):
@@ -66,22 +67,27 @@ def routes(seats: Sequence[Seat], source: int, target: int) -> list[Route]:
     return out
 
 
-def cut(tree: object, route: Route, what: str) -> object:
-    """The rows of all tensors of a tree that go along a route; the tree itself where it is not split."""
+def cut(tree: object, route: Route, what: str, count: int | None) -> object:
+    """The rows of all tensors of a tree that go along a route; the tree itself where it is not split.
+
+    Args:
+        count: how many rows each tensor must have; those of the first one where that is not known.
+    """
     if route.start is None or route.end is None:
         return tree
     start, end = route.start, route.end
 
     def rows(leaf: object) -> object:
-        if not isinstance(leaf, torch.Tensor):
+        nonlocal count
+        if leaf is None or isinstance(leaf, (str, bool)):
             return leaf
-        if not leaf.ndim:
-            if not pytree.is_real(leaf):
-                return leaf
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and count is None:
+            count = leaf.shape[0]
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim or leaf.shape[0] != count:
             raise ValueError(
-                f"pipeline: {what} has a 0-d tensor, and goes between places with different numbers of ranks that have "
-                "examples of their own, so that nobody knows whose it is; expected tensors with a dim of examples. "
-                "Return it as [examples], or give the places as many ranks."
+                f"pipeline: {what} has {named(leaf)}, and goes between places with different numbers of ranks that "
+                f"have examples of their own; expected tensors whose dim 0 is that of the {count} examples, as others "
+                "have no parts that belong to examples. Return it as [examples, ...], or give the places as many ranks."
             )
         places = [leaf.shape[0] * x for x in (start, end)]
         if any(place.denominator > 1 for place in places):

@@ -15,7 +15,7 @@ from fzero.schedules.task import Kind, Task
 from fzero.state.checks import check_grads, check_optimizer, check_state, refuse_captured
 from fzero.state.gather import over_ranks, squares_of
 from fzero.table.spec import Spec
-from fzero.update.update import apply_update, with_kept
+from fzero.update.update import apply_update, known_metrics, with_kept
 
 State = Any  # a TrainState, or a handle of one
 Grads = Any  # a Sharded, or a handle of one
@@ -40,6 +40,7 @@ class Weighed(NamedTuple):
     grads: Grads
     by_leaf: Any
     own: Mapping[int, torch.Tensor]
+    metrics: Mapping[str, object]  # of its update that are known before it: "lr", the loss scale
 
 
 class Stage(Protocol):
@@ -116,7 +117,7 @@ class LocalStage:
     def weighed(self, state: State, grads: Grads) -> Weighed:
         grads = with_kept(state, grads)
         squares = squares_of(grads)
-        return Weighed(grads, over_ranks(squares, grads), squares)
+        return Weighed(grads, over_ranks(squares, grads), squares, known_metrics(self.step, state))
 
     def update(self, state: State, weighed: Weighed, norm: object) -> Updated:
         known = norm.fetched() if isinstance(norm, Value) else norm
@@ -158,7 +159,7 @@ class DistantStage:
         return self.component.passes(state, count, rng, at_once)
 
     def weighed(self, state: RemoteState, grads: RemoteTree) -> Weighed:
-        return Weighed(grads, self.component.square_of(grads, state), {})
+        return Weighed(grads, self.component.square_of(grads, state), {}, {})
 
     def update(self, state: RemoteState, weighed: Weighed, norm: object) -> Updated:
         return self.component.update(state, weighed.grads, norm)

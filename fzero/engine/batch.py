@@ -241,11 +241,12 @@ class Pullback:
     def _pieces(self, cotangent: object) -> tuple[list[object], float]:
         """The cotangent of each microbatch, and by what to divide what it is pulled back to."""
         cotangent = here(cotangent)
-        self._runs[0].need_graph()
-        self._times = None  # a second half that did not come
         if self._micro.count > 1:
             self._runs[0].check_structure(cotangent)
-        return self._micro.split_cotangent(cotangent, self._parts)
+        pieces = self._micro.split_cotangent(cotangent, self._parts)
+        self._runs[0].need_graph()
+        self._times = None  # a second half that did not come
+        return pieces
 
     def _compare(self) -> None:
         """Refuses scalar outputs that differ between tensor ranks, once."""

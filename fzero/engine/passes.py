@@ -37,12 +37,15 @@ class Passes:
         rng: as in `step.vjp`.
         at_once: where no rank keeps a slice of the gradients, reduce the sum of all microbatches, as `step(...)` does;
             otherwise each of them, as `step.vjp` does.
+
+    Attributes:
+        scale: by which cotangents are multiplied inside of the pullback.
     """
 
     def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0, at_once: bool = True) -> None:
         self._step, self._state, self._rng, self.count = step, state, rng, count
         self._at_once, self._unreduced = at_once, at_once and count > 1
-        self._like = grads_of(step, state, {})
+        self._like, self.scale = grads_of(step, state, {}), scale_of(step, state)
         self._runs: dict[int, Run] = {}
         self._specs: dict[int, pytree.Spec] = {}
         self._half: dict[int, Run] = {}  # of microbatches whose first half is done
@@ -66,7 +69,7 @@ class Passes:
         assert microbatch not in self._runs, f"microbatch {microbatch} was run before"
         several = self.count > 1
         with as_found():
-            seed, scale = seed_of(self._state, self._rng, microbatch), scale_of(self._step, self._state)
+            seed, scale = seed_of(self._state, self._rng, microbatch), self.scale
             chosen = frozenset(wanted)
             own = (self._unreduced, False)  # other runs wait for their pullbacks meanwhile
             run = Run(self._step, self._state, inputs, chosen, seed, scale, *own, partial=several)

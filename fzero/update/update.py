@@ -75,6 +75,13 @@ def _applied(
     return decision.next_state(None)
 
 
+def known_metrics(step: Spec, state: TrainState) -> dict[str, object]:
+    """The metrics of an update that do not depend on its gradients: "lr", the loss scale."""
+    known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
+    scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
+    return {name: as_float64(value) for name, value in [*known.items(), *scales.items()]}
+
+
 class Decision:
     """The decision by an update's norm: whether it is applied, the metrics, the next loss scale."""
 
@@ -86,12 +93,8 @@ class Decision:
             joint = as_float64(joint)
             self.finite = self.finite and is_finite(joint)
             self.extra["joint_norm"] = joint
-        known = step.optimizer.metrics(state.moments) if step.optimizer.metrics else {}
-        scales = {extra.name: extra.factor(state.extra[extra.name]) for extra in step.extras if extra.scale}
-        self.metrics: dict[str, object] = {"grad_norm": norm}
-        self.metrics |= {name: as_float64(value) for name, value in known.items()}
+        self.metrics: dict[str, object] = {"grad_norm": norm, **known_metrics(step, state)}
         self.metrics["skipped"] = torch.tensor(not self.finite, device="cpu")
-        self.metrics |= {name: as_float64(value) for name, value in scales.items()}
 
     def next_state(self, update: Update | None) -> tuple[TrainState, dict[str, object]]:
         """The state after this update, or after one that was skipped (None)."""
