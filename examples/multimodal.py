@@ -1,8 +1,8 @@
 """Reads lines of text from images of several resolutions: two models, each on ranks of its own, trained as one.
 
 A vision transformer has its patches cut over two ranks (Ulysses) and its optimizer's state, too (ZeRO-1); a Llama-like
-decoder has its matrices cut over two others (tensor parallelism, and ZeRO over what --text-dp says). The loop is five
-lines, and the same wherever they are. About two minutes on two cores:
+decoder has its matrices cut over two others (tensor parallelism, and ZeRO-3 over what --text-dp says). The loop is the
+same wherever they are. About two minutes on two cores:
 
     python examples/multimodal.py
     python examples/multimodal.py --on threads
@@ -54,6 +54,7 @@ PLAN = {
 }
 OF_A_START = ("on", "resume", "out", "save_every")  # options that change no number
 TRACED = 3  # updates that the picture shows
+KINDS = {"vjp": fz.schedules.Kind.FORWARD, "pull": fz.schedules.Kind.BACKWARD}
 
 
 # ---- the two components: what is built on each of their ranks
@@ -125,43 +126,49 @@ def train(args: argparse.Namespace, stop: threading.Event) -> None:
             print(f"going on after update {len(losses)} of {args.steps}")
 
         bar = tqdm(total=args.steps, initial=len(losses), unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
-        began, seen, waiting = time.perf_counter(), 0, None
+        began, seen, waiting, stopped = time.perf_counter(), 0, None, False
         for done in range(len(losses), args.steps):
             batch = random_batch(lines, args.batch, (args.seed << 32) + done)
             v_state, t_state, loss = update(vision, text, v_state, t_state, batch)
             if waiting is not None:  # one behind, so that the components have work while this draws images
                 losses.append(float(waiting))
             waiting, seen = loss, seen + batch.count
-            if (done + 1) % args.save_every == 0 or done + 1 == args.steps or stop.is_set():
+            stopped = stop.is_set()
+            if (done + 1) % args.save_every == 0 or done + 1 == args.steps or stopped:
                 losses.append(float(waiting))
                 waiting = None
                 save(kept, v_state, t_state, losses, args)
             if losses:
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {seen / (time.perf_counter() - began):,.0f} tokens/s")
+                speed = seen / (time.perf_counter() - began)
+                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
             bar.update()
-            if stop.is_set():
+            if stopped:
                 break
         bar.close()
         (args.out / "losses.json").write_text(json.dumps(losses))
 
-        spans: list[tuple[int, str, float, float]] = []
-        watched = Watched(vision, 0, spans), Watched(text, 1, spans)
-        for number in range(TRACED):  # thrown away
-            update(*watched, v_state, t_state, random_batch(lines, args.batch, number))
-        draw_spans(spans, args)
+        if args.on != "here":
+
+            def go_on() -> None:
+                states = v_state, t_state  # which stay as they are
+                for number in range(TRACED):
+                    states = update(vision, text, *states, random_batch(lines, args.batch, number))[:2]
+
+            draw_spans(vision, text, go_on, args.out / "multimodal.png")
 
         images, tokens = random_batch(others, args.batch, args.seed)
         image = vision.forward(v_state, images)
         loss = float(text.forward(t_state, tokens, image))
         read = written(text, t_state, image, tokens[:, :1], tokens.shape[1] - 1)
-    if stop.is_set():
+    if stopped:
         print(f"stopped after {len(losses)} of {args.steps} updates; what was trained is kept; --resume goes on")
     print(f"held-out loss {loss:.3f} nats per character; of the characters' frequencies alone {unigram:.3f}")
     right = (read == tokens)[:, 1:][tokens[:, 1:] > END].double().mean()
     print(f"read from the image alone: {right:.1%} of the characters of {len(tokens)} held-out lines")
     (line, *_), (own, *_) = lines_of(tokens[:, 1:]), lines_of(read[:, 1:])
     print(f"an image of {line!r} is read as {own!r}")
-    print(f"saved losses.json, multimodal.png and checkpoints in {args.out}")
+    picture = "" if args.on == "here" else ", multimodal.png"
+    print(f"saved losses.json{picture} and checkpoints in {args.out}")
 
 
 def begun(
@@ -220,50 +227,33 @@ def of_the_run(args: argparse.Namespace) -> dict[str, Any]:
 # ---- what is shown
 
 
-class Watched:
-    """A component that waits for all that it is asked for, and notes when it was asked and when that was there."""
-
-    def __init__(self, component: Any, place: int, spans: list[tuple[int, str, float, float]]) -> None:
-        self.component, self.place, self.spans = component, place, spans
-
-    def vjp(self, *inputs: Any, **options: Any) -> Any:
-        outputs, pullback = self.noted("F", lambda made: made[0], self.component.vjp, *inputs, **options)
-        return outputs, functools.partial(self.noted, "B", lambda made: (fz.global_norm(made[0]), made[1]), pullback)
-
-    def update(self, *inputs: Any, **options: Any) -> Any:
-        return self.noted("update", lambda made: made[1], self.component.update, *inputs, **options)
-
-    def noted(
-        self, what: str, awaited: Callable[[Any], Any], call: Callable[..., Any], *inputs: Any, **more: Any
-    ) -> Any:
-        began = time.perf_counter()
-        made = call(*inputs, **more)
-        fz.fetch(awaited(made))
-        self.spans.append((self.place, what, began, time.perf_counter()))
-        return made
-
-
-def draw_spans(spans: list[tuple[int, str, float, float]], args: argparse.Namespace) -> None:
-    """Who computes when: forward and backward as those of a pipeline are drawn, and updates in grey."""
-    numbers: Counter[tuple[int, str]] = Counter()
+def draw_spans(vision: Any, text: Any, go_on: Callable[[], object], path: Path) -> None:
+    """Who computes when while the loop goes on: forward and backward as those of a pipeline, the optimizer in grey."""
+    components = vision, text
+    for component in components:
+        component.spans()  # of what was before
+    go_on()
     tasks: list[tuple[int, fz.schedules.Task, float, float]] = []
-    updates: list[tuple[int, float, float]] = []
-    for place, what, began, ended in spans:
-        if what == "update":
-            updates.append((place, began, ended))
-        else:
-            tasks.append((place, fz.schedules.Task(fz.schedules.Kind(what), place, numbers[place, what]), began, ended))
-        numbers[place, what] += 1
+    others: list[tuple[int, float, float]] = []
+    for place, component in enumerate(components):
+        numbers: Counter[str] = Counter()
+        for span in component.spans():
+            if span.verb in KINDS:
+                task = fz.schedules.Task(KINDS[span.verb], place, numbers[span.verb])
+                tasks.append((place, task, span.start, span.end))
+            elif span.verb in ("squares", "update"):
+                others.append((place, span.start, span.end))
+            numbers[span.verb] += 1
     timeline = fz.schedules.Timeline(tasks)
     axes: Any = fz.plot_schedule(timeline)
     rows = axes.get_yticks()
-    for place, began, ended in updates:
+    for place, began, ended in others:
         axes.broken_barh([(began - timeline.start, ended - began)], (rows[place] - 0.38, 0.76), facecolor="lightgrey")
     axes.set_yticks(rows, ["vision", "text"])
-    axes.set_xlim(0, spans[-1][-1] - timeline.start)
-    axes.texts[0].set_text(f"{TRACED} updates on {args.on}, every call waited for; grey: optimizers")
+    axes.set_xlim(0, max([timeline.total, *(ended - timeline.start for *_, ended in others)]))
+    axes.texts[0].set_text(f"{TRACED} updates; grey: the norm and the optimizer")
     axes.set_xlabel("seconds")
-    axes.figure.savefig(args.out / "multimodal.png", dpi=150)
+    axes.figure.savefig(path, dpi=150)
 
 
 # ---- options

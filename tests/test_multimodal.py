@@ -57,8 +57,11 @@ def check_same_bits(first: Path, second: Path) -> None:
             assert all(torch.equal(tensors[key], others[key]) for key in tensors)
 
 
-def test_the_same_bits_on_threads_and_processes(threads: Path, tmp_path: Path) -> None:
-    process = start_example("multimodal.py", *TINY, "--out", str(tmp_path))
+@pytest.mark.parametrize("on", ["processes", "ray"])
+def test_the_same_bits_as_on_threads(on: str, threads: Path, tmp_path: Path) -> None:
+    if on == "ray":
+        pytest.importorskip("ray")
+    process = start_example("multimodal.py", *TINY, "--on", on, "--out", str(tmp_path))
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0 and "Traceback" not in stderr, stderr
     assert losses_of(tmp_path) == losses_of(threads) and len(losses_of(threads)) == 4
@@ -131,16 +134,21 @@ def test_images_differ_in_how_many_patches_they_have(example: Any) -> None:
 def test_what_an_image_is_read_as_does_not_depend_on_those_beside_it(example: Any) -> None:
     """Padding is not seen, and patches of all images are cut over ranks wherever it comes."""
     from line_images import random_batch
-    from line_models import VisionTransformer
+    from line_models import Decoder, VisionTransformer
 
     batch = random_batch(["x = 1", "return", "pass", "def f(x):"], 7, 0)
     encode, params = fz.functional(VisionTransformer(16, 2, 4, torch.Generator().manual_seed(0)))
-    whole = encode(params, batch.images)["embeddings"]
-    for own, patches, places in zip(whole, *batch.images.values(), strict=True):
-        count = int((places[:, 0] >= 0).sum())
-        alone = encode(params, {"patches": patches[None, :count], "places": places[None, :count]})["embeddings"]
-        torch.testing.assert_close(own[:count], alone[0], rtol=1e-4, atol=1e-5)
+    decode, text_params = fz.functional(Decoder(16, 2, 4, torch.Generator().manual_seed(1)))
+    image = encode(params, batch.images)
+    whole, logits = image["embeddings"], decode(text_params, batch.tokens, image)
+    rows = zip(whole, logits, batch.tokens, *batch.images.values(), strict=True)
+    for own, written, tokens, patches, places in rows:
+        count, length = int((places[:, 0] >= 0).sum()), int((tokens != 0).sum())
+        alone = encode(params, {"patches": patches[None, :count], "places": places[None, :count]})
+        torch.testing.assert_close(own[:count], alone["embeddings"][0], rtol=1e-4, atol=1e-5)
         assert not own[count:].any()
+        again = decode(text_params, tokens[None, :length], alone)[0]
+        torch.testing.assert_close(written[:length], again, rtol=1e-4, atol=1e-4)
 
     def rank_main(rank: int) -> Any:
         sp = fz.parallel.axis(None, "sp")
