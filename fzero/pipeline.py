@@ -217,7 +217,7 @@ class Pipeline:
             parts = load_parts(path, own, len(self.steps), options)
         except Exception as caught:
             error = caught
-        self._places.of_all({}, error)
+        self._places.all_well(error)
         return PipelineState(parts, self._places)
 
     # ---- what they are made of
@@ -392,5 +392,8 @@ def pipeline(
                 f"pipeline: got steps[{c}] with has_aux=True, expected that of the last stage alone, "
                 f"{schedule.stages - 1}. Return what it has to say as an output that the next stage hands on."
             )
+    for dim in in_dims if isinstance(in_dims, tuple) else (in_dims,):
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise wrong("pipeline", "in_dims", in_dims, "an int or None, or a tuple with one of them per input")
     need_groups(groups, schedule)
     return Pipeline(steps, schedule, wires, in_dims, groups)

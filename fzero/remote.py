@@ -74,8 +74,10 @@ def remote(
         raise wrong("remote", "build", build, "a function build(rank) -> (step, params)")
     starts: dict[str, Callable[..., Sequence[Link]]] = {"threads": threads.start, "processes": processes.start}
     starts["ray"] = functools.partial(on_ray.start, options=options)
-    if on not in starts:
+    if not isinstance(on, str) or on not in starts:
         raise ValueError(f"remote: got on={on!r}, expected one of {', '.join(map(repr, starts))}.")
+    if not isinstance(options, Mapping):
+        raise wrong("remote", "options", options, "a dict of options of Ray")
     known = on_ray.OPTIONS if on == "ray" else set()
     if not {*options} <= known:
         raise ValueError(f"remote: got options={sorted(options)} on={on!r}, expected some of {sorted(known)}.")

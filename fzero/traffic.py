@@ -306,6 +306,7 @@ def peak(
             updating[memory] += sum(sizes)
             updating[DEVICE] += whole[memory] if memory != DEVICE else 0
         adding[memory] += 2 * sum(sizes) + (max(sizes, default=0) if memory != DEVICE else 0)
+    adding[DEVICE] -= 0 if step.fusion else _added(step, layout)
     return updating if step.fusion and several == 2 else {m: max(updating[m], adding[m]) for m in MEMORIES}
 
 
@@ -328,6 +329,19 @@ def _sums(layout: Layout) -> tuple[dict[str, list[int]], dict[str, int]]:
         out[memory].append(rounded(nbytes) if memory == DISK else nbytes)
         whole[memory] += nbytes if layout.shards > 1 and not row.grads.cuts else 0
     return out, whole
+
+
+def _added(step: Spec, layout: Layout) -> int:
+    """Bytes of the sums on the device that later microbatches' gradients are added to without a buffer between."""
+    acting, out = step.table(layout).acting, 0
+    for key in layout.trainable:
+        row = layout.groups[key].row
+        assert row.grads and row.policy.reduce and row.policy.compute
+        exact = row.policy.compute == row.policy.wire == row.policy.reduce
+        whole = layout.shards == 1 or not row.grads.cuts
+        if exact and whole and key.unit not in acting and name_of(row.grads.memory) == DEVICE:
+            out += layout.groups[key].numel * row.policy.reduce.itemsize
+    return out
 
 
 def _made(step: Spec, like: Sharded) -> dict[str, int]:

@@ -16,6 +16,7 @@ from fzero.checkpoint.fill import as_said
 from fzero.checkpoint.folder import Folder, path_of
 from fzero.checkpoint.places import folder_at
 from fzero.checkpoint.snapshot import Snapshot
+from fzero.checkpoint.together import NAME as TOGETHER
 from fzero.checkpoint.write import abandon, write
 from fzero.comm import backend
 from fzero.state.beyond import Savable
@@ -210,7 +211,11 @@ def begin(
                 f"fz.{who}: the save before this one has failed, and nobody waited for it: {before.path}: {failed}"
             ) from failed
         folder = folder_for()
-        folder_at(folder)
+        if TOGETHER in folder_at(folder).names():
+            raise FileExistsError(
+                f"{folder}: got a folder with a checkpoint of a pipeline, expected one of one step, or none. Save into "
+                "a folder of its own."
+            )
         text = as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
         snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written

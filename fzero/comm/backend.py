@@ -89,6 +89,12 @@ def groups_of(mesh: Mesh) -> list[Group]:
     return mesh.get_all_groups()
 
 
+def ranks_around(mesh: Mesh) -> int:
+    """How many ranks the mesh has that a mesh was taken from; its own, where it was made as it is."""
+    root = getattr(mesh, "_get_root_mesh", None)
+    return root().size() if root is not None else mesh.size()
+
+
 def group_over(mesh: Mesh, axes: Sequence[str]) -> Group:
     """The process group of this rank along one axis of a mesh; along several, which every rank makes, once."""
     if len(axes) == 1:

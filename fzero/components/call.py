@@ -169,7 +169,13 @@ class Call:
         """What every rank says, in rank order; raises on all of them if a task has failed on one."""
         assert self.line is not None
         error, self._error = self._error, None
-        return self.line.exchange(own, error)
+        try:
+            return self.line.exchange(own, error)
+        except Lost as lost:
+            if error is None or isinstance(error, PlaceFailed):
+                raise
+            error.add_note(f"The other ranks could not be told: {lost}")
+            raise error from lost
 
     def known(self, make: Callable[[], object]) -> Any:
         """What the place of the last stage makes of this run; in the other places with placeholders for its tensors."""

@@ -114,7 +114,8 @@ class Flow:
     def arrived(self, wire: Wire, microbatch: int, value: object, users: Iterable[int]) -> None:
         """Notes a value for the stages that will take it here."""
         if users:
-            self._values[wire, microbatch], self._left[wire, microbatch] = value, set(users)
+            self._values[wire, microbatch] = value
+            self._left.setdefault((wire, microbatch), set()).update(users)
 
     def take(self, wire: Wire, microbatch: int, stage: int) -> object:
         """A value for a stage; the last one that takes it leaves nothing behind."""
@@ -182,7 +183,7 @@ class Flow:
 
     def give_back(self, wire: Wire, microbatch: int, stage: int) -> object:
         """A stage's cotangent of what it took, for the place where that came from."""
-        return self._cotangents.pop((wire, microbatch))[stage]
+        return self._cotangents[wire, microbatch].pop(stage)
 
     def _cotangent(self, component: int, microbatch: int) -> object:
         """Of all that a component returned: the sum over those who took it, the last stage's first."""

@@ -35,8 +35,16 @@ def updated(
             weighed[c] = stage.weighed(state[c], grads[c])
     except Exception as caught:
         error = caught
-    said = places.of_all({c: (own.by_leaf, own.metrics) for c, own in weighed.items()}, error)
-    every = {c: by_leaf for c, (by_leaf, _) in said.items()}
+    steps = {c: getattr(state[c], "step", 0) for c, stage in stages.items() if not stage.distant}
+    own = {c: (weight.by_leaf, weight.metrics, steps.get(c, -1)) for c, weight in weighed.items()}
+    said = places.of_all(own, error)
+    every = {c: by_leaf for c, (by_leaf, *_) in said.items()}
+    counts = {c: count for c, (_, _, count) in said.items() if count >= 0}
+    if len(set(counts.values())) > 1:
+        raise ValueError(
+            f"pipeline: the components' states are after {counts} updates, by component; expected the same number of "
+            "all. Go on from states that one call has returned."
+        )
     if any(stage.distant for stage in stages.values()):
         # computed where it is needed, of what the others have
         norm: Any = Norm([every[c] for c in sorted(every)])
@@ -46,10 +54,14 @@ def updated(
     clip = norm if grad_norm is None or not bool(torch.isfinite(fetch(norm))) else grad_norm
     found: dict[int, dict[str, Any]] = {}
     new: dict[int, Any] = {}
-    for c, stage in stages.items():
-        new[c], found[c] = stage.update(state[c], weighed[c], clip)
+    try:
+        for c, stage in stages.items():
+            new[c], found[c] = stage.update(state[c], weighed[c], clip)
+    except Exception as caught:
+        error = caught
+    places.all_well(error)  # all have the next state, or none
     skipped = next(iter(found.values()))["skipped"]  # which all do, or none
-    elsewhere = {c: {**known, "skipped": skipped} for c, (_, known) in said.items() if c not in found}
+    elsewhere = {c: {**known, "skipped": skipped} for c, (_, known, _) in said.items() if c not in found}
     metrics = {**_metrics(dict(sorted({**fetch(found), **elsewhere}.items()))), "grad_norm": fetch(norm)}
     return PipelineState([new.get(c) for c in range(len(state))], places), metrics
 

@@ -42,6 +42,12 @@ class Losses:
             self._losses[microbatch] = scalar_loss(output, WHO)
         if not self._pieces:
             several, cotangent = self._micro.count > 1, self._cotangent
+            own, given = pytree.flatten(output)[1], pytree.flatten(cotangent)[1]
+            if cotangent is not None and own != given:
+                raise ValueError(
+                    f"cotangent: got the structure {given}, expected that of the outputs, {own}. Give one cotangent "
+                    "per output, in the same containers; None counts as zero."
+                )
             if cotangent is None:
                 cotangent = torch.ones_like(mean_of([output]) if several else output)  # type: ignore[arg-type]
             pieces, self.times = self._micro.split_cotangent(cotangent, [known_parts(output)] * self._micro.count)

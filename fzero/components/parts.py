@@ -24,6 +24,10 @@ class Places(Protocol):
         """Whether this rank is the one that speaks for all places."""
         ...
 
+    def all_well(self, error: BaseException | None) -> None:
+        """Raises on all ranks if one has failed."""
+        ...
+
     def of_all(self, own: Mapping[int, Any], error: BaseException | None) -> dict[int, Any]:
         """The small trees of every component, of which each place gives its own; raises on all ranks if one failed."""
         ...
@@ -114,7 +118,7 @@ class PipelineState(PerStage):
         """Writes a checkpoint of all components: for `fz.save`."""
 
         def agree(error: BaseException | None) -> None:
-            self.places.of_all({}, error)
+            self.places.all_well(error)
 
         save_parts(path, self.parts, extra, self.places.leads, agree)
 

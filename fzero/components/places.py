@@ -26,6 +26,19 @@ class AllPlaces:
     def leads(self) -> bool:
         return self.line is None or self.line.rank == 0
 
+    def __deepcopy__(self, memo: object) -> AllPlaces:
+        return self  # the same ranks
+
+    def __reduce__(self) -> tuple[object, ...]:
+        if self.line is not None:
+            raise TypeError(
+                "A pipeline's state over ranks cannot be pickled, as what is elsewhere is not in it; expected fz.save of it."
+            )
+        return AllPlaces, (None, self._home)
+
+    def all_well(self, error: BaseException | None) -> None:
+        self.of_all({}, error)
+
     def of_all(self, own: Mapping[int, Any], error: BaseException | None) -> dict[int, Any]:
         if self.line is None:
             if error is not None:
@@ -77,6 +90,7 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         own = backend.rank_in(group)
         identity = _agreed(group, schedule, wires)
         members = backend.members(group)
+        _need_all_axes(groups, steps, schedule, wires, own)
         _need_apart(steps, schedule, wires, own, {members[own]}, set(members))
         return Line(group, schedule, seats, identity)
     assert isinstance(groups, (list, tuple))
@@ -139,6 +153,20 @@ def _need_messages(group: backend.Group) -> None:
             "fz.testing.run_ranks(..., backend='processes'); stages on threads are components: fz.remote(..., "
             "on='threads')."
         )
+
+
+def _need_all_axes(mesh: backend.Mesh, steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int) -> None:
+    """Refuses a component that is not sharded over the mesh's other axes, as its copies would drift apart."""
+    around = backend.ranks_around(mesh) // mesh.size()
+    for component, stage in wires.home.items():
+        axis = steps[component].axis()
+        ranks = axis.ranks * axis.place_on_tensor[1]
+        if schedule.place_of(stage) == place and ranks != around:
+            raise ValueError(
+                f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {around} that the mesh "
+                "around groups has; expected all of them, or copies of its params would drift apart. Say "
+                "fz.shard_zero1, 2 or 3 with axis= of the other axes of the mesh, or make a mesh without these."
+            )
 
 
 def _agreed(group: backend.Group, schedule: Schedule, wires: Wiring) -> str:

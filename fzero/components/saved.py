@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.folder import NAME as NAME_OF_ONE
 from fzero.checkpoint.folder import path_of
 from fzero.checkpoint.load import load
 from fzero.checkpoint.manifest import DamagedCheckpoint, read_manifest
@@ -33,6 +34,11 @@ def save_parts(path: str, states: Sequence[TrainState | None], extra: object, le
     slot, folder = "", path_of(path, "save")
     try:
         text = as_json(extra, "fz.save: extra")
+        if NAME_OF_ONE in folder_at(folder).names():
+            raise FileExistsError(
+                f"{folder}: got a folder with a checkpoint of one step, expected one of a pipeline, or none. Save into "
+                "a folder of its own."
+            )
         before = read_together(folder)
         slot = SLOTS[1 if before is not None and before.slot == SLOTS[0] else 0]
     except Exception as caught:

@@ -132,7 +132,10 @@ def wiring(
                 f"and later stages of the {stages} that there are."
             )
         skipping.append((Wire(source, item), own))
-    sharing = [(component, _numbers("shared", users)) for component, users in _mapping("shared", shared).items()]
+    sharing = [
+        (need_int(component, "pipeline", "a component in shared"), _numbers("shared", users))
+        for component, users in _mapping("shared", shared).items()
+    ]
     expected = list(range(stages, components))
     if components < stages or sorted(component for component, _ in sharing) != expected:
         raise ValueError(
@@ -148,6 +151,7 @@ def wiring(
             raise ValueError(f"pipeline: got shared={{{component}: {users}}}, expected stages from 0 to {stages - 1}.")
     own_inputs = [(stage, _numbers("inputs", numbers)) for stage, numbers in _mapping("inputs", inputs).items()]
     for stage, numbers in own_inputs:
+        need_int(stage, "pipeline", "a stage in inputs")
         if not 0 <= stage < stages or min(numbers, default=0) < 0:
             raise ValueError(
                 f"pipeline: got inputs={{{stage}: {numbers}}}, expected stages from 0 to {stages - 1}, and numbers "

@@ -63,8 +63,8 @@ class Delivery:
         total, use = self.into.get(key), self.schedule.uses[key]
         if total is None or key in self.unreduced or use.axis.ranks > 1 or total.dtype != use.reduce:
             return False
-        if any(leaf is not None and torch.promote_types(leaf.dtype, use.wire) != use.wire for leaf in leaves):
-            return False  # they would be rounded on their way
+        if any(leaf is not None and not leaf.dtype == use.wire == total.dtype for leaf in leaves):
+            return False  # they would be rounded, or copied on their way
         self.layout.groups[key].add_into(total, leaves)
         self._delivered.add(key)
         return True

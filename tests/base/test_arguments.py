@@ -19,11 +19,16 @@ def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
     return (x @ p["w"]).mean()
 
 
+def build(rank: int) -> Any:
+    return STEP, PARAMS
+
+
 PARAMS = {"w": torch.ones(3, 2)}
 X = torch.ones(4, 3)
 STEP = fz.train_step(loss, fz.sgd(0.1, momentum=0.9))
 STATE = STEP.init(PARAMS)
 GRADS = STEP.vjp(STATE, X)[1](torch.ones(()))[0]
+ORDER = fz.schedules.gpipe(1, 2)
 SPEED = fz.Bandwidth(1e9, 1e9)
 PROPOSAL = fz.fits(STEP, PARAMS, 1 << 20)
 KINDS: dict[str, Any] = {
@@ -275,6 +280,34 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "lossy": (lambda v: fz.load(at("x y"), STEP, lossy=v), {"a bool"}),
         "lenient": (lambda v: fz.load(at("x y"), STEP, like=PARAMS, lenient=v), {"a bool"}),
     },
+    "plot_schedule": {
+        "schedule": (lambda v: fz.plot_schedule(v), set()),
+        "times": (lambda v: fz.plot_schedule(ORDER, v), {"None"}),
+        "path": (
+            lambda v: fz.plot_schedule(ORDER, path=v if v is None or not isinstance(v, str) else None),
+            {"None", "a string"},
+        ),
+        "axes": (lambda v: fz.plot_schedule(ORDER, axes=v), {"None"}),
+    },
+    "pipeline": {
+        "steps": (lambda v: fz.pipeline(v, ORDER), set()),
+        "schedule": (lambda v: fz.pipeline([STEP], v), set()),
+        "groups": (lambda v: fz.pipeline([STEP], ORDER, v), {"None"}),
+        "inputs": (lambda v: fz.pipeline([STEP], ORDER, inputs=v), {"None"}),
+        "skips": (lambda v: fz.pipeline([STEP], ORDER, skips=v), {"None"}),
+        "shared": (lambda v: fz.pipeline([STEP], ORDER, shared=v), {"None"}),
+        "in_dims": (lambda v: fz.pipeline([STEP], ORDER, in_dims=v), {"None", "an int", "a negative"}),
+    },
+    "remote": {
+        "build": (lambda v: fz.remote(v, on="threads"), set()),
+        "ranks": (lambda v: fz.remote(build, v, on="threads").close(), {"an int"}),
+        "on": (lambda v: fz.remote(build, on=v), set()),
+        "name": (lambda v: fz.remote(build, on="threads", name=v).close(), {"None", "a string"}),
+        "timeout": (lambda v: fz.remote(build, on="threads", timeout=v).close(), {"an int", "a float"}),
+        "checked": (lambda v: fz.remote(build, on="threads", checked=v).close(), {"a bool"}),
+        "options": (lambda v: fz.remote(build, on="threads", options=v), set()),
+    },
+    "fetch": {"tree": (lambda v: fz.fetch(v), {*KINDS})},
     "load_safetensors": {
         "step": (lambda v: fz.load_safetensors(v, hf("x y")), {"a step"}),
         "files": (lambda v: fz.load_safetensors(STEP, hf(v)), {"a string"}),
