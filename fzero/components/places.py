@@ -32,7 +32,7 @@ class AllPlaces:
     def __reduce__(self) -> tuple[object, ...]:
         if self.line is not None:
             raise TypeError(
-                "A pipeline's state over ranks cannot be pickled, as what is elsewhere is not in it; expected fz.save of it."
+                "A pipeline's state over ranks cannot be pickled, as what is elsewhere is not in it; expected fz.save."
             )
         return AllPlaces, (None, self._home)
 
@@ -90,8 +90,8 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         own = backend.rank_in(group)
         identity = _agreed(group, schedule, wires)
         members = backend.members(group)
-        _need_all_axes(groups, steps, schedule, wires, own)
         _need_apart(steps, schedule, wires, own, {members[own]}, set(members))
+        _need_all_axes(groups, steps, schedule, wires, own)
         return Line(group, schedule, seats, identity)
     assert isinstance(groups, (list, tuple))
     group, places = backend.world(), {rank: place for place, ranks in enumerate(groups) for rank in ranks}
@@ -163,8 +163,8 @@ def _need_all_axes(mesh: backend.Mesh, steps: Sequence[Spec], schedule: Schedule
         ranks = axis.ranks * axis.place_on_tensor[1]
         if schedule.place_of(stage) == place and ranks != around:
             raise ValueError(
-                f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {around} that the mesh "
-                "around groups has; expected all of them, or copies of its params would drift apart. Say "
+                f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {around} that the "
+                "mesh around groups has; expected all of them, or copies of its params would drift apart. Say "
                 "fz.shard_zero1, 2 or 3 with axis= of the other axes of the mesh, or make a mesh without these."
             )
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import pickle
 from collections.abc import Sequence
 from typing import Any
 
@@ -67,8 +69,10 @@ def against_one(rank: int, jobs: Sequence[Job], dp: int, stage: int) -> None:
         for turn in range(2):
             rows = schedule.microbatches * (2 + turn)  # which makes messages grow
             batch = case.batch(rows, torch.float64, seed=1 + rank % dp)
-            out, pullback = pipe.vjp(state, *batch)
-            want, pull = whole.vjp(other, *batch)
+            takers = {n: {schedule.place_of(s) for s, own in case.inputs if n in own} for n in range(len(batch))}
+            chosen = [number for number, places in takers.items() if len(places) == 1]
+            out, pullback = pipe.vjp(state, *batch, argnums=chosen)
+            want, pull = whole.vjp(other, *batch, argnums=chosen)
             known(out, want)
             cotangent = optree.tree_map(torch.cos, want)
             grads, cotangents = pullback(cotangent)
@@ -76,9 +80,10 @@ def against_one(rank: int, jobs: Sequence[Job], dp: int, stage: int) -> None:
             full, gathered = fz.gather(expected), fz.gather(grads)
             fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=rtol, atol=0)
             for number, own in enumerate(cotangents):
-                takes = [s for s, numbers in case.inputs if number in numbers]
-                if all(schedule.place_of(s) == place for s in takes):
+                if takers[number] == {place} or number not in chosen:
                     same(own, ours[number])
+                else:
+                    assert own.shape == batch[number].shape and own.device.type == "meta"
             known(pipe.forward(state, *batch), want)
             loss = case.stages[-1].gives == "loss"
             state, metrics = pipe(state, *batch, cotangent=None if loss else cotangent)
@@ -155,14 +160,13 @@ def unequal_groups(rank: int, groups: list[list[int]], stages: tuple[int, int]) 
     for turn in range(3):
         batch = case.batch(3 * rows, torch.float64, seed=turn)
         own, datas = groups[place].index(rank), len(groups[place])
-        mine = [torch.cat([part.chunk(datas)[own] for part in x.chunk(3)]) for x in batch]
+        mine = [x.chunk(datas)[own] for x in batch]
         out, pullback = pipe.vjp(state, *mine, argnums=0)
         loss, pull = whole.vjp(other, *batch, argnums=0)
         grads, cotangents = pullback(torch.ones_like(out))
         expected, ours = pull(torch.ones_like(loss))
         if place == 0:
-            found = torch.cat([part.chunk(datas)[own] for part in ours[0].chunk(3)])
-            fz.testing.assert_trees_close(cotangents[0], found * datas, rtol=1e-12)
+            fz.testing.assert_trees_close(cotangents[0], ours[0].chunk(datas)[own] * datas, rtol=1e-12)
         here = [0, 1] if place == 0 else [2]
         full, gathered = fz.gather(expected), fz.gather(grads)
         fz.testing.assert_trees_close([gathered[c] for c in here], [full[c] for c in here], rtol=1e-10)
@@ -304,3 +308,132 @@ def on_threads(rank: int) -> None:
 
 def test_ranks_that_are_threads_are_refused() -> None:
     run_ranks(on_threads, 2, timeout=10)
+
+
+def twice(params: Any, h: torch.Tensor) -> torch.Tensor:
+    return h @ params["w"]
+
+
+def squares(params: Any, h: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+    return (h @ params["w"]).square().mean() + sum(other.mean() for other in others)
+
+
+def unpickled(params: Any, h: torch.Tensor) -> Any:
+    return h @ params["w"], lambda: None
+
+
+def sparse(params: Any, h: torch.Tensor) -> Any:
+    return (h @ params["w"]).to_sparse()
+
+
+def swapped(rank: int, what: str) -> None:
+    """Two pipelines, or two pullbacks of one, in another order on each rank."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    eye, x = {"w": torch.eye(3)}, torch.ones(4, 3)
+    steps = [make(twice), make(squares)]
+    one, two = (fz.pipeline(steps, fz.schedules.gpipe(2, 2), groups=mesh["pp"]) for _ in range(2))
+    state, other = one.init([eye, eye]), two.init([eye, eye])
+    with fz.testing.hazards(None), pytest.raises(RuntimeError, match=r"expected the same calls|did not come through"):
+        if what == "pipelines":
+            for pipe, own in [(one, state), (two, other)][:: -1 if rank else 1]:
+                pipe(own, x)
+        else:
+            made = [one.vjp(state, x * n) for n in (1, 2)]
+            for out, pullback in made[:: -1 if rank else 1]:
+                pullback(torch.ones_like(out))
+
+
+@pytest.mark.parametrize("what", ["pipelines", "pullbacks"])
+def test_calls_in_another_order(what: str) -> None:
+    run_ranks(functools.partial(swapped, what=what), 2, backend="processes", timeout=5)
+
+
+def between_places(rank: int) -> None:
+    """What cannot go from one place to another, what all places are told, and an update that fails in one."""
+    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("pp",))
+    eye, x = {"w": torch.eye(3)}, torch.ones(4, 3)
+    order = fz.schedules.gpipe(2, 2)
+    pipe = lambda steps, **more: fz.pipeline(steps, order, groups=mesh["pp"], **more)
+    for fn, words in ((unpickled, "cannot be sent to another place"), (sparse, "expected a dense one")):
+        own = pipe([make(fn), make(squares)])
+        with pytest.raises(TypeError, match=words):
+            own(own.init([eye, eye]), x)
+    own = pipe([fz.train_step(twice, fz.sgd(0.1)), fz.train_step(squares, fz.sgd(0.2))])
+    state, metrics = own(own.init([eye, eye]), x)
+    assert {"lr.0", "lr.1"} < metrics.keys() and float(metrics["lr.1"]) == pytest.approx(0.2)
+    own = pipe([make(twice), make(squares)], inputs={0: 0, 1: (1, 0)})
+    state = own.init([eye, eye])
+    with pytest.raises(ValueError, match=r"input 0 is taken by stages at places \[0, 1\]"):
+        own.vjp(state, x, x)
+    out, pullback = own.vjp(state, x, x, argnums=1)
+    _, (first, second) = pullback(torch.ones_like(out))
+    assert first is None and second.shape == x.shape and second.device.type == ("cpu" if rank else "meta")
+    bad = fz.GradientTransformation(fz.sgd(0.1).init, failing_update)
+    own = pipe([fz.train_step(twice, bad), make(squares)])
+    with pytest.raises(ArithmeticError, match="this optimizer fails"):
+        own(own.init([eye, eye]), x)
+    own = pipe([make(twice), make(squares)])
+    state = own.init([eye, eye])
+    after, _ = own(state, x)
+    torn = fz.PipelineState([after[0] if rank == 0 else None, None if rank == 0 else state[1]], state.places)
+    with pytest.raises(ValueError, match="expected the same number of all"):
+        own(torn, x)
+    with pytest.raises(TypeError, match=r"expected fz.save"):
+        pickle.dumps(state)
+    assert len(copy.deepcopy(state)) == 2
+
+
+def failing_update(*arguments: Any, **more: Any) -> Any:
+    raise ArithmeticError("this optimizer fails")
+
+
+def test_what_goes_between_places() -> None:
+    run_ranks(between_places, 2, backend="processes", timeout=15)
+
+
+def unequal_refusals(rank: int) -> None:
+    """What has no parts that belong to examples does not go between places of unequal sizes."""
+    groups = [[0], [1, 2]]
+    handles: list[Any] = [dist.new_group(ranks) for ranks in groups]
+    place = 0 if rank == 0 else 1
+    mesh = DeviceMesh.from_group(handles[place], "cpu", groups[place], mesh_dim_names=("dp",))
+    shard = lambda fn: fz.shard_zero1(make(fn), mesh=mesh)
+    eye = {"w": torch.eye(3)}
+    outputs: list[Any] = [
+        lambda h: (h, h.shape[0]),
+        lambda h: (h, torch.tensor(3)),
+        lambda h: (h, torch.arange(4.0)),
+        lambda h: (h, h.t()),
+    ]
+    for output in outputs:
+        first = lambda p, h, output=output: output(h @ p["w"])
+        last = lambda p, both: both[0].mean() * p["w"].sum()
+        pipe = fz.pipeline([shard(first), shard(last)], fz.schedules.gpipe(2, 1), groups)
+        with pytest.raises(ValueError, match="expected tensors whose dim 0 is that of the 6 examples"):
+            pipe(pipe.init([eye, eye]), torch.ones(6 if rank == 0 else 3, 3))
+    with pytest.raises(
+        ValueError, match=r"expected all components of a place to be sharded|expected a step that is sharded"
+    ):
+        fz.pipeline([shard(twice), make(squares)], fz.schedules.gpipe(2, 1), groups).init([eye, eye])
+
+
+def test_unequal_places_refuse_what_has_no_examples() -> None:
+    run_ranks(unequal_refusals, 3, backend="processes", timeout=15)
+
+
+def replicas(rank: int) -> None:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    eye = {"w": torch.eye(3)}
+    steps = [fz.shard_zero1(make(twice), mesh=mesh, axis="dp"), make(squares)]
+    with (
+        pytest.raises(ValueError, match=r"component 1 is sharded over 1 ranks of its place, of 2")
+        if rank > 1
+        else (pytest.raises(Exception))
+    ):
+        with fz.testing.hazards(None):
+            fz.pipeline(steps, fz.schedules.gpipe(2, 2), groups=mesh["pp"]).init([eye, eye])
+            raise LookupError("this rank's components are right")
+
+
+def test_copies_that_would_drift_apart() -> None:
+    run_ranks(replicas, 4, backend="processes", timeout=15)

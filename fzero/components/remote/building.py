@@ -25,8 +25,8 @@ def built_by(build: Callable[[int], object], rank: int) -> Part:
     parts: tuple[Any, ...] = given if isinstance(given, tuple) else ()
     if len(parts) not in (2, 3) or not isinstance(parts[0], Spec):
         raise TypeError(
-            f"fz.remote: got build({rank}) that returned {named(given)}, expected (step, params), or (step, params, axis) "
-            "with the axis that batches are split over (fz.parallel.axis(mesh, 'dp'))."
+            f"fz.remote: got build({rank}) that returned {named(given)}, expected (step, params), or (step, params, "
+            "axis) with the axis that batches are split over (fz.parallel.axis(mesh, 'dp'))."
         )
     step, params = parts[0], parts[1]
     means = step.axis()
