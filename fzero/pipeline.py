@@ -338,7 +338,7 @@ def pipeline(
     Numbers, to the bit, are those of `fz.accumulate(step, schedule.microbatches)` with one step whose function calls
     the stages' functions one after the other: each stage adds gradients in the order of the microbatches, whatever the
     schedule. Where a value is used three times or more, by skips or shared components, its cotangents may be added in
-    another order.
+    another order; and each stage draws random numbers of its own, for dropout and stochastic rounding.
 
     Args:
         steps: one for each stage of the schedule, in order, and behind them one for each that stages share. One may be

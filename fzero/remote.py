@@ -95,7 +95,7 @@ def fetch(tree: Any) -> Any:
         tree: any pytree.
 
     Returns:
-        The same tree with plain tensors in place of handles.
+        The same tree with plain tensors in place of handles; states and grads are waited for, and stay where they are.
 
     Raises:
         ComponentDied: a component that one lies on is lost.

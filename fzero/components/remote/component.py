@@ -300,4 +300,12 @@ def _stood_for(inputs: Sequence[object]) -> list[object]:
 
 def fetch(tree: Any) -> Any:
     """The tree with plain tensors in place of handles, which are waited for; states and grads are waited for too."""
-    return pytree.map(lambda x: x.fetched() if isinstance(x, Value) else x, tree)
+
+    def waited(leaf: Any) -> Any:
+        if isinstance(leaf, Value):
+            return leaf.fetched()
+        if isinstance(leaf, (RemoteState, RemoteTree)):
+            leaf.component.group.trees(leaf.made.call)
+        return leaf
+
+    return pytree.map(waited, tree)

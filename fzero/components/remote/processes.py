@@ -132,7 +132,9 @@ def _main(
     os.dup2(stderr.fileno(), 2)
     stderr.close()
     sys.path[:] = path
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is for the controlling process
+    # Ctrl-C in a terminal, and what a job's manager sends to all, is for the controlling process, which may yet save
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     serve(lambda: pickle.loads(job), settings, rank, address, token, ("127.0.0.1", port), None)
 
 

@@ -185,7 +185,8 @@ def test_a_killed_run_recovers_to_the_bits_of_an_undisturbed_one(tmp_path: Path)
     assert died == 2
     for x, y in zip(*map(torch_pytree.tree_leaves, (expected, got)), strict=True):
         assert torch.equal(x, y)
-    assert {*os.listdir("/dev/shm")} <= before
+    # semaphores are of other processes of the tests
+    assert {name for name in os.listdir("/dev/shm") if not name.startswith("sem.")} <= before
 
 
 SCRIPT = """
@@ -232,4 +233,5 @@ def test_a_rank_that_stands_still_is_said_in_time() -> None:
         finally:
             os.kill(pid, signal.SIGCONT)
         assert 1 < time.monotonic() - begun < 4
+        os.kill(pid, signal.SIGTERM)  # a job's manager tells all processes; the controlling one may want to save
         assert fz.fetch(own.forward(state, X, "none")).equal(X) and fz.fetch(first).equal(X)
