@@ -65,10 +65,8 @@ def test_axes() -> None:
 
 def test_pipeline() -> None:
     sizes = "--width 16 --heads 2 --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1 --warmup 0"
-    out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "1F1B", "zero bubble")
-    assert "1F1B" in out and "did not run" not in out
-    out = run("pipeline.py", *sizes.split(), "--sleeps", "--sleep", "0.005", "--schedules", "interleaved")
-    assert "interleaved" in out
+    out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "zero bubble")
+    assert "zero bubble" in out and "did not run" not in out
 
 
 def test_axes_lengths(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -59,8 +60,10 @@ def check_same_bits(first: Path, second: Path) -> None:
 
 @pytest.mark.parametrize("on", ["processes", "ray"])
 def test_the_same_bits_as_on_threads(on: str, threads: Path, tmp_path: Path) -> None:
-    if on == "ray":
+    if on == "ray":  # half a minute; tests/components/remote/test_remote_ray.py has a smaller loop
         pytest.importorskip("ray")
+        if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
+            pytest.skip("runs with HYPOTHESIS_PROFILE=nightly")
     process = start_example("multimodal.py", *TINY, "--on", on, "--out", str(tmp_path))
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0 and "Traceback" not in stderr, stderr

@@ -167,8 +167,10 @@ class Group:
     def _lost(self, rank: int, error: OSError) -> None:
         with self._news:
             self._news.wait_for(lambda: self.died is not None, 1.0)
-        if self.died is None:
-            self.die(rank, f"cannot be reached ({error})")
+        if self.died is None:  # its end may be noticed late on a busy machine
+            link = self.links[rank]
+            link.join(5 * NOTICED)
+            self.die(rank, *(link.gone() or (f"cannot be reached ({error})", "")))
         self.need_alive()
 
     def need_alive(self) -> None:

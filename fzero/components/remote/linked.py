@@ -62,7 +62,7 @@ class ChannelLink(Link):
             why = str(error)
         except Exception as error:
             why = f"it sent what is no report: {error!r}"
-        self.join(NOTICED)
+        self.join(5 * NOTICED)  # the end of a process is noticed late on a busy machine
         heard(self.rank, ("died", *(self.gone() or (f"cannot be reached any more ({why})", ""))))
 
 
