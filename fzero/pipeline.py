@@ -29,7 +29,7 @@ from fzero.schedules.timeline import Timeline
 from fzero.state.beyond import here
 from fzero.state.checks import constants, need_derivatives
 from fzero.step import Step
-from fzero.table.microbatch import Microbatches
+from fzero.table.microbatch import Microbatches, need_in_dims
 
 SEEDS = 1_000_003  # between the seeds of stages, whose random numbers must differ
 
@@ -392,8 +392,6 @@ def pipeline(
                 f"pipeline: got steps[{c}] with has_aux=True, expected that of the last stage alone, "
                 f"{schedule.stages - 1}. Return what it has to say as an output that the next stage hands on."
             )
-    for dim in in_dims if isinstance(in_dims, tuple) else (in_dims,):
-        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-            raise wrong("pipeline", "in_dims", in_dims, "an int or None, or a tuple with one of them per input")
+    need_in_dims(in_dims, "pipeline")
     need_groups(groups, schedule)
     return Pipeline(steps, schedule, wires, in_dims, groups)

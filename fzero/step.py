@@ -13,8 +13,7 @@ from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
-from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, seed_of, sum_of
-from fzero.engine.function import sums_whole
+from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.passes import evaluated
 from fzero.state.beyond import here
 from fzero.state.checks import check_grads, check_optimizer, check_state, constants, need_derivatives, refuse_captured
@@ -23,8 +22,7 @@ from fzero.state.placing import settle
 from fzero.state.sharded import Sharded
 from fzero.state.speed import warn_where_slow
 from fzero.state.train_state import TrainState
-from fzero.stores.away import Buffer, tensor_of
-from fzero.stores.put import put_again
+from fzero.stores.away import Buffer
 from fzero.table.layout import Key
 from fzero.table.needs import need_function, need_optimizer
 from fzero.table.optimizer import GradientTransformation
@@ -133,9 +131,8 @@ class Step(Spec):
                 total = sum_of(total, grads)
                 del grads
             assert total is not None
-            for key in [key for key in total if self.microbatches.count > 1 and sums_whole(state.params, key)]:
-                mean = state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
-                total[key] = put_again(total[key], mean)
+            if self.microbatches.count > 1:
+                reduce_whole(state.params, total)
             sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
             del total
             loss = batch.loss()

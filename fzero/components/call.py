@@ -17,6 +17,7 @@ from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
+from fzero.engine.batch import by_input
 from fzero.schedules.task import Kind, Task
 from fzero.state.checks import constants
 from fzero.table.microbatch import Microbatches
@@ -220,8 +221,7 @@ class Call:
             leaves = pytree.flatten(tuple(inputs))[0]
             pairs = enumerate(zip(whole, leaves, strict=True))
             whole = [self._elsewhere(place, leaf) if x is None else x for place, (x, leaf) in pairs]
-        trees = pytree.unflatten(pytree.flatten(tuple(inputs))[1], whole)
-        return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+        return by_input(pytree.flatten(tuple(inputs))[1], whole)
 
 
 def need_constants(who: str, **arguments: object) -> None:

@@ -11,7 +11,7 @@ from fzero.comm.axis import Axis
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
 from fzero.components.shares import Shares
-from fzero.engine.run import scalar_loss
+from fzero.engine.run import need_structure, scalar_loss
 from fzero.table.microbatch import Microbatches, Part, mean_of, parts_of
 
 WHO = "pipeline(state, *inputs)"
@@ -42,12 +42,8 @@ class Losses:
             self._losses[microbatch] = scalar_loss(output, WHO)
         if not self._pieces:
             several, cotangent = self._micro.count > 1, self._cotangent
-            own, given = pytree.flatten(output)[1], pytree.flatten(cotangent)[1]
-            if cotangent is not None and own != given:
-                raise ValueError(
-                    f"cotangent: got the structure {given}, expected that of the outputs, {own}. Give one cotangent "
-                    "per output, in the same containers; None counts as zero."
-                )
+            if cotangent is not None:
+                need_structure(cotangent, pytree.flatten(output)[1])
             if cotangent is None:
                 cotangent = torch.ones_like(mean_of([output]) if several else output)  # type: ignore[arg-type]
             pieces, self.times = self._micro.split_cotangent(cotangent, [known_parts(output)] * self._micro.count)

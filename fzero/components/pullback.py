@@ -10,6 +10,7 @@ from fzero.base.interrupts import as_found
 from fzero.components.call import Call, goes_forward, need_constants
 from fzero.components.losses import known_parts
 from fzero.components.parts import PerStage
+from fzero.engine.run import need_structure
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 
@@ -63,12 +64,7 @@ class PipelinePullback:
 
         def asked(microbatch: int) -> object:
             if not pieces:
-                spec = pytree.flatten(cotangent)[1]
-                if spec != self._spec:
-                    raise ValueError(
-                        f"cotangent: got the structure {spec}, expected that of the outputs, {self._spec}. Give one "
-                        "cotangent per output, in the same containers; None counts as zero."
-                    )
+                need_structure(cotangent, self._spec)
                 own = call.shares.apart(cotangent, "the outputs' cotangent")
                 found, times[0] = self._micro.split_cotangent(own, self._parts)
                 pieces.extend(found)

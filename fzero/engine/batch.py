@@ -11,6 +11,7 @@ from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
+from fzero.engine.function import sums_whole
 from fzero.engine.run import Run, no_first_half, scalar_loss
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
@@ -38,6 +39,19 @@ def sum_of(total: Sums | None, grads: Sums) -> Sums:
         old, new = tensor_of(total[key]), tensor_of(grads[key])
         total[key] = put_again(total[key], old + new if old.requires_grad else old.add_(new))
     return total
+
+
+def by_input(spec: pytree.Spec, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
+    """A cotangent for each input, of those of the flat inputs; None where it was not differentiated."""
+    trees = pytree.unflatten(spec, flat)
+    return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+
+
+def reduce_whole(params: Sharded, total: Sums) -> None:
+    """Reduces those of some sums over microbatches that were left unreduced, as no rank keeps a slice of them."""
+    for key in [key for key in total if sums_whole(params, key)]:
+        mean = params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
+        total[key] = put_again(total[key], mean)
 
 
 def as_grads(layout: Layout, sums: Mapping[Key, Buffer]) -> Sums:
@@ -258,9 +272,7 @@ class Pullback:
         return flat if times == 1.0 else [None if x is None else x / times for x in flat]
 
     def _trees(self, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-        """A cotangent for each input, None where it was not differentiated."""
-        trees = pytree.unflatten(self._spec, list(flat))
-        return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+        return by_input(self._spec, flat)
 
     def _grads(self, total: Sums | None, times: float) -> Sharded:
         assert total is not None

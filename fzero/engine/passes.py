@@ -9,8 +9,8 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
-from fzero.engine.batch import Sums, as_grads, grads_of, scale_of, seed_of, sum_of
-from fzero.engine.function import call_function, sums_whole, traversal_of
+from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
+from fzero.engine.function import call_function, traversal_of
 from fzero.engine.run import Run, split_result
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -86,17 +86,13 @@ class Passes:
             into = self._total if microbatch == self._next else None
             grads, flat = run.pull(cotangent, retain_graph, into=into)
             self._add(microbatch, grads)
-            return self._trees(microbatch, flat)
-
-    def _trees(self, microbatch: int, flat: Sequence[torch.Tensor | None]) -> tuple[object, ...]:
-        trees = pytree.unflatten(self._specs[microbatch], flat)
-        return tuple(tree if any(leaf is not None for leaf in pytree.flatten(tree)[0]) else None for tree in trees)
+            return by_input(self._specs[microbatch], flat)
 
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The first half of `backward`: the cotangents of a microbatch's inputs."""
         with as_found():
             self._half[microbatch] = run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
-            return self._trees(microbatch, run.pull_inputs(cotangent, retain_graph))
+            return by_input(self._specs[microbatch], run.pull_inputs(cotangent, retain_graph))
 
     def params(self, microbatch: int) -> None:
         """The second half: its gradients."""
@@ -121,9 +117,8 @@ class Passes:
         scalars, self._scalars = self._scalars, []
         with as_found():
             need_alike(self._like.axis, scalars, "pullback")
-            for key in [key for key in total if self._unreduced and sums_whole(self._state.params, key)]:
-                mean = self._state.params.axis_of(key).reduce_scatter(tensor_of(total[key]), key)
-                total[key] = put_again(total[key], mean)
+            if self._unreduced:
+                reduce_whole(self._state.params, total)
 
     def grads(self, times: float = 1.0) -> Sharded:
         """The gradients of all microbatches, which have been reduced.

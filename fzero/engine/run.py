@@ -263,12 +263,7 @@ class Run:
             self.drop()
 
     def check_structure(self, cotangent: object) -> None:
-        spec = pytree.flatten(cotangent)[1]
-        if spec != self.returned.spec:
-            raise ValueError(
-                f"cotangent: got the structure {spec}, expected that of the outputs, {self.returned.spec}. "
-                "Give one cotangent per output, in the same containers; None counts as zero."
-            )
+        need_structure(cotangent, self.returned.spec)
 
     def check(self, cotangent: object) -> list[torch.Tensor]:
         """The cotangents of the real outputs, zeros for `None`; anything else that does not fit is refused."""
@@ -294,6 +289,16 @@ class Run:
 def tensors_of(sums: Mapping[Key, Buffer] | None) -> dict[Key, torch.Tensor]:
     """Those of some sums that lie on the device."""
     return {key: x for key, x in (sums or {}).items() if isinstance(x, torch.Tensor)}
+
+
+def need_structure(cotangent: object, expected: pytree.Spec | None) -> None:
+    """Refuses a cotangent of another structure than the outputs'."""
+    spec = pytree.flatten(cotangent)[1]
+    if spec != expected:
+        raise ValueError(
+            f"cotangent: got the structure {spec}, expected that of the outputs, {expected}. "
+            "Give one cotangent per output, in the same containers; None counts as zero."
+        )
 
 
 def no_first_half(what: str) -> str:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import wrong
 
 
 @dataclass(frozen=True)
@@ -96,6 +97,13 @@ class Microbatches:
             own = [part for part in parts if part is not None]  # all of them or none
             out.append(None if not own else torch.stack(own).sum(0) if dim is None else torch.cat(own, dim))
         return out
+
+
+def need_in_dims(in_dims: object, who: str) -> None:
+    """Refuses what says no dim to split by: an int or None for all inputs, or a tuple with one of them for each."""
+    for dim in in_dims if isinstance(in_dims, tuple) else (in_dims,):
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+            raise wrong(who, "in_dims", in_dims, "an int or None, or a tuple with one of them per input")
 
 
 class Part(NamedTuple):

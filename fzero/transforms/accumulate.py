@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fzero.base.arguments import need_int, wrong
-from fzero.table.microbatch import Microbatches
+from fzero.base.arguments import need_int
+from fzero.table.microbatch import Microbatches, need_in_dims
 from fzero.table.spec import S, need_step
 
 
@@ -29,9 +29,7 @@ def accumulate(step: S, count: int, in_dims: int | tuple[int | None, ...] | None
     """
     need_step(step, "accumulate")
     need_int(count, "accumulate", "count", "a number of microbatches")
-    for dim in in_dims if isinstance(in_dims, tuple) else (in_dims,):
-        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-            raise wrong("accumulate", "in_dims", in_dims, "an int or None, or a tuple with one of them per input")
+    need_in_dims(in_dims, "accumulate")
     if count < 1:
         raise ValueError(f"accumulate: got count={count}, expected a number of microbatches of at least 1.")
     return step.with_header("microbatches", Microbatches(count, in_dims), f"accumulate({count})")
