@@ -8,7 +8,6 @@ import ctypes
 import datetime
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import os
 import pickle
 import sys
@@ -24,6 +23,7 @@ import torch.distributed as dist
 
 from fzero.base import private
 from fzero.base.arguments import need_int, need_number, wrong
+from fzero.base.forking import forking_context
 from fzero.comm import hazards, worlds
 from fzero.comm.divergence import PeerStopped, checked_collectives
 from fzero.table.needs import is_component
@@ -181,7 +181,7 @@ class _Pool:
     """Processes that wait for work. A failed rank ends the pool; the next call starts another."""
 
     def __init__(self, size: int) -> None:
-        context = _context()
+        context = forking_context(__name__)
         self.size, self.processes, self.pipes = size, [], []
         saved = dict(os.environ)
         os.environ["OMP_NUM_THREADS"] = "1"
@@ -242,15 +242,6 @@ class _Pool:
                 rank, answer = min(failed, key=lambda pair: any(words in pair[1] for words in _VICTIM))
                 raise RankError(f"rank {rank} of {world_size} failed:\n{answer}")
         return results
-
-
-def _context() -> multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext:
-    """How processes begin: forked from one that does nothing but have imported torch, which takes seconds, once."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 _pools: list[_Pool] = []

@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import multiprocessing.forkserver
 import os
 import pickle
@@ -17,6 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fzero.base.forking import forking_context
 from fzero.channels import Address, Listener
 from fzero.comm import backend
 from fzero.components.remote.link import Link, Settings
@@ -85,7 +85,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Heard) -> S
             f"fz.remote(on='processes'): {build!r} cannot be pickled ({error}). Define it at the top of a module, or "
             "use functools.partial of such a function."
         ) from error
-    context, token = _context(), secrets.token_bytes(32)
+    context, token = forking_context(__name__), secrets.token_bytes(32)
     links: list[ProcessLink] = []
     try:
         with Listener(token, name=f"the control of {settings.component!r}") as listener:
@@ -104,15 +104,6 @@ def start(build: Callable[[int], object], settings: Settings, heard: Heard) -> S
             link.end()
         raise
     return links
-
-
-def _context() -> multiprocessing.context.SpawnContext | multiprocessing.context.ForkServerContext:
-    """How processes begin: forked from one that does nothing but have imported this, which takes seconds, once."""
-    if "forkserver" not in multiprocessing.get_all_start_methods():
-        return multiprocessing.get_context("spawn")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([__name__])
-    return context
 
 
 # ---- what runs in a rank's process
