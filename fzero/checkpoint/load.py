@@ -102,14 +102,25 @@ def _newest(wanted: Wanted, step: Spec, params_only: bool) -> tuple[TrainState, 
     """Reads a checkpoint, and again where another one was saved there meanwhile."""
     axis, before = step.axis().of_component(step.name), ""
     while True:
-        manifest = agreed(axis, lambda: read_manifest(wanted.place))
-        axis.check_same(f"{wanted.place} {manifest.token}", "The checkpoints", "Give every rank the same path.")
+        manifest = _same(wanted, axis)
         try:
             return _read(wanted, step, params_only, axis, manifest)
         except DamagedCheckpoint:  # perhaps as another one was saved there meanwhile
             if manifest.token == before or _token(wanted.place, axis) == manifest.token:
                 raise
             before = manifest.token
+
+
+def _same(wanted: Wanted, axis: Axis) -> Manifest:
+    """The manifest that all ranks see; read again as long as another one is put there between their looks."""
+    seen: list[str] = []
+    while True:
+        manifest = agreed(axis, lambda: read_manifest(wanted.place))
+        text, before = f"{wanted.place} {manifest.token}", seen
+        seen = Everyone(axis).exchange(text, "load")
+        if len({*seen}) == 1 or seen == before:
+            axis.check_same(text, "The checkpoints", "Give every rank the same path.")
+            return manifest
 
 
 def _token(folder: str, axis: Axis) -> str:

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.checkpoint import chunks, files
+from fzero.checkpoint import chunks, files, manifest
 from fzero.testing import assert_trees_equal, run_ranks
 
 
@@ -328,6 +328,24 @@ def test_a_folder_that_is_restored_from_while_another_run_saves_there(tmp_path: 
     other.start()
     run_ranks(rank_main, 2)
     other.join()
+
+
+def test_another_save_between_the_looks_of_two_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    state, looked, saved = step_of().init(params()), threading.Event(), threading.Event()
+    fz.save(tmp_path, state)
+    read = manifest.read_manifest
+
+    def later(folder: str) -> object:
+        if torch.distributed.get_rank() == 1 and not saved.is_set():
+            assert looked.wait(60)
+            fz.save(tmp_path, state.replace(step=7))
+            saved.set()
+        found = read(folder)
+        looked.set()
+        return found
+
+    monkeypatch.setattr("fzero.checkpoint.load.read_manifest", later)
+    assert run_ranks(lambda rank: fz.load(tmp_path, step_of(2)).step, 2) == [7, 7]
 
 
 @pytest.mark.parametrize(
