@@ -18,7 +18,7 @@ from fzero.capture.notes import followed, notes
 from fzero.engine.alike import need_alike, need_invariant, scalars_in
 from fzero.engine.batch import seed_of
 from fzero.engine.function import call_function, traversal_of
-from fzero.engine.run import scalar_loss, split_result
+from fzero.engine.outcome import scalar_loss, split_result
 from fzero.engine.traversal import autocast, known, running
 from fzero.state.checks import check_grads, check_state, constants, need_derivatives
 from fzero.state.sharded import Sharded

@@ -125,11 +125,12 @@ class Step(Spec):
             if self.fusion is not None and private.level() == 0:
                 return fused_call(self, state, inputs, cotangent, rng)
             batch, total = Batch(self, state, inputs, cotangent, rng), None
-            for run, ct in batch:
-                grads, _ = run.pull(ct, into=total)
-                del run
-                total = sum_of(total, grads)
-                del grads
+            with private.kept_casts():
+                for run, ct in batch:
+                    grads, _ = run.pull(ct, into=total)
+                    del run
+                    total = sum_of(total, grads)
+                    del grads
             assert total is not None
             if self.microbatches.count > 1:
                 reduce_whole(state.params, total)

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from fzero.base import private, texts
+from fzero.base.products import Product, times
 
 Edge = tuple[Node, int]
 Grads = Sequence["torch.Tensor | None"]
@@ -146,12 +147,11 @@ class Kept:
     def __init__(self, node: Node, grad: torch.Tensor, places: Collection[int]) -> None:
         self.grad: torch.Tensor | None = grad
         own = _MATMULS.get(name_of(node))
-        saved, self._compute = _convolution(node, places) if own is None else _matmul(node, own, places)
+        saved, self._computes = _convolution(node, places) if own is None else _matmul(node, own, places)
         # what leads to the rest of the graph would keep it
         self._saved = [private.unwrapped(x).detach() for x in saved]
         self._versions = [private.version(x) for x in self._saved]
         self._edges = {k: edge_of(node, k) for k in places}
-        self._found: dict[int, torch.Tensor | None] | None = None
 
     @staticmethod
     def needs(node: Node, place: int) -> tuple[int, ...] | None:
@@ -161,61 +161,93 @@ class Kept:
             return (0,) if name_of(node) == _CONVOLUTION and place > 0 else None
         return () if place == own.added else (own.right if place == own.left else own.left,)
 
+    @staticmethod
+    def is_product(node: Node, place: int) -> bool:
+        """Tells whether the cotangent along an edge is a product of two matrices."""
+        own = _MATMULS.get(name_of(node))
+        return own is not None and not own.batched and place in (own.left, own.right)
+
     def give(self, place: int) -> torch.Tensor:
-        """The cotangent along one edge, once. They are computed together."""
-        if self._found is None:
-            for x, version in zip(self._saved, self._versions, strict=True):
-                if private.version(x) != version:
-                    raise RuntimeError(
-                        f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
-                        f"{tuple(x.shape)}, it is at version {private.version(x)}; expected version {version} instead."
-                    )
-            assert self.grad is not None
-            found = self._compute(self.grad, self._saved)
-            self._found = {k: fitted(x, self._edges[k]) for k, x in found.items()}
-            self.grad, self._saved, self._edges = None, [], {}
-        value = self._found.pop(place)
+        """The cotangent along one edge, once."""
+        value = fitted(self._take(place).value(), self._edges[place])
+        self._end()
         assert value is not None
         return value
 
+    def add_to(self, place: int, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
+        """Adds the cotangent along one edge, which is a product of two matrices, to a sum; once, in place of `give`.
 
-_Compute = Callable[[torch.Tensor, Sequence[torch.Tensor]], "dict[int, torch.Tensor]"]
+        Args:
+            total: of the cotangent's shape.
+            first: whether the sum begins with it, and what is there does not count.
+            dtype: that the cotangent is rounded to before.
+        """
+        self._take(place).add_to(total, first, dtype)
+        self._end()
+
+    def _take(self, place: int) -> Product | _Other:
+        for x, version in zip(self._saved, self._versions, strict=True):
+            if private.version(x) != version:
+                raise RuntimeError(
+                    f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
+                    f"{tuple(x.shape)}, it is at version {private.version(x)}; expected version {version} instead."
+                )
+        assert self.grad is not None
+        return self._computes.pop(place)(self.grad, self._saved)
+
+    def _end(self) -> None:
+        if not self._computes:
+            self.grad, self._saved, self._edges = None, [], {}
 
 
-def _matmul(node: Node, own: _Matmul, places: Collection[int]) -> tuple[list[torch.Tensor], _Compute]:
+class _Other(NamedTuple):
+    """A cotangent that is no product of two matrices."""
+
+    tensor: torch.Tensor
+
+    def value(self) -> torch.Tensor:
+        return self.tensor
+
+    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
+        raise AssertionError("is_product() said so")
+
+
+_Compute = Callable[[torch.Tensor, Sequence[torch.Tensor]], "Product | _Other"]
+
+
+def _matmul(node: Node, own: _Matmul, places: Collection[int]) -> tuple[list[torch.Tensor], dict[int, _Compute]]:
     """What the cotangents of a product's operands are computed from, and how: by torch's own formulas."""
     read = functools.partial(getattr, node)
     left, right = own.operands
     alpha, beta = (read("_saved_alpha"), read("_saved_beta")) if own.added is not None else (1, 1)
     saved: list[torch.Tensor] = []
-    steps: list[tuple[int, Callable[[torch.Tensor, Sequence[torch.Tensor]], torch.Tensor]]] = []
+    steps: dict[int, _Compute] = {}
     for k in places:
         if k == own.added:
-            steps.append((k, lambda grad, _: _times(grad, beta)))
+            steps[k] = lambda grad, _: _Other(times(grad, beta))
             continue
         other, at = (right, len(saved)) if k == own.left else (left, len(saved))
         saved.append(read(f"_saved_{other}"))
         if own.batched:
-            formula = _batched_left if k == own.left else _batched_right
-        else:
-            mine = left if k == own.left else right
-            sizes, strides = read(f"_saved_{mine}_sym_sizes"), read(f"_saved_{mine}_sym_strides")
-            by_columns = strides[0] == 1 and strides[1] == sizes[0]
-            formula = functools.partial(_left if k == own.left else _right, by_columns=by_columns)
-        steps.append((k, lambda grad, saved, at=at, formula=formula: _times(formula(grad, saved[at]), alpha)))
-    return saved, lambda grad, saved: {k: step(grad, saved) for k, step in steps}
+            batched = _batched_left if k == own.left else _batched_right
+            steps[k] = lambda grad, saved, at=at, formula=batched: _Other(times(formula(grad, saved[at]), alpha))
+            continue
+        mine = left if k == own.left else right
+        sizes, strides = read(f"_saved_{mine}_sym_sizes"), read(f"_saved_{mine}_sym_strides")
+        formula = _left if k == own.left else _right
+        by_columns = strides[0] == 1 and strides[1] == sizes[0]
+        steps[k] = lambda grad, saved, at=at, formula=formula, by_columns=by_columns: Product(
+            *formula(grad, saved[at], by_columns), alpha
+        )
+    return saved, steps
 
 
-def _times(x: torch.Tensor, factor: complex) -> torch.Tensor:
-    return x if factor == 1 else x * factor.conjugate()
+def _left(grad: torch.Tensor, right: torch.Tensor, by_columns: bool) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    return (right.conj(), grad.t(), True) if by_columns else (grad, right.t().conj(), False)
 
 
-def _left(grad: torch.Tensor, right: torch.Tensor, by_columns: bool) -> torch.Tensor:
-    return right.conj().mm(grad.t()).t() if by_columns else grad.mm(right.t().conj())
-
-
-def _right(grad: torch.Tensor, left: torch.Tensor, by_columns: bool) -> torch.Tensor:
-    return grad.t().mm(left.conj()).t() if by_columns else left.t().conj().mm(grad)
+def _right(grad: torch.Tensor, left: torch.Tensor, by_columns: bool) -> tuple[torch.Tensor, torch.Tensor, bool]:
+    return (grad.t(), left.conj(), True) if by_columns else (left.t().conj(), grad, False)
 
 
 def _batched_left(grad: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
@@ -226,18 +258,21 @@ def _batched_right(grad: torch.Tensor, left: torch.Tensor) -> torch.Tensor:
     return left.transpose(1, 2).conj().bmm(grad)
 
 
-def _convolution(node: Node, places: Collection[int]) -> tuple[list[torch.Tensor], _Compute]:
+def _convolution(node: Node, places: Collection[int]) -> tuple[list[torch.Tensor], dict[int, _Compute]]:
     read = functools.partial(getattr, node)
     numbers, bias = [read(f"_saved_{name}") for name in _NUMBERS], read("_saved_bias_sym_sizes_opt")
     weight = private.unwrapped(read("_saved_weight"))
     sizes, strides, dtype = weight.shape, weight.stride(), weight.dtype
+    found: dict[int, torch.Tensor] = {}
 
-    def compute(grad: torch.Tensor, saved: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        (x,) = saved
-        # the weight's values do not matter, and need not be there any more
-        like = torch.empty_strided(sizes, strides, dtype=dtype, device=x.device)
-        mask = [False, 1 in places, 2 in places]
-        found = torch.ops.aten.convolution_backward(grad, x, like, bias, *numbers, mask)
-        return {k: found[k] for k in places}
+    def compute(grad: torch.Tensor, saved: Sequence[torch.Tensor], place: int) -> _Other:
+        if not found:  # they are computed together
+            (x,) = saved
+            # the weight's values do not matter, and need not be there any more
+            like = torch.empty_strided(sizes, strides, dtype=dtype, device=x.device)
+            mask = [False, 1 in places, 2 in places]
+            computed = torch.ops.aten.convolution_backward(grad, x, like, bias, *numbers, mask)
+            found.update((k, computed[k]) for k in places)
+        return _Other(found.pop(place))
 
-    return [read("_saved_input")], compute
+    return [read("_saved_input")], {k: functools.partial(compute, place=k) for k in places}

@@ -11,7 +11,7 @@ from fzero.comm.axis import Axis
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
 from fzero.components.shares import Shares
-from fzero.engine.run import need_structure, scalar_loss
+from fzero.engine.outcome import need_structure, scalar_loss
 from fzero.table.microbatch import Microbatches, Part, mean_of, parts_of
 
 WHO = "pipeline(state, *inputs)"

@@ -10,7 +10,7 @@ from fzero.base.interrupts import as_found
 from fzero.components.call import Call, goes_forward, need_constants
 from fzero.components.losses import known_parts
 from fzero.components.parts import PerStage
-from fzero.engine.run import need_structure
+from fzero.engine.outcome import need_structure
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 

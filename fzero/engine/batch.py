@@ -12,7 +12,9 @@ from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.function import sums_whole
-from fzero.engine.run import Run, no_first_half, scalar_loss
+from fzero.engine.outcome import no_first_half, scalar_loss
+from fzero.engine.plain import Leaves, PlainRun
+from fzero.engine.run import Run
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 from fzero.state.sharded import Sharded
@@ -98,14 +100,19 @@ class Batch:
         self._auxes: list[object] = []
         self.times = 1.0
 
-    def __iter__(self) -> Iterator[tuple[Run, object]]:
+    def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
         step, state, micro = self._step, self._state, self._step.microbatches
         several, cotangent = micro.count > 1, self._cotangent
         pieces: Sequence[object] = ()
+        leaves = None if self._fused else Leaves.of(step, state, several)
         for i, part in enumerate(micro.split(self._inputs)):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
-            run = Run(step, state, part, (), seed, scale, several and not last, fused=last, partial=several)
+            run: Run | PlainRun
+            if leaves is not None:
+                run = PlainRun(step, state, part, (), seed, scale, leaves, several)
+            else:
+                run = Run(step, state, part, (), seed, scale, several and not last, fused=last, partial=several)
             outputs, run.outputs = run.outputs, None
             alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
             if cotangent is None or alone:
@@ -120,6 +127,8 @@ class Batch:
                 pieces, self.times = micro.split_cotangent(cotangent, [parts_of(outputs)] * micro.count)
             self._auxes.append(run.aux)
             del outputs
+            if i == micro.count - 1:
+                leaves = None
             yield run, pieces[i]
             del run
 

@@ -110,7 +110,8 @@ def call_function(
     stored = _stored(state.params)
     versions = [private.version(buffer) for buffer, _ in stored.values()]
     # in a graph of plain autograd's nothing but a look at each operation tells what a unit has leaked
-    first = not traversal.schedule.ran_before or is_strict() or (torch.is_grad_enabled() and private.level() == 0)
+    shows = traversal.acts and torch.is_grad_enabled() and private.level() == 0
+    first = not traversal.schedule.ran_before or is_strict() or shows
     watch: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
     leaves, layout = traversal.leaves(primals), traversal.layout
     # the leaves of a group share their memory, and the count of writes to it
@@ -124,7 +125,8 @@ def call_function(
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
-    with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
+    cast = autocast(traversal.device, traversal.table.outside, traversal.given is not None)
+    with cast, traversal.running(), traversal.schedule.forward(), watch:
         try:
             with heard(), during(notes, known), follow:
                 out = step.fn(tree, *inputs)

@@ -54,6 +54,14 @@ class Part:
             elif value.of.grad is not None:
                 value.of.grad = own(value.of.grad, storages)
 
+    def only(self) -> Kept | None:
+        """What the cotangent of this part is computed from, taken, where it is nothing but one node's."""
+        (value, *others) = self.values or [None]
+        if value is None or others or not isinstance(value.of, Kept):
+            return None
+        self.values = []
+        return value.of
+
     def pull(self, params: Sequence[torch.Tensor], retain_graph: bool) -> Sequence[torch.Tensor | None]:
         """The cotangents of this part's params, which are given."""
         values, self.values = self.values, []

@@ -11,7 +11,9 @@ from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
 from fzero.engine.function import call_function, traversal_of
-from fzero.engine.run import Run, split_result
+from fzero.engine.outcome import split_result
+from fzero.engine.plain import Leaves, PlainRun
+from fzero.engine.run import Run
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
@@ -46,9 +48,10 @@ class Passes:
         self._step, self._state, self._rng, self.count = step, state, rng, count
         self._at_once, self._unreduced = at_once, at_once and count > 1
         self._like, self.scale = grads_of(step, state, {}), scale_of(step, state)
-        self._runs: dict[int, Run] = {}
+        self._runs: dict[int, Run | PlainRun] = {}
+        self._leaves, self._forwards = Leaves.of(step, state, self._unreduced), 0
         self._specs: dict[int, pytree.Spec] = {}
-        self._half: dict[int, Run] = {}  # of microbatches whose first half is done
+        self._half: dict[int, Run | PlainRun] = {}  # of microbatches whose first half is done
         self._early: dict[int, Sums] = {}  # sums of microbatches whose turn has not come
         self._total: Sums | None = None
         self._next = 0
@@ -71,8 +74,15 @@ class Passes:
         with as_found():
             seed, scale = seed_of(self._state, self._rng, microbatch), self.scale
             chosen = frozenset(wanted)
-            own = (self._unreduced, False)  # other runs wait for their pullbacks meanwhile
-            run = Run(self._step, self._state, inputs, chosen, seed, scale, *own, partial=several)
+            run: Run | PlainRun
+            if self._leaves is not None:
+                run = PlainRun(self._step, self._state, inputs, chosen, seed, scale, self._leaves, several)
+            else:
+                own = (self._unreduced, False)  # other runs wait for their pullbacks meanwhile
+                run = Run(self._step, self._state, inputs, chosen, seed, scale, *own, partial=several)
+            self._forwards += 1
+            if self._forwards == self.count:
+                self._leaves = None  # which are no one's but the runs' now
             self._scalars += scalars_in(run.outputs)
         self._runs[microbatch], self._specs[microbatch] = run, pytree.flatten(tuple(inputs))[1]
         outputs, aux = run.outputs, run.aux

@@ -5,17 +5,14 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from types import NoneType
 from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.arguments import named
-from fzero.capture.contents import tensors_in
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
-from fzero.engine.op import used_up
+from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.pending import Ends, Pending
 from fzero.engine.traversal import Traversal
 from fzero.state.placing import settle
@@ -25,12 +22,11 @@ from fzero.table.layout import Key
 from fzero.table.spec import Spec
 
 
-class Run:
-    """A forward under torch.func.vjp. `outputs`, `aux`, and `pull(cotangents)` with leaves in the outputs' order.
+class Run(Outcome):
+    """A forward under torch.func.vjp, and its pullback.
 
     Args:
-        argnums: the inputs to differentiate, which must float; of those in a set, what floats.
-        scale: what cotangents are multiplied by.
+        argnums, scale: as in `Outcome`.
         unreduced: cotangents of params stay full and unreduced.
         alone: whether no other run of the same step waits for its pullback meanwhile.
         fused: params may be overwritten once their cotangents are there.
@@ -50,11 +46,9 @@ class Run:
         fused: bool = False,
         partial: bool = False,
     ) -> None:
-        self.state: TrainState | None = state
-        self.scale, self.partial, self._pulling = scale, partial, threading.RLock()
+        super().__init__(state, inputs, argnums, scale)
+        self.partial, self._pulling = partial, threading.RLock()
         flat, spec = pytree.flatten(tuple(inputs))
-        self.count = len(flat)
-        self.wanted = _wanted(inputs, argnums)
         traversal, primals, fixed = traversal_of(step, state, seed, unreduced, fused)
         self.unreduced: dict[Key, torch.Tensor] = {}  # full cotangents to add before those that are delivered
         self.traversal: Traversal | None = traversal
@@ -72,16 +66,8 @@ class Run:
             for place, value in zip(self.wanted, wanted, strict=True):
                 filled[place] = value
             result = call_function(step, state, traversal, {**primals, **fixed}, pytree.unflatten(spec, filled))
-            out, aux = split_result(step, result)
-            for leaf in pytree.flatten((out, aux))[0]:
-                refuse_hidden(leaf)
-            outputs, others = (
-                pytree.Split(out, is_differentiable, pytree.is_tensor),
-                pytree.Split(aux, pytree.is_tensor),
-            )
+            outputs, others = split_both(step, result)
             real, carried = map(tuple, outputs.leaves)
-            if not real:
-                raise nothing_to_pull(out)
             returned[:] = [(outputs, others)]
             carried = carried, tuple(others.leaves[0])
             outputs.leaves, others.leaves = [], []  # which are this level's
@@ -90,11 +76,9 @@ class Run:
 
         with self._mode():
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
-        real, self._pull, (rest, aux) = run
+        real, self._pull, others = run
         self._ends: Ends | None = ends[0]
-        self.returned, others = returned[0]
-        self.outputs, self.aux = self.returned.join(real, rest), others.join(aux)
-        self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
+        self._note(returned[0], real, others)
 
     def _mode(self) -> contextlib.AbstractContextManager[object]:
         return contextlib.nullcontext() if self.outer else torch.no_grad()
@@ -163,15 +147,11 @@ class Run:
         """What a pullback begins with: this run's traversal, and the scaled cotangents of the real outputs."""
         self.need_graph()
         assert self.traversal is not None
-        cotangents = self.check(cotangent)
         self._rest = None  # of an earlier pullback, to which this one may not leave the graph
-        return self.traversal, [c * self.scale for c in cotangents] if self.scale != 1.0 else cotangents
+        return self.traversal, self.scaled(cotangent)
 
-    def need_graph(self) -> None:
-        """Refuses a forward that was pulled back already, or whose state is gone."""
-        if self._pull is None or self.state is None:
-            raise RuntimeError(used_up("this forward"))
-        self.state.params  # noqa: B018 - a donated state says so
+    def is_used_up(self) -> bool:
+        return self._pull is None
 
     def _delivery(
         self,
@@ -189,13 +169,6 @@ class Run:
         receive = receive or keep
         own = (traversal.schedule, traversal.layout, traversal.nodes, receive, self.unreduced, self.partial)
         return Delivery(*own)
-
-    def _placed(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Cotangents of the flat inputs, None where there is none."""
-        out: list[torch.Tensor | None] = [None] * self.count
-        for place, value in zip(self.wanted, wanted, strict=True):
-            out[place] = value / self.scale if self.scale != 1.0 else value
-        return out
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
@@ -261,116 +234,3 @@ class Run:
             getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
         ):  # nobody pulled it back
             self.drop()
-
-    def check_structure(self, cotangent: object) -> None:
-        need_structure(cotangent, self.returned.spec)
-
-    def check(self, cotangent: object) -> list[torch.Tensor]:
-        """The cotangents of the real outputs, zeros for `None`; anything else that does not fit is refused."""
-        self.check_structure(cotangent)
-        names, leaves, _ = pytree.named_leaves(cotangent)
-        out = []
-        for place, (shape, dtype, device) in zip(self.returned.places[0], self.meta, strict=True):
-            leaf, name = leaves[place], names[place] or "the output"
-            if leaf is None:
-                leaf = torch.zeros(shape, dtype=dtype, device=device)
-            got = (
-                (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
-            )
-            if got != (shape, dtype, device):
-                raise ValueError(
-                    f"cotangent of {name}: got {got}, expected {(shape, dtype, device)}, the shape, dtype and device "
-                    "of the output. Convert it with .to(...), or pass the cotangent of this forward's own output."
-                )
-            out.append(leaf)
-        return out
-
-
-def tensors_of(sums: Mapping[Key, Buffer] | None) -> dict[Key, torch.Tensor]:
-    """Those of some sums that lie on the device."""
-    return {key: x for key, x in (sums or {}).items() if isinstance(x, torch.Tensor)}
-
-
-def need_structure(cotangent: object, expected: pytree.Spec | None) -> None:
-    """Refuses a cotangent of another structure than the outputs'."""
-    spec = pytree.flatten(cotangent)[1]
-    if spec != expected:
-        raise ValueError(
-            f"cotangent: got the structure {spec}, expected that of the outputs, {expected}. "
-            "Give one cotangent per output, in the same containers; None counts as zero."
-        )
-
-
-def no_first_half(what: str) -> str:
-    return (
-        f"The pullback of {what} has no cotangent to pull back to its params: params() comes once after each "
-        "inputs(cotangent). Call inputs(cotangent) first, with retain_graph=True to call both again later."
-    )
-
-
-def is_differentiable(value: object) -> bool:
-    """Tells whether a value is a tensor of real or complex numbers."""
-    return isinstance(value, torch.Tensor) and pytree.is_real(value)
-
-
-def refuse_hidden(value: object) -> None:
-    """Refuses an output that hides tensors, whose derivative nobody could ask for."""
-    if not isinstance(value, torch.Tensor) and next(tensors_in(value, lambda _: False), None) is not None:
-        raise TypeError(
-            f"step: the function returned a {type(value).__name__} that holds tensors and is no pytree; expected "
-            "tensors in dicts, lists, tuples and NamedTuples. Return its fields, or register the class with "
-            "optree.register_pytree_node."
-        )
-
-
-def _wanted(inputs: Sequence[object], argnums: Collection[int] | None) -> list[int]:
-    """Flat positions of the input tensors to differentiate."""
-    out, place = [], 0
-    for number, tree in enumerate(inputs):
-        for leaf in pytree.flatten(tree)[0]:
-            chosen = argnums is None or number in argnums
-            if chosen and is_differentiable(leaf):
-                out.append(place)
-            elif chosen and isinstance(leaf, torch.Tensor) and not isinstance(argnums, (frozenset, NoneType)):
-                raise TypeError(
-                    f"argnums: input {number} has a tensor of dtype {leaf.dtype}, which has no gradient; "
-                    "expected floating tensors. Leave it out of argnums."
-                )
-            place += 1
-    return out
-
-
-def nothing_to_pull(outputs: object) -> ValueError:
-    """The error for a function that returned nothing that has a cotangent."""
-    return ValueError(
-        f"step: the function returned {_returned(outputs)}, expected a floating tensor to pull back from: a scalar "
-        "loss (0-d), or outputs with a cotangent of their own. Leave .item() and float(...) out of the function."
-    )
-
-
-def split_result(step: Spec, result: object) -> tuple[object, object]:
-    """(outputs, aux) of what the function returned; aux is None where the step has none."""
-    if not step.has_aux:
-        return result, None
-    if not isinstance(result, (tuple, list)) or len(result) != 2:
-        got = f"{len(result)} values" if isinstance(result, (tuple, list)) else named(result)
-        raise TypeError(
-            f"step: the function returned {got}: got no pair, expected (outputs, aux), as the step has has_aux=True. "
-            "Return both, or leave has_aux out."
-        )
-    return result[0], result[1]
-
-
-def scalar_loss(outputs: object, who: str = "step(state, *inputs)") -> torch.Tensor:
-    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point():
-        return outputs
-    raise ValueError(
-        f"{who}: the function returned {_returned(outputs)}, expected a scalar loss (a 0-d floating tensor). "
-        "Reduce it (.mean()) and leave .item() out, or pass cotangent= for outputs that are not a scalar; has_aux=True "
-        "for (loss, aux)."
-    )
-
-
-def _returned(outputs: object) -> str:
-    tensors = [leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
-    return named(outputs) + (f" with {named(tensors[0])}" if tensors and tensors[0] is not outputs else "")

@@ -77,10 +77,14 @@ class Traversal:
         self.nodes: dict[Key, Callable[[], object]] = {}
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
+        self.given: Sequence[torch.Tensor] | None = None  # the leaves, in full, where a graph begins with them
         self.next_seed = Seeds(*seed).next
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:
         """The leaves of the tree that the function receives, in leaf order: full tensors, or handles."""
+        if self.given is not None:
+            self.origins.update((id(leaf), index) for index, leaf in enumerate(self.given))
+            return list(self.given)
         out: dict[int, torch.Tensor] = {}
         for key, primal in primals.items():
             group = self.layout.groups[key]
@@ -151,9 +155,13 @@ class Traversal:
             self.origins = {}
 
 
-def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
-    """torch.autocast where there is a dtype, otherwise what the caller's own says."""
-    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
+def autocast(device: str, dtype: torch.dtype | None, keeps: bool = False) -> contextlib.AbstractContextManager[object]:
+    """torch.autocast where there is a dtype, otherwise what the caller's own says.
+
+    Args:
+        keeps: what it has cast of leaves, for their other uses.
+    """
+    return torch.autocast(device, dtype=dtype, cache_enabled=keeps) if dtype else contextlib.nullcontext()
 
 
 def _run_of(values: Sequence[object]) -> tuple[Traversal | None, Mapping[int, int]]:

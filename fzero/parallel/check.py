@@ -15,7 +15,7 @@ from fzero.base.context import during
 from fzero.base.patterns import PATTERN, unmatched
 from fzero.comm.axis import axes_in
 from fzero.comm.divergence import recorded_collectives
-from fzero.engine.run import is_differentiable
+from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
 from fzero.parallel.forms import CONSTANT

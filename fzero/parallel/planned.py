@@ -13,7 +13,7 @@ import torch
 from fzero.base import pytree
 from fzero.comm import backend
 from fzero.comm.axis import Axis, axes_in
-from fzero.engine.run import split_result
+from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast
 from fzero.parallel.types import WHO
 from fzero.state.init import leaf_specs

@@ -85,13 +85,20 @@ class Group:
         base = full.storage_offset()
         return {leaf: full.as_strided(shape, strides, base + offset) for leaf, shape, strides, offset in self._places}
 
-    def join_into(self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None]) -> torch.Tensor:
-        """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer."""
+    def join_into(
+        self, full: torch.Tensor, leaves: Sequence[torch.Tensor | None], there: Sequence[bool] = ()
+    ) -> torch.Tensor:
+        """Copies the leaves into a full buffer, `None` and gaps are zero: the one copy into a flat buffer.
+
+        Args:
+            there: for each leaf whether it is in its place already.
+        """
         parts = list(self.cut(full).values())
-        if self.numel < 1 << 16:  # filling all of it costs less than finding the gaps
+        if self.numel < 1 << 16 and not any(there):  # filling all of it costs less than finding the gaps
             full.zero_()
         else:
-            missing = [part for part, leaf in zip(parts, leaves, strict=True) if leaf is None]
+            there = there or (False,) * len(parts)
+            missing = [part for part, x, own in zip(parts, leaves, there, strict=True) if x is None and not own]
             for part in (*[full.narrow(0, *gap) for gap in self._gaps], *missing):
                 part.zero_()
         pairs = [(part, _dense(leaf)) for part, leaf in zip(parts, leaves, strict=True) if leaf is not None]

@@ -79,6 +79,7 @@ def _fused(
             earlier = sum_of(earlier, grads)
             del grads
         run, ct = next(forwards)
+        assert isinstance(run, Run)
         loss, earlier = batch.loss(), earlier or {}
         run.unreduced = {key: tensor_of(earlier.pop(key)) for key in list(earlier) if sums_whole(state.params, key)}
         try:

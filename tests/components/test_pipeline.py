@@ -150,20 +150,20 @@ def test_pullbacks_that_live_at_once(name: str, monkeypatch: pytest.MonkeyPatch)
     """As many as fz.schedules.check says, which is what memory is planned by."""
     schedule = getattr(fz.schedules, name)(3, 6)
     pipe, _, params, x = chain(schedule)
-    from fzero.engine.run import Run
+    from fzero.engine.plain import PlainRun
 
     made: dict[int, list[Any]] = {}
     most: dict[int, int] = {}
-    begin = Run.__init__
+    begin = PlainRun.__init__
 
-    def init(self: Run, step: Any, *arguments: Any, **more: Any) -> None:
+    def init(self: PlainRun, step: Any, *arguments: Any, **more: Any) -> None:
         begin(self, step, *arguments, **more)
         stage = next(i for i, own in enumerate(pipe.steps) if own is step)
         own = made.setdefault(stage, [])
         own.append(weakref.ref(self))
         most[stage] = max(most.get(stage, 0), sum(run() is not None and run().state is not None for run in own))
 
-    monkeypatch.setattr(Run, "__init__", init)
+    monkeypatch.setattr(PlainRun, "__init__", init)
     pipe(pipe.init(params), torch.cat([x, x[:4]]))
     own = tuple(most[stage] for stage in range(3))
     alive = fz.schedules.check(schedule).alive

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero.engine.run import call_function, traversal_of
+from fzero.engine.function import call_function, traversal_of
 from fzero.testing import assert_collectives, assert_trees_close, assert_trees_equal, run_ranks
 
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}

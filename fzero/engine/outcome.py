@@ -1,0 +1,203 @@
+"""What one run of the step's function returned, which cotangents it takes, and where those of its inputs belong."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from types import NoneType
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import named
+from fzero.capture.contents import tensors_in
+from fzero.engine.op import used_up
+from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer
+from fzero.table.layout import Key
+from fzero.table.spec import Spec
+
+
+class Outcome:
+    """What a run returned: `outputs`, `aux`, until somebody takes them.
+
+    Args:
+        argnums: the inputs to differentiate, which must float; of those in a set, what floats.
+        scale: what cotangents are multiplied by.
+
+    Attributes:
+        count: the number of the flat inputs.
+        wanted: the places of those that are differentiated.
+    """
+
+    outputs: Any
+    aux: object
+
+    def __init__(
+        self, state: TrainState, inputs: Sequence[object], argnums: Collection[int] | None, scale: float
+    ) -> None:
+        self.state: TrainState | None = state
+        self.scale = scale
+        self.count = len(pytree.flatten(tuple(inputs))[0])
+        self.wanted = _wanted(inputs, argnums)
+
+    def _note(
+        self,
+        returned: tuple[pytree.Split, pytree.Split],
+        real: Sequence[torch.Tensor],
+        others: tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]],
+    ) -> None:
+        """Notes what came back: the differentiable outputs, the other tensors among the outputs, and those of aux."""
+        self.returned = returned[0]
+        self.outputs, self.aux = returned[0].join(real, others[0]), returned[1].join(others[1])
+        self.meta = [(tuple(o.shape), o.dtype, o.device) for o in real]
+
+    def is_used_up(self) -> bool:
+        """Tells whether its graph is gone."""
+        raise NotImplementedError
+
+    def need_graph(self) -> None:
+        """Refuses a forward that was pulled back already, or whose state is gone."""
+        if self.is_used_up() or self.state is None:
+            raise RuntimeError(used_up("this forward"))
+        self.state.params  # noqa: B018 - a donated state says so
+
+    def scaled(self, cotangent: object) -> list[torch.Tensor]:
+        """The scaled cotangents of the real outputs."""
+        cotangents = self.check(cotangent)
+        return [c * self.scale for c in cotangents] if self.scale != 1.0 else cotangents
+
+    def _placed(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Cotangents of the flat inputs, None where there is none."""
+        out: list[torch.Tensor | None] = [None] * self.count
+        for place, value in zip(self.wanted, wanted, strict=True):
+            out[place] = value / self.scale if self.scale != 1.0 else value
+        return out
+
+    def check_structure(self, cotangent: object) -> None:
+        need_structure(cotangent, self.returned.spec)
+
+    def check(self, cotangent: object) -> list[torch.Tensor]:
+        """The cotangents of the real outputs, zeros for `None`; anything else that does not fit is refused."""
+        self.check_structure(cotangent)
+        names, leaves, _ = pytree.named_leaves(cotangent)
+        out = []
+        for place, (shape, dtype, device) in zip(self.returned.places[0], self.meta, strict=True):
+            leaf, name = leaves[place], names[place] or "the output"
+            if leaf is None:
+                leaf = torch.zeros(shape, dtype=dtype, device=device)
+            got = (
+                (tuple(leaf.shape), leaf.dtype, leaf.device) if isinstance(leaf, torch.Tensor) else type(leaf).__name__
+            )
+            if got != (shape, dtype, device):
+                raise ValueError(
+                    f"cotangent of {name}: got {got}, expected {(shape, dtype, device)}, the shape, dtype and device "
+                    "of the output. Convert it with .to(...), or pass the cotangent of this forward's own output."
+                )
+            out.append(leaf)
+        return out
+
+
+def split_both(step: Spec, result: object) -> tuple[pytree.Split, pytree.Split]:
+    """What a function returned, as it is split: outputs that have cotangents from others, tensors of aux from others.
+
+    Raises:
+        TypeError, ValueError: it returned something else.
+    """
+    out, aux = split_result(step, result)
+    for leaf in pytree.flatten((out, aux))[0]:
+        refuse_hidden(leaf)
+    outputs, others = pytree.Split(out, is_differentiable, pytree.is_tensor), pytree.Split(aux, pytree.is_tensor)
+    if not outputs.leaves[0]:
+        raise nothing_to_pull(out)
+    return outputs, others
+
+
+def tensors_of(sums: Mapping[Key, Buffer] | None) -> dict[Key, torch.Tensor]:
+    """Those of some sums that lie on the device."""
+    return {key: x for key, x in (sums or {}).items() if isinstance(x, torch.Tensor)}
+
+
+def need_structure(cotangent: object, expected: pytree.Spec | None) -> None:
+    """Refuses a cotangent of another structure than the outputs'."""
+    spec = pytree.flatten(cotangent)[1]
+    if spec != expected:
+        raise ValueError(
+            f"cotangent: got the structure {spec}, expected that of the outputs, {expected}. "
+            "Give one cotangent per output, in the same containers; None counts as zero."
+        )
+
+
+def no_first_half(what: str) -> str:
+    return (
+        f"The pullback of {what} has no cotangent to pull back to its params: params() comes once after each "
+        "inputs(cotangent). Call inputs(cotangent) first, with retain_graph=True to call both again later."
+    )
+
+
+def is_differentiable(value: object) -> bool:
+    """Tells whether a value is a tensor of real or complex numbers."""
+    return isinstance(value, torch.Tensor) and pytree.is_real(value)
+
+
+def refuse_hidden(value: object) -> None:
+    """Refuses an output that hides tensors, whose derivative nobody could ask for."""
+    if not isinstance(value, torch.Tensor) and next(tensors_in(value, lambda _: False), None) is not None:
+        raise TypeError(
+            f"step: the function returned a {type(value).__name__} that holds tensors and is no pytree; expected "
+            "tensors in dicts, lists, tuples and NamedTuples. Return its fields, or register the class with "
+            "optree.register_pytree_node."
+        )
+
+
+def _wanted(inputs: Sequence[object], argnums: Collection[int] | None) -> list[int]:
+    """Flat positions of the input tensors to differentiate."""
+    out, place = [], 0
+    for number, tree in enumerate(inputs):
+        for leaf in pytree.flatten(tree)[0]:
+            chosen = argnums is None or number in argnums
+            if chosen and is_differentiable(leaf):
+                out.append(place)
+            elif chosen and isinstance(leaf, torch.Tensor) and not isinstance(argnums, (frozenset, NoneType)):
+                raise TypeError(
+                    f"argnums: input {number} has a tensor of dtype {leaf.dtype}, which has no gradient; "
+                    "expected floating tensors. Leave it out of argnums."
+                )
+            place += 1
+    return out
+
+
+def nothing_to_pull(outputs: object) -> ValueError:
+    """The error for a function that returned nothing that has a cotangent."""
+    return ValueError(
+        f"step: the function returned {_returned(outputs)}, expected a floating tensor to pull back from: a scalar "
+        "loss (0-d), or outputs with a cotangent of their own. Leave .item() and float(...) out of the function."
+    )
+
+
+def split_result(step: Spec, result: object) -> tuple[object, object]:
+    """(outputs, aux) of what the function returned; aux is None where the step has none."""
+    if not step.has_aux:
+        return result, None
+    if not isinstance(result, (tuple, list)) or len(result) != 2:
+        got = f"{len(result)} values" if isinstance(result, (tuple, list)) else named(result)
+        raise TypeError(
+            f"step: the function returned {got}: got no pair, expected (outputs, aux), as the step has has_aux=True. "
+            "Return both, or leave has_aux out."
+        )
+    return result[0], result[1]
+
+
+def scalar_loss(outputs: object, who: str = "step(state, *inputs)") -> torch.Tensor:
+    if isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point():
+        return outputs
+    raise ValueError(
+        f"{who}: the function returned {_returned(outputs)}, expected a scalar loss (a 0-d floating tensor). "
+        "Reduce it (.mean()) and leave .item() out, or pass cotangent= for outputs that are not a scalar; has_aux=True "
+        "for (loss, aux)."
+    )
+
+
+def _returned(outputs: object) -> str:
+    tensors = [leaf for leaf in pytree.leaves(outputs) if isinstance(leaf, torch.Tensor)]
+    return named(outputs) + (f" with {named(tensors[0])}" if tensors and tensors[0] is not outputs else "")

@@ -1,0 +1,305 @@
+"""One run of the step's function by plain autograd, where all params are at hand in full and nothing acts on units.
+
+torch.func takes some microseconds for each operation, in the forward and in the pullback, and joins what it pulls back
+when all of it is there. Here the graph begins with the params' leaves: each cotangent goes to its place in the sum of
+all microbatches as soon as it is known, that of a linear layer's weight without a tensor between (`engine.weights`).
+What autocast has rounded of a leaf serves all microbatches. The results are those of `Run`, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from fzero.base import private, pytree, texts
+from fzero.base.hooks import without_compiled_autograd
+from fzero.capture.handle import storage_of
+from fzero.comm.axis import Axis
+from fzero.engine.function import call_function, traversal_of
+from fzero.engine.halves import Part, Split
+from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
+from fzero.engine.traversal import Traversal
+from fzero.engine.use import Use
+from fzero.engine.weights import Graph, Weight, pull
+from fzero.state.placing import settle
+from fzero.state.train_state import TrainState
+from fzero.stores.away import Buffer
+from fzero.table.layout import Key, Slot
+from fzero.table.spec import Spec
+
+
+class _Param(NamedTuple):
+    key: Key
+    slot: Slot
+    leaf: torch.Tensor
+
+
+class Leaves:
+    """The params of one call in full, with which the graphs of all its microbatches begin.
+
+    Attributes:
+        every: the leaves of the tree, in their order.
+        params: those that are differentiated.
+    """
+
+    def __init__(self, traversal: Traversal, axis: Axis) -> None:
+        self._traversal, self.uses, self.layout = traversal, traversal.uses, traversal.layout
+        self._axis = axis
+        layout, every = traversal.layout, dict[int, torch.Tensor]()
+        self.params: list[_Param] = []
+        for key, group in layout.groups.items():
+            views = group.cut(self.uses[key].value())
+            for slot in group.slots:
+                every[slot.leaf] = leaf = views[slot.leaf].detach()
+                if not group.row.frozen:
+                    leaf.requires_grad_()
+                    self.params.append(_Param(key, slot, leaf))
+        self.every = [every[index] for index in range(len(layout.rows))]
+        self._entered = [(leaf.data_ptr(), leaf.requires_grad) for leaf in self.every]
+
+    @staticmethod
+    def of(step: Spec, state: TrainState, unreduced: bool) -> Leaves | None:
+        """The leaves, where there is nothing to gather, to reduce or to do for units; None otherwise."""
+        table = step.table(state.layout)
+        if table.acting or table.compiled or private.transforms() or private.dispatch_modes():
+            return None
+        if state.params.axis.tensor is not None or state.params.axis.further:
+            return None
+        traversal = traversal_of(step, state, (), unreduced)[0]
+        rows = traversal.layout.groups
+        if not all(_is_at_hand(use, rows[key].row.frozen) for key, use in traversal.uses.items()):
+            return None
+        return Leaves(traversal, state.params.axis)
+
+    def traversal(self, seed: tuple[int, ...]) -> Traversal:
+        """Another run over the same leaves."""
+        own = self._traversal
+        out = Traversal(own.layout, own.table, own.uses, seed, own.device, self._axis)
+        out.given = self.every
+        return out
+
+    def check(self) -> None:
+        """Refuses what a function did to the leaves themselves, which are the next microbatch's, too."""
+        for leaf, entered, row in zip(self.every, self._entered, self._traversal.layout.rows, strict=True):
+            if (leaf.data_ptr(), leaf.requires_grad) != entered:
+                raise ValueError(
+                    f"step: the function sets .data or .requires_grad of leaf {row.path!r}. Params change in "
+                    "step.update only: compute with a copy (w = w.clone()), detach() it where no gradient is wanted, "
+                    "or freeze it: fz.freeze(step, pattern)."
+                )
+
+
+def _is_at_hand(use: Use, frozen: bool) -> bool:
+    if use.transient or use.gather8 or (not frozen and use.axis.ranks > 1):
+        return False
+    # cotangents of leaves are not rounded on their way to their sum
+    return frozen or torch.promote_types(use.compute, use.wire) == use.wire == torch.promote_types(use.wire, use.reduce)
+
+
+class _Alias(torch.autograd.Function):
+    """The identity: an input that the function may write to, as one that a graph begins with may not be."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.detach()
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: object, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cotangent
+
+
+@contextlib.contextmanager
+def _around() -> Iterator[None]:
+    """Around a pullback."""
+    try:
+        with torch.no_grad(), without_compiled_autograd(), private.outside_inference(), private.without_autocast():
+            yield
+    except BaseException:
+        private.forget_failed_backward()
+        raise
+
+
+class PlainRun(Outcome):
+    """A forward by plain autograd. `outputs`, `aux`, and the pullbacks of `Run`.
+
+    Args:
+        argnums, seed, scale, partial: as in `Run`.
+    """
+
+    def __init__(
+        self,
+        step: Spec,
+        state: TrainState,
+        inputs: Sequence[object],
+        argnums: Collection[int] | None,
+        seed: tuple[int, ...],
+        scale: float,
+        leaves: Leaves,
+        partial: bool,
+    ) -> None:
+        super().__init__(state, inputs, argnums, scale)
+        self._leaves: Leaves | None = leaves
+        self._partial, self._pulling = partial, threading.RLock()
+        self._rest: tuple[list[Part], dict[int, torch.Tensor | None], dict[int, Weight], bool] | None = None
+        flat, spec = pytree.flatten(tuple(inputs))
+        filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
+        hooks = RemovableHandle.next_id
+        with torch.enable_grad(), private.outside_inference():
+            self._inputs = [flat[place].detach().requires_grad_() for place in self.wanted]
+            for place, leaf in zip(self.wanted, self._inputs, strict=True):
+                filled[place] = _Alias.apply(leaf)
+            arguments = pytree.unflatten(spec, filled)
+            try:
+                result = call_function(step, state, leaves.traversal(seed), {}, arguments)
+            except RuntimeError as error:
+                if not texts.says(error, texts.WRITES_LEAF):
+                    raise
+                raise ValueError(
+                    "step: the function writes to one of its params in place. Params change in step.update only: "
+                    "compute with a copy (w = w.clone()), or use operations that are not in place."
+                ) from error
+            outputs, others = returned = split_both(step, result)
+        leaves.check()
+        self._real: Sequence[torch.Tensor] | None = outputs.leaves[0]
+        real, rest, aux = ([x.detach() for x in own] for own in (*outputs.leaves, others.leaves[0]))
+        outputs.leaves, others.leaves = [], []  # which are the graph's
+        self._note(returned, real, (rest, aux))
+        # a hook may change what is pulled back through it
+        self._hooked = RemovableHandle.next_id != hooks
+
+    def pull(
+        self, cotangent: object, retain_graph: bool = False, *, into: Mapping[Key, Buffer] | None = None
+    ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
+        """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
+        with self._pulling, _around():
+            real, leaves, cotangents = self._begun(cotangent)
+            graph = Graph(real)
+            ends, params = graph.leaves(), [param.leaf for param in leaves.params]
+            weights = [] if self._hooked else graph.weights(params, ends)
+            sums = _Sums(leaves, into)
+            own = {weight.number for _, weight in weights}
+            others = [i for i in range(len(params)) if i not in own]
+            asked = [*self._inputs, *[params[i] for i in others]]
+            given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
+            totals = {number: sums.place(number) for number in own}
+            found, added = pull(graph, given, asked, ends, weights, totals, retain_graph)
+            count = len(self._inputs)
+            sums.add(dict(zip(others, found[count:], strict=True)), added)
+            out = self._placed(self._filled(found[:count]))
+            grads = self._grads(sums)
+            if not retain_graph:
+                self.drop()
+            return grads, out
+
+    def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
+        """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
+        with self._pulling, _around():
+            real, leaves, cotangents = self._begun(cotangent)
+            graph, params = Graph(real), [param.leaf for param in leaves.params]
+            weights = [] if self._hooked else graph.weights(params, graph.leaves())
+            split = Split(real, self._inputs, params)
+            pulled, early, parts = split.pull(cotangents, retain_graph)
+            out = self._filled(pulled)
+            storages = {storage_of(x) for x in (*cotangents, *out)}
+            for part in parts:
+                part.own(storages)  # whoever has these may write to them before the second half
+            self._rest = parts, early, {weight.number: weight for _, weight in weights}, retain_graph
+            if not retain_graph:
+                self._real, self._inputs = None, []
+            return self._placed(out)
+
+    def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
+        """The second half of `pull`, once after the first: the cotangents of the primals, but for those that were added
+        to sums."""
+        with self._pulling, _around():
+            rest, self._rest = self._rest, None
+            if rest is None or self.state is None or self._leaves is None:
+                raise RuntimeError(no_first_half("this forward"))
+            self.state.params  # noqa: B018 - a donated state says so
+            parts, found, weights, retain_graph = rest
+            sums, params, added = _Sums(self._leaves, into), self._leaves.params, set[int]()
+            for part in parts:
+                weight = weights.get(part.params[0]) if len(part.params) == 1 else None
+                kept = part.only() if weight is not None else None
+                if weight is not None and kept is not None:
+                    weight.add_to(kept, *sums.place(weight.number))
+                    added.add(weight.number)
+                    continue
+                pulled = part.pull([params[i].leaf for i in part.params], retain_graph)
+                found.update(zip(part.params, pulled, strict=True))
+            sums.add(found, added)
+            grads = self._grads(sums)
+            if not retain_graph:
+                self.drop()
+            return grads
+
+    def _begun(self, cotangent: object) -> tuple[Sequence[torch.Tensor], Leaves, list[torch.Tensor]]:
+        self.need_graph()
+        assert self._real is not None and self._leaves is not None
+        self._rest = None
+        return self._real, self._leaves, self.scaled(cotangent)
+
+    def is_used_up(self) -> bool:
+        return self._real is None
+
+    def _filled(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, self._inputs, strict=True)]
+
+    def _grads(self, sums: _Sums) -> dict[Key, Buffer]:
+        assert self.state is not None and self._leaves is not None
+        out: dict[Key, Buffer] = {}
+        for key, total in sums.fresh.items():
+            own = total if self._partial else total.to(self._leaves.uses[key].grad)
+            out[key] = settle(self.state.params, key, "grads", own)
+        return out
+
+    def drop(self) -> None:
+        """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
+        self._real = self._rest = self._leaves = self.state = None
+        self._inputs = []
+
+
+class _Sums:
+    """Where the cotangents of params are added: sums of earlier microbatches, and those that begin.
+
+    Attributes:
+        fresh: those that begin.
+    """
+
+    def __init__(self, leaves: Leaves, into: Mapping[Key, Buffer] | None) -> None:
+        self._params, self._layout = leaves.params, leaves.layout
+        given, uses = tensors_of(into), leaves.uses
+        self.fresh: dict[Key, torch.Tensor] = {}
+        self._totals: dict[Key, torch.Tensor] = {}
+        self._views: dict[Key, dict[int, torch.Tensor]] = {}
+        for key in dict.fromkeys(param.key for param in leaves.params):
+            total, use, group = given.get(key), uses[key], self._layout.groups[key]
+            if total is None or total.dtype != use.reduce:
+                self.fresh[key] = total = torch.empty(group.numel, dtype=use.reduce, device=use.device)
+            self._totals[key], self._views[key] = total, group.cut(total)
+
+    def place(self, number: int) -> tuple[torch.Tensor, bool]:
+        """Where a param's cotangent belongs, and whether its sum begins."""
+        key, slot, _ = self._params[number]
+        return self._views[key][slot.leaf], key in self.fresh
+
+    def add(self, found: Mapping[int, torch.Tensor | None], added: Collection[int]) -> None:
+        """Adds all cotangents, but for those that were added already."""
+        by_key: dict[Key, list[tuple[torch.Tensor | None, bool]]] = {key: [] for key in self._views}
+        for number, param in enumerate(self._params):
+            by_key[param.key].append((found.get(number), number in added))
+        for key, leaves in by_key.items():
+            group, grads = self._layout.groups[key], [leaf for leaf, _ in leaves]
+            if key in self.fresh:
+                group.join_into(self._totals[key], grads, [is_there for _, is_there in leaves])
+            else:
+                group.add_into(self._totals[key], grads)
