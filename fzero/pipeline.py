@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import private
 from fzero.base.arguments import need_argnums, need_int, need_norm, wrong
 from fzero.base.interrupts import as_found
-from fzero.components.call import Call, goes_forward, need_constants
+from fzero.components.call import Call, Others, goes_forward, need_constants, need_one_place, told
 from fzero.components.flow import Passes as StagePasses
 from fzero.components.joint import updated
 from fzero.components.line import Line
@@ -21,8 +21,8 @@ from fzero.components.places import AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
-from fzero.components.stages import DistantStage, LocalStage
-from fzero.components.wiring import Number, Wiring, default_inputs, wiring
+from fzero.components.stages import DistantStage, LocalStage, timeline_of
+from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
 from fzero.schedules.timeline import Timeline
@@ -88,6 +88,10 @@ class Pipeline:
         return tuple(c for c in every if line is None or self.schedule.place_of(home[c]) == line.place)
 
     @property
+    def _others(self) -> Others:
+        return Others(self._wires, self._micro, self._tasks, self._places)
+
+    @property
     def _last(self) -> int:
         return self.schedule.stages - 1
 
@@ -130,25 +134,34 @@ class Pipeline:
         Returns:
             `(outputs, pullback)`, or `(outputs, pullback, aux)` where the last stage has aux.
         """
-        self._check(state, "pipeline.vjp")
-        inputs = here(inputs)
-        chosen = need_argnums(argnums, inputs)
-        need_derivatives("pipeline.vjp")
-        if self._line is not None:
-            need_constants("pipeline.vjp", inputs=inputs)
-            self._need_one_place(inputs, range(len(inputs)) if chosen is None else chosen)
-        call = self._call(state, inputs, range(len(inputs)) if chosen is None else chosen, rng)
+
+        def begun() -> tuple[Call, Sequence[object]]:
+            self._check(state, "pipeline.vjp")
+            own = here(inputs)
+            chosen = need_argnums(argnums, own)
+            need_derivatives("pipeline.vjp")
+            wanted = range(len(own)) if chosen is None else chosen
+            if self._line is not None:
+                need_constants("pipeline.vjp", inputs=own)
+                need_one_place(self._wires, self.schedule, own, wanted)
+            return self._call(state, own, wanted, rng), own
+
+        call, given = told(self._others, "vjp", goes_forward, begun)
         with as_found():
             call.run("vjp", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
-        pullback = PipelinePullback(call, inputs)
+        pullback = PipelinePullback(call, given)
         return (outputs, pullback, aux) if self._has_aux else (outputs, pullback)
 
     def forward(self, state: PipelineState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the last stage has aux. Otherwise as `vjp`."""
-        self._check(state, "pipeline.forward")
-        state, inputs = constants("pipeline.forward", state=state, inputs=here(inputs))
-        call = self._call(state, inputs, None, rng)
+
+        def begun() -> Call:
+            self._check(state, "pipeline.forward")
+            own, given = constants("pipeline.forward", state=state, inputs=here(inputs))
+            return self._call(own, given, None, rng)
+
+        call = told(self._others, "forward", goes_forward, begun)
         with as_found(), private.outside_inference(), torch.no_grad():
             call.run("forward", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
@@ -167,7 +180,6 @@ class Pipeline:
             The next state, and the metrics of a step: "grad_norm" is that of all components; one that differs between
             components is there as "lr.0", "lr.1", ...
         """
-        self._check(state, "pipeline")
         with as_found():
             call, (loss, times, aux) = self._run(state, inputs, cotangent, rng, records=False)
             new, metrics = self._updated(state, call.grads(times), None)
@@ -180,11 +192,10 @@ class Pipeline:
         Args:
             state, inputs, cotangent, rng: as for a step.
         """
-        self._check(state, "pipeline.timeline")
         with as_found():
             for stage in range(self.schedule.stages):
                 self._stages[stage].spans(stage)  # of what was before
-            return self._timeline(self._run(state, inputs, cotangent, rng, records=True)[0])
+            return timeline_of(self._run(state, inputs, cotangent, rng, records=True)[0], self._stages, self.schedule)
 
     def update(
         self, state: PipelineState, grads: PerStage, grad_norm: object = None
@@ -197,12 +208,20 @@ class Pipeline:
             grads: what a pullback of this pipeline returned.
             grad_norm: a norm to clip by instead: `fz.global_norm` of several components.
         """
-        self._check(state, "pipeline.update")
-        self._check_grads(state, grads)
-        grad_norm = here(grad_norm)
-        need_norm(grad_norm, "pipeline.update")
-        state, grads, grad_norm = constants("pipeline.update", state=state, grads=grads, grad_norm=grad_norm)
-        return self._updated(state, grads, grad_norm)
+
+        def checked() -> tuple[PipelineState, PerStage, object]:
+            self._check(state, "pipeline.update")
+            self._check_grads(state, grads)
+            norm = here(grad_norm)
+            need_norm(norm, "pipeline.update")
+            return tuple(constants("pipeline.update", state=state, grads=grads, grad_norm=norm))
+
+        try:
+            own = checked()
+        except Exception as error:
+            self._places.all_well(error)  # the others are told
+            raise
+        return self._updated(*own)
 
     def add_grads(self, state: PipelineState, grads: PerStage) -> PipelineState:
         """A state that keeps these grads for the next update."""
@@ -242,19 +261,6 @@ class Pipeline:
         for c in self._here:
             self._stages[c].check(state[c], f"{who}, component {c}")
 
-    def _need_one_place(self, inputs: Sequence[object], chosen: Sequence[int]) -> None:
-        """Refuses to differentiate an input that stages at several places take, each with a part of its cotangent."""
-        wires = default_inputs(self._wires, len(inputs))
-        for number in chosen:
-            real = any(isinstance(x, torch.Tensor) and pytree.is_real(x) for x in pytree.leaves(inputs[number]))
-            places = {self.schedule.place_of(stage) for stage, numbers in wires.inputs if number in numbers}
-            if real and len(places) > 1:
-                raise ValueError(
-                    f"pipeline.vjp: input {number} is taken by stages at places {sorted(places)}, and is to be "
-                    "differentiated; expected one place, as its cotangent is the sum of theirs. Leave it out of "
-                    "argnums, or let the first of them hand it on."
-                )
-
     def _check_grads(self, state: PipelineState, grads: object) -> None:
         if not isinstance(grads, PerStage) or len(grads) != len(state):
             raise wrong("pipeline.update", "grads", grads, "the first value that a pullback of this pipeline returned")
@@ -291,32 +297,24 @@ class Pipeline:
         self, state: PipelineState, inputs: Sequence[object], cotangent: object, rng: int, records: bool
     ) -> tuple[Call, tuple[Any, float, object]]:
         """All tasks; and (the loss, by what to divide the gradients, aux)."""
-        for c in self._here:
-            self._stages[c].check_step(state[c])
-        need_derivatives("pipeline")
-        inputs, cotangent = here((inputs, cotangent))
-        state, inputs, cotangent = constants("pipeline", state=state, inputs=inputs, cotangent=cotangent)
-        losses = Losses(self._micro, cotangent, 1 if self._line is None else self._line.shares)
-        call = self._call(state, inputs, (), rng, True, records, losses.note)
-        call.run("the pipeline's step", lambda _: True, losses.piece)
+
+        def begun() -> tuple[Call, Losses]:
+            self._check(state, "pipeline")
+            for c in self._here:
+                self._stages[c].check_step(state[c])
+            need_derivatives("pipeline")
+            own, given, ct = constants(
+                "pipeline", state=state, **dict(zip(("inputs", "cotangent"), here((inputs, cotangent)), strict=True))
+            )
+            losses = Losses(self._micro, ct, 1 if self._line is None else self._line.shares)
+            return self._call(own, given, (), rng, True, records, losses.note), losses
+
+        every = lambda _: True
+        call, losses = told(self._others, "the pipeline's step", every, begun)
+        call.run("the pipeline's step", every, losses.piece)
         last = self._stages[self._last]
         axis = state[self._last].params.axis if call.has_last and not last.distant else None
         return call, call.known(lambda: (losses.mean(axis), losses.times, self._aux(call)))
-
-    def _timeline(self, call: Call) -> Timeline:
-        own = call.spans
-        if call.line is None:
-            for stage in range(self.schedule.stages):
-                found = self._stages[stage].spans(stage)
-                if found is not None:  # its own ranks know better than who has called them
-                    own = [span for span in own if span[0].stage != stage] + found
-            place = self.schedule.place_of
-            return Timeline([(place(task.stage), task, start, end) for task, start, end in own], "measured")
-        call.line.begin_call("a timeline")
-        said, places = call.agreed([(list(task), start, end) for task, start, end in own]), {}
-        for seat, spans in zip(call.line.seats, said, strict=True):
-            places.setdefault(seat.place, [(seat.place, Task(*task), start, end) for task, start, end in spans])
-        return Timeline([span for spans in places.values() for span in spans], "measured")
 
 
 def pipeline(

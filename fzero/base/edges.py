@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from fzero.base import private, texts
+from fzero.base.hooks import register
 from fzero.base.products import Product, times
 
 Edge = tuple[Node, int]
@@ -94,7 +95,7 @@ def along(node: Node, grads: Grads, places: Collection[int]) -> dict[int, torch.
         one = torch.zeros((), device=device, requires_grad=True)
         root = one.clone()
     assert root.grad_fn is not None
-    root.grad_fn.register_prehook(lambda _: found.extend(node(*grads)))  # type: ignore[operator]
+    register(root.grad_fn.register_prehook, lambda _: found.extend(node(*grads)))  # type: ignore[operator]
     asked: Sequence[torch.Tensor | GradientEdge] = [one, *[GradientEdge(*edge) for edge in edges]]
     torch.autograd.grad(root, asked, allow_unused=True)  # type: ignore[arg-type]
     return {k: fitted(found[k], edge) for k, edge in zip(places, edges, strict=True)}

@@ -9,11 +9,42 @@ from typing import Any
 
 import torch
 from torch.autograd import graph
+from torch.utils.hooks import RemovableHandle
 
 _C: Any = torch._C._autograd  # type: ignore[attr-defined]
 _own: set[Callable[..., object]] = set()  # packing functions of `putting_away` whose contexts are open
 _lock = threading.Lock()
 _refusing = graph.disable_saved_tensors_hooks
+
+
+_registered = 0  # of our own
+
+
+def register(begin: Callable[[Callable[..., object]], RemovableHandle], hook: Callable[..., object]) -> RemovableHandle:
+    """A hook of our own on a node: `register(node.register_prehook, hook)`."""
+    global _registered
+    with _lock:
+        _registered += 1
+        return begin(hook)
+
+
+class Registrations:
+    """Notes whether somebody registers a hook on a tensor, a node of a graph or a module, from when it is made.
+
+    Such a hook may change what is pulled back by it, and shows in no other way.
+    """
+
+    def __init__(self) -> None:
+        self._count = _others()
+
+    def any(self) -> bool:
+        """Tells whether there was one; on another thread counts, too."""
+        return _others() != self._count
+
+
+def _others() -> int:
+    with _lock:
+        return RemovableHandle.next_id - _registered
 
 
 @contextlib.contextmanager

@@ -35,17 +35,6 @@ def without_autocast() -> AbstractContextManager[object]:
     return stack
 
 
-@contextlib.contextmanager
-def kept_casts() -> Iterator[None]:
-    """Inside, what torch.autocast casts of leaves serves until the end, and not until its own context ends."""
-    torch.autocast_increment_nesting()
-    try:
-        yield
-    finally:
-        torch.autocast_decrement_nesting()
-        torch.clear_autocast_cache()  # a surrounding one would hold on to leaves
-
-
 def outside_inference() -> AbstractContextManager[object]:
     """`torch.inference_mode(False)`, which no interrupt leaves half way: that one is code of Python's."""
     return torch._C._InferenceMode(False)  # type: ignore[attr-defined]

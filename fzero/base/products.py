@@ -7,6 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+FROM = (
+    128  # the inner dim from which one pass is quicker: below it, libraries read the sum more slowly than `add_` does
+)
+
 
 class Product(NamedTuple):
     """`factor.conjugate() * left @ right`, transposed or not, as long as nobody has asked for its value.
@@ -55,7 +59,7 @@ def times(x: torch.Tensor, factor: complex) -> torch.Tensor:
 
 
 def _is_alike(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> bool:
-    if total.device.type != "cpu":
+    if total.device.type != "cpu" or left.shape[1] < FROM:
         return False
     forms = [(tuple(x.shape), x.stride()) for x in (left, right, total)]
     return _adds_alike(*forms, total.dtype, torch.get_num_threads())
@@ -80,4 +84,4 @@ def _adds_alike(left: _Form, right: _Form, total: _Form, dtype: torch.dtype, thr
 def _drawn(form: _Form, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:
     shape, strides = form
     out = torch.empty_strided(shape, strides, dtype=dtype, device="cpu")
-    return out.copy_(torch.randn(shape, dtype=dtype, generator=generator))
+    return out.copy_(torch.randn(shape, dtype=dtype, generator=generator, device="cpu"))

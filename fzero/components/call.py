@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.casts import kept_casts
 from fzero.components.flow import Flow, Passes
 from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
 from fzero.components.mail import Lost
@@ -18,11 +19,12 @@ from fzero.components.remote.component import fetch
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
-from fzero.schedules.task import Kind, Task
+from fzero.schedules.task import Kind, Schedule, Task
 from fzero.state.checks import constants
 from fzero.table.microbatch import Microbatches
 
 Pieces = Callable[[int], object]
+T = TypeVar("T")
 
 
 def goes_forward(task: Task) -> bool:
@@ -69,9 +71,18 @@ class Call:
         self._tasks, self._records = tasks, records
         self.spans: list[tuple[Task, float, float]] = []
         self._pulled = False  # whether a pullback was begun
+        self.is_intact = True  # whether it can be pulled back from the beginning
         numbers = [number for number, tree in enumerate(inputs) for _ in pytree.flatten(tree)[0]]
         self._differentiated = {i for i, number in enumerate(numbers) if number in (wanted or ())}
         self.has_last = wires.stages - 1 in passes
+
+    def others(self) -> Others:
+        """What is left of it to tell other places by."""
+        return Others(self.wires, self.micro, self._tasks, self._places)
+
+    def fail(self, error: BaseException) -> None:
+        """Begins with an error: nothing is run, and the others are told."""
+        self._error = error
 
     # ---- tasks
 
@@ -89,7 +100,7 @@ class Call:
             self._pulled = True
         if self.line is not None:
             self.line.begin_call(verb)
-        with private.kept_casts():
+        with kept_casts():
             for place, task in enumerate(tasks):
                 if self.line is not None and self._error is None:
                     for other in tasks[place : place + AHEAD]:
@@ -144,6 +155,7 @@ class Call:
                 self.flow.inputs(stage, microbatch, cotangent, retain_graph)
             else:
                 self.flow.backward(stage, microbatch, cotangent, retain_graph)
+            self.is_intact = self.is_intact and retain_graph
 
     def _leaving(self, task: Task) -> tuple[object, ...]:
         """The values that a message carries."""
@@ -225,6 +237,33 @@ class Call:
         return by_input(pytree.flatten(tuple(inputs))[1], whole)
 
 
+class Others(NamedTuple):
+    """What it takes to tell other places, which wait for the messages of a call, that there is none."""
+
+    wires: Wiring
+    micro: Microbatches
+    tasks: Sequence[Task]
+    places: AllPlaces
+
+
+def told(others: Others, verb: str, chosen: Callable[[Task], bool], check: Callable[[], T]) -> T:
+    """`check()`, which looks at the arguments of a call; where it fails on one rank, it fails on all.
+
+    Args:
+        verb, chosen: the call that the others make.
+    """
+    try:
+        return check()
+    except Exception as error:
+        if others.places.line is not None:
+            with private.below_transforms(), torch.no_grad():  # which may be what is wrong
+                call = Call(others.wires, {}, (), None, others.micro, others.tasks, others.places)
+                call.fail(error)
+                call.run(verb, chosen, lambda _: None)
+                call.agreed(None)
+        raise
+
+
 def need_constants(who: str, **arguments: object) -> None:
     """Refuses what somebody else differentiates: derivatives do not go from one place to another by themselves."""
     constants(who, **arguments)
@@ -235,4 +274,18 @@ def need_constants(who: str, **arguments: object) -> None:
             raise TypeError(
                 f"{who}: got {argument} that plain autograd differentiates, expected tensors that are constants to it: "
                 "no derivative goes from one place of a pipeline to another but by its pullback. Pass x.detach()."
+            )
+
+
+def need_one_place(wires: Wiring, schedule: Schedule, inputs: Sequence[object], chosen: Iterable[int]) -> None:
+    """Refuses to differentiate an input that stages at several places take, each with a part of its cotangent."""
+    wires = default_inputs(wires, len(inputs))
+    for number in chosen:
+        real = any(isinstance(x, torch.Tensor) and pytree.is_real(x) for x in pytree.leaves(inputs[number]))
+        places = {schedule.place_of(stage) for stage, numbers in wires.inputs if number in numbers}
+        if real and len(places) > 1:
+            raise ValueError(
+                f"pipeline.vjp: input {number} is taken by stages at places {sorted(places)}, and is to be "
+                "differentiated; expected one place, as its cotangent is the sum of theirs. Leave it out of argnums, "
+                "or let the first of them hand it on."
             )

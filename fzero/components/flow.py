@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.components.wiring import Input, Ports, Wire, Wiring, put_together, taken_apart, wires_of
 
 
@@ -92,7 +92,24 @@ class Flow:
         tensors = [x for x in pytree.leaves(inputs) if isinstance(x, torch.Tensor) and x.ndim]
         if tensors:
             self.rows[stage, microbatch] = tensors[0].shape[0]
+        versions = [[private.version(x) for x in _tensors(value)] for value in inputs]
         self._run(stage, microbatch, inputs, wanted)
+        for argument, value, before in zip(self.wires.arguments[stage], inputs, versions, strict=True):
+            if [private.version(x) for x in _tensors(value)] != before:
+                self._need_alone(argument, stage)
+
+    def _need_alone(self, argument: Wire | Input, stage: int) -> None:
+        """Refuses that a stage writes to what others take, too: whether they see it depends on where they run."""
+        if isinstance(argument, Input):
+            users = sorted(stage for stage, numbers in self.wires.inputs if argument.number in numbers)
+            what = f"input {argument.number} of the pipeline"
+        else:
+            users, what = sorted(self.wires.users.get(argument, ())), f"what stage {argument.source} gives it"
+        if len(users) > 1:
+            raise ValueError(
+                f"pipeline: stage {stage} writes in place to {what}, which stages {users} take; expected that it "
+                "changes a copy: x = x.clone(), or use the operation that is not in place."
+            )
 
     def _run(self, component: int, microbatch: int, inputs: Sequence[object], wanted: Sequence[int]) -> None:
         own = self.passes[component]
@@ -206,6 +223,10 @@ class Flow:
             if found[stage] is not None:
                 leaves = [_sum(a, b) for a, b in zip(leaves, pytree.flatten(found[stage])[0], strict=True)]
         return leaves
+
+
+def _tensors(value: object) -> list[torch.Tensor]:
+    return [x for x in pytree.leaves(value) if isinstance(x, torch.Tensor)]
 
 
 def _sum(a: Any, b: Any) -> Any:

@@ -29,16 +29,18 @@ class Parcel:
         sizes = 0
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
-                kept.append((-1, leaf.dtype, tuple(leaf.shape)))
+                kept.append((-1, leaf.dtype, tuple(leaf.shape), tuple(range(leaf.ndim))))
             elif isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
                 raise TypeError(
                     f"pipeline: got a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)}, expected a dense "
                     "one, as it goes to another place. Say .to_dense()."
                 )
             elif isinstance(leaf, torch.Tensor):
-                own = leaf.detach().contiguous()
+                # in the order in which it lies in memory: sums over it are then formed in the same order there
+                order = _order(leaf)
+                own = leaf.detach().permute(order).contiguous()
                 self.tensors.append((sizes, own))
-                kept.append((sizes, own.dtype, tuple(own.shape)))
+                kept.append((sizes, own.dtype, tuple(own.shape), order))
                 sizes += _aligned(own.numel() * own.element_size())
             else:
                 kept.append((leaf,))
@@ -77,11 +79,26 @@ def opened(buffer: torch.Tensor) -> Any:
     return pytree.unflatten(spec, [entry[0] if len(entry) == 1 else _view(buffer, start, *entry) for entry in kept])
 
 
-def _view(buffer: torch.Tensor, start: int, place: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+def _order(x: torch.Tensor) -> tuple[int, ...]:
+    """The dims of a tensor as they lie in memory, the slowest first; of one that is no dense block as they are."""
+    every = tuple(range(x.ndim))
+    order = tuple(sorted(every, key=lambda dim: -x.stride(dim)))
+    return order if x.permute(order).is_contiguous() else every
+
+
+def _view(
+    buffer: torch.Tensor,
+    start: int,
+    place: int,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+    order: tuple[int, ...],
+) -> torch.Tensor:
+    back = sorted(range(len(order)), key=order.__getitem__)
     if 0 in shape or place < 0:
-        return torch.empty(shape, dtype=dtype, device="meta" if place < 0 else buffer.device)
+        return torch.empty(shape, dtype=dtype, device="meta" if place < 0 else buffer.device).permute(back)
     size = dtype.itemsize * torch.Size(shape).numel()
-    return buffer[start + place : start + place + size].view(dtype).view(shape)
+    return buffer[start + place : start + place + size].view(dtype).view(shape).permute(back)
 
 
 def _aligned(size: int) -> int:

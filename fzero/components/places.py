@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from fzero.base.arguments import need_int, wrong
@@ -72,6 +72,11 @@ def need_groups(groups: object, schedule: Schedule) -> None:
             f"pipeline: got groups={groups}, expected {count} lists of ranks, one for each place of the schedule "
             f"{schedule.name!r}, no rank in two of them."
         )
+    if any(list(ranks) != sorted(ranks) for ranks in groups):
+        raise ValueError(
+            f"pipeline: got groups={groups}, expected the ranks of each place in ascending order: shares of the batch "
+            "are paired between places in that order."
+        )
 
 
 def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: Wiring) -> Line | None:
@@ -90,8 +95,13 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
         own = backend.rank_in(group)
         identity = _agreed(group, schedule, wires)
         members = backend.members(group)
-        _need_apart(steps, schedule, wires, own, {members[own]}, set(members))
-        _need_all_axes(groups, steps, schedule, wires, own)
+
+        def checked() -> str:
+            _need_apart(steps, schedule, wires, own, {members[own]}, set(members))
+            _need_all_axes(groups, steps, schedule, wires, own)
+            return ""
+
+        _heard(group, checked)
         return Line(group, schedule, seats, identity)
     assert isinstance(groups, (list, tuple))
     group, places = backend.world(), {rank: place for place, ranks in enumerate(groups) for rank in ranks}
@@ -103,16 +113,16 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
     _need_messages(group)
     identity = _agreed(group, schedule, wires)
     place = places[backend.rank_in(group)]
-    _need_apart(steps, schedule, wires, place, set(groups[place]), set(places))
-    stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
-    own, ranks = steps[stage].axis(), groups[place]
-    copy, copies = own.place_on_tensor
-    said = f"{place} {own.data_rank} {own.ranks} {copy} {copies}"
-    problem = _unlike(steps, schedule, wires, place, stage)
-    heard = backend.gather_strings(f"{said} {problem}", group)
-    if found := next((text.split(" ", 5)[5] for text in heard if text.split(" ", 5)[5]), ""):
-        raise ValueError(found)
-    seats = [Seat(*map(int, text.split()[:5])) for text in heard]
+
+    def seat() -> str:
+        _need_apart(steps, schedule, wires, place, set(groups[place]), set(places))
+        stage = next(stage for stage in range(schedule.stages) if schedule.place_of(stage) == place)
+        _need_alike(steps, schedule, wires, place, stage)
+        own = steps[stage].axis()
+        return " ".join(map(str, (place, own.data_rank, own.ranks, *own.place_on_tensor)))
+
+    heard = _heard(group, seat)
+    seats = [Seat(*map(int, text.split())) for text in heard]
     for place, ranks in enumerate(groups):
         seat = seats[ranks[0]]
         if seat.datas * seat.copies != len(ranks):
@@ -129,18 +139,35 @@ def line_over(groups: object, schedule: Schedule, steps: Sequence[Spec], wires: 
     return Line(group, schedule, seats, identity)
 
 
-def _unlike(steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int, first: int) -> str:
-    """Which component of a place is over other ranks of it than its first stage, in words."""
+def _heard(group: backend.Group, say: Callable[[], str]) -> list[str]:
+    """What each rank says, in rank order; where one cannot, all raise."""
+    own, error = "", None
+    try:
+        own = "." + say()
+    except Exception as caught:
+        error = caught
+        own = f"!rank {backend.rank_in(group)} failed: {type(caught).__name__}: {caught}"
+    heard = backend.gather_strings(own, group)
+    if error is not None:
+        raise error
+    if failed := next((text for text in heard if text.startswith("!")), ""):
+        raise ValueError(f"pipeline: {failed[1:]}")
+    return [text[1:] for text in heard]
+
+
+def _need_alike(steps: Sequence[Spec], schedule: Schedule, wires: Wiring, place: int, first: int) -> None:
+    """Refuses a component of a place that is over other ranks of it than its first stage."""
     for component, stage in wires.home.items():
+        if schedule.place_of(stage) != place:
+            continue
         own, other = steps[component].axis(), steps[first].axis()
         pair = [(axis.ranks, axis.place_on_tensor[1]) for axis in (own, other)]
-        if schedule.place_of(stage) == place and pair[0] != pair[1]:
-            return (
+        if pair[0] != pair[1]:
+            raise ValueError(
                 f"pipeline: component {component} at place {place} takes means over {pair[0][0]} ranks and is cut over "
                 f"{pair[0][1]}, stage {first} there over {pair[1][0]} and {pair[1][1]}; expected all components of a "
                 "place to be sharded over all of its ranks, or the same examples would count differently."
             )
-    return ""
 
 
 def _need_messages(group: backend.Group) -> None:
@@ -159,9 +186,11 @@ def _need_all_axes(mesh: backend.Mesh, steps: Sequence[Spec], schedule: Schedule
     """Refuses a component that is not sharded over the mesh's other axes, as its copies would drift apart."""
     around = backend.ranks_around(mesh) // mesh.size()
     for component, stage in wires.home.items():
+        if schedule.place_of(stage) != place:
+            continue
         axis = steps[component].axis()
         ranks = axis.ranks * axis.place_on_tensor[1]
-        if schedule.place_of(stage) == place and ranks != around:
+        if ranks != around:
             raise ValueError(
                 f"pipeline: component {component} is sharded over {ranks} ranks of its place, of {around} that the "
                 "mesh around groups has; expected all of them, or copies of its params would drift apart. Say "

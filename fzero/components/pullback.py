@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
-from fzero.components.call import Call, goes_forward, need_constants
+from fzero.components.call import Call, goes_forward, need_constants, told
 from fzero.components.losses import known_parts
 from fzero.components.parts import PerStage
 from fzero.engine.outcome import need_structure
+from fzero.schedules.task import Task
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
 
@@ -22,6 +23,7 @@ class PipelinePullback:
         self._micro, self._inputs = call.micro, inputs
         self._call: Call | None = call
         self._number = call.line.call if call.line is not None else 0
+        self._others = call.others()
         found = call.flow.outputs
         self._parts = [known_parts(found[i]) for i in sorted(found)]
         self._spec = pytree.flatten(found[0])[1] if found else None
@@ -42,23 +44,11 @@ class PipelinePullback:
         Returns:
             The grads of every component, and one cotangent per input, `None` where it was not differentiated.
         """
-        need_bool(retain_graph, "pullback", "retain_graph")
-        if need_bool(create_graph, "pullback", "create_graph") or create_graph:
-            raise ValueError(
-                "pullback: got create_graph=True, expected False: a pipeline's pullback cannot be differentiated. "
-                "Take second derivatives of the stages' functions, one after the other, in one step: fz.hvp."
-            )
-        need_derivatives("pullback")
-        call, cotangent = self._call, here(cotangent)
-        if call is None:
-            raise RuntimeError(
-                "The pullback of this pipeline was used up by an earlier call, which freed what it kept. Pass "
-                "retain_graph=True to every call but the last."
-            )
-        if call.line is not None:
-            need_constants("pullback", cotangent=cotangent)
-        if not retain_graph:
-            self._call = None
+        verb = f"the pullback of call {self._number}"
+        call, cotangent = told(
+            self._others, verb, _goes_back, lambda: self._checked(cotangent, retain_graph, create_graph)
+        )
+        self._call = None
         pieces: list[object] = []
         times = [1.0]
 
@@ -70,9 +60,35 @@ class PipelinePullback:
                 pieces.extend(found)
             return pieces[microbatch]
 
-        with as_found():
-            call.run(f"the pullback of call {self._number}", lambda task: not goes_forward(task), asked, retain_graph)
-            factor = call.known(lambda: times[0])
-            grads = call.grads(factor)
-            cotangents = call.input_cotangents(self._inputs, factor)
+        try:
+            with as_found():
+                call.run(verb, _goes_back, asked, retain_graph)
+                factor = call.known(lambda: times[0])
+                grads = call.grads(factor)
+                cotangents = call.input_cotangents(self._inputs, factor)
+        finally:
+            if call.is_intact:  # also after an error: of a wrong cotangent, for one
+                self._call = call
         return grads, cotangents
+
+    def _checked(self, cotangent: object, retain_graph: object, create_graph: object) -> tuple[Call, object]:
+        need_bool(retain_graph, "pullback", "retain_graph")
+        if need_bool(create_graph, "pullback", "create_graph") or create_graph:
+            raise ValueError(
+                "pullback: got create_graph=True, expected False: a pipeline's pullback cannot be differentiated. "
+                "Take second derivatives of the stages' functions, one after the other, in one step: fz.hvp."
+            )
+        need_derivatives("pullback")
+        cotangent = here(cotangent)
+        if self._call is None:
+            raise RuntimeError(
+                "The pullback of this pipeline was used up by an earlier call, which freed what it kept. Pass "
+                "retain_graph=True to every call but the last."
+            )
+        if self._call.line is not None:
+            need_constants("pullback", cotangent=cotangent)
+        return self._call, cotangent
+
+
+def _goes_back(task: Task) -> bool:
+    return not goes_forward(task)

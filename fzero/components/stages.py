@@ -7,11 +7,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fzero.components.call import Call
 from fzero.components.flow import Passes as StagePasses
 from fzero.components.remote.component import RemoteComponent, fetch
 from fzero.components.remote.handle import RemoteState, RemoteTree, Value
 from fzero.engine.passes import Passes
-from fzero.schedules.task import Kind, Task
+from fzero.schedules.task import Kind, Schedule, Task
+from fzero.schedules.timeline import Timeline
 from fzero.state.checks import check_grads, check_optimizer, check_state, refuse_captured
 from fzero.state.gather import over_ranks, squares_of
 from fzero.table.spec import Spec
@@ -175,3 +177,19 @@ class DistantStage:
             if kind is not None:
                 out.append((Task(kind, stage, span.microbatch), span.start, span.end))
         return out
+
+
+def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Timeline:
+    """When the tasks of a call began and ended, in all places."""
+    own = call.spans
+    if call.line is None:
+        for stage in range(schedule.stages):
+            found = stages[stage].spans(stage)
+            if found is not None:  # its own ranks know better than who has called them
+                own = [span for span in own if span[0].stage != stage] + found
+        return Timeline([(schedule.place_of(task.stage), task, start, end) for task, start, end in own], "measured")
+    call.line.begin_call("a timeline")
+    said, places = call.agreed([(list(task), start, end) for task, start, end in own]), {}
+    for seat, spans in zip(call.line.seats, said, strict=True):
+        places.setdefault(seat.place, [(seat.place, Task(*task), start, end) for task, start, end in spans])
+    return Timeline([span for spans in places.values() for span in spans], "measured")

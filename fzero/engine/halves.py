@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python
+from fzero.base.hooks import register
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
 
@@ -184,7 +185,7 @@ def _watch_python(node: Node, given: Mapping[int, Part], unit: tuple[int, int] |
             for part in dict.fromkeys(given.values()):
                 part.units.append(unit[0])
 
-    return node.register_hook(after)  # type: ignore[arg-type]
+    return register(node.register_hook, after)
 
 
 def _watch_native(node: Node, given: Mapping[int, Part], later: Collection[int]) -> RemovableHandle:
@@ -201,4 +202,4 @@ def _watch_native(node: Node, given: Mapping[int, Part], later: Collection[int])
         for k in sorted(values):
             given[k].values.append(values[k])
 
-    return node.register_prehook(before)  # type: ignore[arg-type]
+    return register(node.register_prehook, before)

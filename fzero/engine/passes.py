@@ -92,17 +92,26 @@ class Passes:
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The cotangents of a microbatch's inputs, one per input, None where it was not differentiated."""
         with as_found():
-            run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
+            run = self._runs[microbatch]
             into = self._total if microbatch == self._next else None
             grads, flat = run.pull(cotangent, retain_graph, into=into)
+            self._pulled(microbatch, run)
             self._add(microbatch, grads)
             return by_input(self._specs[microbatch], flat)
 
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The first half of `backward`: the cotangents of a microbatch's inputs."""
         with as_found():
-            self._half[microbatch] = run = self._runs[microbatch] if retain_graph else self._runs.pop(microbatch)
-            return by_input(self._specs[microbatch], run.pull_inputs(cotangent, retain_graph))
+            run = self._runs[microbatch]
+            flat = run.pull_inputs(cotangent, retain_graph)
+            self._pulled(microbatch, run)
+            self._half[microbatch] = run
+            return by_input(self._specs[microbatch], flat)
+
+    def _pulled(self, microbatch: int, run: Run | PlainRun) -> None:
+        """Forgets a run that cannot be pulled back again; after an error, such as of a wrong cotangent, it can."""
+        if run.is_used_up():
+            del self._runs[microbatch]
 
     def params(self, microbatch: int) -> None:
         """The second half: its gradients."""

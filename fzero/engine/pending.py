@@ -62,7 +62,7 @@ class Pending:
             torch.zeros_like(private.unwrapped(x)) if g is None else g for g, x in zip(found, ends.inputs, strict=True)
         ]
         # whoever has these may write to them before the second half
-        others = {storage_of(x) for x in (*cotangents, *out)}
+        others = {storage_of(private.unwrapped(x)) for x in (*cotangents, *out, *ends.inputs, *ends.outputs)}
         for each in (self._late, *self._parts):
             each.own(others)
         return out

@@ -14,10 +14,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private, pytree, texts
-from fzero.base.hooks import without_compiled_autograd
+from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
 from fzero.comm.axis import Axis
 from fzero.engine.function import call_function, traversal_of
@@ -101,6 +100,15 @@ def _is_at_hand(use: Use, frozen: bool) -> bool:
     return frozen or torch.promote_types(use.compute, use.wire) == use.wire == torch.promote_types(use.wire, use.reduce)
 
 
+class _Rest(NamedTuple):
+    """What the first half of a pullback leaves to the second."""
+
+    parts: list[Part]
+    found: dict[int, torch.Tensor | None]
+    weights: dict[int, Weight]
+    retain_graph: bool
+
+
 class _Alias(torch.autograd.Function):
     """The identity: an input that the function may write to, as one that a graph begins with may not be."""
 
@@ -149,10 +157,10 @@ class PlainRun(Outcome):
         super().__init__(state, inputs, argnums, scale)
         self._leaves: Leaves | None = leaves
         self._partial, self._pulling = partial, threading.RLock()
-        self._rest: tuple[list[Part], dict[int, torch.Tensor | None], dict[int, Weight], bool] | None = None
+        self._rest: _Rest | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
         flat, spec = pytree.flatten(tuple(inputs))
         filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
-        hooks = RemovableHandle.next_id
+        hooks = Registrations()
         with torch.enable_grad(), private.outside_inference():
             self._inputs = [flat[place].detach().requires_grad_() for place in self.wanted]
             for place, leaf in zip(self.wanted, self._inputs, strict=True):
@@ -173,8 +181,7 @@ class PlainRun(Outcome):
         real, rest, aux = ([x.detach() for x in own] for own in (*outputs.leaves, others.leaves[0]))
         outputs.leaves, others.leaves = [], []  # which are the graph's
         self._note(returned, real, (rest, aux))
-        # a hook may change what is pulled back through it
-        self._hooked = RemovableHandle.next_id != hooks
+        self._hooked = hooks.any()
 
     def pull(
         self, cotangent: object, retain_graph: bool = False, *, into: Mapping[Key, Buffer] | None = None
@@ -204,15 +211,19 @@ class PlainRun(Outcome):
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
         with self._pulling, _around():
             real, leaves, cotangents = self._begun(cotangent)
+            if self._hooked:  # what a hook does along the way cannot be told apart
+                grads, out = self.pull(cotangent, retain_graph)
+                self._rest = grads
+                return out
             graph, params = Graph(real), [param.leaf for param in leaves.params]
-            weights = [] if self._hooked else graph.weights(params, graph.leaves())
+            weights = graph.weights(params, graph.leaves())
             split = Split(real, self._inputs, params)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
-            storages = {storage_of(x) for x in (*cotangents, *out)}
+            storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
             for part in parts:
                 part.own(storages)  # whoever has these may write to them before the second half
-            self._rest = parts, early, {weight.number: weight for _, weight in weights}, retain_graph
+            self._rest = _Rest(parts, early, {weight.number: weight for _, weight in weights}, retain_graph)
             if not retain_graph:
                 self._real, self._inputs = None, []
             return self._placed(out)
@@ -222,6 +233,8 @@ class PlainRun(Outcome):
         to sums."""
         with self._pulling, _around():
             rest, self._rest = self._rest, None
+            if isinstance(rest, dict):
+                return rest
             if rest is None or self.state is None or self._leaves is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so

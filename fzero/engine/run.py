@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.hooks import Registrations
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
@@ -74,9 +75,11 @@ class Run(Outcome):
             ends[:] = [Ends(real, wanted, primals)]
             return real, carried
 
+        hooks = Registrations()
         with self._mode():
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, others = run
+        self._hooked = hooks.any()
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
 
@@ -177,7 +180,8 @@ class Run(Outcome):
 
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         traversal, cotangents = self._begun(cotangent)
-        if self.outer or private.transforms():  # who differentiate the result: the graph is theirs
+        # who differentiate the result: the graph is theirs; and what a hook does along the way cannot be told apart
+        if self.outer or private.transforms() or self._hooked:
             grads, out = self._pulled(cotangent, retain_graph, False, None, None)
             self._rest = grads
             return out
@@ -196,10 +200,10 @@ class Run(Outcome):
         were added to the sums of earlier microbatches."""
         with self._pulling:
             rest, self._rest = self._rest, None
+            if isinstance(rest, dict):
+                return rest
             if rest is None or self.state is None:
                 raise RuntimeError(no_first_half("this forward"))
-            if not isinstance(rest, Pending):
-                return rest
             self.state.params  # noqa: B018 - a donated state says so
             rest.delivery.into = tensors_of(into)
             with self._half(rest):

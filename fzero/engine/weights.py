@@ -14,6 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Grads, Kept, is_hooked, name_of
+from fzero.base.hooks import register
 
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
 
@@ -132,7 +133,7 @@ def pull(
             if grads[0] is not None:
                 add(own, Kept(node, grads[0], [weight.place for weight in own]))
 
-        handles.append(node.register_prehook(before))  # type: ignore[arg-type]
+        handles.append(register(node.register_prehook, before))
     found: Sequence[torch.Tensor | None] = [None] * (len(asked) + len(ends))
     try:
         if found and graph.ends:
