@@ -11,7 +11,6 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
-from fzero.base.casts import kept_casts
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
@@ -126,12 +125,11 @@ class Step(Spec):
             if self.fusion is not None and private.level() == 0:
                 return fused_call(self, state, inputs, cotangent, rng)
             batch, total = Batch(self, state, inputs, cotangent, rng), None
-            with kept_casts():
-                for run, ct in batch:
-                    grads, _ = run.pull(ct, into=total)
-                    del run
-                    total = sum_of(total, grads)
-                    del grads
+            for run, ct in batch:
+                grads, _ = run.pull(ct, into=total)
+                del run
+                total = sum_of(total, grads)
+                del grads
             assert total is not None
             if self.microbatches.count > 1:
                 reduce_whole(state.params, total)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.casts import kept_casts
 from fzero.components.flow import Flow, Passes
 from fzero.components.line import AHEAD, Failure, Line, PlaceFailed, shapes_of
 from fzero.components.mail import Lost
@@ -100,19 +99,18 @@ class Call:
             self._pulled = True
         if self.line is not None:
             self.line.begin_call(verb)
-        with kept_casts():
-            for place, task in enumerate(tasks):
-                if self.line is not None and self._error is None:
-                    for other in tasks[place : place + AHEAD]:
-                        if other.kind is Kind.RECEIVE:
-                            self.line.begin(other)
-                begun = time.monotonic()
-                if self.line is None:
-                    self._do(task, pieces, retain_graph)
-                else:
-                    self._do_or_say(task, pieces, retain_graph, self.line)
-                if self._records:
-                    self.spans.append((task, begun, time.monotonic()))
+        for place, task in enumerate(tasks):
+            if self.line is not None and self._error is None:
+                for other in tasks[place : place + AHEAD]:
+                    if other.kind is Kind.RECEIVE:
+                        self.line.begin(other)
+            begun = time.monotonic()
+            if self.line is None:
+                self._do(task, pieces, retain_graph)
+            else:
+                self._do_or_say(task, pieces, retain_graph, self.line)
+            if self._records:
+                self.spans.append((task, begun, time.monotonic()))
         if any(not goes_forward(task) for task in tasks) and self._error is None:
             try:
                 for own in self.passes.values():

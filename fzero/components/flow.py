@@ -99,16 +99,19 @@ class Flow:
                 self._need_alone(argument, stage)
 
     def _need_alone(self, argument: Wire | Input, stage: int) -> None:
-        """Refuses that a stage writes to what others take, too: whether they see it depends on where they run."""
+        """Refuses that a stage writes to what others take, or to what may share its memory: whether they see it depends
+        on where they run."""
         if isinstance(argument, Input):
             users = sorted(stage for stage, numbers in self.wires.inputs if argument.number in numbers)
             what = f"input {argument.number} of the pipeline"
         else:
-            users, what = sorted(self.wires.users.get(argument, ())), f"what stage {argument.source} gives it"
+            wires = wires_of(argument.source, self.wires.items(argument.source))
+            users = sorted({user for wire in wires for user in self.wires.users.get(wire, ())})
+            what = f"what stage {argument.source} gives it"
         if len(users) > 1:
             raise ValueError(
-                f"pipeline: stage {stage} writes in place to {what}, which stages {users} take; expected that it "
-                "changes a copy: x = x.clone(), or use the operation that is not in place."
+                f"pipeline: stage {stage} writes in place to {what}, of which stages {users} take parts; expected that "
+                "it changes a copy: x = x.clone(), or use the operation that is not in place."
             )
 
     def _run(self, component: int, microbatch: int, inputs: Sequence[object], wanted: Sequence[int]) -> None:

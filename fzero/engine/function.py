@@ -125,8 +125,7 @@ def call_function(
     tree = pytree.unflatten(state.params.structure, leaves)
     # compiled code is not looked at
     known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
-    cast = autocast(traversal.device, traversal.table.outside, traversal.given is not None)
-    with cast, traversal.running(), traversal.schedule.forward(), watch:
+    with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             with heard(), during(notes, known), follow:
                 out = step.fn(tree, *inputs)

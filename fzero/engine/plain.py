@@ -3,7 +3,7 @@
 torch.func takes some microseconds for each operation, in the forward and in the pullback, and joins what it pulls back
 when all of it is there. Here the graph begins with the params' leaves: each cotangent goes to its place in the sum of
 all microbatches as soon as it is known, that of a linear layer's weight without a tensor between (`engine.weights`).
-What autocast has rounded of a leaf serves all microbatches. The results are those of `Run`, bit for bit.
+What has been cast of a buffer serves all microbatches. The results are those of `Run`, bit for bit.
 """
 
 from __future__ import annotations
@@ -32,6 +32,23 @@ from fzero.table.layout import Key, Slot
 from fzero.table.spec import Spec
 
 
+class _Leaf(torch.Tensor):
+    """A param as the function gets it: a tensor whose writes count, also those to its `data`."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, value: object) -> None:
+        raise ValueError(
+            "step: the function sets .data of one of its params. Params change in step.update only: compute with a "
+            "copy (w = w.clone())."
+        )
+
+
 class _Param(NamedTuple):
     key: Key
     slot: Slot
@@ -54,9 +71,9 @@ class Leaves:
         for key, group in layout.groups.items():
             views = group.cut(self.uses[key].value())
             for slot in group.slots:
-                every[slot.leaf] = leaf = views[slot.leaf].detach()
+                own = views[slot.leaf]
+                every[slot.leaf] = leaf = torch.Tensor._make_subclass(_Leaf, own, not group.row.frozen)
                 if not group.row.frozen:
-                    leaf.requires_grad_()
                     self.params.append(_Param(key, slot, leaf))
         self.every = [every[index] for index in range(len(layout.rows))]
         self._entered = [(leaf.data_ptr(), leaf.requires_grad) for leaf in self.every]
@@ -87,7 +104,7 @@ class Leaves:
         for leaf, entered, row in zip(self.every, self._entered, self._traversal.layout.rows, strict=True):
             if (leaf.data_ptr(), leaf.requires_grad) != entered:
                 raise ValueError(
-                    f"step: the function sets .data or .requires_grad of leaf {row.path!r}. Params change in "
+                    f"step: the function sets .requires_grad, or the memory, of leaf {row.path!r}. Params change in "
                     "step.update only: compute with a copy (w = w.clone()), detach() it where no gradient is wanted, "
                     "or freeze it: fz.freeze(step, pattern)."
                 )
@@ -176,6 +193,8 @@ class PlainRun(Outcome):
                     "compute with a copy (w = w.clone()), or use operations that are not in place."
                 ) from error
             outputs, others = returned = split_both(step, result)
+            if torch.is_autocast_enabled(state.params.device.type):
+                torch.clear_autocast_cache()  # the caller's would hold on to leaves
         leaves.check()
         self._real: Sequence[torch.Tensor] | None = outputs.leaves[0]
         real, rest, aux = ([x.detach() for x in own] for own in (*outputs.leaves, others.leaves[0]))

@@ -155,13 +155,9 @@ class Traversal:
             self.origins = {}
 
 
-def autocast(device: str, dtype: torch.dtype | None, keeps: bool = False) -> contextlib.AbstractContextManager[object]:
-    """torch.autocast where there is a dtype, otherwise what the caller's own says.
-
-    Args:
-        keeps: what it has cast of leaves, for their other uses.
-    """
-    return torch.autocast(device, dtype=dtype, cache_enabled=keeps) if dtype else contextlib.nullcontext()
+def autocast(device: str, dtype: torch.dtype | None) -> contextlib.AbstractContextManager[object]:
+    """torch.autocast where there is a dtype, otherwise what the caller's own says."""
+    return torch.autocast(device, dtype=dtype, cache_enabled=False) if dtype else contextlib.nullcontext()
 
 
 def _run_of(values: Sequence[object]) -> tuple[Traversal | None, Mapping[int, int]]:

@@ -1,0 +1,257 @@
+"""Runs by plain autograd, where params are at hand, against those under torch.func: the same bits and refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+import torch.nn.functional as F
+from halved import F64, FUNCTIONS, params_of
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fzero as fz
+from fzero.base.pytree import is_real
+from fzero.engine.passes import Passes
+from fzero.engine.plain import Leaves, PlainRun
+from fzero.testing import assert_trees_equal
+
+X = torch.randn(8, 4, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
+B16 = torch.bfloat16
+POLICIES = {
+    "float64": fz.Policy.exact(F64),
+    "float32": fz.Policy.exact(torch.float32),
+    "bfloat16": fz.Policy.exact(torch.bfloat16),
+    "sums in float32": fz.Policy(
+        param=torch.bfloat16, compute=torch.bfloat16, reduce=torch.float32, grad=torch.float32
+    ),
+    "stored in bfloat16": fz.Policy(
+        param=torch.bfloat16, compute=torch.float32, reduce=torch.float32, grad=torch.bfloat16
+    ),
+}
+
+
+def under_torch_func(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Leaves, "of", staticmethod(lambda *_: None))
+
+
+def total(out: Any) -> torch.Tensor:
+    leaves = [x for x in optree.tree_leaves(out) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return torch.stack([x.cos().mean().double() for x in leaves]).sum()
+
+
+def pulled(step: fz.Step, params: Any, x: torch.Tensor, count: int, order: list[int], halves: list[bool]) -> Any:
+    """Grads and input cotangents of microbatches that are pulled back in some order, some of them in halves."""
+    state = step.init(params, seed=5)
+    passes = Passes(step, state, count)
+    outputs = [passes.forward(i, (part,), (0,))[0] for i, part in enumerate(x.chunk(count))]
+    found: list[Any] = [None] * count
+    for i, halved in zip(order, halves, strict=True):
+        cotangent = optree.tree_map(lambda x: x.cos() if is_real(x) else x, outputs[i])
+        found[i] = (passes.inputs if halved else passes.backward)(i, cotangent)
+        if halved:
+            passes.params(i)
+    passes.reduce()
+    return outputs, found, fz.gather(passes.grads())
+
+
+@given(
+    name=st.sampled_from(list(FUNCTIONS)),
+    policy=st.sampled_from(list(POLICIES)),
+    cast=st.booleans(),
+    order=st.permutations(range(4)),
+    halves=st.lists(st.booleans(), min_size=4, max_size=4),
+)
+def test_drawn_functions(name: str, policy: str, cast: bool, order: list[int], halves: list[bool]) -> None:
+    step = fz.train_step(FUNCTIONS[name], fz.sgd(0.1), POLICIES[policy])
+    step = fz.autocast(step, torch.bfloat16) if cast and policy == "float32" else step
+    x = X.to(POLICIES[policy].compute or F64).flatten(0, 1)
+    params = params_of()
+
+    def outcome() -> Any:
+        try:
+            return pulled(step, params, x, 4, order, halves)
+        except (ValueError, TypeError, RuntimeError) as error:
+            return type(error)
+
+    got = outcome()
+    with pytest.MonkeyPatch.context() as patch:
+        under_torch_func(patch)
+        want = outcome()
+    if isinstance(want, type):
+        assert got is want
+    else:
+        assert_trees_equal(got, want)
+
+
+@given(
+    name=st.sampled_from(list(FUNCTIONS)),
+    policy=st.sampled_from(["float64", "float32"]),
+    count=st.sampled_from([1, 2, 4]),
+)
+def test_steps(name: str, policy: str, count: int) -> None:
+    fn = FUNCTIONS[name]
+    step = fz.train_step(lambda p, x: total(fn(p, x)), fz.adamw(0.01), POLICIES[policy])
+    step = fz.accumulate(step, count) if count > 1 else step
+    x = X.to(POLICIES[policy].compute or F64)[:4].flatten(0, 1)
+
+    def steps() -> Any:
+        state = step.init(params_of())
+        found = []
+        for _ in range(2):
+            state, metrics = step(state, x)
+            found.append(metrics)
+        return fz.gather(state.params), found
+
+    got = steps()
+    with pytest.MonkeyPatch.context() as patch:
+        under_torch_func(patch)
+        assert_trees_equal(got, steps())
+
+
+# ---- what a function may do to its params and inputs
+
+
+def grads_of(fn: Any, params: Any, x: torch.Tensor, count: int = 2) -> Any:
+    passes = Passes(step := fz.train_step(fn, fz.sgd(0.1)), step.init(params), count)
+    for i, part in enumerate(x.chunk(count)):
+        out, _ = passes.forward(i, (part,), (0,))
+        passes.backward(i, torch.ones_like(out))
+    passes.reduce()
+    return fz.gather(passes.grads())
+
+
+def wanted(fn: Any, params: Any, x: torch.Tensor, count: int = 2) -> Any:
+    leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
+    for part in x.chunk(count):
+        out = fn(leaves, part.clone())
+        out.backward(torch.ones_like(out))
+    return {k: v.grad for k, v in leaves.items()}
+
+
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    x.register_hook(lambda grad: 3 * grad)
+    return x
+
+
+def with_node_hook(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, p["w"])
+    assert h.grad_fn is not None
+    h.grad_fn.register_hook(lambda found, _: tuple(None if g is None else 3 * g for g in found))
+    return h
+
+
+def with_penalty(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, p["w"]).tanh()
+    (slope,) = torch.autograd.grad(h.sum(), p["w"], create_graph=True)
+    return h.sum() + slope.square().sum()
+
+
+def used_up(p: Any, x: torch.Tensor) -> torch.Tensor:
+    h = F.linear(x, p["w"])
+    return h.detach() + 0 * p["v"].sum()
+
+
+FUNCTIONS_OF_W: dict[str, Any] = {
+    "linear": lambda p, x: F.linear(x, p["w"]),
+    "of three dims": lambda p, x: F.linear(x.unflatten(0, (2, -1)), p["w"], p["v"][0]).flatten(0, 1),
+    "left": lambda p, x: (p["w"] @ x.t()).t(),
+    "twice": lambda p, x: F.linear(F.linear(x, p["w"]), p["w"]),
+    "transposed by hand": lambda p, x: x @ p["w"].t(),
+    "scaled": lambda p, x: torch.addmm(p["v"], x[:5], p["w"], alpha=0.5, beta=2),
+    "of two casts": lambda p, x: F.linear(x.bfloat16(), p["w"].half().bfloat16()).double(),
+    "of one cast": lambda p, x: F.linear(x.float(), p["w"].float()).double(),
+    "a hook on a leaf": lambda p, x: F.linear(x, tripled(p["w"])),
+    "a hook on a view": lambda p, x: x @ tripled(p["w"].t()),
+    "a hook on a node": with_node_hook,
+    "a gradient inside": with_penalty,
+    "not reached": used_up,
+    "returned": lambda p, x: p["w"] * x.sum(),
+    "of constants": lambda p, x: F.linear(x.detach(), p["w"]),
+    "written to its input": lambda p, x: F.linear(x.mul_(2), p["w"]),
+    "an output that is the input": lambda p, x: x,
+    "slices": lambda p, x: F.linear(x[:, :3], p["w"][:, :3]),
+    "batched": lambda p, x: torch.bmm(x[None], p["w"][None])[0],
+    "a vector": lambda p, x: p["w"] @ x[0],
+    "cat": lambda p, x: F.linear(x, torch.cat([p["w"], p["v"]])),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS_OF_W)
+def test_ways_to_use_a_weight(name: str) -> None:
+    fn = FUNCTIONS_OF_W[name]
+    generator = torch.Generator().manual_seed(2)
+    params = {k: torch.randn(5, 5, dtype=F64, generator=generator) for k in "wv"}
+    x = torch.randn(20, 5, dtype=F64, generator=generator)
+    if name == "an output that is the input":
+        got = grads_of(fn, params, x.clone())
+        assert all(not g.any() for g in got.values())
+        return
+    want = {k: torch.zeros_like(params[k]) if g is None else g for k, g in wanted(fn, params, x.clone()).items()}
+    assert_trees_equal(grads_of(fn, params, x.clone()), want)
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p["w"].mul_(2),
+        lambda p: p["w"].data.mul_(2),
+        lambda p: p["w"].requires_grad_(False),
+        lambda p: setattr(p["w"], "data", torch.zeros(5, 5)),
+        lambda p: torch.no_grad()(lambda: p["w"].mul_(2))(),
+        lambda p: p["w"].detach().mul_(2),
+    ],
+)
+@pytest.mark.parametrize("first", [True, False])
+def test_writes_to_params_are_refused(write: Any, first: bool) -> None:
+    """In the first call, which is looked at, and in later ones."""
+    calls: list[int] = []
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        calls.append(0)
+        if first or len(calls) > 4:
+            write(p)
+        return F.linear(x, p["w"]).sum()
+
+    step = fz.accumulate(fz.train_step(fn, fz.sgd(0.1)), 2)
+    state = step.init({"w": torch.ones(5, 5)})
+    if not first:
+        state, _ = step(step(state, torch.ones(4, 5))[0], torch.ones(4, 5))
+    with pytest.raises((ValueError, RuntimeError), match=r"'w'|params|RequiresGrad|requires_grad"):
+        step(state, torch.ones(4, 5))
+
+
+def test_it_is_what_runs() -> None:
+    """Otherwise these tests would compare something with itself."""
+    step = fz.train_step(lambda p, x: F.linear(x, p["w"]).sum(), fz.sgd(0.1))
+    passes = Passes(step, step.init({"w": torch.ones(5, 5)}), 2)
+    passes.forward(0, (torch.ones(4, 5),))
+    assert isinstance(passes._runs[0], PlainRun)
+
+
+def test_casts_serve_all_microbatches() -> None:
+    seen: list[torch.Tensor] = []
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        seen.append(p["w"])
+        return F.linear(x, p["w"]).float().sum()
+
+    step = fz.accumulate(fz.autocast(fz.train_step(fn, fz.sgd(0.1)), torch.bfloat16), 4)
+    step(step.init({"w": torch.ones(6, 5)}), torch.ones(8, 5))
+    assert [x.dtype for x in seen] == [torch.bfloat16] * 4 and len({x.data_ptr() for x in seen}) == 1
+
+
+def test_a_donated_state_is_written_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No leaf, no cast of one outlives the call: under the caller's own autocast, too."""
+    step = fz.donate(fz.accumulate(fz.train_step(lambda p, x: F.linear(x, p["w"]).sum(), fz.sgd(0.1)), 2))
+    for around in (torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)):
+        state = step.init({"w": torch.ones(64, 64)})
+        with around:
+            (buffer,) = [state.params.local(key) for key in state.params.groups]
+            place = buffer.data_ptr()
+            del buffer
+            state, _ = step(state, torch.ones(4, 64))
+            (buffer,) = [state.params.local(key) for key in state.params.groups]
+            assert buffer.data_ptr() == place
