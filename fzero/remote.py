@@ -15,6 +15,7 @@ from fzero.components.remote import component, on_ray, processes, threads
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.remote.group import Group
 from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.specs import need_specs
 from fzero.table.needs import is_component
 
 
@@ -26,6 +27,8 @@ def remote(
     timeout: float = 60.0,
     checked: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
+    in_specs: Any = None,
+    out_specs: Any = None,
 ) -> RemoteComponent:
     """A component that lives elsewhere: a step on ranks of its own, with a step's verbs.
 
@@ -81,8 +84,10 @@ def remote(
     known = on_ray.OPTIONS if on == "ray" else set()
     if not {*options} <= known:
         raise ValueError(f"remote: got options={sorted(options)} on={on!r}, expected some of {sorted(known)}.")
+    need_specs(in_specs, out_specs)
     label = name or getattr(build, "__name__", None) or type(build).__name__
-    settings = Settings(label, uuid.uuid4().hex, ranks, float(timeout), torch.get_num_threads(), checked)
+    own = ranks, float(timeout), torch.get_num_threads(), checked, in_specs, out_specs
+    settings = Settings(label, uuid.uuid4().hex, *own)
     group = Group(settings)
     group.start(functools.partial(starts[on], build, settings))
     return RemoteComponent(group)
