@@ -150,3 +150,35 @@ def built_trouble(rank: int, stage: int = 3) -> tuple[fz.Step, dict[str, Any]]:
 
 def fails_to_build(rank: int) -> Any:
     raise KeyError(f"no such thing on rank {rank}")
+
+
+def elementwise(p: dict[str, Any], x: torch.Tensor, y: torch.Tensor, order: tuple[int, ...], kind: str) -> Any:
+    """Of any piece of x that of the output, its dims in another order; of y, which may be cut otherwise, its own."""
+    own, other = x * p["w"], {"y": y * p["v"]}
+    if kind == "linear":
+        return own.permute(order), other
+    out = torch.tanh(own).permute(order), other
+    return (*out, own.square().mean()) if kind == "loss" else out
+
+
+def built_on_mesh(rank: int, sizes: tuple[int, ...], stage: int = 2) -> tuple[Any, ...]:
+    """A function whose pieces any rank can compute, over the axes a and b."""
+    mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b"))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
+    params = {"w": torch.tensor([2.0], dtype=torch.float64), "v": torch.tensor([-3.0], dtype=torch.float64)}
+    return shard(fz.train_step(elementwise, fz.sgd(0.1)), mesh, axis=("a", "b")), params, mesh
+
+
+def over_tokens(p: dict[str, Any], x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, ax: Any = None) -> Any:
+    """Of [examples, tokens, features], y [examples] and bias [features]: what ranks of an axis of tokens make of it."""
+    hidden = torch.tanh(x @ p["w"] + bias) * y[:, None, None]
+    total = hidden.sum(1) if ax is None else fz.parallel.sum(hidden.sum(1), ax)
+    every = hidden if ax is None else fz.parallel.gather(hidden, ax, 1)
+    return {"own": hidden, "total": total, "turned": hidden.transpose(0, 1), "every": every, "loss": hidden.mean()}
+
+
+def built_over_tokens(rank: int, sizes: tuple[int, int], stage: int = 3) -> tuple[Any, ...]:
+    mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "sp"))
+    fn = functools.partial(over_tokens, ax=fz.parallel.axis(mesh, "sp"))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
+    return shard(fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp")), {"w": weights()["in"]}, mesh
