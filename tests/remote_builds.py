@@ -182,3 +182,26 @@ def built_over_tokens(rank: int, sizes: tuple[int, int], stage: int = 3) -> tupl
     fn = functools.partial(over_tokens, ax=fz.parallel.axis(mesh, "sp"))
     shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
     return shard(fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp")), {"w": weights()["in"]}, mesh
+
+
+def ragged(p: dict[str, Any], x: fz.Ragged, scale: torch.Tensor, tanh: bool = True, ax: Any = None) -> Any:
+    """Of each row the same, of each example the sum of its rows, and the mean over all rows."""
+    rows = x.values @ p["w"] * torch.repeat_interleave(scale, x.lengths)[:, None]
+    rows = torch.tanh(rows) if tanh else rows
+    example = torch.repeat_interleave(torch.arange(len(x.lengths)), x.lengths)
+    sums = rows.new_zeros(len(x.lengths), rows.shape[1]).index_add(0, example, rows)
+    out = {"rows": fz.Ragged(rows, x.lengths), "sums": sums}
+    if not tanh:
+        return out
+    weights = torch.ones(len(rows), dtype=rows.dtype)
+    mean = rows.sum(1).mean() if ax is None else fz.parallel.weighted_mean(rows.sum(1), weights, ax)
+    return {**out, "mean": mean}
+
+
+def built_ragged(rank: int, stage: int = 2) -> tuple[Any, ...]:
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    fn = functools.partial(ragged, ax=fz.parallel.axis(mesh, "dp"))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
+    generator = torch.Generator().manual_seed(stage)
+    w = torch.randint(-2, 3, (3, 3), generator=generator, dtype=torch.float64)
+    return shard(fz.train_step(fn, fz.sgd(0.1)), mesh), {"w": w}, mesh

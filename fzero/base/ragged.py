@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from fzero.base import pytree
+
 
 class Ragged(NamedTuple):
     """Examples of different lengths as one tensor of all their rows: the tokens of images of several sizes, say.
@@ -23,3 +25,14 @@ class Ragged(NamedTuple):
 
     values: Any
     lengths: Any
+
+
+def places_in(tree: object) -> dict[int, int]:
+    """Of each ragged batch in a tree the place of its values among the leaves, None counted -> that of its lengths."""
+    out, place = {}, 0
+    for node in pytree.flatten(tree, is_leaf=lambda node: isinstance(node, Ragged))[0]:
+        sizes = [len(pytree.flatten(each)[0]) for each in node] if isinstance(node, Ragged) else [1]
+        if sizes == [1, 1]:
+            out[place] = place + 1
+        place += sum(sizes)
+    return out

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.ragged import Ragged
+from fzero.base.ragged import places_in
 from fzero.components.remote.layout import share
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import Dims, dims_by_leaf, need_dims
@@ -44,11 +44,11 @@ def cuts_of(skeleton: Skeleton, count: int, in_specs: object) -> list[Cut]:
         for slot, dims in found:
             if isinstance(slot, Slot):
                 cuts[slot.number] = Cut(dims)
-    for node in pytree.flatten(tree, is_leaf=lambda node: isinstance(node, Ragged))[0]:
-        if isinstance(node, Ragged) and isinstance(node.values, Slot) and isinstance(node.lengths, Slot):
-            values, lengths = node.values.number, node.lengths.number
-            cuts[values] = cuts[values]._replace(lengths=lengths)
-            cuts[lengths] = cuts[lengths]._replace(leads=True)
+    slots = pytree.flatten(tree)[0]
+    for values, lengths in [(slots[one], slots[other]) for one, other in places_in(tree).items()]:
+        if isinstance(values, Slot) and isinstance(lengths, Slot):
+            cuts[values.number] = cuts[values.number]._replace(lengths=lengths.number)
+            cuts[lengths.number] = cuts[lengths.number]._replace(leads=True)
     return cuts
 
 
