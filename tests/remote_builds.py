@@ -205,3 +205,25 @@ def built_ragged(rank: int, stage: int = 2) -> tuple[Any, ...]:
     generator = torch.Generator().manual_seed(stage)
     w = torch.randint(-2, 3, (3, 3), generator=generator, dtype=torch.float64)
     return shard(fz.train_step(fn, fz.sgd(0.1)), mesh), {"w": w}, mesh
+
+
+def columns(p: dict[str, Any], x: torch.Tensor, ax: Any = None) -> torch.Tensor:
+    """A layer that is cut by columns: each rank of the axis has its own features, which nobody puts together."""
+    x = x * p["gain"]
+    return torch.tanh((x if ax is None else fz.parallel.copy(x, ax)) @ p["up"])
+
+
+def rows(p: dict[str, Any], x: torch.Tensor, ax: Any = None) -> torch.Tensor:
+    """One that is cut by rows, of such features."""
+    out = x @ p["down"]
+    return (out if ax is None else fz.parallel.sum(out, ax)) * p["gain"]
+
+
+def built_layer(rank: int, fn: Any, plan: dict[str, int], sizes: tuple[int, int]) -> tuple[Any, ...]:
+    mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    params = {"gain": draw(1), **({"up": draw(3, 5)} if "up" in plan else {"down": draw(5, 2)})}
+    own = functools.partial(fn, ax=fz.parallel.axis(mesh, "tp"))
+    step = fz.shard_tensor(fz.train_step(own, fz.sgd(0.1)), plan, mesh=mesh, axis="tp")
+    return fz.shard_zero3(step, mesh, axis="dp"), params, mesh

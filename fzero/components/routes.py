@@ -107,8 +107,8 @@ def need_no_ragged(tree: object, what: str) -> None:
     if places_in(tree):
         raise ValueError(
             f"{what} is fz.Ragged, and goes between places with different numbers of ranks that have examples of "
-            "their own, by equal numbers of rows; expected tensors of [examples, ...]. Give the places as many ranks, or take "
-            "fz.remote components as stages, which cut rows where their examples are cut."
+            "their own, by equal numbers of rows; expected tensors of [examples, ...]. Give the places as many ranks, "
+            "or take fz.remote components as stages, which cut rows where their examples are cut."
         )
 
 

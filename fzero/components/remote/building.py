@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import checked_collectives
 from fzero.components.remote.link import Place, Settings
+from fzero.components.remote.own_slices import OwnSlices, lies_over
 from fzero.components.remote.part import Part
 from fzero.components.remote.specs import need_axes
 from fzero.table.spec import Spec
@@ -43,11 +45,13 @@ def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> P
             f"fz.remote: build({rank}) returned {named(over)} as its third value, expected a DeviceMesh, or an axis of "
             "one, fz.parallel.axis(mesh, name)."
         )
-    cuts = {name for name, _, size in place.axes if size == 1 or name in place.averaged}
     tensor = "" if step.tensor_axis is None else step.tensor_axis.axis
+    cuts = {tensor, *[name for name, _, size in place.axes if size == 1 or name in place.averaged]}
     known = [name for name, _, _ in place.axes]
     need_axes(settings.in_specs, known, cuts, "in_specs")
-    need_axes(settings.out_specs, known, {*cuts, tensor}, "out_specs")
+    need_axes(settings.out_specs, known, cuts, "out_specs")
+    if tensor and lies_over(settings.in_specs, tensor):
+        step = dataclasses.replace(step, fn=OwnSlices(step.fn, settings.in_specs, tensor))
     return Part(step, params, place, settings.out_specs)
 
 

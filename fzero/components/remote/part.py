@@ -93,7 +93,9 @@ class Part:
         Raises:
             ValueError: the shares of several inputs are not the same.
         """
-        place, names = self.place, [name for own in shares for name in own]
+        place = self.place
+        shares = {own: share for own, share in shares.items() if {*own} & {*place.averaged}}  # others have it alike
+        names = [name for own in shares for name in own]
         if all(total % place.piece(own)[1] == 0 for own, (_, total) in shares.items()):
             return 1 / place.means
         if len({*names}) < len(names) or not {*names} <= {*place.averaged}:
@@ -132,7 +134,8 @@ class Part:
         if not tensor.ndim and operands.shares and not pytree.is_real(tensor):
             return Piece("alike", tensor)
         if not tensor.ndim and pytree.is_real(tensor):
-            axes = tuple(dict.fromkeys([name for own in operands.shares for name in own]))
+            names = dict.fromkeys([name for own in operands.shares for name in own])
+            axes = tuple([name for name in names if name in self.place.averaged])
             return Piece("mean", tensor, (axes,), self.weight(operands.shares))
         if dims is None:
             dims = need_dims((self.place.batch,) if tensor.ndim and operands.shares else (), tensor.shape, what)

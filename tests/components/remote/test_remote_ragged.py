@@ -67,7 +67,8 @@ def test_rows_go_where_their_examples_go(components: list[Any], data: st.DataObj
     assert ct_x.lengths is None
     g1, (ct_x, more_scale) = pull({"rows": fz.Ragged(ct_x.values, None), "sums": ct[2], "mean": ct[1]})
     real = lambda out: [t for t in torch_pytree.tree_leaves(out) if t is not None and t.is_floating_point()]
-    _, (by_1, by_2, by_x, by_scale) = pulled_back(lambda *a: real(both(*a)), real(ct), *params, x, scale)
+    _, cts = pulled_back(lambda *a: real(both(*a)), real(ct), *params, x, scale)
+    by_1, by_2, by_x, by_scale = cts
     need_close(real(fz.fetch((more, out["mean"], out["sums"]))), real(expected))
     assert fz.fetch(more["rows"].lengths).equal(x.lengths)
     need_close(fz.fetch(ct_x.values), by_x.values)
