@@ -52,11 +52,11 @@ class Microbatches:
             columns[place] = self._rows(flat[place], columns[lengths], names[place], dims[lengths])
         return [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)]
 
-    def _rows(self, rows: object, lengths: Sequence[Any], name: str, dim: int | None) -> Sequence[object]:
+    def _rows(self, rows: object, lengths: Sequence[object], name: str, dim: int | None) -> Sequence[object]:
         """The rows of every microbatch's examples."""
         if dim is None:
             return [rows] * self.count
-        sizes = [int(own.sum()) for own in lengths]
+        sizes = [int(own.sum()) for own in lengths if isinstance(own, torch.Tensor)]
         if dim != 0 or not isinstance(rows, torch.Tensor) or not rows.ndim or sum(sizes) != rows.shape[0]:
             raise ValueError(
                 f"accumulate: input {name} is {named(rows)}, and the lengths of its examples add up to {sum(sizes)}; "

@@ -43,7 +43,7 @@ def behind(p: Any, h: torch.Tensor, ax: Any = None, copied: bool = True) -> torc
 def on_three_ranks(rank: int, cut: Callable[..., Any], other: Callable[..., Any], cut_place: int, want: str) -> None:
     """One place of two ranks, over which a layer is cut, and one of one."""
     ranks = [[0, 1], [2]] if cut_place == 0 else [[2], [0, 1]]
-    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    groups: list[Any] = [dist.new_group([0, 1]), dist.new_group([2])]
     one: Any = {"down": DOWN, "gain": torch.tensor([2.0], dtype=torch.float64)}
 
     def step(fn: Any, mesh: Any = None) -> Any:

@@ -19,7 +19,11 @@ from fzero.components.remote.wire import Skeleton, unpacked
 
 
 def bring_inputs(
-    out: Operands, given: tuple[Skeleton, Sequence[Leaf], Sequence[Any]], place: Place, puller: Puller, who: str
+    out: Operands,
+    given: tuple[Skeleton, Sequence[Leaf], Sequence[Any]],
+    place: Place,
+    puller: Puller,
+    who: str,
 ) -> None:
     """Brings the inputs of a call, and notes how they lie."""
     skeleton, leaves, sent = given
@@ -79,7 +83,7 @@ class _Leaf:
 
 def brought_cotangent(
     pulled: Pulled, skeleton: Skeleton, leaves: Sequence[Leaf], place: Place, puller: Puller, identity: str
-) -> Any:
+) -> object:
     """This rank's part of a cotangent: the blocks of its own outputs, and its share of a mean.
 
     Args:

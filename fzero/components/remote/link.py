@@ -26,8 +26,8 @@ class Settings(NamedTuple):
     timeout: float
     threads: int
     checked: bool
-    in_specs: Any = None
-    out_specs: Any = None
+    in_specs: object = None
+    out_specs: object = None
 
 
 class Place(NamedTuple):

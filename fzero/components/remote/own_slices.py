@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -27,11 +26,11 @@ class OwnSlices:
         axis: by name.
     """
 
-    fn: Callable[..., Any]
+    fn: Callable[..., object]
     in_specs: object
     axis: str
 
-    def __call__(self, params: Any, *inputs: Any) -> Any:
+    def __call__(self, params: object, *inputs: object) -> object:
         known, leaves = notes.get(), pytree.flatten(inputs)[0]
         dims = dims_by_leaf(self.in_specs, inputs, "in_specs", "inputs") if known is not None else ()
         for x, own in zip(leaves, dims, strict=False):

@@ -21,7 +21,7 @@ from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
 from fzero.components.remote.values import Name, Piece
-from fzero.components.remote.wire import LEAF, Packed, Slot, slots_of
+from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
 
 KEPT = 4096  # calls whose times a rank remembers until somebody asks
 
@@ -38,11 +38,11 @@ class Operands:
 
     objects: dict[str, Any]
     options: dict[str, Any]
-    inputs: tuple[Any, ...] = ()
-    skeleton: Any = LEAF
+    inputs: tuple[object, ...] = ()
+    skeleton: Skeleton = LEAF
     dims: list[Dims] = field(default_factory=list)
     shares: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
-    cotangent: Any = None
+    cotangent: object = None
 
 
 @dataclass
@@ -64,7 +64,6 @@ class Pulled:
     places: list[list[int | None]]
     dims: list[Dims]
     layouts: dict[int, Layout] = field(default_factory=dict)
-    grads: Any = None
 
 
 @dataclass
@@ -74,7 +73,7 @@ class Part:
     step: Any
     params: object
     place: Place
-    out_specs: Any = None
+    out_specs: object = None
     _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
 
     def ran(self, place: Sequence[float], begun: float) -> None:

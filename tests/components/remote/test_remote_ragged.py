@@ -45,7 +45,7 @@ def test_rows_go_where_their_examples_go(components: list[Any], data: st.DataObj
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 1000)))
     x, scale = drawn_batch(data, generator)
     states = first.init(), second.init()
-    params = [fz.gather(state.params) for state in states]
+    params: Any = [fz.gather(state.params) for state in states]
 
     def both(p1: Any, p2: Any, x: Any, scale: Any) -> Any:
         out = builds.ragged(p1, x, scale)
@@ -59,7 +59,7 @@ def test_rows_go_where_their_examples_go(components: list[Any], data: st.DataObj
     elif given_on == "plain lengths":
         rows = rows._replace(lengths=x.lengths)
     more, pull_more = second.vjp(states[1], rows, scale)
-    expected = both(*params, x, scale)
+    expected = both(params[0], params[1], x, scale)
     ct: Any = torch_pytree.tree_map(
         lambda t: torch.randn(t.shape, generator=generator, dtype=t.dtype) if t.is_floating_point() else None, expected
     )
