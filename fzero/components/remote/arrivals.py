@@ -50,14 +50,25 @@ def bring_inputs(
 
     def asked(number: int) -> Callable[[Layout], Box | None]:
         def box(layout: Layout) -> Box | None:
-            shapes[number] = layout.shape
+            _need_term(shapes.setdefault(number, layout.shape), layout.shape, number, who)
             return box_of(number)
 
         return box
 
+    def own(leaf: Leaf, number: int) -> Leaf:
+        """A sum with the pieces of the tensors among its terms."""
+        if leaf[0] == "sum":
+            return "sum", [own(each, number) for each in leaf[1]]
+        if leaf[0] != "tensor" or leaves[number][0] != "sum":
+            return leaf
+        _need_term(shapes.setdefault(number, tuple(leaf[1].shape)), leaf[1].shape, number, who)
+        box = box_of(number)
+        return leaf if box is None else ("tensor", cut_to(leaf[1], box))
+
     for ragged in (False, True):  # rows are asked for once the lengths are known
         numbers = [number for number, cut in enumerate(cuts) if (cut.lengths >= 0) == ragged]
-        found = puller.pulled([(leaves[number], asked(number)) for number in numbers])
+        wanted = [(own(leaves[number], number), asked(number)) for number in numbers]
+        found = puller.pulled(wanted) if wanted else []
         tensors.update(zip(numbers, found, strict=True))
         for number in numbers:
             if cuts[number].leads:
@@ -72,6 +83,14 @@ def bring_inputs(
     out.inputs = unpacked(skeleton, [tensors[number] for number in range(len(leaves))])
     out.skeleton, out.dims = skeleton, [dims_of(number) for number in range(len(leaves))]
     out.shares = totals.shares(place)
+
+
+def _need_term(shape: Sequence[int], other: Sequence[int], number: int, who: str) -> None:
+    if tuple(shape) != tuple(other):
+        raise ValueError(
+            f"{who}: tensor {number} of the inputs is a sum of values of shapes {tuple(shape)} and {tuple(other)}, "
+            "expected one shape, as each rank adds up its own pieces. Fetch the sum, or add in the function."
+        )
 
 
 class _Leaf:
