@@ -8,6 +8,7 @@ from fzero import testing as testing
 from fzero import transforms as transforms
 from fzero.bandwidth import Bandwidth as Bandwidth
 from fzero.bandwidth import measure_bandwidth as measure_bandwidth
+from fzero.base.ragged import Ragged as Ragged
 from fzero.capture.handle import HandleError as HandleError
 from fzero.checkpoint.kept import Checkpoints as Checkpoints
 from fzero.checkpoint.load import load as load
@@ -21,6 +22,7 @@ from fzero.compat.safetensors import save_safetensors as save_safetensors
 from fzero.components.parts import PerStage as PerStage
 from fzero.components.parts import PipelineState as PipelineState
 from fzero.components.remote.failure import ComponentDied as ComponentDied
+from fzero.components.remote.specs import PartitionSpec as PartitionSpec
 from fzero.convert import convert as convert
 from fzero.derivatives import hvp as hvp
 from fzero.derivatives import per_example_grads as per_example_grads

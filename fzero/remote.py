@@ -15,6 +15,7 @@ from fzero.components.remote import component, on_ray, processes, threads
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.remote.group import Group
 from fzero.components.remote.link import Link, Settings
+from fzero.components.remote.specs import need_specs
 from fzero.table.needs import is_component
 
 
@@ -26,6 +27,8 @@ def remote(
     timeout: float = 60.0,
     checked: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
+    in_specs: object = None,
+    out_specs: object = None,
 ) -> RemoteComponent:
     """A component that lives elsewhere: a step on ranks of its own, with a step's verbs.
 
@@ -34,10 +37,18 @@ def remote(
     grads and input cotangents are exactly that function's. Calls return at once, and what they make are handles;
     `fz.fetch` waits. An input that is a handle of another component comes straight from its ranks.
 
+    With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
+    given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is
+    cut each rank has; one that is a mean over something else, say tokens of ragged examples, must be put together in
+    the function (`fz.parallel.weighted_mean` over the data axes). The rows of an `fz.Ragged` go where its lengths go;
+    with `fz.Ragged(PartitionSpec(("dp", "sp")), PartitionSpec("dp"))` those of a rank's examples lie over a further
+    axis.
+
     Args:
         build: `build(rank) -> (step, params)`, called on every rank, in a process group of its own (gloo). With a third
             value, `fz.parallel.axis(mesh, name)`, batches are split over that axis alone; ranks beside it get the same
-            examples. Under "processes" it must be picklable: defined at the top of a module.
+            examples. A DeviceMesh as third value has the axes for specs. Under "processes" it must be picklable:
+            defined at the top of a module.
         ranks: their number.
         on: "threads" of this process, "processes" on this machine, or "ray": one actor for each rank, in a placement
             group.
@@ -47,8 +58,15 @@ def remote(
             costs the call, and not the component.
         options: under "ray": "resources" of each rank, {"CPU": 1} by default, "strategy" of the placement group, "PACK"
             by default, and "runtime_env".
+        in_specs: how inputs lie over the ranks: a tuple with a spec for each, or one for all; a spec is a
+            `fz.PartitionSpec` for all tensors of an input, or containers of them as the input's own. None is
+            `PartitionSpec()`: whole on every rank.
+        out_specs: likewise of what the function returns, aux included; what is said to be whole must be the same on all
+            ranks. Both or neither.
 
     Raises:
+        ValueError: a spec names an axis that is not in the mesh, or over which the step neither takes means nor has its
+            leaves cut.
         ImportError: `on` is "ray", which is not installed.
         ComponentDied: at any later use, once a rank has ended.
         Exception: what `build` raised on a rank.
@@ -63,6 +81,14 @@ def remote(
         ...     grads, _ = pullback(torch.ones_like(outputs))
         ...     fz.fetch(outputs), fz.gather(grads)["w"]
         (tensor([3., 3., 3.]), tensor([3., 3., 3.]))
+        >>> def build(rank):  # each rank has some tokens of all examples
+        ...     mesh = torch.distributed.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "sp"))
+        ...     step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]), fz.sgd(0.1))
+        ...     return fz.shard_zero2(step, mesh, axis=("dp", "sp")), {"w": torch.ones(3, 4)}, mesh
+        >>> tokens = fz.PartitionSpec("dp", "sp")
+        >>> with fz.remote(build, ranks=2, on="threads", in_specs=tokens, out_specs=tokens) as component:
+        ...     component.forward(component.init(), torch.ones(2, 5, 3)).shape
+        torch.Size([2, 5, 4])
     """
     need_int(ranks, "remote", "ranks", "a number of ranks", least=1)
     need_number(timeout, "remote", "timeout", "a number of seconds")
@@ -81,8 +107,10 @@ def remote(
     known = on_ray.OPTIONS if on == "ray" else set()
     if not {*options} <= known:
         raise ValueError(f"remote: got options={sorted(options)} on={on!r}, expected some of {sorted(known)}.")
+    need_specs(in_specs, out_specs)
     label = name or getattr(build, "__name__", None) or type(build).__name__
-    settings = Settings(label, uuid.uuid4().hex, ranks, float(timeout), torch.get_num_threads(), checked)
+    own = ranks, float(timeout), torch.get_num_threads(), checked, in_specs, out_specs
+    settings = Settings(label, uuid.uuid4().hex, *own)
     group = Group(settings)
     group.start(functools.partial(starts[on], build, settings))
     return RemoteComponent(group)

@@ -150,3 +150,80 @@ def built_trouble(rank: int, stage: int = 3) -> tuple[fz.Step, dict[str, Any]]:
 
 def fails_to_build(rank: int) -> Any:
     raise KeyError(f"no such thing on rank {rank}")
+
+
+def elementwise(p: dict[str, Any], x: torch.Tensor, y: torch.Tensor, order: tuple[int, ...], kind: str) -> Any:
+    """Of any piece of x that of the output, its dims in another order; of y, which may be cut otherwise, its own."""
+    own, other = x * p["w"], {"y": y * p["v"]}
+    if kind == "linear":
+        return own.permute(order), other
+    out = torch.tanh(own).permute(order), other
+    return (*out, own.square().mean()) if kind == "loss" else out
+
+
+def built_on_mesh(rank: int, sizes: tuple[int, ...], stage: int = 2) -> tuple[Any, ...]:
+    """A function whose pieces any rank can compute, over the axes a and b."""
+    mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("a", "b"))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
+    params = {"w": torch.tensor([2.0], dtype=torch.float64), "v": torch.tensor([-3.0], dtype=torch.float64)}
+    return shard(fz.train_step(elementwise, fz.sgd(0.1)), mesh, axis=("a", "b")), params, mesh
+
+
+def over_tokens(p: dict[str, Any], x: torch.Tensor, y: torch.Tensor, bias: torch.Tensor, ax: Any = None) -> Any:
+    """Of [examples, tokens, features], y [examples] and bias [features]: what ranks of an axis of tokens make of it."""
+    hidden = torch.tanh(x @ p["w"] + bias) * y[:, None, None]
+    total = hidden.sum(1) if ax is None else fz.parallel.sum(hidden.sum(1), ax)
+    every = hidden if ax is None else fz.parallel.gather(hidden, ax, 1)
+    return {"own": hidden, "total": total, "turned": hidden.transpose(0, 1), "every": every, "loss": hidden.mean()}
+
+
+def built_over_tokens(rank: int, sizes: tuple[int, int], stage: int = 3) -> tuple[Any, ...]:
+    mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "sp"))
+    fn = functools.partial(over_tokens, ax=fz.parallel.axis(mesh, "sp"))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
+    return shard(fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp")), {"w": weights()["in"]}, mesh
+
+
+def ragged(p: dict[str, Any], x: fz.Ragged, scale: torch.Tensor, tanh: bool = True, ax: Any = None) -> Any:
+    """Of each row the same, of each example the sum of its rows, and the mean over all rows."""
+    rows = x.values @ p["w"] * torch.repeat_interleave(scale, x.lengths)[:, None]
+    rows = torch.tanh(rows) if tanh else rows
+    example = torch.repeat_interleave(torch.arange(len(x.lengths)), x.lengths)
+    sums = rows.new_zeros(len(x.lengths), rows.shape[1]).index_add(0, example, rows)
+    out = {"rows": fz.Ragged(rows, x.lengths), "sums": sums}
+    if not tanh:
+        return out
+    weights = torch.ones(len(rows), dtype=rows.dtype)
+    mean = rows.sum(1).mean() if ax is None else fz.parallel.weighted_mean(rows.sum(1), weights, ax)
+    return {**out, "mean": mean}
+
+
+def built_ragged(rank: int, stage: int = 2) -> tuple[Any, ...]:
+    mesh = torch.distributed.init_device_mesh("cpu", (torch.distributed.get_world_size(),), mesh_dim_names=("dp",))
+    fn = functools.partial(ragged, ax=fz.parallel.axis(mesh, "dp"))
+    shard = {1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}[stage]
+    generator = torch.Generator().manual_seed(stage)
+    w = torch.randint(-2, 3, (3, 3), generator=generator, dtype=torch.float64)
+    return shard(fz.train_step(fn, fz.sgd(0.1)), mesh), {"w": w}, mesh
+
+
+def columns(p: dict[str, Any], x: torch.Tensor, ax: Any = None) -> torch.Tensor:
+    """A layer that is cut by columns: each rank of the axis has its own features, which nobody puts together."""
+    x = x * p["gain"]
+    return torch.tanh((x if ax is None else fz.parallel.copy(x, ax)) @ p["up"])
+
+
+def rows(p: dict[str, Any], x: torch.Tensor, ax: Any = None) -> torch.Tensor:
+    """One that is cut by rows, of such features."""
+    out = x @ p["down"]
+    return (out if ax is None else fz.parallel.sum(out, ax)) * p["gain"]
+
+
+def built_layer(rank: int, fn: Any, plan: dict[str, int], sizes: tuple[int, int]) -> tuple[Any, ...]:
+    mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "tp"))
+    generator = torch.Generator().manual_seed(0)
+    draw = functools.partial(torch.randn, generator=generator, dtype=torch.float64)
+    params = {"gain": draw(1), **({"up": draw(3, 5)} if "up" in plan else {"down": draw(5, 2)})}
+    own = functools.partial(fn, ax=fz.parallel.axis(mesh, "tp"))
+    step = fz.shard_tensor(fz.train_step(own, fz.sgd(0.1)), plan, mesh=mesh, axis="tp")
+    return fz.shard_zero3(step, mesh, axis="dp"), params, mesh

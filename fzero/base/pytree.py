@@ -26,6 +26,15 @@ def unflatten(spec: Spec, leaves: Iterable[object]) -> Any:
     return optree.tree_unflatten(spec, leaves)
 
 
+def spread(prefix: object, tree: object) -> list[object]:
+    """For every leaf of a tree, None counted, the leaf of a prefix of it that stands there.
+
+    Raises:
+        ValueError: it is no prefix of the tree.
+    """
+    return optree.broadcast_prefix(prefix, tree, none_is_leaf=True)  # type: ignore[arg-type]
+
+
 def named_leaves(
     tree: Any, is_leaf: Test | None = None, name: Callable[[str], str] = str
 ) -> tuple[list[str], list[Any], Spec]:

@@ -12,6 +12,7 @@ import torch
 from fzero.base import pytree
 from fzero.comm import backend
 from fzero.comm.backend import Group
+from fzero.components.copies import Noted, need_alike, prints_of
 from fzero.components.mail import Letter, Lost, Mail
 from fzero.components.parcel import Parcel
 from fzero.components.routes import Route, Seat, cut, joined, routes
@@ -50,12 +51,13 @@ class Line:
         self._mail, self._schedule = Mail(group), schedule
         self._routes: dict[tuple[int, int], list[Route]] = {}
         self._gone: set[tuple[int, Letter]] = set()  # what was sent in this call
+        self._noted: Noted = []  # of values that go to places with other numbers of copies
         self._count, self._verb, self._identity = 0, "", identity
         self.shares = math.lcm(*[seat.datas for seat in seats]) // seats[self.rank].datas
 
     def begin_call(self, verb: str) -> None:
         """Every message says which call it is of: ranks that make different ones are told, and take nothing else."""
-        self._count, self._verb = self._count + 1, verb
+        self._count, self._verb, self._noted = self._count + 1, verb, []
 
     @property
     def call(self) -> int:
@@ -107,10 +109,12 @@ class Line:
             rows: how many examples this rank has in them, where that is known.
         """
         assert task.peer is not None
-        letter = self._letter(task)
+        letter, what = self._letter(task), f"what stage {task.stage} gives to stage {task.peer}"
+        here, there = (self._seat_of(stage).copies for stage in (task.stage, task.peer))
+        if here != there and here > 1:
+            self._noted.append((f"{what} in microbatch {task.microbatch}", prints_of(values)))
         for route in self.routes(task.stage, task.peer):
             if route.source == self.rank:
-                what = f"what stage {task.stage} gives to stage {task.peer}"
                 own = [cut(value, route, what, rows) for value in values]
                 self._send(route.target, letter, self._packed(own))
 
@@ -127,11 +131,11 @@ class Line:
 
         Each rank's are those of its own mean; the gradient is the mean over the ranks of a place.
         """
-        here, there = (
-            next(seat.datas for seat in self.seats if seat.place == self._schedule.place_of(own))
-            for own in (stage, other)
-        )
-        return here / there
+        return self._seat_of(stage).datas / self._seat_of(other).datas
+
+    def _seat_of(self, stage: int) -> Seat:
+        """One of the seats at the place of a stage."""
+        return next(seat for seat in self.seats if seat.place == self._schedule.place_of(stage))
 
     def nearest(self, said: Sequence[Any], stage: int) -> Any:
         """What a rank of a stage's place said, of all that ranks did: the one that has this rank's examples."""
@@ -166,10 +170,11 @@ class Line:
             own: a small tree.
         """
         try:
-            parcel = self._packed((failure_of(error, self.rank) if error is not None else None, own))
+            failed = failure_of(error, self.rank) if error is not None else None
+            parcel = self._packed((failed, own, self._noted))
         except Exception as caught:  # of what cannot be sent
             error, own = error or caught, None
-            parcel = self._packed((failure_of(error, self.rank), None))
+            parcel = self._packed((failure_of(error, self.rank), None, []))
         failed = failure_of(error, self.rank) if error is not None else None
         letter, ranks = ALL, len(self.seats)
         others = [rank for rank in range(ranks) if rank != self.rank]
@@ -178,7 +183,7 @@ class Line:
         for rank in others:
             self._mail.begin(rank, letter)
         said = {rank: self._received(rank, letter) for rank in others}
-        said[self.rank] = failed, own
+        said[self.rank] = failed, own, self._noted
         self._mail.end_call()
         self._gone.clear()
         if error is not None and not isinstance(error, PlaceFailed):
@@ -186,6 +191,7 @@ class Line:
         first = next((said[rank][0] for rank in range(ranks) if said[rank][0] is not None), None)
         if first is not None:
             raise raised(first, self.seats[first.rank].place)
+        need_alike(self.seats, [said[rank][2] for rank in range(ranks)])
         return [said[rank][1] for rank in range(ranks)]
 
 

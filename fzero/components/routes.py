@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
+from fzero.base.ragged import places_in
 
 
 class Seat(NamedTuple):
@@ -76,6 +77,7 @@ def cut(tree: object, route: Route, what: str, count: int | None) -> object:
     if route.start is None or route.end is None:
         return tree
     start, end = route.start, route.end
+    need_no_ragged(tree, f"pipeline: {what}")
 
     def rows(leaf: object) -> object:
         nonlocal count
@@ -98,6 +100,16 @@ def cut(tree: object, route: Route, what: str, count: int | None) -> object:
         return leaf[int(places[0]) : int(places[1])]
 
     return pytree.map_leaves(rows, tree)
+
+
+def need_no_ragged(tree: object, what: str) -> None:
+    """Refuses ragged examples where rows are taken by their number."""
+    if places_in(tree):
+        raise ValueError(
+            f"{what} is fz.Ragged, and goes between places with different numbers of ranks that have examples of "
+            "their own, by equal numbers of rows; expected tensors of [examples, ...]. Give the places as many ranks, "
+            "or take fz.remote components as stages, which cut rows where their examples are cut."
+        )
 
 
 def joined(trees: Sequence[Any], what: str) -> Any:

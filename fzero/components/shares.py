@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 
 from fzero.base import pytree
+from fzero.components.routes import need_no_ragged
 from fzero.table.microbatch import Microbatches
 
 
@@ -52,6 +53,7 @@ class Shares:
     def _inputs(self, inputs: Sequence[object], first: int, second: int) -> Sequence[object]:
         if self._shares == 1:
             return inputs
+        need_no_ragged(tuple(inputs), "pipeline: an input")
         names, flat, spec = pytree.named_leaves(tuple(inputs))
         dims = self._micro.dims(inputs)
         leaves = [
@@ -63,6 +65,7 @@ class Shares:
     def _ordered(self, tree: object, what: str, first: int, second: int) -> object:
         if self._shares == 1:
             return tree
+        need_no_ragged(tree, f"pipeline: {what}")
         change = lambda x: _ordered(x, 0, what, first, second) if isinstance(x, torch.Tensor) and x.ndim else x
         return pytree.map_leaves(change, tree)
 

@@ -10,6 +10,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
+from fzero.base.ragged import places_in
 from fzero.capture.contents import tensors_in
 from fzero.engine.op import used_up
 from fzero.state.train_state import TrainState
@@ -152,13 +153,18 @@ def refuse_hidden(value: object) -> None:
 
 def _wanted(inputs: Sequence[object], argnums: Collection[int] | None) -> list[int]:
     """Flat positions of the input tensors to differentiate."""
-    out, place = [], 0
+    out, place, lengths = [], 0, {*places_in(tuple(inputs)).values()}
     for number, tree in enumerate(inputs):
         for leaf in pytree.flatten(tree)[0]:
             chosen = argnums is None or number in argnums
             if chosen and is_differentiable(leaf):
                 out.append(place)
-            elif chosen and isinstance(leaf, torch.Tensor) and not isinstance(argnums, (frozenset, NoneType)):
+            elif (
+                chosen
+                and isinstance(leaf, torch.Tensor)
+                and place not in lengths
+                and not isinstance(argnums, (frozenset, NoneType))
+            ):
                 raise TypeError(
                     f"argnums: input {number} has a tensor of dtype {leaf.dtype}, which has no gradient; "
                     "expected floating tensors. Leave it out of argnums."

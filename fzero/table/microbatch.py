@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import wrong
+from fzero.base.arguments import named, wrong
+from fzero.base.ragged import places_in
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,14 @@ class Microbatches:
         return [dim if isinstance(leaf, torch.Tensor) else None for dim, leaf in pairs]
 
     def split(self, inputs: Sequence[object]) -> list[tuple[object, ...]]:
-        """The inputs of every microbatch."""
+        """The inputs of every microbatch; of ragged examples each has the rows of its own."""
         if self.count == 1:
             return [tuple(inputs)]
         names, flat, spec = pytree.named_leaves(tuple(inputs))
         columns: list[Sequence[object]] = []
-        for name, leaf, dim in zip(names, flat, self.dims(inputs), strict=True):
+        dims, ragged = self.dims(inputs), places_in(tuple(inputs))
+        for place, (name, leaf, dim) in enumerate(zip(names, flat, dims, strict=True)):
+            dim = None if place in ragged else dim
             if dim is not None and (not -leaf.ndim <= dim < leaf.ndim or leaf.shape[dim] % self.count):
                 raise ValueError(
                     f"accumulate: input {name} has shape {tuple(leaf.shape)}, expected dim {dim} to divide into "
@@ -45,7 +48,21 @@ class Microbatches:
                     "with None for inputs that are not split."
                 )
             columns.append([leaf] * self.count if dim is None else leaf.chunk(self.count, dim))
+        for place, lengths in ragged.items():
+            columns[place] = self._rows(flat[place], columns[lengths], names[place], dims[lengths])
         return [pytree.unflatten(spec, [column[i] for column in columns]) for i in range(self.count)]
+
+    def _rows(self, rows: object, lengths: Sequence[object], name: str, dim: int | None) -> Sequence[object]:
+        """The rows of every microbatch's examples."""
+        if dim is None:
+            return [rows] * self.count
+        sizes = [int(own.sum()) for own in lengths if isinstance(own, torch.Tensor)]
+        if dim != 0 or not isinstance(rows, torch.Tensor) or not rows.ndim or sum(sizes) != rows.shape[0]:
+            raise ValueError(
+                f"accumulate: input {name} is {named(rows)}, and the lengths of its examples add up to {sum(sizes)}; "
+                "expected as many rows, and in_dims of 0 or None for fz.Ragged."
+            )
+        return rows.split(sizes)
 
     def merge(self, outputs: Sequence[object], what: str = "outputs") -> Any:
         """The outputs of all microbatches as one.

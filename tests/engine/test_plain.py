@@ -46,7 +46,7 @@ def pulled(step: fz.Step, params: Any, x: torch.Tensor, count: int, order: list[
     """Grads and input cotangents of microbatches that are pulled back in some order, some of them in halves."""
     state = step.init(params, seed=5)
     passes = Passes(step, state, count)
-    outputs = [passes.forward(i, (part,), (0,))[0] for i, part in enumerate(x.chunk(count))]
+    outputs: list[Any] = [passes.forward(i, (part,), (0,))[0] for i, part in enumerate(x.chunk(count))]
     found: list[Any] = [None] * count
     for i, halved in zip(order, halves, strict=True):
         cotangent = optree.tree_map(lambda x: x.cos() if is_real(x) else x, outputs[i])
@@ -117,7 +117,7 @@ def test_steps(name: str, policy: str, count: int) -> None:
 def grads_of(fn: Any, params: Any, x: torch.Tensor, count: int = 2) -> Any:
     passes = Passes(step := fz.train_step(fn, fz.sgd(0.1)), step.init(params), count)
     for i, part in enumerate(x.chunk(count)):
-        out, _ = passes.forward(i, (part,), (0,))
+        out: Any = passes.forward(i, (part,), (0,))[0]
         passes.backward(i, torch.ones_like(out))
     passes.reduce()
     return fz.gather(passes.grads())

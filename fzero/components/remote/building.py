@@ -1,45 +1,90 @@
-"""What a rank does before its first call: the user's `build`, and its place among the data ranks."""
+"""What a rank does before its first call: the user's `build`, and its place on the axes that tensors lie over."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from fzero.base.arguments import named
+from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.divergence import checked_collectives
 from fzero.components.remote.link import Place, Settings
-from fzero.components.remote.verbs import Part
+from fzero.components.remote.own_slices import OwnSlices, lies_over
+from fzero.components.remote.part import Part
+from fzero.components.remote.specs import need_axes
 from fzero.table.spec import Spec
 
 
-def built_by(build: Callable[[int], object], rank: int) -> Part:
+def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> Part:
     """The step and params of a rank.
 
     Raises:
         TypeError: `build` returned something else.
-        ValueError: batches are to be split over more ranks than the step takes means over.
+        ValueError: batches are to be split over more ranks than the step takes means over, or over other axes.
     """
     given = build(rank)
     parts: tuple[Any, ...] = given if isinstance(given, tuple) else ()
     if len(parts) not in (2, 3) or not isinstance(parts[0], Spec):
         raise TypeError(
             f"fz.remote: got build({rank}) that returned {named(given)}, expected (step, params), or (step, params, "
-            "axis) with the axis that batches are split over (fz.parallel.axis(mesh, 'dp'))."
+            "mesh) with the mesh of its ranks, or (step, params, axis) with the axis that batches are split over "
+            "(fz.parallel.axis(mesh, 'dp'))."
         )
     step, params = parts[0], parts[1]
     means = step.axis()
-    axis = parts[2] if len(parts) == 3 else means
-    if not isinstance(axis, Axis):
-        raise TypeError(f"fz.remote: build({rank}) returned axis={named(axis)}, expected fz.parallel.axis(mesh, name).")
+    over = parts[2] if len(parts) == 3 else means
+    if isinstance(over, backend.Mesh):
+        place = _on_mesh(over, step, means, rank)
+    elif isinstance(over, Axis):
+        place = _on_axis(over, means, rank)
+    else:
+        raise TypeError(
+            f"fz.remote: build({rank}) returned {named(over)} as its third value, expected a DeviceMesh, or an axis of "
+            "one, fz.parallel.axis(mesh, name)."
+        )
+    tensor = "" if step.tensor_axis is None else step.tensor_axis.axis
+    cuts = {tensor, *[name for name, _, size in place.axes if size == 1 or name in place.averaged]}
+    known = [name for name, _, _ in place.axes]
+    need_axes(settings.in_specs, known, cuts, "in_specs")
+    need_axes(settings.out_specs, known, cuts, "out_specs")
+    if tensor and lies_over(settings.in_specs, tensor):
+        step = dataclasses.replace(step, fn=OwnSlices(step.fn, settings.in_specs, tensor))
+    return Part(step, params, place, settings.out_specs)
+
+
+def _on_axis(axis: Axis, means: Axis, rank: int) -> Place:
+    """The place of a rank whose batches are split over one axis."""
     if means.ranks % axis.ranks:
         raise ValueError(
             f"fz.remote: build({rank}) returned an axis of {axis.ranks} ranks to split batches over, and the step "
             f"takes means over {means.ranks} ranks; expected an axis that the step takes means over: shard_zero1, 2 "
             "or 3 with axis= its name, or replicate=."
         )
-    return Part(step, params, Place(axis.data_rank, axis.ranks, means.data_rank, means.ranks))
+    name = axis.name or "dp"
+    return Place(((name, axis.data_rank, axis.ranks),), (name,), (name,), means.data_rank, means.ranks)
+
+
+def _on_mesh(mesh: backend.Mesh, step: Spec, means: Axis, rank: int) -> Place:
+    """The place of a rank on all axes of a mesh."""
+    where, sharding = mesh.get_coordinate(), step.sharding
+    if where is None or not mesh.mesh_dim_names:
+        raise ValueError(
+            f"fz.remote: build({rank}) returned a mesh that rank {rank} is not in, or whose axes have no names; "
+            "expected one of all ranks: init_device_mesh(device, sizes, mesh_dim_names=('dp', 'sp'))."
+        )
+    axes = tuple([*zip(mesh.mesh_dim_names, map(int, where), map(int, mesh.shape), strict=True)])
+    averaged = () if sharding is None or means.ranks == 1 else (*sharding.replicate, *sharding.axes)
+    place = Place(axes, averaged, averaged, means.data_rank, means.ranks)
+    if not {*averaged} <= {*mesh.mesh_dim_names} or place.piece(averaged) != (means.data_rank, means.ranks):
+        raise ValueError(
+            f"fz.remote: build({rank}) returned a mesh with the axes {mesh.mesh_dim_names} of sizes "
+            f"{tuple(mesh.shape)}, and the step takes means over {means.place}; expected the mesh that the step is "
+            "sharded over."
+        )
+    return place
 
 
 @contextlib.contextmanager

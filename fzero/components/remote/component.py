@@ -209,7 +209,8 @@ class RemoteComponent:
         own: list[Arguments] = []
         if given is not None:
             what = "cotangent" if verb in ("pull", "pass_pull") else "inputs"
-            own = [{what: (given.skeleton, leaves)} for leaves in given.by_rank]
+            cuts = (given.cuts,) if what == "inputs" else ()
+            own = [{what: (given.skeleton, leaves, *cuts)} for leaves in given.by_rank]
             held = [*held, *given.held]
             if what == "cotangent":
                 arguments, own = {**arguments, **own[0]}, []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import itertools
 import queue
@@ -33,8 +34,7 @@ class Group:
         self.links: Sequence[Link] = ()
         self.died: ComponentDied | None = None
         self.closed = False
-        self.places = [Place(0, 1, 0, 1)] * settings.ranks
-        self._ranks: list[list[list[int]]] = []
+        self.places = [Place()] * settings.ranks
         self.puller = Puller()
         self._numbers = itertools.count()
         self._lock = threading.RLock()
@@ -67,7 +67,7 @@ class Group:
                         f"fz.remote: ranks {missing} of component {settings.component!r} were not ready after "
                         f"{settings.timeout:g} seconds; expected build to end by then. Give a longer timeout=."
                     )
-            self._ranks = self._arranged()
+            self._need_grid()
         except BaseException:
             self.close()
             raise
@@ -81,22 +81,26 @@ class Group:
     def _is_up(self) -> bool:
         return bool(self._broken) or self.died is not None or len(self._ready) == self.settings.ranks
 
-    def _arranged(self) -> list[list[list[int]]]:
-        """The ranks for each data rank: of each that means are taken over, those with copies."""
-        data_size, means = self.places[0].data_size, self.places[0].means
-        found: dict[int, dict[int, list[int]]] = {number: {} for number in range(data_size)}
-        for rank, place in enumerate(self.places):
-            if (place.data_size, place.means) == (data_size, means):
-                found[place.data_rank].setdefault(place.mean_rank, []).append(rank)
-        if any(len(same) != means // data_size for same in found.values()) or sum(
-            len(copies) for same in found.values() for copies in same.values()
-        ) < len(self.places):
+    def _need_grid(self) -> None:
+        """Refuses ranks of which some piece of a tensor would have no owner, or more of them than others have."""
+        first = self.places[0]
+        axes = [name for name, _, _ in first.axes]
+        like = [
+            (place.averaged, place.batch, place.means, [(name, n) for name, _, n in place.axes])
+            for place in self.places
+        ]
+        seats = collections.Counter([(place.piece(axes)[0], place.mean_rank) for place in self.places])
+        pieces = {place.piece(axes)[0] for place in self.places}
+        by_mean = {(place.piece(first.averaged)[0], place.mean_rank) for place in self.places}
+        copies = collections.Counter([piece for piece, _ in by_mean])
+        whole = len(pieces) == first.piece(axes)[1] and len(by_mean) == first.means
+        uneven = len({*seats.values()}) > 1 or len({*copies.values()}) > 1
+        if any(each != like[0] for each in like) or uneven or not whole:
             raise ValueError(
                 f"fz.remote: the ranks of component {self.settings.component!r} have the places {self.places} in "
                 "batches and means; expected each place on as many ranks as any other. Give every rank the same "
                 "mesh and axis."
             )
-        return [[same[number] for number in sorted(same)] for same in found.values()]
 
     def close(self) -> None:
         """Ends the ranks; more than once does no harm."""
@@ -140,7 +144,7 @@ class Group:
 
         Args:
             held: what must live until all ranks have their operands.
-            own: further arguments of each data rank.
+            own: further arguments of each rank.
             key: of the trees that it returns, which are the same for all calls of one key.
         """
         with self._lock:
@@ -152,7 +156,7 @@ class Group:
             sent = 0
             try:
                 for rank, link in enumerate(self.links):
-                    mine = {**arguments, **own[self.places[rank].data_rank]} if own else arguments
+                    mine = {**arguments, **own[rank]} if own else arguments
                     link.send(("call", number, verb, mine, key if key >= 0 else None))
                     sent += 1
             except OSError as error:
@@ -229,10 +233,7 @@ class Group:
     def table(self, reader: Link | None) -> Table:
         """Where this component's values are, for this process or for what is sent to a rank."""
         local = reader is None or reader.local
-        return Table(
-            self.settings.component,
-            [[[self.links[rank].source(local) for rank in copies] for copies in same] for same in self._ranks],
-        )
+        return Table(self.settings.component, self.places, [link.source(local) for link in self.links])
 
     def know(self, other: Group) -> None:
         """Tells this component's ranks where another's values are, once."""
@@ -254,7 +255,7 @@ class Group:
         found: list[Any] = []
         failures: list[Failure] = []
         try:
-            for source in self.puller.tables[self.settings.identity].every:
+            for source in self.puller.tables[self.settings.identity].sources:
                 told = source.trees(number)
                 failures += [told] if isinstance(told, Failure) else []
                 found.append(told)
@@ -268,19 +269,21 @@ class Group:
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
                 f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
-        rest = iter(sums)
-        for same in self._ranks:
-            self._need_alike([next(rest) for copies in same for _ in copies])
+        self._need_alike([each for own in sums for each in own])
         return trees[0]
 
-    def _need_alike(self, sums: Sequence[tuple[float, ...]]) -> None:
-        """Refuses outputs that differ between ranks that have the same examples: any one's would be taken."""
-        for place, own in enumerate(zip(*sums, strict=True)):
+    def _need_alike(self, sums: Sequence[tuple[int, int, float]]) -> None:
+        """Refuses outputs that differ between ranks that have the same piece of them: any one's would be taken."""
+        found: dict[tuple[int, int], list[float]] = {}
+        for place, piece, own in sums:
+            found.setdefault((place, piece), []).append(own)
+        for (place, _), own in found.items():
             if max(own) - min(own) > 1e-5 * max(own):
                 raise ValueError(
                     f"component {self.settings.component!r}: tensor {place} of the outputs differs between ranks that "
-                    f"have the same examples: its absolute values add up to {list(own)}; expected the same on all. Put "
-                    "pieces together in the function (fz.parallel.gather or sum), or split batches over these too."
+                    f"have the same examples: its absolute values add up to {own}; expected the same on all. Put "
+                    "pieces together in the function (fz.parallel.gather or sum), split batches over these ranks, too, "
+                    "or say in out_specs= that each of them has its own piece."
                 )
 
     def error(self, failure: Failure) -> Exception:

@@ -11,15 +11,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from fzero.base import pytree
 from fzero.components.remote import verbs
+from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
-from fzero.components.remote.layout import Layout, share
 from fzero.components.remote.link import Arguments, Message
-from fzero.components.remote.pull import Puller, Source
-from fzero.components.remote.values import Meta, Name, Piece, Record, Values, version_of
-from fzero.components.remote.verbs import Operands, Part, Pulled
-from fzero.components.remote.wire import unpacked
+from fzero.components.remote.part import Operands, Part, Pulled
+from fzero.components.remote.pull import Puller, Source, whole
+from fzero.components.remote.specs import axes_of
+from fzero.components.remote.values import Box, Meta, Name, Piece, Record, Values, version_of
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
 
@@ -79,8 +78,7 @@ class Host:
             _, identity, table = message
             self.puller.tables[identity] = table
             if identity == self.identity:
-                self.has_copies = any(len(same) > 1 or len(same[0]) > 1 for same in table.sources)
-                self.peers = [source for source in table.every if source is not self]
+                self.peers = [source for source in table.sources if source is not self]
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
@@ -100,8 +98,8 @@ class Host:
     def metas(self, names: Sequence[Name], alive: Callable[[], None] = lambda: None) -> list[Meta | Failure]:
         return [self.values.meta(name, alive) for name in names]
 
-    def rows(self, wanted: Sequence[tuple[Name, int, int]]) -> list[torch.Tensor]:
-        return [self.values.rows(name, start, stop) for name, start, stop in wanted]
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]:
+        return [self.values.block(name, box) for name, box in wanted]
 
     def trees(self, call: int, alive: Callable[[], None] = lambda: None) -> object:
         """What a call returned, without the tensors."""
@@ -160,75 +158,22 @@ class Host:
     def _operands(self, call: _Call) -> Operands:
         given = call.arguments
         objects = {what: self.values.get(name) for what, name in given.get("objects", {}).items()}
-        part = self.part
         out = Operands(objects, given.get("options", {}))
-        wanted: list[tuple[Any, Any]] = []
         if "inputs" in given:
-            skeleton, leaves = given["inputs"]
-            totals: dict[int, int] = {place: leaf[2] for place, leaf in enumerate(leaves) if leaf[0] == "slice"}
-
-            def rows_of(place: int) -> Callable[[Layout], tuple[int, int]]:
-                def rows(layout: Layout) -> tuple[int, int]:
-                    totals[place] = layout.shape[0]
-                    return share(layout.shape[0], part.place.data_rank, part.place.data_size)
-
-                return rows
-
-            wanted = [(leaf, rows_of(place)) for place, leaf in enumerate(leaves)]
-            tensors = self.puller.pulled(wanted)
-            out.inputs = unpacked(skeleton, tensors)
-            out.skeleton, out.split = skeleton, [place in totals for place in range(len(leaves))]
-            if len(set(totals.values())) > 1:
-                raise ValueError(
-                    f"{call.verb}: the inputs are split along dim 0 over data ranks, and their tensors have "
-                    f"{sorted(totals.items())} rows (number of the tensor, rows); expected the same dim 0 for all. "
-                    "What belongs to no example must be 0-d, or built into the function."
-                )
-            if totals:
-                out.total = next(iter(totals.values()))
-                start, stop = share(out.total, part.place.data_rank, part.place.data_size)
-                out.examples = stop - start
+            bring_inputs(out, given["inputs"], self.part.place, self.puller, call.verb)
         if given.get("cotangent") is not None:
             skeleton, leaves = given["cotangent"]
-            out.cotangent = self._cotangent(objects["pullback"], skeleton, leaves)
+            pulled, where = objects["pullback"], (self.part.place, self.puller, self.identity)
+            assert isinstance(pulled, Pulled)
+            out.cotangent = brought_cotangent(pulled, skeleton, leaves, *where)
         if "norm" in given:
-            (norm,) = self.puller.pulled([(given["norm"], lambda layout: None)])
+            (norm,) = self.puller.pulled([(given["norm"], whole)])
             out.options = {**out.options, "grad_norm": norm}
         return out
-
-    def _cotangent(self, pulled: Any, skeleton: Any, leaves: Sequence[Any]) -> Any:
-        """This rank's part of a cotangent: the rows of its own outputs, and its share of a mean."""
-        assert isinstance(pulled, Pulled)
-        tree = unpacked(skeleton, [_Leaf(leaf) for leaf in leaves])
-        flat, spec = pytree.flatten(tree)
-        if spec != pulled.spec:
-            raise ValueError(
-                f"cotangent: got the structure {spec}, expected that of the outputs, {pulled.spec}. Give one cotangent "
-                "per output, in the same containers; None counts as zero."
-            )
-        places = [place for place, leaf in enumerate(flat) if isinstance(leaf, _Leaf)]
-        layouts = self._layouts_of(pulled, [place for place in places if pulled.names[place] is not None])
-        wanted = []
-        for place in places:
-            expected = layouts.get(place)
-            wanted.append((_own_rows(flat[place].leaf, expected, self.part), _rows_of(expected, self.part, place)))
-        for place, tensor in zip(places, self.puller.pulled(wanted), strict=True):
-            factor = pulled.factors[place]
-            flat[place] = tensor if tensor is None or factor == 1.0 else tensor * factor
-        return pytree.unflatten(spec, flat)
-
-    def _layouts_of(self, pulled: Pulled, places: Sequence[int]) -> dict[int, Layout]:
-        """The layouts of outputs over all data ranks, by their places."""
-        missing = [place for place in places if place not in pulled.layouts]
-        if missing:
-            names = [name for place in missing if (name := pulled.names[place]) is not None]
-            pulled.layouts.update(zip(missing, self.puller.layouts(self.identity, names), strict=True))
-        return {place: pulled.layouts[place] for place in places}
 
     # ---- calls
 
     part: Part
-    has_copies = False  # whether other ranks have the same examples
 
     def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
@@ -261,7 +206,7 @@ class Host:
                 failure = failure_of(error, self.component, self.rank, self.identity)
                 del error
         self.values.running(None)
-        self.part.ran(call.verb, call.arguments.get("options", {}), begun)
+        self.part.ran(verbs.numbers_of(call.verb, call.arguments.get("options", {})), begun)
         call.record.finish({} if failure else values, failure)
         if failure is not None:
             self.report(("failed", call.number, tuple(failure)))
@@ -276,12 +221,14 @@ class Host:
                     "x.clone(), or wait for the call (fz.fetch) before you write."
                 )
 
-    def _sums(self, key: int | None, values: dict[int, object]) -> tuple[float, ...]:
+    def _sums(self, key: int | None, values: dict[int, object]) -> tuple[tuple[int, int, float], ...]:
         """Sums of what other ranks should have too, for a comparison at the first call of a kind."""
-        if key is None or key in self._trees or not self.has_copies:
-            return ()
-        tensors = [x.tensor for x in values.values() if isinstance(x, Piece) and x.kind in ("rows", "same", "alike")]
-        return tuple([float(_size(x.detach()).sum()) for x in tensors])
+        out = []
+        for place, x in values.items() if key is not None and key not in self._trees else ():
+            if isinstance(x, Piece) and x.kind == "block":
+                number, count = self.part.place.piece(axes_of(x.dims))
+                out += [(place, number, float(_size(x.tensor.detach()).sum()))] if count <= len(self.peers) else []
+        return tuple(out)
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""
@@ -296,42 +243,3 @@ class Host:
 def _size(x: torch.Tensor) -> torch.Tensor:
     """The absolute values of a tensor of any dtype, in float64."""
     return x.abs().to(torch.float64) if x.is_complex() else x.to(torch.float64).abs()
-
-
-class _Leaf:
-    """A cotangent's leaf that is not here yet."""
-
-    def __init__(self, leaf: Any) -> None:
-        self.leaf = leaf
-
-
-def _rows_of(expected: Layout | None, part: Part, place: int) -> Callable[[Layout], tuple[int, int] | None]:
-    """Which rows of a cotangent are this rank's."""
-
-    def rows(layout: Layout) -> tuple[int, int] | None:
-        if expected is None or expected.kind != "rows":
-            return None
-        _need_shape(layout.shape, expected, place)
-        start = sum(expected.lengths[: part.place.data_rank])
-        return start, start + expected.lengths[part.place.data_rank]
-
-    return rows
-
-
-def _own_rows(leaf: Any, expected: Layout | None, part: Part) -> Any:
-    """A leaf that is a whole tensor of the caller's, cut to this rank's rows."""
-    if leaf[0] == "sum":
-        return "sum", [_own_rows(each, expected, part) for each in leaf[1]]
-    if leaf[0] != "tensor" or expected is None or expected.kind != "rows":
-        return leaf
-    _need_shape(tuple(leaf[1].shape), expected, 0)
-    start = sum(expected.lengths[: part.place.data_rank])
-    return "tensor", leaf[1][start : start + expected.lengths[part.place.data_rank]]
-
-
-def _need_shape(got: Sequence[int], expected: Layout, place: int) -> None:
-    if tuple(got) != expected.shape:
-        raise ValueError(
-            f"cotangent of output {place}: got shape {tuple(got)}, expected {expected.shape}, that of the output over "
-            "all data ranks. Give the cotangent of this forward's own output."
-        )

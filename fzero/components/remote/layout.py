@@ -1,47 +1,67 @@
-"""How a tensor lies over data ranks, and which rows of which of them a reader needs: the map that reshards."""
+"""How a tensor lies over ranks, and which block of which of them a reader needs: the map that reshards."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 
 from fzero.components.remote.failure import Failed, Failure, first_of
-from fzero.components.remote.values import Meta
+from fzero.components.remote.link import Place
+from fzero.components.remote.specs import Dims, axes_of
+from fzero.components.remote.values import Box, Meta
 
 
 class Layout(NamedTuple):
-    """A tensor over data ranks.
+    """A tensor over ranks.
 
     Attributes:
-        lengths: the rows of each data rank, of a tensor that is joined of rows.
-        copies: how many ranks of each data rank have parts of sums and means.
-        shape, dtype, device: of the whole tensor; the device is where its parts lie.
-        weights: of the parts of a mean or a sum.
+        kind, dims: as of its pieces.
+        lengths: of each dim those of its pieces, in order; of a dim that is whole its size alone.
+        dtype, device: the device is where its parts lie.
+        weights: of a mean, by pieces of what its weights depend on; of what is added the one by which it is divided.
     """
 
     kind: str
-    lengths: tuple[int, ...]
-    shape: tuple[int, ...]
+    dims: Dims
+    lengths: tuple[tuple[int, ...], ...]
     dtype: torch.dtype
-    device: str
-    weights: tuple[float, ...]
-    copies: int = 1
+    device: str = "cpu"
+    weights: tuple[float, ...] = (1.0,)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(map(sum, self.lengths))
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return axes_of(self.dims)
+
+    def box(self, place: Place) -> Box | None:
+        """Where the piece of a rank is in the whole; None where it is the whole."""
+        if self.kind != "block" or not self.axes:
+            return None
+        numbers = [place.piece(names)[0] for names in self.dims]
+        starts = [sum(own[:number]) for own, number in zip(self.lengths, numbers, strict=True)]
+        return tuple([(a, a + own[i]) for a, own, i in zip(starts, self.lengths, numbers, strict=True)])
 
 
 class Read(NamedTuple):
-    """Rows start to stop of one rank's part; all of it where stop is -1."""
+    """A box of one rank's piece, all of it where that is None, and where it goes in what is read."""
 
-    data_rank: int
-    copy: int
-    start: int
-    stop: int
+    rank: int
+    box: Box | None
+    to: Box
 
 
-def layout_of(metas: Sequence[Meta | Failure], component: str, copies: int = 1) -> Layout:
-    """The layout of a tensor of which these are the parts, by data rank.
+def layout_of(metas: Sequence[Meta | Failure], places: Sequence[Place], component: str) -> Layout:
+    """The layout of a tensor of which these are the pieces of some ranks, of each piece one at least.
+
+    Args:
+        places: of these ranks.
 
     Raises:
         Failed: a part failed, or they do not fit together.
@@ -51,75 +71,102 @@ def layout_of(metas: Sequence[Meta | Failure], component: str, copies: int = 1) 
         raise Failed(first_of(failures))
     parts = [meta for meta in metas if isinstance(meta, Meta)]
     first = parts[0]
-    joined = first.kind in ("rows", "added")
-    for number, part in enumerate(parts):
-        ours, theirs = (part.kind, part.dtype, part.shape[joined:]), (first.kind, first.dtype, first.shape[joined:])
-        if ours != theirs:
-            raise Failed(
-                Failure(
-                    "ValueError",
-                    f"component {component!r}: an output has shape {part.shape} and dtype {part.dtype} on data rank "
-                    f"{number}, and {first.shape} and {first.dtype} on data rank 0; expected the same but for dim 0, "
-                    "along which they are joined. Let fn return what depends on the batch in dim 0 only.",
-                    component,
-                    number,
-                )
-            )
-    lengths = tuple([part.shape[0] for part in parts]) if joined else ()
-    shape = (sum(lengths), *first.shape[1:]) if joined else first.shape
-    return Layout(first.kind, lengths, shape, first.dtype, first.device, tuple([part.weight for part in parts]), copies)
+    sized = first.kind in ("block", "added")
+    lengths: list[dict[int, int]] = [{} for _ in first.shape] if sized else []
+    weights: dict[int, float] = {}
+    for part, place in zip(parts, places, strict=True):
+        ours, theirs = ((x.kind, x.dtype, x.dims, len(x.shape)) for x in (part, first))
+        fits = ours == theirs
+        for dim, own in enumerate(lengths if fits else ()):
+            size = part.shape[dim]
+            fits &= own.setdefault(place.piece(part.dims[dim])[0], size) == size
+        if not fits:
+            raise Failed(_apart(part, place, first, places[0], component))
+        if not sized:
+            weights[place.piece(axes_of(part.dims))[0]] = part.weight
+    by_piece = tuple([tuple([own[number] for number in sorted(own)]) for own in lengths])
+    by_weight = tuple([weights[number] for number in sorted(weights)]) or (first.weight,)
+    return Layout(first.kind, first.dims, by_piece, first.dtype, first.device, by_weight)
+
+
+def _apart(part: Meta, place: Place, first: Meta, other: Place, component: str) -> Failure:
+    """What is told of pieces that are none of one tensor."""
+    where, there = ({name: rank for name, rank, _ in each.axes} for each in (place, other))
+    return Failure(
+        "ValueError",
+        f"component {component!r}: a tensor has shape {part.shape} and dtype {part.dtype} at {where}, and "
+        f"{first.shape} and {first.dtype} at {there}; expected the same but for the dims along which pieces are "
+        f"joined, {part.dims}, and there the same of all that share a piece. Let fn return what depends on what is cut "
+        "in these dims only.",
+        component,
+        place.mean_rank,
+    )
 
 
 def share(total: int, index: int, count: int) -> tuple[int, int]:
-    """The rows that one of several data ranks gets of a batch, as torch.tensor_split cuts it."""
+    """The part that one of several ranks gets of a dim, as torch.tensor_split cuts it."""
     size, more = divmod(total, count)
     start = index * size + min(index, more)
     return start, start + size + (index < more)
 
 
-def reads_of(layout: Layout, rows: tuple[int, int] | None, choice: int) -> list[Read]:
-    """What to read for some rows of a tensor, or for all of it.
+def reads_of(
+    layout: Layout, groups: Sequence[Sequence[Sequence[int]]], box: Box | None, choice: int
+) -> list[list[Read]]:
+    """What to read for a box of a tensor, or for all of it: for each block the terms of its sum.
 
     Args:
-        choice: a number of the reader: of what all ranks have alike, readers take different ones.
+        groups: for each piece the ranks that have it: of each that means are taken over, it and its copies.
+        choice: a number of the reader: of what several ranks have alike, readers take different ones.
     """
-    ranks, copies = range(len(layout.weights)), range(layout.copies)
-    if layout.kind in ("rows", "added"):
-        start, stop = rows or (0, layout.shape[0])
-        out, offset = [], 0
-        for rank in ranks:
-            low, high = max(start, offset), min(stop, offset + layout.lengths[rank])
-            if low < high:
-                wanted = copies if layout.kind == "added" else (choice % layout.copies,)
-                out += [Read(rank, copy, low - offset, high - offset) for copy in wanted]
-            offset += layout.lengths[rank]
-        return out
-    if layout.kind == "same":
-        start, stop = rows or (0, -1)
-        return [Read(choice % len(ranks), choice % layout.copies, start, stop)]
-    return [Read(rank, copy, 0, -1) for rank in ranks for copy in copies]
+    pick = lambda ranks: ranks[choice % len(ranks)]
+    if layout.kind not in ("block", "added"):
+        return [[Read(pick(ranks), None, ()) for ranks in same] for same in groups]
+    box = tuple([(0, size) for size in layout.shape]) if box is None else box
+    out = []
+    pieces = itertools.product(*[_pieces(own) for own in layout.lengths])
+    for piece, same in zip(pieces, groups, strict=True):
+        both = [(max(a, c), min(b, d)) for (a, b), (c, d) in zip(piece, box, strict=True)]
+        if any(low >= high for low, high in both):
+            continue
+        own = _moved(both, piece)
+        part = None if own == _moved(piece, piece) else own
+        wanted = [pick(ranks) for ranks in same] if layout.kind == "added" else [pick([*itertools.chain(*same)])]
+        out.append([Read(rank, part, _moved(both, box)) for rank in wanted])
+    return out
 
 
-def joined(layout: Layout, rows: tuple[int, int] | None, parts: Sequence[torch.Tensor], component: str) -> torch.Tensor:
-    """The tensor, or some rows of it, of the parts that `reads_of` names."""
-    if layout.kind in ("rows", "added") and not parts:
-        return torch.empty((0, *layout.shape[1:]), dtype=layout.dtype, device="cpu")
-    if layout.kind == "added":
-        copies = layout.copies
-        sums = [_added(parts[first : first + copies]) for first in range(0, len(parts), copies)]
-        return _scaled(sums[0] if len(sums) == 1 else torch.cat(sums), layout.weights[0])
-    if layout.kind == "sum":
-        return _scaled(_added(parts), layout.weights[0])
-    if len(parts) == 1:
-        return parts[0]
-    if layout.kind == "rows":
-        return torch.cat([*parts])
+def _pieces(lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """From where to where each piece of a dim goes."""
+    ends = [*itertools.accumulate(lengths)]
+    return [(end - length, end) for end, length in zip(ends, lengths, strict=True)]
+
+
+def _moved(box: Sequence[tuple[int, int]], within: Sequence[tuple[int, int]]) -> Box:
+    """A box as counted from the beginning of another."""
+    return tuple([(a - start, b - start) for (a, b), (start, _) in zip(box, within, strict=True)])
+
+
+def joined(
+    layout: Layout, box: Box | None, blocks: Sequence[Sequence[tuple[Read, torch.Tensor]]], component: str
+) -> torch.Tensor:
+    """The tensor, or a box of it, of the parts that `reads_of` names."""
     if layout.kind == "alike":
-        return _alike(parts, component)
-    wide = torch.complex128 if layout.dtype.is_complex else torch.float64
-    weights = [weight for weight in layout.weights for _ in range(layout.copies)]
-    terms = [part.to(wide) * weight for part, weight in zip(parts, weights, strict=True) if weight]
-    return _added(terms).to(layout.dtype)
+        return _alike([part for _, part in blocks[0]], component)
+    if layout.kind == "mean":
+        wide = torch.complex128 if layout.dtype.is_complex else torch.float64
+        pairs = [(part, weight) for own, weight in zip(blocks, layout.weights, strict=True) for _, part in own]
+        terms = [part.to(wide) * weight for part, weight in pairs if weight]
+        return _added(terms).to(layout.dtype)
+    shape = layout.shape if box is None else tuple([stop - start for start, stop in box])
+    sums = [(own[0][0].to, _divided(_added([part for _, part in own]), layout.weights[0])) for own in blocks]
+    if len(sums) == 1 and sums[0][1].shape == shape:
+        return sums[0][1]
+    device = sums[0][1].device if sums else "cpu"
+    out = torch.empty(shape, dtype=layout.dtype, device=device)
+    for to, block in sums:
+        out[tuple([slice(start, stop) for start, stop in to])] = block
+    return out
 
 
 def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -127,8 +174,8 @@ def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     return functools.reduce(torch.add, terms)
 
 
-def _scaled(tensor: torch.Tensor, weight: float) -> torch.Tensor:
-    return tensor if weight == 1.0 else tensor * weight
+def _divided(tensor: torch.Tensor, weight: float) -> torch.Tensor:
+    return tensor if weight == 1.0 else tensor / weight
 
 
 def _alike(parts: Sequence[torch.Tensor], component: str) -> torch.Tensor:

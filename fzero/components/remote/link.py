@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 Message = tuple[Any, ...]  # of a kind, which is first
@@ -16,6 +17,7 @@ class Settings(NamedTuple):
         timeout: seconds that a call, or the start, may take.
         threads: that torch computes with, as in the controlling process: sums have the same bits then.
         checked: whether what ranks communicate is compared first.
+        in_specs, out_specs: how inputs and outputs lie over the ranks; None where examples do in dim 0.
     """
 
     component: str
@@ -24,20 +26,37 @@ class Settings(NamedTuple):
     timeout: float
     threads: int
     checked: bool
+    in_specs: object = None
+    out_specs: object = None
 
 
 class Place(NamedTuple):
     """A rank's place in its component.
 
     Attributes:
-        data_rank, data_size: which of how many parts of a batch it gets.
+        axes: of each axis its name, this rank's number on it, and its size.
+        averaged: the axes that the step takes means over, as far as they are known by name.
+        batch: those that examples lie over where no specs say anything else.
         mean_rank, means: which of how many the step takes means over it is.
     """
 
-    data_rank: int
-    data_size: int
-    mean_rank: int
-    means: int
+    axes: tuple[tuple[str, int, int], ...] = ()
+    averaged: tuple[str, ...] = ()
+    batch: tuple[str, ...] = ()
+    mean_rank: int = 0
+    means: int = 1
+
+    def piece(self, names: Sequence[str]) -> tuple[int, int]:
+        """This rank's number on some axes as one, the first of them slowest, and the size of that one."""
+        number, count = 0, 1
+        for name in names:
+            rank, size = next((rank, size) for own, rank, size in self.axes if own == name)
+            number, count = number * size + rank, count * size
+        return number, count
+
+    def copies(self, names: Sequence[str]) -> int:
+        """How many of the ranks that means are taken over have the same piece of what is cut over some axes."""
+        return self.means // self.piece([name for name in names if name in self.averaged])[1]
 
 
 class Link:

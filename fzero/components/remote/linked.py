@@ -36,11 +36,12 @@ class ChannelLink(Link):
         if self._connection is None:
             raise OSError(f"rank {self.rank} has not come")
         if message[0] == "call" and "inputs" in message[3]:
-            skeleton, leaves = message[3]["inputs"]  # what is sent cannot be written to any more
+            skeleton, leaves, cuts = message[3]["inputs"]  # what is sent cannot be written to any more
             sent = [leaf[:3] if leaf[0] in ("slice", "tensor") else leaf for leaf in leaves]
-            message = (*message[:3], {**message[3], "inputs": (skeleton, sent)}, *message[4:])
+            message = (*message[:3], {**message[3], "inputs": (skeleton, sent, cuts)}, *message[4:])
         elif message[0] == "table":
-            message = ("table", message[1], tuple(message[2]))
+            _, identity, table = message
+            message = ("table", identity, (table.name, [tuple(place) for place in table.places], list(table.sources)))
         self._connection.send(message, self.settings.timeout)
 
     def source(self, local: bool) -> Any:

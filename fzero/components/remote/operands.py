@@ -1,4 +1,4 @@
-"""What a call is given, as it is sent: a batch's rows to each data rank, handles as the names of values."""
+"""What a call is given, as it is sent: to each rank its pieces of the batch, handles as the names of values."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
+from fzero.components.remote.cuts import Totals, cuts_of, even_box, need_lengths, ragged_box
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
-from fzero.components.remote.layout import share
 from fzero.components.remote.pull import Leaf
-from fzero.components.remote.values import version_of
+from fzero.components.remote.values import Box, cut_to, version_of
 from fzero.components.remote.wire import Skeleton, packed
 from fzero.state.checks import constants
 
@@ -22,13 +22,15 @@ class Given(NamedTuple):
     """Operands.
 
     Attributes:
-        by_rank: the leaves for each data rank.
+        by_rank: the leaves for each rank; of a cotangent the same for all.
+        cuts: how each leaf is cut, of inputs.
         shapes: of the tensors among the leaves; None of a handle.
         held: what must lie where it does until all ranks have their operands.
     """
 
     skeleton: Skeleton
     by_rank: list[list[Leaf]]
+    cuts: list[tuple[object, ...]]
     shapes: tuple[object, ...]
     held: list[Away]
 
@@ -38,32 +40,46 @@ def is_value(node: object) -> bool:
 
 
 def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
-    """Inputs: tensors are split along dim 0 over data ranks; those without dims go to all."""
+    """Inputs: each rank is sent its pieces of tensors, and the names of handles, to bring its pieces of these."""
     (inputs,) = constants(who, inputs=tuple(inputs))
     skeleton, leaves = packed(inputs, is_value, f"{who}: inputs")
-    size = group.places[0].data_size
-    totals = {place: x.shape[0] for place, x in enumerate(leaves) if isinstance(x, torch.Tensor) and x.ndim}
-    if len(set(totals.values())) > 1:
-        shapes = ", ".join(f"tensor {place} {tuple(leaves[place].shape)}" for place in totals)
-        raise ValueError(
-            f"{who}: the inputs are split along dim 0 over the data ranks of component {group.settings.component!r}, "
-            f"and have different ones: {shapes}; expected the same dim 0 for all. What belongs to no example must be "
-            "0-d, or built into the function."
-        )
-    by_rank: list[list[Leaf]] = []
-    for rank in range(size):
-        own: list[Leaf] = []
-        for x in leaves:
-            if isinstance(x, Value):
-                own.append(_sent(group, x))
-            elif x.ndim:
-                start, stop = share(x.shape[0], rank, size)
-                part = _plain(x, who)[start:stop] if size > 1 else _plain(x, who)
-                own.append(("slice", part, x.shape[0], version_of(part)))
+    places, totals = group.places, Totals(who)
+    cuts = cuts_of(skeleton, len(leaves), group.settings.in_specs)
+    by_rank: list[list[Leaf]] = [[] for _ in places]
+    for number, (x, cut) in enumerate(zip(leaves, cuts, strict=True)):
+        lengths = leaves[cut.lengths] if cut.lengths >= 0 else None
+        if isinstance(x, Value):
+            sent = [_sent(group, x)] * len(places)
+        else:
+            what = f"{who}: tensor {number} of the inputs"
+            dims = cut.dims_of(places[0], x.shape, what)
+            totals.need(number, dims if lengths is None else ((), *dims[1:]), x.shape)
+            if cut.leads:
+                need_lengths(x, what)
+            own = _plain(x, who)
+            if lengths is None:
+                boxes = [None if cut.leads else even_box(dims, x.shape, place) for place in places]
+            elif isinstance(lengths, Value):
+                boxes = [None] * len(places)  # which each rank cuts once it knows the lengths
             else:
-                own.append(("tensor", _plain(x, who), 0, version_of(x)))
-        by_rank.append(own)
-    return Given(skeleton, by_rank, tuple(map(_shape, leaves)), _held(leaves))
+                need_lengths(lengths, what)
+                over = cuts[cut.lengths].dims_of(places[0], lengths.shape, what)[0]
+                boxes = [ragged_box(dims, over, x.shape, lengths, place, what) for place in places]
+            sent = _pieces(own, boxes)
+        for leaf, rank in zip(sent, by_rank, strict=True):
+            rank.append(leaf)
+    return Given(skeleton, by_rank, [tuple(cut) for cut in cuts], tuple(map(_shape, leaves)), _held(leaves))
+
+
+def _pieces(x: torch.Tensor, boxes: Sequence[Box | None]) -> list[Leaf]:
+    """The leaves of a tensor for ranks that have these boxes of it: one for those who have the same."""
+    known: dict[Box | None, Leaf] = {None: ("tensor", x, 0, version_of(x))}
+    for box in boxes:
+        if box is not None and box not in known:
+            whole = all(stop - start == size for (start, stop), size in zip(box, x.shape, strict=True))
+            part = x if whole else cut_to(x, box)
+            known[box] = ("slice", part, tuple(x.shape), version_of(part))
+    return [known[box] for box in boxes]
 
 
 def cotangent_for(group: Group, cotangent: object, outputs: pytree.Spec) -> Given:
@@ -77,7 +93,7 @@ def cotangent_for(group: Group, cotangent: object, outputs: pytree.Spec) -> Give
         )
     skeleton, leaves = packed(cotangent, is_value, "cotangent")
     own = [_sent(group, x) if isinstance(x, Value) else ("tensor", _plain(x, "pullback")) for x in leaves]
-    return Given(skeleton, [own], tuple(map(_shape, leaves)), _held(leaves))
+    return Given(skeleton, [own], [], tuple(map(_shape, leaves)), _held(leaves))
 
 
 def scalar_for(group: Group, value: object, who: str, argument: str) -> tuple[Leaf, list[Away]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -10,12 +11,14 @@ import torch
 
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
-from fzero.components.remote.values import Meta, Name
+from fzero.components.remote.link import Place
+from fzero.components.remote.specs import axes_of
+from fzero.components.remote.values import Box, Meta, Name
 from fzero.state.gather import sum_by_leaf
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
-Reads = dict[tuple[str, int, int], dict[tuple[Name, int, int], torch.Tensor | None]]  # of a component's rank
-Rows = Callable[[Layout], tuple[int, int] | None]  # which of a tensor are wanted; None is all of it
+Reads = dict[tuple[str, int], dict[tuple[Name, Box | None], torch.Tensor | None]]  # of a component's rank
+Boxes = Callable[[Layout], Box | None]  # what of a tensor is wanted; None is all of it
 
 
 class Source(Protocol):
@@ -23,30 +26,41 @@ class Source(Protocol):
 
     def metas(self, names: Sequence[Name]) -> list[Meta | Failure]: ...
 
-    def rows(self, wanted: Sequence[tuple[Name, int, int]]) -> list[torch.Tensor]: ...
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]: ...
 
     def trees(self, call: int) -> object: ...
 
     def arrived(self, call: int) -> Failure | None: ...
 
 
-class Table(NamedTuple):
-    """A component's ranks.
+class Table:
+    """A component's ranks: where each is, and how it is asked."""
 
-    Attributes:
-        sources: for each data rank those with its examples: of each that means are taken over, it and its copies.
-    """
+    def __init__(self, name: str, places: Sequence[Place], sources: Sequence[Any]) -> None:
+        self.name, self.places, self.sources = name, places, sources
+        self._groups: dict[tuple[str, ...], list[list[list[int]]]] = {}
 
-    name: str
-    sources: Sequence[Sequence[Sequence[Source]]]
-
-    @property
-    def every(self) -> list[Source]:
-        return [source for same in self.sources for copies in same for source in copies]
+    def groups(self, axes: tuple[str, ...]) -> list[list[list[int]]]:
+        """For each piece of what lies over some axes the ranks that have it, copies of each of a mean together."""
+        if axes not in self._groups:
+            found: list[dict[int, list[int]]] = [{} for _ in range(self.places[0].piece(axes)[1])]
+            for rank, place in enumerate(self.places):
+                found[place.piece(axes)[0]].setdefault(place.mean_rank, []).append(rank)
+            self._groups[axes] = [[same[number] for number in sorted(same)] for same in found]
+        return self._groups[axes]
 
 
 def whole(_: Layout) -> None:
-    """All rows."""
+    """All of a tensor."""
+
+
+class _Plan(NamedTuple):
+    """What is read of one value, and for what."""
+
+    leaf: Leaf
+    layout: Layout
+    box: Box | None
+    reads: list[list[Read]]
 
 
 class Puller:
@@ -60,36 +74,42 @@ class Puller:
         self.choice = choice
         self.tables: dict[str, Table] = {}
 
-    def _source(self, component: str, data_rank: int, copy: int = 0) -> Source:
-        copies = self.tables[component].sources[data_rank][copy]
-        return copies[self.choice % len(copies)]
-
     def layouts(self, component: str, names: Sequence[Name]) -> list[Layout]:
         """The layouts of a component's values, once these are there."""
         table = self.tables[component]
-        columns = [self._source(component, rank).metas(names) for rank in range(len(table.sources))]
-        return [layout_of(metas, table.name, len(table.sources[0])) for metas in zip(*columns, strict=True)]
+        ranks = [self.choice % len(table.sources)]
+        found = {ranks[0]: table.sources[ranks[0]].metas(names)}
+        if any(isinstance(meta, Failure) for meta in found[ranks[0]]):
+            ranks = [*range(len(table.sources))]  # the first failure may be another one's
+        else:
+            own = {name for meta in found[ranks[0]] for name in axes_of(meta.dims)}
+            axes = tuple([name for name, _, _ in table.places[0].axes if name in own])
+            groups = [[*itertools.chain(*same)] for same in table.groups(axes)]
+            ranks = [ranks[0] if ranks[0] in same else same[self.choice % len(same)] for same in groups]
+        found.update({rank: table.sources[rank].metas(names) for rank in ranks if rank not in found})
+        columns = zip(*[found[rank] for rank in ranks], strict=True)
+        return [layout_of(metas, [table.places[rank] for rank in ranks], table.name) for metas in columns]
 
-    def pulled(self, wanted: Sequence[tuple[Leaf, Rows]]) -> list[torch.Tensor | None]:
+    def pulled(self, wanted: Sequence[tuple[Leaf, Boxes]]) -> list[torch.Tensor | None]:
         """The tensors of operands.
 
         Raises:
             Failed: one of them could not be made.
         """
-        parts = [(part, rows) for leaf, rows in wanted for part in _parts(leaf)]
-        away = [(leaf, rows) for leaf, rows in parts if leaf[0] in ("value", "fill")]
+        parts = [(part, box_of) for leaf, box_of in wanted for part in _parts(leaf)]
+        away = [(leaf, box_of) for leaf, box_of in parts if leaf[0] in ("value", "fill")]
         layouts = self._layouts_of([leaf for leaf, _ in away])
         reads: Reads = {}
-        plans: list[tuple[Leaf, Layout, tuple[int, int] | None, list[Read]]] = []
-        for leaf, rows in away:
+        plans: list[_Plan] = []
+        for leaf, box_of in away:
             layout = layouts[leaf[1], leaf[2]]
-            span = rows(layout) if layout.shape else None
-            own = reads_of(layout, span, self.choice) if leaf[0] == "value" else []
-            plans.append((leaf, layout, span, own))
-            for read in own:
-                reads.setdefault((leaf[1], read.data_rank, read.copy), {})[leaf[2], read.start, read.stop] = None
-        for (component, rank, copy), own in reads.items():
-            found = self._source(component, rank, copy).rows([*own])
+            box = box_of(layout)
+            groups = self.tables[leaf[1]].groups(layout.axes) if leaf[0] == "value" else []
+            plans.append(_Plan(leaf, layout, box, reads_of(layout, groups, box, self.choice) if groups else []))
+            for read in itertools.chain(*plans[-1].reads):
+                reads.setdefault((leaf[1], read.rank), {})[leaf[2], read.box] = None
+        for (component, rank), own in reads.items():
+            found = self.tables[component].sources[rank].blocks([*own])
             own.update(zip([*own], found, strict=True))
         tensors = iter([self._made(plan, reads) for plan in plans])
         return [_computed(leaf, tensors) for leaf, _ in wanted]
@@ -105,17 +125,13 @@ class Puller:
                 found[component, name] = layout
         return found
 
-    def _made(
-        self,
-        plan: tuple[Leaf, Layout, tuple[int, int] | None, list[Read]],
-        reads: Reads,
-    ) -> torch.Tensor:
-        leaf, layout, span, own = plan
+    def _made(self, plan: _Plan, reads: Reads) -> torch.Tensor:
+        leaf, layout, box, own = plan
         if leaf[0] == "fill":
-            shape = layout.shape if span is None else (span[1] - span[0], *layout.shape[1:])
+            shape = layout.shape if box is None else [stop - start for start, stop in box]
             return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device="cpu")
-        parts = [reads[leaf[1], read.data_rank, read.copy][leaf[2], read.start, read.stop] for read in own]
-        return joined(layout, span, [part for part in parts if part is not None], self.tables[leaf[1]].name)
+        parts = [[(read, reads[leaf[1], read.rank][leaf[2], read.box]) for read in block] for block in own]
+        return joined(layout, box, parts, self.tables[leaf[1]].name)  # type: ignore[arg-type]
 
 
 def _parts(leaf: Leaf) -> list[Leaf]:

@@ -12,7 +12,7 @@ import torch
 from fzero.channels import Address, Connection, Listener, TimedOut, connect
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.pull import Source, lost
-from fzero.components.remote.values import Meta, Name
+from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
 CONNECT_SECONDS = 10.0
@@ -24,7 +24,7 @@ class Served(Protocol):
 
     def metas(self, names: Sequence[Name], alive: Callable[[], None]) -> list[Meta | Failure]: ...
 
-    def rows(self, wanted: Sequence[tuple[Name, int, int]]) -> list[torch.Tensor]: ...
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]: ...
 
     def trees(self, call: int, alive: Callable[[], None]) -> object: ...
 
@@ -80,8 +80,8 @@ class Server:
         kind, asked = request
         if kind == "metas":
             return [_as_sent(meta) for meta in self._served.metas(asked, alive)]
-        if kind == "rows":
-            return self._served.rows(asked)
+        if kind == "blocks":
+            return self._served.blocks(asked)
         if kind == "trees":
             trees = self._served.trees(asked, alive)
             return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
@@ -119,8 +119,8 @@ class RemoteSource(Source):
     def metas(self, names: Sequence[Name]) -> list[Meta | Failure]:
         return [_as_told(each) for each in self._ask("metas", list(names))]
 
-    def rows(self, wanted: Sequence[tuple[Name, int, int]]) -> list[torch.Tensor]:
-        return self._ask("rows", list(wanted))
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]:
+        return self._ask("blocks", list(wanted))
 
     def trees(self, call: int) -> object:
         sent = self._ask("trees", call)

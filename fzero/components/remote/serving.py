@@ -16,7 +16,7 @@ from fzero.comm import backend
 from fzero.components.remote.building import built_by, calls_run_in
 from fzero.components.remote.failure import failure_of
 from fzero.components.remote.host import Host
-from fzero.components.remote.link import Settings
+from fzero.components.remote.link import Place, Settings
 from fzero.components.remote.pull import Table
 from fzero.components.remote.server import IDLE, RemoteSource, Server
 
@@ -54,7 +54,7 @@ def serve(
         timeout=datetime.timedelta(seconds=settings.timeout),
     )
     try:
-        built = built_by(build(), rank)
+        built = built_by(build(), rank, settings)
     except Exception as error:
         connection.send(("broken", tuple(failure_of(error, settings.component, rank))))
         connection.close()
@@ -84,9 +84,9 @@ def _hear(connection: Connection, host: Host, settings: Settings) -> None:
 
 def _table(sent: Any, host: Host, settings: Settings) -> Table:
     """A table of sources as this rank asks them; itself without a message."""
-    name, sources = sent
+    name, places, sources = sent
 
     def source(where: Any) -> Any:
         return host if where[3:] == (settings.identity, host.rank) else RemoteSource(where, settings.timeout)
 
-    return Table(name, [[[source(where) for where in copies] for copies in same] for same in sources])
+    return Table(name, [Place(*place) for place in places], [source(where) for where in sources])

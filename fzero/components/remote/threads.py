@@ -119,7 +119,7 @@ def _run(
             )
             sys.excepthook = hook  # each group that begins wraps it once more
             try:
-                built = built_by(build, host.rank)
+                built = built_by(build, host.rank, settings)
                 host.has_built(built)
                 host.report(("ready", tuple(built.place)))
                 del built

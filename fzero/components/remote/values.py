@@ -10,8 +10,10 @@ from typing import NamedTuple
 import torch
 
 from fzero.components.remote.failure import Failed, Failure
+from fzero.components.remote.specs import Dims
 
 GRACE = 2.0  # seconds at most beyond the timeout, in which a collective that waits as long says what it waited for
+Box = tuple[tuple[int, int], ...]  # of each dim of a tensor, from where to where
 Name = tuple[int, int]  # the number of the call that makes a value, and its place among the results: 0 is no tensor
 
 
@@ -19,15 +21,29 @@ class Piece(NamedTuple):
     """This rank's part of a tensor.
 
     Attributes:
-        kind: how the tensor is made of the data ranks' parts: "rows" are joined along dim 0, "added" too, after those
-            of ranks with the same examples were added and taken times the weight; "mean" is an average by weights,
-            "sum" a sum times the weight; of "alike" and "same" any one is it, the first compared.
+        kind: how the tensor is made of the ranks' parts: each "block" is a piece of it, and so is each sum of those of
+            the ranks that have the same, divided by the weight, where they are "added"; "mean" is an average by
+            weights; of "alike" any one is it, once all were compared.
+        dims: for each dim the axes that it lies over; of a mean those that its weights depend on.
     """
 
     kind: str
     tensor: torch.Tensor
+    dims: Dims = ()
     weight: float = 1.0
     version: int = 0
+
+
+def whole(tensor: torch.Tensor) -> Piece:
+    """The piece of what every rank has."""
+    return Piece("block", tensor, ((),) * tensor.ndim)
+
+
+def cut_to(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """A box of a tensor: rows are shared with it, and anything else is new memory."""
+    out = tensor[tuple([slice(start, stop) for start, stop in box])]
+    rows = all(n == m for n, m in zip(out.shape[1:], tensor.shape[1:], strict=True))
+    return out if rows else out.contiguous()
 
 
 def version_of(tensor: torch.Tensor) -> int:
@@ -42,6 +58,7 @@ class Meta(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: str
+    dims: Dims
     weight: float
 
 
@@ -51,7 +68,7 @@ def _kept(value: object) -> object:
 
 def _meta(piece: Piece) -> Meta:
     tensor = piece.tensor
-    return Meta(piece.kind, tuple(tensor.shape), tensor.dtype, str(tensor.device), piece.weight)
+    return Meta(piece.kind, tuple(tensor.shape), tensor.dtype, str(tensor.device), piece.dims, piece.weight)
 
 
 class Record:
@@ -61,7 +78,7 @@ class Record:
         self.done = threading.Event()
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
-        self.sums: tuple[float, ...] = ()  # of tensors that ranks with the same examples must have alike
+        self.sums: tuple[tuple[int, int, float], ...] = ()  # place, piece and sum of what others must have alike
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
         self._freed: set[int] = set()
@@ -181,8 +198,8 @@ class Values:
             return failed.failure
         return record.failure or record.metas[name[1]]
 
-    def rows(self, name: Name, start: int, stop: int) -> torch.Tensor:
-        """Rows of a piece; all of one without dims, or where stop is -1."""
+    def block(self, name: Name, box: Box | None) -> torch.Tensor:
+        """A box of a piece; all of it where that is None."""
         piece = self.get(name)
         assert isinstance(piece, Piece)
         if version_of(piece.tensor) != piece.version:
@@ -191,5 +208,4 @@ class Values:
                 "function that was given it; expected values to stay as they are. Let functions compute new tensors."
             )
             raise Failed(Failure("RuntimeError", message, self.component, self.rank))
-        whole = stop < 0 or (start == 0 and stop == piece.tensor.shape[0])
-        return piece.tensor if whole else piece.tensor[start:stop]
+        return piece.tensor if box is None else cut_to(piece.tensor, box)

@@ -1,17 +1,11 @@
-"""What calls do on a rank: a step's verbs, over this rank's share, so that all together are those of the whole batch.
-
-A pullback on n data ranks gives the mean of theirs. A cotangent of joined rows is therefore taken times n, one of a
-mean times n and the rank's share of the examples, and input cotangents are divided by n.
-"""
+"""What calls do on a rank: a step's verbs over its share, so that all together are those of the whole batch."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import json
-import time
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -19,104 +13,19 @@ import torch
 from fzero.base import pytree
 from fzero.checkpoint.load import load
 from fzero.checkpoint.save import save
-from fzero.components.remote.layout import Layout
-from fzero.components.remote.link import Place
-from fzero.components.remote.values import Name, Piece
-from fzero.components.remote.wire import LEAF, packed, unpacked
+from fzero.components.remote.part import Operands, Part, Pulled
+from fzero.components.remote.values import Name, Piece, whole
+from fzero.components.remote.wire import Slot, packed, slots_of
 from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured
 from fzero.update.update import with_kept
 
 HALVES = ("", "both", "inputs", "params")
-KEPT = 4096  # calls whose times a rank remembers until somebody asks
 
 
-@dataclass
-class Operands:
-    """What a call works on, on one rank.
-
-    Attributes:
-        objects: states, grads and pullbacks, by what they are for.
-        split: of the tensors of the inputs in order, which are split over data ranks.
-        examples, total: this rank's rows of those, and all.
-    """
-
-    objects: dict[str, Any]
-    options: dict[str, Any]
-    inputs: tuple[Any, ...] = ()
-    skeleton: Any = LEAF
-    split: list[bool] = field(default_factory=list)
-    examples: int = 1
-    total: int = 0
-    cotangent: Any = None
-
-
-@dataclass
-class Part:
-    """What `build` gave a rank, and its place in its component."""
-
-    step: Any
-    params: object
-    place: Place
-    _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
-
-    def ran(self, verb: str, options: Mapping[str, Any], begun: float) -> None:
-        """Notes that a call was run, from a time until now."""
-        own = NAMES.index(verb), options.get("microbatch", -1), HALVES.index(options.get("halves", ""))
-        self._spans.append((*own, begun, time.monotonic()))
-
-    def spans(self) -> torch.Tensor:
-        """What was noted since it was last asked for: [calls, verb, microbatch, half, start and end], float64."""
-        found = torch.tensor(list(self._spans), dtype=torch.float64, device="cpu").reshape(-1, 5)
-        self._spans.clear()
-        return found
-
-    @property
-    def data_size(self) -> int:
-        return self.place.data_size
-
-    @property
-    def copies(self) -> int:
-        """How many of the ranks that the step takes means over get the same examples."""
-        return self.place.means // self.place.data_size
-
-    def share(self, operands: Operands, times: int = 1) -> float:
-        """This rank's share of the examples, times a number."""
-        examples, total = (operands.examples, operands.total) if operands.total else (1, self.data_size)
-        return times * examples / total
-
-    def piece(self, tensor: torch.Tensor, operands: Operands) -> Piece:
-        """An output's part."""
-        tensor, split = tensor.detach(), any(operands.split)
-        if not tensor.ndim and pytree.is_real(tensor):
-            return Piece("mean", tensor, self.share(operands) / self.copies)
-        return Piece("rows" if tensor.ndim and split else "alike" if split else "same", tensor)
-
-    def factor(self, piece: Piece, operands: Operands) -> float:
-        """By what a cotangent of an output is multiplied."""
-        by_kind = {"rows": float(self.data_size), "mean": self.share(operands, self.data_size)}
-        return by_kind.get(piece.kind, 1.0)
-
-
-@dataclass
-class Pulled:
-    """A pullback on one rank, and what cotangents of the whole outputs become for it.
-
-    Attributes:
-        spec: of the outputs.
-        names, factors: of their leaves, by place; no tensor has no name.
-        places: of the flat inputs, the numbers of the tensors among them.
-        layouts: of the outputs over all data ranks, as far as they were asked for.
-    """
-
-    pullback: Any
-    spec: pytree.Spec
-    names: list[Name | None]
-    factors: list[float]
-    places: list[list[int | None]]
-    split: list[bool]
-    layouts: dict[int, Layout] = field(default_factory=dict)
-    grads: Any = None
+def numbers_of(verb: str, options: Mapping[str, Any]) -> tuple[int, int, int]:
+    """A call as numbers: its verb, microbatch and half."""
+    return NAMES.index(verb), options.get("microbatch", -1), HALVES.index(options.get("halves", ""))
 
 
 class Results(NamedTuple):
@@ -126,22 +35,23 @@ class Results(NamedTuple):
     trees: object = None
 
 
-class _Place(NamedTuple):
-    number: int
-
-
 def _is_tensor(node: object) -> bool:
     return isinstance(node, torch.Tensor)
 
 
-def _returned(part: Part, operands: Operands, *trees: object) -> tuple[dict[int, object], tuple[Any, ...]]:
-    """The pieces of the tensors of some trees, from place 1 on, and the skeletons."""
+def _returned(
+    part: Part, operands: Operands, *trees: object, first: int = 0
+) -> tuple[dict[int, object], tuple[Any, ...]]:
+    """The pieces of the tensors of some trees, from place 1 on, and the skeletons.
+
+    Args:
+        first: the number of the first tree among what the function returned: outputs, then aux.
+    """
     values: dict[int, object] = {}
     skeletons = []
-    for number, tree in enumerate(trees):
+    for number, tree in enumerate(trees, first):
         own = packed(tree, _is_tensor, "aux" if number else "outputs")
-        for tensor in own.leaves:
-            values[len(values) + 1] = part.piece(tensor, operands)
+        values.update(enumerate(part.pieces(number, own, operands), len(values) + 1))
         skeletons.append(own.skeleton)
     return values, tuple(skeletons)
 
@@ -173,32 +83,21 @@ def _pulled(
     part: Part, operands: Operands, number: int, outputs: object, pullback: object, values: dict[int, object]
 ) -> Pulled:
     own = packed(outputs, _is_tensor, "outputs")
-    numbered = unpacked(own.skeleton, [_Place(place) for place in range(1, len(own.leaves) + 1)])
-    flat, _ = pytree.flatten(numbered, is_leaf=lambda node: isinstance(node, _Place))
-    names: list[Name | None] = [(number, x.number) if isinstance(x, _Place) else None for x in flat]
-    factors = []
-    for name in names:
-        piece = values[name[1]] if name else None
-        factors.append(part.factor(piece, operands) if isinstance(piece, Piece) else 1.0)
-    marked = unpacked(operands.skeleton, [_Place(place) for place in range(len(operands.split))])
-    flat_inputs = [pytree.flatten(tree, is_leaf=lambda node: isinstance(node, _Place))[0] for tree in marked]
-    places = [[x.number if isinstance(x, _Place) else None for x in own] for own in flat_inputs]
-    return Pulled(pullback, pytree.flatten(outputs)[1], names, factors, places, operands.split)
+    flat, spec = pytree.flatten(slots_of(own.skeleton))
+    names: list[Name | None] = [(number, x.number + 1) if isinstance(x, Slot) else None for x in flat]
+    pieces = [values[name[1]] if name else None for name in names]
+    factors = [part.factor(piece) if isinstance(piece, Piece) else 1.0 for piece in pieces]
+    flat_inputs = [pytree.flatten(tree)[0] for tree in slots_of(operands.skeleton)]
+    places = [[x.number if isinstance(x, Slot) else None for x in own] for own in flat_inputs]
+    return Pulled(pullback, spec, names, factors, places, operands.dims)
 
 
 def _input_pieces(part: Part, pulled: Pulled, cotangents: Sequence[Any]) -> dict[int, object]:
     values: dict[int, object] = {}
     for tree, places in zip(cotangents, pulled.places, strict=True):
         for place, leaf in zip(places, pytree.flatten(tree)[0] if tree is not None else (), strict=False):
-            if place is None or leaf is None:
-                continue
-            size, copies = part.data_size, part.copies
-            if not pulled.split[place]:
-                values[place + 1] = Piece("sum", leaf, 1 / (size * copies))
-            elif copies > 1:
-                values[place + 1] = Piece("added", leaf, 1 / (size * copies))
-            else:
-                values[place + 1] = Piece("rows", leaf if size == 1 else leaf / size)
+            if place is not None and leaf is not None:
+                values[place + 1] = part.input_piece(leaf, pulled.dims[place])
     return values
 
 
@@ -222,10 +121,10 @@ def _metrics(metrics: dict[str, Any], part: Part, operands: Operands) -> tuple[d
     """The values of metrics, which are the same on all ranks but for what the function itself returned as aux."""
     own = {name: value for name, value in metrics.items() if name != "aux"}
     skeleton, leaves = packed(own, _is_tensor, "metrics")
-    values: dict[int, object] = {place: Piece("same", x.detach()) for place, x in enumerate(leaves, 1)}
+    values: dict[int, object] = {place: whole(x.detach()) for place, x in enumerate(leaves, 1)}
     skeletons: tuple[Any, ...] = (skeleton,)
     if "aux" in metrics:
-        more, (aux,) = _returned(part, operands, metrics["aux"])
+        more, (aux,) = _returned(part, operands, metrics["aux"], first=1)
         values.update({len(leaves) + place: piece for place, piece in more.items()})
         skeletons = (skeleton, aux)
     return values, skeletons
@@ -262,7 +161,7 @@ class _Weighted:
 def _step(part: Part, operands: Operands, number: int) -> Results:
     """A whole step of a loss."""
     step, state, rng = part.step, operands.objects["state"], operands.options["rng"]
-    weight = part.share(operands, part.data_size)
+    weight = part.weight(operands.shares) * part.place.means
     if weight != 1.0:
         step = dataclasses.replace(step, fn=_Weighted(step.fn, weight, step.has_aux))
     state, metrics = step(state, *operands.inputs, rng=rng)
@@ -322,7 +221,7 @@ def _pass_grads(part: Part, operands: Operands, number: int) -> Results:
 
 def _gather(part: Part, operands: Operands, number: int) -> Results:
     skeleton, leaves = packed(gather(_tree(operands)), _is_tensor, "gather")
-    return Results({place: Piece("same", x) for place, x in enumerate(leaves, 1)}, (skeleton,))
+    return Results({place: whole(x) for place, x in enumerate(leaves, 1)}, (skeleton,))
 
 
 def _tree(operands: Operands) -> Any:
@@ -336,11 +235,11 @@ def _squares(part: Part, operands: Operands, number: int) -> Results:
     if "state" in operands.objects:
         tree = with_kept(operands.objects["state"], tree)
     (squares,) = measured([tree])
-    return Results({1: Piece("same", squares)})
+    return Results({1: whole(squares)})
 
 
 def _spans(part: Part, operands: Operands, number: int) -> Results:
-    return Results({1: Piece("same", part.spans())})
+    return Results({1: whole(part.spans())})
 
 
 def _look(part: Part, operands: Operands, number: int) -> Results:

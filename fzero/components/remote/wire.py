@@ -85,6 +85,18 @@ def unpacked(skeleton: Skeleton, leaves: Sequence[object]) -> Any:
     return tree
 
 
+class Slot:
+    """What stands for a leaf of a tree, by its number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def slots_of(skeleton: Skeleton) -> Any:
+    """The tree with a slot in place of each leaf."""
+    return unpacked(skeleton, [Slot(number) for number in range(places_of(skeleton))])
+
+
 def _tree(skeleton: Skeleton, leaves: Iterator[object]) -> Any:
     kind = skeleton[0]
     if kind == "leaf":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import time
 from typing import Any
 
@@ -14,7 +15,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import fzero as fz
-from fzero.components.remote.layout import Layout, joined, reads_of, share
+from fzero.components.remote.layout import joined, layout_of, reads_of, share
+from fzero.components.remote.link import Place
+from fzero.components.remote.pull import Table
+from fzero.components.remote.values import Meta, cut_to
 
 PLACES = [("threads", 1), ("threads", 2), ("threads", 3), ("processes", 2)]
 need_close = functools.partial(torch.testing.assert_close, rtol=1e-10, atol=1e-12)
@@ -79,7 +83,7 @@ def test_tensor_ranks_are_copies(on: str, ranks: int) -> None:
         need_close(fz.fetch(ct_x), by_x)
         need_close(dict(fz.gather(grads)), by_params)
         need_close(fz.fetch(fz.global_norm(grads)), torch.cat([g.flatten() for g in by_params.values()]).norm())
-        assert own.group.places[0].data_size == ranks // 2
+        assert own.group.places[0].piece(("dp",))[1] == ranks // 2
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -101,26 +105,40 @@ def test_ranks_that_share_a_sequence_are_of_one_mean(ranks: int) -> None:
         need_close(fz.gather(grads), by_params)
 
 
-@given(
-    lengths=st.lists(st.integers(0, 4), min_size=1, max_size=4),
-    readers=st.integers(1, 4),
-    copies=st.integers(1, 2),
-)
-def test_rows_are_cut_and_joined(lengths: list[int], readers: int, copies: int) -> None:
-    """All readers together have each row once, in order; what copies add up is added up."""
-    total = sum(lengths)
-    x = torch.arange(2.0 * total).view(total, 2)
-    parts = x.split(lengths)
-    for kind in ("rows", "added"):
-        layout = Layout(kind, tuple(lengths), (total, 2), x.dtype, "cpu", (1.0,) * len(lengths), copies)
-        got = []
-        for reader in range(readers):
-            rows = share(total, reader, readers)
-            own = [parts[read.data_rank][read.start : read.stop] for read in reads_of(layout, rows, reader)]
-            got.append(joined(layout, rows, own, "x").to(x.dtype))
-            assert got[-1].shape == (rows[1] - rows[0], 2)
-        assert torch.equal(torch.cat(got), x * (copies if kind == "added" else 1))
-        assert [len(each) for each in got] == [len(each) for each in torch.arange(total).tensor_split(readers)]
+@given(data=st.data())
+def test_blocks_are_cut_and_joined(data: st.DataObject) -> None:
+    """All readers together have each element once, in order; what copies of a piece add up is added up."""
+    sizes = {name: data.draw(st.integers(1, 3)) for name in "abc"}
+    copies, readers = data.draw(st.integers(1, 2)), {name: data.draw(st.integers(1, 3)) for name in "xy"}
+    ranks = [*itertools.product(*[range(size) for size in sizes.values()])]
+    axes = [tuple(zip(sizes, where, sizes.values(), strict=True)) for where in ranks]
+    means = len(ranks) * copies
+    places = [Place(own, (*sizes,), (), number, means) for number, own in enumerate(axes * copies)]
+    dims = data.draw(st.sampled_from([(), ("a",), ("c", "a")])), data.draw(st.sampled_from([(), ("b",)]))
+    pieces = [Place(axes[0]).piece(names)[1] for names in dims]
+    lengths = [data.draw(st.lists(st.integers(0, 3), min_size=n, max_size=n)) for n in pieces]
+    x = torch.arange(1.0 + sum(lengths[0]) * sum(lengths[1]))[1:].view(sum(lengths[0]), sum(lengths[1]))
+    table = Table("x", places, [None] * means)
+    for kind in ("block", "added"):
+        metas = []
+        for place in places:
+            shape = tuple([own[place.piece(names)[0]] for own, names in zip(lengths, dims, strict=True)])
+            metas.append(Meta(kind, shape, x.dtype, "cpu", dims, 1.0))
+        layout = layout_of(metas, places, "x")
+        assert layout.shape == x.shape and layout.lengths == tuple(map(tuple, lengths))
+        boxes = [layout._replace(kind="block").box(place) for place in places]
+        parts = [x if box is None else x[tuple([slice(*own) for own in box])] for box in boxes]
+        same = means // math.prod(pieces) if kind == "added" else 1
+        groups = table.groups(layout.axes)
+        for reader in itertools.product(*[range(size) for size in readers.values()]):
+            box = tuple([share(n, *own) for n, *own in zip(x.shape, reader, readers.values(), strict=True)])
+            slices = tuple([slice(*own) for own in box])
+            for wanted, expected in ((box, x[slices]), (None, x)):
+                reads = reads_of(layout, groups, wanted, sum(reader))
+                cut = lambda each: parts[each.rank] if each.box is None else cut_to(parts[each.rank], each.box)
+                got = [[(each, cut(each)) for each in own] for own in reads]
+                assert torch.equal(joined(layout, wanted, got, "x"), expected * same)
+        assert [*share(len(x), 0, readers["x"])] == [0, len(x.tensor_split(readers["x"])[0])]
 
 
 def test_operands_are_brought_while_earlier_calls_compute() -> None:

@@ -1,0 +1,161 @@
+"""What arrives of a call's inputs and cotangents on one rank: the pieces that are its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.components.remote.cuts import Cut, Totals, even_box, need_lengths, ragged_box
+from fzero.components.remote.layout import Layout
+from fzero.components.remote.link import Place
+from fzero.components.remote.part import Operands, Pulled
+from fzero.components.remote.pull import Leaf, Puller, whole
+from fzero.components.remote.specs import Dims
+from fzero.components.remote.values import Box, cut_to
+from fzero.components.remote.wire import Skeleton, unpacked
+
+
+def bring_inputs(
+    out: Operands,
+    given: tuple[Skeleton, Sequence[Leaf], Sequence[Any]],
+    place: Place,
+    puller: Puller,
+    who: str,
+) -> None:
+    """Brings the inputs of a call, and notes how they lie."""
+    skeleton, leaves, sent = given
+    cuts = [Cut(*each) for each in sent]
+    shapes: dict[int, tuple[int, ...]] = {
+        number: leaf[2] if leaf[0] == "slice" else tuple(leaf[1].shape)
+        for number, leaf in enumerate(leaves)
+        if leaf[0] in ("slice", "tensor")
+    }
+    tensors: dict[int, Any] = {}
+
+    def dims_of(number: int) -> Dims:
+        return cuts[number].dims_of(place, shapes[number], f"{who}: tensor {number} of the inputs")
+
+    def box_of(number: int) -> Box | None:
+        cut = cuts[number]
+        if cut.leads:
+            return None
+        if cut.lengths < 0:
+            return even_box(dims_of(number), shapes[number], place)
+        over = dims_of(cut.lengths)[0]
+        what = f"{who}: tensor {number} of the inputs"
+        return ragged_box(dims_of(number), over, shapes[number], tensors[cut.lengths], place, what)
+
+    def asked(number: int) -> Callable[[Layout], Box | None]:
+        def box(layout: Layout) -> Box | None:
+            _need_term(shapes.setdefault(number, layout.shape), layout.shape, number, who)
+            return box_of(number)
+
+        return box
+
+    def own(leaf: Leaf, number: int) -> Leaf:
+        """A sum with the pieces of the tensors among its terms."""
+        if leaf[0] == "sum":
+            return "sum", [own(each, number) for each in leaf[1]]
+        if leaf[0] != "tensor" or leaves[number][0] != "sum":
+            return leaf
+        _need_term(shapes.setdefault(number, tuple(leaf[1].shape)), leaf[1].shape, number, who)
+        box = box_of(number)
+        return leaf if box is None else ("tensor", cut_to(leaf[1], box))
+
+    for ragged in (False, True):  # rows are asked for once the lengths are known
+        numbers = [number for number, cut in enumerate(cuts) if (cut.lengths >= 0) == ragged]
+        wanted = [(own(leaves[number], number), asked(number)) for number in numbers]
+        found = puller.pulled(wanted) if wanted else []
+        tensors.update(zip(numbers, found, strict=True))
+        for number in numbers:
+            if cuts[number].leads:
+                need_lengths(tensors[number], f"{who}: tensor {number} of the inputs")
+    totals = Totals(who)
+    for number, (leaf, cut) in enumerate(zip(leaves, cuts, strict=True)):
+        dims = dims_of(number)
+        totals.need(number, dims if cut.lengths < 0 else ((), *dims[1:]), shapes[number])
+        if cut.leads or (leaf[0] == "tensor" and cut.lengths >= 0):
+            box = even_box(dims, shapes[number], place) if cut.leads else box_of(number)
+            tensors[number] = tensors[number] if box is None else cut_to(tensors[number], box)
+    out.inputs = unpacked(skeleton, [tensors[number] for number in range(len(leaves))])
+    out.skeleton, out.dims = skeleton, [dims_of(number) for number in range(len(leaves))]
+    out.shares = totals.shares(place)
+
+
+def _need_term(shape: Sequence[int], other: Sequence[int], number: int, who: str) -> None:
+    if tuple(shape) != tuple(other):
+        raise ValueError(
+            f"{who}: tensor {number} of the inputs is a sum of values of shapes {tuple(shape)} and {tuple(other)}, "
+            "expected one shape, as each rank adds up its own pieces. Fetch the sum, or add in the function."
+        )
+
+
+class _Leaf:
+    """A cotangent's leaf that is not here yet."""
+
+    def __init__(self, leaf: Leaf) -> None:
+        self.leaf = leaf
+
+
+def brought_cotangent(
+    pulled: Pulled, skeleton: Skeleton, leaves: Sequence[Leaf], place: Place, puller: Puller, identity: str
+) -> object:
+    """This rank's part of a cotangent: the blocks of its own outputs, and its share of a mean.
+
+    Args:
+        identity: of the component.
+    """
+    flat, spec = pytree.flatten(unpacked(skeleton, [_Leaf(leaf) for leaf in leaves]))
+    if spec != pulled.spec:
+        raise ValueError(
+            f"cotangent: got the structure {spec}, expected that of the outputs, {pulled.spec}. Give one cotangent "
+            "per output, in the same containers; None counts as zero."
+        )
+    numbers = [number for number, leaf in enumerate(flat) if isinstance(leaf, _Leaf)]
+    missing = [number for number in numbers if pulled.names[number] is not None and number not in pulled.layouts]
+    if missing:
+        names = [name for number in missing if (name := pulled.names[number]) is not None]
+        pulled.layouts.update(zip(missing, puller.layouts(identity, names), strict=True))
+    wanted = []
+    for number in numbers:
+        expected = pulled.layouts.get(number)
+        wanted.append((_own_block(flat[number].leaf, expected, place, number), _asked(expected, place, number)))
+    for number, tensor in zip(numbers, puller.pulled(wanted), strict=True):
+        factor = pulled.factors[number]
+        flat[number] = tensor if tensor is None or factor == 1.0 else tensor * factor
+    return pytree.unflatten(spec, flat)
+
+
+def _asked(expected: Layout | None, place: Place, number: int) -> Callable[[Layout], Box | None]:
+    """Which block of a cotangent is this rank's."""
+    if expected is None or expected.kind != "block":
+        return whole
+
+    def box(layout: Layout) -> Box | None:
+        _need_shape(layout.shape, expected, number)
+        return expected.box(place)
+
+    return box
+
+
+def _own_block(leaf: Leaf, expected: Layout | None, place: Place, number: int) -> Leaf:
+    """A leaf that is a whole tensor of the caller's, cut to this rank's block."""
+    if leaf[0] == "sum":
+        return "sum", [_own_block(each, expected, place, number) for each in leaf[1]]
+    if leaf[0] != "tensor" or expected is None or expected.kind != "block":
+        return leaf
+    _need_shape(tuple(leaf[1].shape), expected, number)
+    box, tensor = expected.box(place), leaf[1]
+    assert isinstance(tensor, torch.Tensor)
+    return leaf if box is None else ("tensor", cut_to(tensor, box))
+
+
+def _need_shape(got: Sequence[int], expected: Layout, number: int) -> None:
+    if tuple(got) != expected.shape:
+        raise ValueError(
+            f"cotangent of output {number}: got shape {tuple(got)}, expected {expected.shape}, that of the output over "
+            "all ranks. Give the cotangent of this forward's own output."
+        )

@@ -1,0 +1,154 @@
+"""What a rank computes with, and what its share of inputs and outputs is in those of the whole batch.
+
+A pullback gives the mean over the n ranks that the step takes means over, of which c may have the same piece. The
+cotangent of a piece is therefore taken times n / c, one of a mean times n and the rank's weight, and the cotangents of
+inputs are the sums over the c, divided by n.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from fzero.base import pytree
+from fzero.components.remote.layout import Layout
+from fzero.components.remote.link import Place
+from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
+from fzero.components.remote.values import Name, Piece
+from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
+
+KEPT = 4096  # calls whose times a rank remembers until somebody asks
+
+
+@dataclass
+class Operands:
+    """What a call works on, on one rank.
+
+    Attributes:
+        objects: states, grads and pullbacks, by what they are for.
+        dims: of the tensors of the inputs in order, the axes that each dim lies over.
+        shares: by axes that a dim of inputs lies over, how much of it this rank has, and of how much.
+    """
+
+    objects: dict[str, Any]
+    options: dict[str, Any]
+    inputs: tuple[object, ...] = ()
+    skeleton: Skeleton = LEAF
+    dims: list[Dims] = field(default_factory=list)
+    shares: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
+    cotangent: object = None
+
+
+@dataclass
+class Pulled:
+    """A pullback on one rank, and what cotangents of the whole outputs become for it.
+
+    Attributes:
+        spec: of the outputs.
+        names, factors: of their leaves, by place; no tensor has no name.
+        places: of the flat inputs, the numbers of the tensors among them.
+        dims: of these, the axes that each dim lies over.
+        layouts: of the outputs over all ranks, as far as they were asked for.
+    """
+
+    pullback: Any
+    spec: pytree.Spec
+    names: list[Name | None]
+    factors: list[float]
+    places: list[list[int | None]]
+    dims: list[Dims]
+    layouts: dict[int, Layout] = field(default_factory=dict)
+
+
+@dataclass
+class Part:
+    """What `build` gave a rank, and its place in its component."""
+
+    step: Any
+    params: object
+    place: Place
+    out_specs: object = None
+    _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
+
+    def ran(self, place: Sequence[float], begun: float) -> None:
+        """Notes that a call was run, from a time until now: the numbers of its verb, microbatch and half."""
+        self._spans.append((*place, begun, time.monotonic()))
+
+    def spans(self) -> torch.Tensor:
+        """What was noted since it was last asked for: [calls, verb, microbatch, half, start and end], float64."""
+        found = torch.tensor(list(self._spans), dtype=torch.float64, device="cpu").reshape(-1, 5)
+        self._spans.clear()
+        return found
+
+    def weight(self, shares: Mapping[tuple[str, ...], tuple[int, int]]) -> float:
+        """This rank's weight in the mean of what each rank has a scalar of: its share of what the inputs are cut to.
+
+        Raises:
+            ValueError: the shares of several inputs are not the same.
+        """
+        place = self.place
+        shares = {own: share for own, share in shares.items() if {*own} & {*place.averaged}}  # others have it alike
+        names = [name for own in shares for name in own]
+        if all(total % place.piece(own)[1] == 0 for own, (_, total) in shares.items()):
+            return 1 / place.means
+        if len({*names}) < len(names) or not {*names} <= {*place.averaged}:
+            raise ValueError(
+                "fz.remote: the function returned a scalar, which is averaged by how much of the inputs each rank has, "
+                f"and they are cut over axes that overlap into pieces of unequal sizes: {list(shares)}. Give equal "
+                "pieces, or return the scalar as sum and count, with a dim: x[None]."
+            )
+        by_axes = [own / total if total else 1 / place.piece(axes)[1] for axes, (own, total) in shares.items()]
+        return math.prod(by_axes) / place.copies(names)
+
+    def pieces(self, number: int, tree: Packed, operands: Operands) -> list[Piece]:
+        """The pieces that this rank has of the tensors in what the function returned.
+
+        Args:
+            number: of the tree: 0 is that of the outputs, further ones are aux.
+        """
+        what = f"aux {number}" if number else "outputs"
+        if self.out_specs is None:
+            return [self._piece(x, None, operands, what) for x in tree.leaves]
+        specs, whole = self.out_specs, slots_of(tree.skeleton)
+        if self.step.has_aux and isinstance(specs, tuple):
+            if number >= len(specs):
+                raise ValueError(
+                    f"fz.remote: got out_specs={specs}, expected specs of all that the function returns, aux, too."
+                )
+            specs = specs[number]
+        found = zip(pytree.flatten(whole)[0], dims_by_leaf(specs, whole, "out_specs", what), strict=True)
+        dims = {slot.number: own for slot, own in found if isinstance(slot, Slot)}
+        return [self._piece(x, dims[i], operands, what) for i, x in enumerate(tree.leaves)]
+
+    def _piece(self, tensor: torch.Tensor, dims: Dims | None, operands: Operands, what: str) -> Piece:
+        tensor = tensor.detach()
+        if dims is not None:
+            dims = need_dims(dims, tensor.shape, f"fz.remote: a tensor of the {what}")
+        if not tensor.ndim and operands.shares and not pytree.is_real(tensor):
+            return Piece("alike", tensor)
+        if not tensor.ndim and pytree.is_real(tensor):
+            names = dict.fromkeys([name for own in operands.shares for name in own])
+            axes = tuple([name for name in names if name in self.place.averaged])
+            return Piece("mean", tensor, (axes,), self.weight(operands.shares))
+        if dims is None:
+            dims = need_dims((self.place.batch,) if tensor.ndim and operands.shares else (), tensor.shape, what)
+        return Piece("block", tensor, dims)
+
+    def factor(self, piece: Piece) -> float:
+        """By what a cotangent of an output is multiplied."""
+        if piece.kind == "mean":
+            return piece.weight * self.place.means
+        return float(self.place.means // self.place.copies(axes_of(piece.dims))) if piece.kind == "block" else 1.0
+
+    def input_piece(self, cotangent: torch.Tensor, dims: Dims) -> Piece:
+        """The piece that this rank has of an input's cotangent."""
+        means = self.place.means
+        if self.place.copies(axes_of(dims)) > 1:
+            return Piece("added", cotangent, dims, float(means))
+        return Piece("block", cotangent if means == 1 else cotangent / means, dims)
