@@ -35,7 +35,7 @@ from fzero.table.spec import Spec
 class _Leaf(torch.Tensor):
     """A param as the function gets it: a tensor whose writes count, also those to its `data`."""
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # none: operations on it cost no more
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
