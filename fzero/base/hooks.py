@@ -28,6 +28,14 @@ def register(begin: Callable[[Callable[..., object]], RemovableHandle], hook: Ca
         return begin(hook)
 
 
+def has_posthooks(node: graph.Node) -> bool:
+    """Tells whether somebody has registered a hook on a node of a graph that sees, and may change, what it hands on."""
+    handle = register(node.register_hook, lambda *_: None)  # which leads to all of the node's
+    every = handle.hooks_dict_ref()
+    handle.remove()
+    return bool(every)
+
+
 class Registrations:
     """Notes whether somebody registers a hook on a tensor, a node of a graph or a module, from when it is made.
 

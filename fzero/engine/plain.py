@@ -35,7 +35,8 @@ from fzero.table.spec import Spec
 class _Leaf(torch.Tensor):
     """A param as the function gets it: a tensor whose writes count, also those to its `data`."""
 
-    __torch_function__ = torch.nn.Parameter.__torch_function__  # none: operations on it cost no more
+    # none, so that operations on it cost no more
+    __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
@@ -174,7 +175,7 @@ class PlainRun(Outcome):
         super().__init__(state, inputs, argnums, scale)
         self._leaves: Leaves | None = leaves
         self._partial, self._pulling = partial, threading.RLock()
-        self._rest: _Rest | dict[Key, Buffer] | None = None  # the second half of a pullback, or what it will bring
+        self._rest: _Rest | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
         hooks = Registrations()
@@ -200,7 +201,7 @@ class PlainRun(Outcome):
         real, rest, aux = ([x.detach() for x in own] for own in (*outputs.leaves, others.leaves[0]))
         outputs.leaves, others.leaves = [], []  # which are the graph's
         self._note(returned, real, (rest, aux))
-        self._hooked = hooks.any()
+        self._hooked = hooks.any()  # perhaps on what lies between a weight and its product
 
     def pull(
         self, cotangent: object, retain_graph: bool = False, *, into: Mapping[Key, Buffer] | None = None
@@ -230,12 +231,8 @@ class PlainRun(Outcome):
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
         with self._pulling, _around():
             real, leaves, cotangents = self._begun(cotangent)
-            if self._hooked:  # what a hook does along the way cannot be told apart
-                grads, out = self.pull(cotangent, retain_graph)
-                self._rest = grads
-                return out
             graph, params = Graph(real), [param.leaf for param in leaves.params]
-            weights = graph.weights(params, graph.leaves())
+            weights = [] if self._hooked else graph.weights(params, graph.leaves())
             split = Split(real, self._inputs, params)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
@@ -252,8 +249,6 @@ class PlainRun(Outcome):
         to sums."""
         with self._pulling, _around():
             rest, self._rest = self._rest, None
-            if isinstance(rest, dict):
-                return rest
             if rest is None or self.state is None or self._leaves is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so

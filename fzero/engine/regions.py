@@ -16,6 +16,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 
 from fzero.base import private
 from fzero.base.edges import SEPARABLE, SHAPES, WEIGHTS, Edge, Kept, is_hooked, is_python, name_of
+from fzero.base.hooks import has_posthooks
 
 
 @dataclass(eq=False)
@@ -152,7 +153,7 @@ class Regions:
 
     def _must_not_wait(self, region: Region) -> bool:
         for node in {node for node, _ in region.into}:
-            if not is_python(node) and (name_of(node) not in SEPARABLE or is_hooked(node)):
+            if not is_python(node) and (name_of(node) not in SEPARABLE or is_hooked(node) or has_posthooks(node)):
                 return True
         for node in region.nodes:
             if is_hooked(node):

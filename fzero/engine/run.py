@@ -10,7 +10,6 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
-from fzero.base.hooks import Registrations
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
@@ -75,11 +74,9 @@ class Run(Outcome):
             ends[:] = [Ends(real, wanted, primals)]
             return real, carried
 
-        hooks = Registrations()
         with self._mode():
             run: Any = torch.func.vjp(function, primals, differentiated, has_aux=True)
         real, self._pull, others = run
-        self._hooked = hooks.any()
         self._ends: Ends | None = ends[0]
         self._note(returned[0], real, others)
 
@@ -180,8 +177,7 @@ class Run(Outcome):
 
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         traversal, cotangents = self._begun(cotangent)
-        # who differentiate the result: the graph is theirs; and what a hook does along the way cannot be told apart
-        if self.outer or private.transforms() or self._hooked:
+        if self.outer or private.transforms():  # who differentiate the result: the graph is theirs
             grads, out = self._pulled(cotangent, retain_graph, False, None, None)
             self._rest = grads
             return out

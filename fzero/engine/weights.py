@@ -14,7 +14,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Grads, Kept, is_hooked, name_of
-from fzero.base.hooks import register
+from fzero.base.hooks import has_posthooks, register
 
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
 
@@ -75,7 +75,7 @@ class Graph:
                 node, place = uses[0]
                 name = name_of(node)
                 if Kept.is_product(node, place):
-                    if not is_hooked(node):
+                    if not (is_hooked(node) or has_posthooks(node)):
                         out.append((node, Weight(number, place, transposed, param.dtype)))
                     break
                 if name != _T and (name != _CAST or cast):  # of two casts each would round
