@@ -19,6 +19,8 @@ def variable(name: str, default: T) -> contextvars.ContextVar[T]:
 
 # the ranks of each process group that the running step takes means over
 averaged: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("averaged", ())
+# whether a step's function is running, which plain autograd may differentiate
+in_function: contextvars.ContextVar[bool] = variable("in_function", False)
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
 # the ranks of each process group, where examples are differentiated one by one, which are others on each

@@ -35,6 +35,8 @@ from fzero.table.spec import Spec
 class _Leaf(torch.Tensor):
     """A param as the function gets it: a tensor whose writes count, also those to its `data`."""
 
+    fzero_path: str
+
     # none, so that operations on it cost no more
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
 
@@ -45,8 +47,8 @@ class _Leaf(torch.Tensor):
     @data.setter
     def data(self, value: object) -> None:
         raise ValueError(
-            "step: the function sets .data of one of its params. Params change in step.update only: compute with a "
-            "copy (w = w.clone())."
+            f"step: the function sets .data of leaf {self.fzero_path!r}. Params change in step.update only: compute "
+            "with a copy (w = w.clone())."
         )
 
 
@@ -74,6 +76,7 @@ class Leaves:
             for slot in group.slots:
                 own = views[slot.leaf]
                 every[slot.leaf] = leaf = torch.Tensor._make_subclass(_Leaf, own, not group.row.frozen)
+                leaf.fzero_path = slot.path
                 if not group.row.frozen:
                     self.params.append(_Param(key, slot, leaf))
         self.every = [every[index] for index in range(len(layout.rows))]

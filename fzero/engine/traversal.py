@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from fzero.base import private
-from fzero.base.context import averaged, beside, during, variable
+from fzero.base.context import averaged, beside, during, in_function, variable
 from fzero.base.node import Tensors, direct, first_order
 from fzero.base.random import Seeds, seeded
 from fzero.capture.handle import Handle
@@ -146,6 +146,7 @@ class Traversal:
             with (
                 during(current, self),
                 during(running, self.layout),
+                during(in_function, True),
                 during(averaged, self.averaged),
                 during(beside, self.beside),
                 seeded(self.next_seed()),

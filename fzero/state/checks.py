@@ -14,6 +14,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
+from fzero.base.context import in_function
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer
@@ -115,7 +116,7 @@ def _entries(tree: Sharded) -> list[Buffer]:
 
 def constants(who: str, **arguments: object) -> list[Any]:
     """The arguments with tensors as they are to everybody: none may take part in a transform around this call."""
-    if not private.transforms():
+    if not (private.transforms() or _by_function()):
         return list(arguments.values())
     out = []
     for argument, tree in arguments.items():
@@ -130,6 +131,8 @@ def constants(who: str, **arguments: object) -> list[Any]:
 def _refuse_transformed(who: str, argument: str, tensor: torch.Tensor) -> None:
     """Refuses a tensor that a transform differentiates or maps."""
     transform = private.transform_of(tensor)
+    if transform is None and _by_function() and tensor.requires_grad:
+        transform = "the pullback of the step whose function runs"
     if transform is not None:
         instead = (
             "Call it outside of vmap, with the whole batch; for every example's gradient, call fz.per_example_grads."
@@ -152,9 +155,14 @@ def need_derivatives(who: str) -> None:
         )
 
 
+def _by_function() -> bool:
+    """Tells whether a step's function runs that plain autograd differentiates."""
+    return in_function.get() and torch.is_grad_enabled()
+
+
 def refuse_captured(who: str, fn: object) -> None:
     """Refuses the same in what a function closes over, in its closure, its defaults, or bound by functools.partial."""
-    if not private.transforms():
+    if not (private.transforms() or _by_function()):
         return
     fn = getattr(fn, "__func__", fn)
     names = ("__defaults__", "__kwdefaults__", *(("args", "keywords") if isinstance(fn, functools.partial) else ()))

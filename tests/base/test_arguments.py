@@ -306,6 +306,8 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "timeout": (lambda v: fz.remote(build, on="threads", timeout=v).close(), {"an int", "a float"}),
         "checked": (lambda v: fz.remote(build, on="threads", checked=v).close(), {"a bool"}),
         "options": (lambda v: fz.remote(build, on="threads", options=v), set()),
+        "in_specs": (lambda v: fz.remote(build, on="threads", in_specs=v).close(), {"None"}),
+        "out_specs": (lambda v: fz.remote(build, on="threads", out_specs=v).close(), {"None"}),
     },
     "fetch": {"tree": (lambda v: fz.fetch(v), {*KINDS})},
     "load_safetensors": {
