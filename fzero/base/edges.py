@@ -162,12 +162,6 @@ class Kept:
             return (0,) if name_of(node) == _CONVOLUTION and place > 0 else None
         return () if place == own.added else (own.right if place == own.left else own.left,)
 
-    @staticmethod
-    def is_product(node: Node, place: int) -> bool:
-        """Tells whether the cotangent along an edge is a product of two matrices."""
-        own = _MATMULS.get(name_of(node))
-        return own is not None and not own.batched and place in (own.left, own.right)
-
     def give(self, place: int) -> torch.Tensor:
         """The cotangent along one edge, once."""
         value = fitted(self._take(place).value(), self._edges[place])
@@ -199,6 +193,32 @@ class Kept:
     def _end(self) -> None:
         if not self._computes:
             self.grad, self._saved, self._edges = None, [], {}
+
+
+class ProductOf:
+    """What a node hands on along an edge, computed while it runs, where that is a product of two matrices.
+
+    Raises:
+        ValueError: it is none.
+    """
+
+    def __init__(self, node: Node, place: int) -> None:
+        own = _MATMULS.get(name_of(node))
+        if own is None or own.batched or place not in (own.left, own.right):
+            raise ValueError(f"{name_of(node)} hands on no product at {place}")
+        self._right = place == own.right
+        left, right = own.operands
+        self._saved = f"_saved_{left if self._right else right}"
+        mine = right if self._right else left
+        read = functools.partial(getattr, node)
+        sizes, strides = read(f"_saved_{mine}_sym_sizes"), read(f"_saved_{mine}_sym_strides")
+        self._by_columns = strides[0] == 1 and strides[1] == sizes[0]
+        self._alpha = 1 if own.added is None else read("_saved_alpha")
+
+    def of(self, node: Node, grad: torch.Tensor) -> Product:
+        """The product, of the node's own cotangent."""
+        other = getattr(node, self._saved)
+        return Product(*(_right if self._right else _left)(grad, other, self._by_columns), self._alpha)
 
 
 class _Other(NamedTuple):

@@ -134,12 +134,8 @@ class _Alias(torch.autograd.Function):
     """The identity: an input that the function may write to, as one that a graph begins with may not be."""
 
     @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override] - quicker than setup_context
         return x.detach()
-
-    @staticmethod
-    def setup_context(ctx: object, inputs: object, output: object) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: object, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
@@ -150,7 +146,7 @@ class _Alias(torch.autograd.Function):
 def _around() -> Iterator[None]:
     """Around a pullback."""
     try:
-        with torch.no_grad(), without_compiled_autograd(), private.outside_inference(), private.without_autocast():
+        with private.outside_inference(), torch.no_grad(), without_compiled_autograd(), private.without_autocast():
             yield
     except BaseException:
         private.forget_failed_backward()
@@ -212,16 +208,15 @@ class PlainRun(Outcome):
         """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
         with self._pulling, _around():
             real, leaves, cotangents = self._begun(cotangent)
-            graph = Graph(real)
-            ends, params = graph.leaves(), [param.leaf for param in leaves.params]
-            weights = [] if self._hooked else graph.weights(params, ends)
+            graph, params = Graph(real), [param.leaf for param in leaves.params]
+            weights = [] if self._hooked else graph.weights(params)
             sums = _Sums(leaves, into)
             own = {weight.number for _, weight in weights}
             others = [i for i in range(len(params)) if i not in own]
             asked = [*self._inputs, *[params[i] for i in others]]
             given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
             totals = {number: sums.place(number) for number in own}
-            found, added = pull(graph, given, asked, ends, weights, totals, retain_graph)
+            found, added = pull(graph, given, asked, weights, totals, retain_graph)
             count = len(self._inputs)
             sums.add(dict(zip(others, found[count:], strict=True)), added)
             out = self._placed(self._filled(found[:count]))
@@ -235,7 +230,7 @@ class PlainRun(Outcome):
         with self._pulling, _around():
             real, leaves, cotangents = self._begun(cotangent)
             graph, params = Graph(real), [param.leaf for param in leaves.params]
-            weights = [] if self._hooked else graph.weights(params, graph.leaves())
+            weights = [] if self._hooked else graph.weights(params)
             split = Split(real, self._inputs, params)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)

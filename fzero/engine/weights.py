@@ -6,6 +6,7 @@ tensor first, and reads it again; and where autocast has rounded a weight, once 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -13,8 +14,9 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from fzero.base.edges import Grads, Kept, is_hooked, name_of
+from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
 from fzero.base.hooks import has_posthooks, register
+from fzero.base.products import Product
 
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
 
@@ -26,59 +28,70 @@ class Weight(NamedTuple):
         number: the param's.
         place: of the edge that leads to it, of the product's node.
         transposed: whether its transpose is used.
+        product: its cotangent, while the node runs.
     """
 
     number: int
     place: int
     transposed: bool
     dtype: torch.dtype
+    product: ProductOf
 
-    def add_to(self, kept: Kept, total: torch.Tensor, first: bool) -> None:
+    def add_to(self, product: Product | Kept, total: torch.Tensor, first: bool) -> None:
         """Adds its cotangent to its sum."""
-        kept.add_to(self.place, total.t() if self.transposed else total, first, self.dtype)
+        own = total.t() if self.transposed else total
+        if isinstance(product, Product):
+            product.add_to(own, first, self.dtype)
+        else:
+            product.add_to(self.place, own, first, self.dtype)
 
 
 class Graph:
-    """The graph that leads from outputs to some of the leaves. To be dropped with it."""
+    """The graph that leads from outputs to leaves. To be dropped with it.
+
+    Attributes:
+        ends: the outputs that depend on anything.
+        uses: node -> the nodes that lead to it, and the places of their edges.
+        leaves: id of a leaf -> its node.
+    """
 
     def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
         self.ends = [o for o in outputs if o.requires_grad]
         roots = [o.grad_fn for o in self.ends if o.grad_fn is not None]
-        self.nodes = list(dict.fromkeys(roots))
-        self.uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.nodes}
-        self._roots = set(roots)
-        for node in self.nodes:  # which grows
-            for k, (other, _) in enumerate(node.next_functions):
+        nodes = list(dict.fromkeys(roots))
+        self.uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
+        self._roots, self.leaves = set(roots), dict[int, Node]()
+        uses, append = self.uses, nodes.append
+        for node in nodes:  # which grows
+            following = node.next_functions
+            for k, (other, _) in enumerate(following):
                 if other is not None:
-                    if other not in self.uses:
-                        self.uses[other] = []
-                        self.nodes.append(other)
-                    self.uses[other].append((node, k))
+                    if other in uses:
+                        uses[other].append((node, k))
+                    else:
+                        uses[other] = [(node, k)]
+                        append(other)
+            if not following:
+                variable = getattr(node, "variable", None)
+                if variable is not None:
+                    self.leaves[id(variable)] = node
 
-    def leaves(self) -> dict[int, Node]:
-        """id of a leaf -> its node."""
-        return {
-            id(variable): node
-            for node in self.nodes
-            if not node.next_functions and (variable := getattr(node, "variable", None)) is not None
-        }
-
-    def weights(self, params: Sequence[torch.Tensor], leaves: Mapping[int, Node]) -> list[tuple[Node, Weight]]:
+    def weights(self, params: Sequence[torch.Tensor]) -> list[tuple[Node, Weight]]:
         """Those among some leaves that are used in one product each, and its node."""
         out: list[tuple[Node, Weight]] = []
         for number, param in enumerate(params):
-            node = leaves.get(id(param))
+            node = self.leaves.get(id(param))
             if node is None or param.ndim != 2 or param.is_complex() or param._backward_hooks:  # type: ignore[attr-defined]
                 continue
             transposed, cast, uses = False, False, self.uses[node]
             while len(uses) == 1 and node not in self._roots:
                 node, place = uses[0]
                 name = name_of(node)
-                if Kept.is_product(node, place):
-                    if not (is_hooked(node) or has_posthooks(node)):
-                        out.append((node, Weight(number, place, transposed, param.dtype)))
-                    break
                 if name != _T and (name != _CAST or cast):  # of two casts each would round
+                    with contextlib.suppress(ValueError):
+                        product = ProductOf(node, place)
+                        if not (is_hooked(node) or has_posthooks(node)):
+                            out.append((node, Weight(number, place, transposed, param.dtype, product)))
                     break
                 transposed, cast, uses = transposed is not (name == _T), cast or name == _CAST, self.uses[node]
         return out
@@ -87,8 +100,9 @@ class Graph:
         """Adds these nodes, and all that lead to them, to those that were seen."""
         todo = [node for node in nodes if node not in seen]
         seen.update(todo)
+        uses = self.uses
         for node in todo:
-            for other, _ in self.uses[node]:
+            for other, _ in uses[node]:
                 if other not in seen:
                     seen.add(other)
                     todo.append(other)
@@ -98,7 +112,6 @@ def pull(
     graph: Graph,
     cotangents: Sequence[torch.Tensor],
     asked: Sequence[torch.Tensor],
-    leaves: Mapping[int, Node],
     weights: Sequence[tuple[Node, Weight]],
     totals: Mapping[int, tuple[torch.Tensor, bool]],
     retain_graph: bool,
@@ -110,45 +123,38 @@ def pull(
         totals: the weights' sums by number, and whether they begin.
     """
     added: set[int] = set()
-
-    def add(own: Sequence[Weight], kept: Kept) -> None:
-        for weight in own:
-            weight.add_to(kept, *totals[weight.number])
-            added.add(weight.number)
-
-    by_node: dict[Node, list[Weight]] = {}
-    for node, weight in weights:
-        by_node.setdefault(node, []).append(weight)
     runs: set[Node] = set()
-    graph.above([leaves[id(x)] for x in asked if id(x) in leaves], runs)
-    ends: list[Node] = []  # whose cotangents are asked for, as autograd would not come by otherwise
+    graph.above([graph.leaves[id(x)] for x in asked if id(x) in graph.leaves], runs)
+    ends: list[tuple[Node, Weight]] = []  # whose cotangents are asked for, as autograd would not come by otherwise
     handles: list[RemovableHandle] = []
-    for node, own in sorted(by_node.items(), key=lambda pair: pair[0]._sequence_nr()):
-        if node not in runs:
-            ends.append(node)
+    for node, weight in sorted(weights, key=lambda pair: pair[0]._sequence_nr()):
+        if node not in runs or any(node is end for end, _ in ends):
+            ends.append((node, weight))
             graph.above([node], runs)
             continue
 
-        def before(grads: Grads, node: Node = node, own: Sequence[Weight] = own) -> None:
+        def before(grads: Grads, node: Node = node, weight: Weight = weight) -> None:
             if grads[0] is not None:
-                add(own, Kept(node, grads[0], [weight.place for weight in own]))
+                weight.add_to(weight.product.of(node, grads[0]), *totals[weight.number])
+                added.add(weight.number)
 
         handles.append(register(node.register_prehook, before))
     found: Sequence[torch.Tensor | None] = [None] * (len(asked) + len(ends))
     try:
         if found and graph.ends:
-            wanted = [*asked, *[GradientEdge(node, 0) for node in ends]]
+            wanted = [*asked, *[GradientEdge(node, 0) for node, _ in ends]]
             found = torch.autograd.grad(
                 graph.ends,
-                wanted,
+                wanted,  # type: ignore[arg-type]
                 cotangents,
                 retain_graph=retain_graph,
-                allow_unused=True,  # type: ignore[arg-type]
+                allow_unused=True,
             )
     finally:
         for handle in handles:
             handle.remove()
-    for node, grad in zip(ends, found[len(asked) :], strict=True):
+    for (node, weight), grad in zip(ends, found[len(asked) :], strict=True):
         if grad is not None:
-            add(by_node[node], Kept(node, grad, [weight.place for weight in by_node[node]]))
+            weight.add_to(weight.product.of(node, grad), *totals[weight.number])
+            added.add(weight.number)
     return list(found[: len(asked)]), added
