@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
-from fzero.base.hooks import has_posthooks, register
+from fzero.base.hooks import register
 from fzero.base.products import Product
 
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
@@ -77,7 +77,10 @@ class Graph:
                     self.leaves[id(variable)] = node
 
     def weights(self, params: Sequence[torch.Tensor]) -> list[tuple[Node, Weight]]:
-        """Those among some leaves that are used in one product each, and its node."""
+        """Those among some leaves that are used in one product each, and its node.
+
+        Nobody may have registered a hook on the graph: it would not be called with what is added at once.
+        """
         out: list[tuple[Node, Weight]] = []
         for number, param in enumerate(params):
             node = self.leaves.get(id(param))
@@ -90,7 +93,7 @@ class Graph:
                 if name != _T and (name != _CAST or cast):  # of two casts each would round
                     with contextlib.suppress(ValueError):
                         product = ProductOf(node, place)
-                        if not (is_hooked(node) or has_posthooks(node)):
+                        if not is_hooked(node):
                             out.append((node, Weight(number, place, transposed, param.dtype, product)))
                     break
                 transposed, cast, uses = transposed is not (name == _T), cast or name == _CAST, self.uses[node]
