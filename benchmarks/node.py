@@ -7,6 +7,7 @@ A unit is two such nodes: its call, and the gate of its params.
 
 from __future__ import annotations
 
+import argparse
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ import torch
 
 from fzero.base.node import Node, Op, Tensors, apply
 
-NODES, ROUNDS = 50, 60
+NODES = 50
 
 
 class AddOne(Op):
@@ -46,9 +47,12 @@ def seconds(applied: Callable[..., Tensors]) -> float:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=60, help="default 60")
+    args = parser.parse_args()
     torch.set_num_threads(1)
     times: dict[str, list[float]] = {"torch's apply": [], "direct": []}
-    for _ in range(ROUNDS):
+    for _ in range(args.rounds):
         for name, applied in (("torch's apply", Node.apply), ("direct", apply)):
             times[name].append(seconds(applied))
     for name, found in times.items():

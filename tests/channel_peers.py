@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import multiprocessing
-import multiprocessing.context
 import multiprocessing.process
 import os
 import signal
@@ -17,6 +15,7 @@ from collections.abc import Callable, Iterator
 import torch
 from hypothesis import strategies as st
 
+from fzero.base.forking import Context, forking_context
 from fzero.channels import Address, Closed, Connection, Listener, connect, over_tcp
 from fzero.channels.tensors import DTYPES, Row, as_contiguous, memory
 
@@ -111,11 +110,9 @@ def soon(condition: Callable[[], bool], seconds: float = 5.0) -> bool:
     return True
 
 
-def context() -> multiprocessing.context.ForkServerContext:
-    """Processes that are forked from one that has imported torch, and has no threads."""
-    found = multiprocessing.get_context("forkserver")
-    found.set_forkserver_preload(["fzero.channels", "fzero.testing"])
-    return found
+def context() -> Context:
+    """Processes that are forked from the one that all ranks are forked from, which has no threads."""
+    return forking_context("fzero.testing")
 
 
 @contextlib.contextmanager

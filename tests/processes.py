@@ -1,4 +1,4 @@
-"""Examples as their users start them, in processes of their own."""
+"""Examples and benchmarks as their users start them, in processes of their own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nightly import NIGHTLY
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 # warnings are errors, but for one that is true of some machines
 STRICT = ("-W", "error", "-W", "ignore:Slow in torch:UserWarning")
+# nightly, ranks import torch themselves, which takes each of them three seconds
+FORKING = () if NIGHTLY else (str(Path(__file__).parent / "forking.py"),)
 
 
-def start_example(name: str, *options: str) -> subprocess.Popen[str]:
+def start_example(name: str, *options: str, forking: tuple[str, ...] = FORKING) -> subprocess.Popen[str]:
+    """Starts one; with `forking=()` its ranks begin as its user's do."""
     return subprocess.Popen(
-        [sys.executable, *STRICT, str(EXAMPLES / name), *options],
+        [sys.executable, *STRICT, *forking, str(EXAMPLES / name), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

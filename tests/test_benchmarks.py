@@ -7,15 +7,16 @@ import subprocess
 import sys
 from pathlib import Path
 
+from processes import FORKING
+
 FOLDER = Path(__file__).parent.parent / "benchmarks"
 TINY = "--width 16 --heads 2 --batch 2 --context 8 --steps 1 --warmup 1".split()
 
 
 def run(script: str, *arguments: str) -> str:
+    command = [sys.executable, *FORKING, str(FOLDER / script), *arguments]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, str(FOLDER / script), *arguments], env=environment, capture_output=True, text=True, timeout=250
-    )
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
@@ -53,7 +54,7 @@ def test_remote() -> None:
 
 
 def test_node() -> None:
-    assert "direct" in run("node.py")
+    assert "direct" in run("node.py", "--rounds", "5")
 
 
 def test_axes() -> None:

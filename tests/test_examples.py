@@ -19,6 +19,7 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 from processes import start_example
 from safetensors.torch import load_file
 
@@ -139,7 +140,7 @@ def test_the_pipeline_of_the_readme_trains() -> None:
 
 
 def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) -> None:
-    tiny = "--width 64 --heads 2 --context 16 --batch 1 --steps 2 --times 0.01 --limit".split()
+    tiny = "--width 64 --heads 2 --context 16 --batch 1 --steps 2 --times 0.001 --limit".split()
     folders = "--folder", str(tmp_path / "state"), "--out", str(tmp_path)
     stdout, stderr = start_example("bigger_than_memory.py", *tiny, "4096", *folders).communicate(timeout=240)
     assert "loss" in stdout and "times less than the state" in stdout, stderr
@@ -181,7 +182,8 @@ def test_needles_stand_where_their_digits_are_asked_for(
 
 
 def start(*options: str, out: Path) -> subprocess.Popen[str]:
-    return start_example("train_lm.py", *TINY, "--out", str(out), *options)
+    """As its user does, in one of the examples' tests."""
+    return start_example("train_lm.py", *TINY, "--out", str(out), *options, forking=())
 
 
 def check_weights(out: Path) -> None:
@@ -260,6 +262,8 @@ def test_a_run_that_rolls_back_is_resumed_as_if_never_stopped(
     assert all(each == whole for each in stopped)
 
 
+# otherwise tests/test_resuming.py has four such runs, of ranks that are forked
+@pytest.mark.skipif(not NIGHTLY, reason="runs with HYPOTHESIS_PROFILE=nightly")
 def test_a_resumed_run_is_one_that_was_never_stopped(tmp_path: Path) -> None:
     """To the bit, on the same number of ranks, wherever it was killed."""
     options = ("--steps", "6", "--save-every", "2", "--dtype", "fp32", "--eval-every", "6")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +10,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
-from processes import STRICT
+from processes import start_example
 from safetensors.torch import load_file
 from torch import nn
 
@@ -184,16 +182,11 @@ def test_without_transformers_it_says_what_to_install(lora: Any, monkeypatch: An
 
 def run_example(out: Path, *more: str) -> tuple[str, dict[str, torch.Tensor]]:
     """Its output, and the factors that it saved."""
-    done = subprocess.run(
-        [sys.executable, *STRICT, str(EXAMPLES / "lora.py"), *TINY, "--out", str(out), "--steps", "3", *more],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        timeout=120,
-    )
-    assert done.returncode == 0 and "Traceback" not in done.stderr, done.stderr
+    process = start_example("lora.py", *TINY, "--out", str(out), "--steps", "3", *more)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
     assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
-    return done.stdout, load_file(out / "adapter.safetensors")
+    return stdout, load_file(out / "adapter.safetensors")
 
 
 def test_end_to_end(lora: Any, tmp_path: Path) -> None:

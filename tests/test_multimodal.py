@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -12,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from nightly import NIGHTLY
 from processes import EXAMPLES, interrupt, start_example
 from safetensors.torch import load_file
 
@@ -62,7 +62,7 @@ def check_same_bits(first: Path, second: Path) -> None:
 def test_the_same_bits_as_on_threads(on: str, threads: Path, tmp_path: Path) -> None:
     if on == "ray":  # half a minute; tests/components/remote/test_remote_ray.py has a smaller loop
         pytest.importorskip("ray")
-        if os.environ.get("HYPOTHESIS_PROFILE") != "nightly":
+        if not NIGHTLY:
             pytest.skip("runs with HYPOTHESIS_PROFILE=nightly")
     process = start_example("multimodal.py", *TINY, "--on", on, "--out", str(tmp_path))
     stdout, stderr = process.communicate(timeout=120)

@@ -12,6 +12,8 @@ import torch
 from processes import interrupt, start_example
 from safetensors.torch import load_file
 
+from fzero.testing import run_ranks
+
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TINY = "--width 32 --text-blocks 1 --heads 2 --longest 8 --batch 2 --eval-every 2 --eval-batches 1".split()
 
@@ -41,12 +43,7 @@ def check_files(example: Any, out: Path) -> None:
         assert (out / f"{name}.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("options", ["", "--ranks 1 --vision-stage 0 --text-stage 0 --batch 9"])
-def test_end_to_end(options: str, example: Any, tmp_path: Path) -> None:
-    process = start("--steps", "3", *options.split(), out=tmp_path)
-    stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == 0 and "Traceback" not in stderr, stderr
-    check_files(example, tmp_path)
+def check_said(stdout: str) -> None:
     for phrase in (
         "lines to train on",
         "blocks.0.mlp.up.weight",
@@ -57,6 +54,22 @@ def test_end_to_end(options: str, example: Any, tmp_path: Path) -> None:
         "without the image",
     ):
         assert phrase in stdout
+
+
+def test_end_to_end(example: Any, tmp_path: Path) -> None:
+    process = start("--steps", "3", out=tmp_path)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    check_files(example, tmp_path)
+    check_said(stdout)
+
+
+def test_one_rank_that_shards_nothing(example: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    more = "--steps 3 --ranks 1 --vision-stage 0 --text-stage 0 --batch 9 --out".split()
+    args = example.options([*TINY, *more, str(tmp_path)])
+    run_ranks(lambda rank: example.train(rank, 1, args, lambda: False), 1)
+    check_files(example, tmp_path)
+    check_said(capsys.readouterr().out)
 
 
 def test_ctrl_c_keeps_what_was_trained(example: Any, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import written
 import written_around
 import written_kinds
 import written_unseen
+from nightly import NIGHTLY
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -27,7 +28,7 @@ def as_dicts(tree: Any) -> Any:
     return dict(tree) if isinstance(tree, dict) else tree
 
 
-def follows(rank: int, name: str, world: int, stages: tuple[int, ...], times: int = 3) -> None:
+def follows(rank: int, name: str, world: int, stages: tuple[int, ...], times: int = 3 if NIGHTLY else 2) -> None:
     fn, params, plain = CASES[name]()
     batches = [written.X * (1 + i) for i in range(world)]
     pulled = [torch.func.grad(plain, argnums=(0, 1))(as_dicts(params), x) for x in batches]
@@ -69,19 +70,20 @@ def follows(rank: int, name: str, world: int, stages: tuple[int, ...], times: in
 
 @pytest.mark.parametrize("name", CASES)
 def test_is_what_plain_torch_makes_of_it(name: str) -> None:
-    run_ranks(functools.partial(follows, name=name, world=1, stages=(0, 3)), 1)
+    alone = (0, 3) if NIGHTLY or name in SHARED else (0,)
+    run_ranks(functools.partial(follows, name=name, world=1, stages=alone), 1)
     if name not in SHARED:
         stages = (1, 3) if len(name) % 3 else (2, 3)  # 1 and 2 differ in how microbatches are summed
-        run_ranks(functools.partial(follows, name=name, world=2, stages=stages, times=2), 2)
+        run_ranks(functools.partial(follows, name=name, world=2, stages=stages), 2)
 
 
 def all_of(rank: int, names: list[str]) -> None:
     """Stage 1, which differs in its reductions only, for every sixth case; threads run all stages of each."""
     for number, name in enumerate(names):
-        follows(rank, name, 2, (3,) if number % 6 else (1, 3), times=2)
+        follows(rank, name, 2, (3,) if number % 6 else (1, 3))
 
 
 def test_on_real_processes() -> None:
-    """Every third case; `make soak` draws all that is in them, on processes too."""
-    names = list(CASES)[::3]
+    """Every sixth case, nightly every third; `make soak` draws all that is in them, on processes too."""
+    names = list(CASES)[:: 3 if NIGHTLY else 6]
     run_ranks(functools.partial(all_of, names=names), 2, backend="processes", timeout=200)

@@ -13,5 +13,5 @@ def forking_context(module: str) -> Context:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([module])
+    context.set_forkserver_preload([module, "torch._dynamo"])  # torch.func's first pullback would import it in each
     return context

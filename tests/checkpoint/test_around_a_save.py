@@ -365,9 +365,9 @@ def test_local_urls(tmp_path: Path, path: str, is_folder: bool) -> None:
 # ---- ranks that take their time
 
 
-def slow_save(rank: int, folder: str, slow: int, pieces: float) -> str:
+def slow_save(rank: int, folder: str, slow: int, timeout: float, pieces: float) -> str:
     """What a save says where one rank's writes take so many times the process group's timeout."""
-    timeout, write = 2.0, files.write
+    write = files.write
     group: Any = torch.distributed.new_group(timeout=datetime.timedelta(seconds=timeout))
     mesh = torch.distributed.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("dp",))
 
@@ -381,17 +381,19 @@ def slow_save(rank: int, folder: str, slow: int, pieces: float) -> str:
         patch.setattr(chunks, "CHUNK", 4096)
         patch.setattr(files, "write", slowly)
         try:
-            fz.save(folder, step.init({"w": torch.ones(8000)}))
+            fz.save(folder, step.init({"w": torch.ones(6000)}))
             return "saved"
         except OSError as error:
             return str(error)
 
 
 @pytest.mark.parametrize("slow", [0, 1])
-@pytest.mark.parametrize(("pieces", "saved"), [(0.5, True), (2.5, False)])
-def test_a_rank_that_is_slower_than_the_timeout(tmp_path: Path, slow: int, pieces: float, saved: bool) -> None:
+@pytest.mark.parametrize(("timeout", "pieces", "saved"), [(2.0, 0.5, True), (1.0, 1.5, False)])
+def test_a_rank_that_is_slower_than_the_timeout(
+    tmp_path: Path, slow: int, timeout: float, pieces: float, saved: bool
+) -> None:
     """Who gets on is waited for; otherwise it has failed on every rank."""
-    fn = functools.partial(slow_save, folder=str(tmp_path), slow=slow, pieces=pieces)
+    fn = functools.partial(slow_save, folder=str(tmp_path), slow=slow, timeout=timeout, pieces=pieces)
     said = run_ranks(fn, 2, backend="processes")
     assert all((text == "saved") == saved for text in said), said
     assert (tmp_path / "manifest.json").exists() == saved

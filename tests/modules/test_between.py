@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 
 @pytest.mark.filterwarnings("ignore:std..:UserWarning", "ignore:Tensor.mT is deprecated:UserWarning")
-@settings(max_examples=120)
+@settings(max_examples=max(40, settings().max_examples))  # `make soak` draws more
 @given(st.integers(0, 10**9))
 def test_programs_are_equal_to_one_process_or_refused(seed: int) -> None:
     rng = random.Random(seed)

@@ -18,7 +18,7 @@ import pytest
 from fzero.stores import claim
 from fzero.stores.folder import Folder
 
-# writes until it is told to end by a line
+# writes again and again until it is told to end by a line
 HOLDER = """
 import sys, threading, torch
 from fzero.stores.disk import Disk
@@ -30,7 +30,7 @@ file = folder.start_write(source, "ones", Disk(path))
 file.written()
 ended = threading.Event()
 def write():
-    while not ended.is_set():
+    while not ended.wait(0.01):
         folder.start_write(source, "ones", Disk(path))
 thread = threading.Thread(target=write)
 thread.start()
