@@ -69,19 +69,36 @@ _BROKEN = (
 )
 
 
+# To Python these say something of the place where they are raised: an iteration ends, an attribute is not there.
+_SPECIAL = (StopIteration, StopAsyncIteration, AttributeError)
+
+
 def failure_of(error: BaseException, component: str, rank: int, identity: str = "") -> Failure:
     """An error as it is told."""
     if isinstance(error, Failed):
         return error.failure
-    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    trace = "".join(traceback.format_exception(error))
+    message, trace = _words(error)
+    if isinstance(error, _SPECIAL) or not isinstance(error, Exception):
+        message = f"{type(error).__name__}: {message}"
     broken = isinstance(error, RuntimeError) and any(words in message for words in _BROKEN)
     follows = broken or isinstance(error, PeerStopped)
     return Failure(_builtin(error), message, component, rank, trace, follows, broken, identity if broken else "")
 
 
+def _words(error: BaseException) -> tuple[str, str]:
+    """What an error says, and its trace; of one that cannot say anything, that."""
+    try:
+        message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+        return message, "".join(traceback.format_exception(error))
+    except Exception as broken:
+        message = f"{type(error).__name__}, whose words failed with {type(broken).__name__}"
+        return message, "".join([*traceback.format_tb(error.__traceback__), message])
+
+
 def _builtin(error: BaseException) -> str:
     """The nearest builtin type of an error that says one string."""
+    if isinstance(error, _SPECIAL):
+        return "RuntimeError"
     for kind in type(error).__mro__:
         if getattr(builtins, kind.__name__, None) is kind and kind not in (Exception, BaseException, object):
             return kind.__name__

@@ -1,0 +1,119 @@
+"""Handles as values: their sums, what is compared with them, errors and constants, are plain torch's or refused."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+
+D = torch.float64
+X = torch.arange(12, dtype=D).view(4, 3)
+
+
+def built(rank: int, fn: Any, shard: bool = True) -> Any:
+    step = fz.train_step(fn, fz.sgd(0.1))
+    return (fz.shard_zero1(step) if shard else step), {"w": torch.tensor([2.0], dtype=D)}
+
+
+def remote(fn: Any, ranks: int = 2, shard: bool = True) -> Any:
+    return fz.remote(functools.partial(built, fn=fn, shard=shard), ranks, "threads", timeout=10)
+
+
+def two(p: Any, x: torch.Tensor) -> Any:
+    return x * p["w"], (x * p["w"]).mean()
+
+
+@pytest.fixture(scope="module")
+def component() -> Iterator[Any]:
+    with remote(two) as own:
+        yield own
+
+
+@pytest.mark.parametrize("rows", [1, 2, 4])
+def test_sums_are_those_of_the_tensors(component: Any, rows: int) -> None:
+    """As inputs and as cotangents, of handles and tensors of any dtype."""
+    state, x = component.init(), X[:rows]
+    out, pullback = component.vjp(state, x)
+    sums = [out[0] + x, x + out[0] + x, out[0] + out[0], out[0] + x.float(), out[0] + x.to(torch.complex128)]
+    for total, times in zip(sums, (3, 4, 4, 3, 3), strict=True):
+        plain = fz.fetch(total)
+        assert (total.shape, total.dtype) == (plain.shape, plain.dtype) and plain.real.equal(times * x)
+        if plain.dtype == D:
+            assert fz.fetch(component.forward(state, total))[0].equal(2 * times * x)
+    grads, _ = pullback((out[0] + x, out[1] + out[1]))
+    torch.testing.assert_close(fz.gather(grads)["w"], (3 * x * x).sum()[None] + 4 * x.mean() * x.mean())
+
+
+def test_terms_are_what_they_are_when_they_are_added(component: Any) -> None:
+    x = torch.ones(4, 3, dtype=D)
+    total = component.forward(component.init(), x)[0] + x
+    x.zero_()
+    assert fz.fetch(total).eq(3).all()
+
+
+def test_terms_that_do_not_fit_are_refused(component: Any) -> None:
+    state = component.init()
+    for use in (fz.fetch, lambda it: it.shape, lambda it: it.dtype, lambda it: component.forward(state, it)):
+        for other in (X[:1], X[0], None):
+            rows, loss = component.forward(state, X)
+            total = rows + (loss if other is None else other)
+            with pytest.raises(ValueError, match=r"\(4, 3\).*expected one shape|expected one shape.*\(4, 3\)"):
+                fz.fetch(use(total))
+    assert rows.shape == (4, 3)
+    with pytest.raises(ValueError, match="expected one shape"):
+        rows + X[0]
+    with pytest.raises(TypeError, match=r"x.detach"):
+        rows + X.clone().requires_grad_()
+
+
+def test_handles_are_not_compared_as_objects(component: Any) -> None:
+    """Which would be False whatever they are; as keys, and in `is`, they are themselves."""
+    loss = component.forward(component.init(), X)[1]
+    other = component.forward(component.init(), X)[1]
+    uses = [lambda: loss == 11.0, lambda: 11 != loss, lambda: loss == other, lambda: loss == torch.tensor(11.0)]
+    for use in [*uses, lambda: torch.tensor(11.0) == loss, lambda: loss + loss == 1, lambda: loss in [other]]:
+        with pytest.raises(TypeError, match=r"fz.fetch\(handle\)"):
+            use()
+    assert {loss: 1, other: 2}[loss] == 1 and loss in [loss] and loss != "text" and float(loss) == 11.0
+    assert loss is not None and loss != None and hash(loss) != hash(other)  # noqa: E711
+
+
+class Mine(StopIteration):
+    """One more that ends an iteration."""
+
+
+def raising(p: Any, x: torch.Tensor, kinds: dict[str, Any]) -> torch.Tensor:
+    if x.sum() > 20 and "name" in kinds:
+        raise {"stop": StopIteration, "mine": Mine, "async": StopAsyncIteration, "attribute": AttributeError}[
+            kinds["name"]
+        ]("the user's words")
+    return x * p["w"]
+
+
+@pytest.mark.parametrize("name", ["stop", "mine", "async", "attribute"])
+def test_errors_that_python_takes_for_something_else_are_named(name: str) -> None:
+    """An iteration would end early, a property would seem to be missing."""
+    with remote(raising, 1) as own:
+        state = own.init()
+        outs = [own.forward(state, x, {"name": name}) for x in (0 * X, X, 0 * X)]
+        for use in (lambda: list(map(fz.fetch, outs)), lambda: fz.fetch(outs), lambda: hasattr(outs[1], "shape")):
+            with pytest.raises(RuntimeError, match="(Stop.*Iteration|Mine|AttributeError): the user's words"):
+                use()
+
+
+def handed_on(p: Any, x: torch.Tensor, tree: Any) -> Any:
+    return x * p["w"], tree
+
+
+def test_constants_that_are_equal_are_not_the_same() -> None:
+    same = [True, 1, 1.0, False, 0, 0.0, -0.0, float("nan"), {True: 1}, {1: 1}, {1: True}, [1], (1,)]
+    with remote(handed_on, 1) as own:
+        state = own.init()
+        for tree in [*same, *same]:
+            _, got = own.forward(state, X, tree)
+            assert repr(got) == repr(tree)
