@@ -22,7 +22,7 @@ class Layout(NamedTuple):
         kind, dims: as of its pieces.
         lengths: of each dim those of its pieces, in order; of a dim that is whole its size alone.
         dtype, device: the device is where its parts lie.
-        weights: of a mean, by pieces of what its weights depend on; of what is added the one by which it is divided.
+        weights: of a mean, by pieces of what its weights depend on.
     """
 
     kind: str
@@ -159,7 +159,7 @@ def joined(
         terms = [part.to(wide) * weight for part, weight in pairs if weight]
         return _added(terms).to(layout.dtype)
     shape = layout.shape if box is None else tuple([stop - start for start, stop in box])
-    sums = [(own[0][0].to, _divided(_added([part for _, part in own]), layout.weights[0])) for own in blocks]
+    sums = [(own[0][0].to, _added([part for _, part in own])) for own in blocks]
     if len(sums) == 1 and sums[0][1].shape == shape:
         return sums[0][1]
     device = sums[0][1].device if sums else "cpu"
@@ -172,10 +172,6 @@ def joined(
 def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their sum, in rank order."""
     return functools.reduce(torch.add, terms)
-
-
-def _divided(tensor: torch.Tensor, weight: float) -> torch.Tensor:
-    return tensor if weight == 1.0 else tensor / weight
 
 
 def _alike(parts: Sequence[torch.Tensor], component: str) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """What a rank computes with, and what its share of inputs and outputs is in those of the whole batch.
 
 A pullback gives the mean over the n ranks that the step takes means over, of which c may have the same piece. The
-cotangent of a piece is therefore taken times n / c, one of a mean times n and the rank's weight, and the cotangents of
-inputs are the sums over the c, divided by n.
+cotangent of a piece is therefore taken times 1 / c, one of a mean times the rank's weight, the cotangents of inputs are
+the sums over the c, and grads are n times what the pullback gives: so nothing on the way is larger than in one process.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ from fzero.components.remote.link import Place
 from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
 from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
+from fzero.state.sharded import Sharded
 
 KEPT = 4096  # calls whose times a rank remembers until somebody asks
 
@@ -55,6 +56,7 @@ class Pulled:
         places: of the flat inputs, the numbers of the tensors among them.
         dims: of these, the axes that each dim lies over.
         layouts: of the outputs over all ranks, as far as they were asked for.
+        lacking: whether some ranks have no example of the batch.
     """
 
     pullback: Any
@@ -64,6 +66,7 @@ class Pulled:
     places: list[list[int | None]]
     dims: list[Dims]
     layouts: dict[int, Layout] = field(default_factory=dict)
+    lacking: bool = False
 
 
 @dataclass
@@ -106,6 +109,26 @@ class Part:
         by_axes = [own / total if total else 1 / place.piece(axes)[1] for axes, (own, total) in shares.items()]
         return math.prod(by_axes) / place.copies(names)
 
+    def lacks(self, shares: Mapping[tuple[str, ...], tuple[int, int]]) -> bool:
+        """Tells whether some ranks have no example of a batch that has some."""
+        averaged = {*self.place.averaged}
+        sizes = [(total, self.place.piece(own)[1]) for own, (_, total) in shares.items() if {*own} & averaged]
+        return any(0 < total < count for total, count in sizes)
+
+    def need_numbers(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        """Refuses what a rank without examples may have spoiled: its NaN, taken times 0, is NaN in every sum.
+
+        Args:
+            what: they are, in words.
+        """
+        for x in tensors:
+            if (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()):
+                raise ValueError(
+                    f"fz.remote: the batch has fewer examples than there are data ranks, and {what} are NaN. A rank "
+                    "that has no examples computes NaN where fn takes a mean over them, say. Give batches of at least "
+                    "as many examples as data ranks, or let fn return finite values where there are none."
+                )
+
     def pieces(self, number: int, tree: Packed, operands: Operands) -> list[Piece]:
         """The pieces that this rank has of the tensors in what the function returned.
 
@@ -143,12 +166,14 @@ class Part:
     def factor(self, piece: Piece) -> float:
         """By what a cotangent of an output is multiplied."""
         if piece.kind == "mean":
-            return piece.weight * self.place.means
-        return float(self.place.means // self.place.copies(axes_of(piece.dims))) if piece.kind == "block" else 1.0
+            return piece.weight
+        return 1.0 / self.place.copies(axes_of(piece.dims)) if piece.kind == "block" else 1.0
 
     def input_piece(self, cotangent: torch.Tensor, dims: Dims) -> Piece:
         """The piece that this rank has of an input's cotangent."""
+        return Piece("added" if self.place.copies(axes_of(dims)) > 1 else "block", cotangent, dims)
+
+    def grads(self, grads: Sharded) -> Sharded:
+        """The grads of the whole batch, of those that a pullback gave."""
         means = self.place.means
-        if self.place.copies(axes_of(dims)) > 1:
-            return Piece("added", cotangent, dims, float(means))
-        return Piece("block", cotangent if means == 1 else cotangent / means, dims)
+        return grads if means == 1 else grads.replaced(scale=grads.scale / means)

@@ -102,7 +102,7 @@ def test_errors_that_python_takes_for_something_else_are_named(name: str) -> Non
         state = own.init()
         outs = [own.forward(state, x, {"name": name}) for x in (0 * X, X, 0 * X)]
         for use in (lambda: list(map(fz.fetch, outs)), lambda: fz.fetch(outs), lambda: hasattr(outs[1], "shape")):
-            with pytest.raises(RuntimeError, match="(Stop.*Iteration|Mine|AttributeError): the user's words"):
+            with pytest.raises(RuntimeError, match=r"(Stop.*Iteration|Mine|AttributeError): the user's words"):
                 use()
 
 
