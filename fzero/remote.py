@@ -35,7 +35,12 @@ def remote(
     Seen from outside it is its function on the whole batch in one process: tensors of inputs are split along dim 0 over
     the data ranks (those that the step takes means over), tensors of outputs joined, scalars averaged by examples;
     grads and input cotangents are exactly that function's. Calls return at once, and what they make are handles;
-    `fz.fetch` waits. An input that is a handle of another component comes straight from its ranks.
+    `fz.fetch` waits; the first call of a kind (shapes, constants) waits for its outputs' tree. An input that is a
+    handle of another component comes straight from its ranks.
+
+    A floating scalar is taken for a mean over examples: a sum, a maximum or a ratio of a rank's share would be averaged,
+    too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there are
+    several, and so are NaN of a batch of which some ranks have no example.
 
     With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
     given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is

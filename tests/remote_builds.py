@@ -46,7 +46,7 @@ def program(p: dict[str, Any], tree: Any, ops: tuple[str, ...], scale: Any = Non
         "narrow": x[:, :1] * 2.0,
         "loss": x.square().sum(1).mean(),
         "other": {"a": x.mean(), "text": "constant", "pair": Pair(x.sum(1), None)},
-        "count": torch.tensor(3),
+        "flag": torch.tensor(True),
         "signs": (x > 0).long(),
     }
     out = [made[op] for op in ops]

@@ -186,7 +186,7 @@ class RemoteComponent:
         made = self.made(verb, arguments, given, held, key)
         if not known:
             try:
-                known.append(self._trees(made))
+                known.append(self.group.trees(made.call, first=True))
             except BaseException:
                 self._keys.pop(about, None)
                 raise

@@ -8,6 +8,7 @@ import itertools
 import queue
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Puller, Table
+from fzero.components.remote.share import Rows, words_of
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
 NOTICED = 1.0  # seconds in which the end of a process is noticed
@@ -246,8 +248,11 @@ class Group:
                     link.send(("table", identity, other.table(link)))
             self._known.add(identity)
 
-    def trees(self, number: int) -> Any:
+    def trees(self, number: int, first: bool = False) -> Any:
         """What a call has returned, without the tensors: the same on all ranks.
+
+        Args:
+            first: it is of a kind, and what is odd about its outputs is said.
 
         Raises:
             Exception: it failed.
@@ -263,13 +268,15 @@ class Group:
             raise self.error(failed.failure) from None
         if failures:
             raise self.error(first_of(failures))
-        trees, sums = zip(*found, strict=True)
+        trees, sums, rows = zip(*found, strict=True)
         if any(tree != trees[0] for tree in trees):
             raise ValueError(
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
                 f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
         self._need_alike([each for own in sums for each in own])
+        for words in words_of([[Rows(*each) for each in own] for own in rows]) if first else ():
+            warnings.warn(f"component {self.settings.component!r}: {words}", stacklevel=4)
         return trees[0]
 
     def _need_alike(self, sums: Sequence[tuple[int, int, float]]) -> None:

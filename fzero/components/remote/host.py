@@ -201,6 +201,7 @@ class Host:
                 call.record.sums = self._sums(call.key, values)
                 self._check(call.key, trees)
                 call.record.trees = trees
+                call.record.rows = tuple([tuple(each) for each in operands.rows])
                 del results
             except Exception as error:
                 failure = failure_of(error, self.component, self.rank, self.identity)

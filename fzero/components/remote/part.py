@@ -19,6 +19,7 @@ import torch
 from fzero.base import pytree
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
+from fzero.components.remote.share import Rows, need_no_numbers, rows_in
 from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
 from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
@@ -35,6 +36,7 @@ class Operands:
         objects: states, grads and pullbacks, by what they are for.
         dims: of the tensors of the inputs in order, the axes that each dim lies over.
         shares: by axes that a dim of inputs lies over, how much of it this rank has, and of how much.
+        rows: that outputs have here.
     """
 
     objects: dict[str, Any]
@@ -44,6 +46,7 @@ class Operands:
     dims: list[Dims] = field(default_factory=list)
     shares: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
     cotangent: object = None
+    rows: list[Rows] = field(default_factory=list)
 
 
 @dataclass
@@ -137,6 +140,10 @@ class Part:
         """
         what = f"aux {number}" if number else "outputs"
         if self.out_specs is None:
+            own = operands.shares.get(self.place.batch)
+            if own is not None and self.place.piece(self.place.batch)[1] > 1:
+                need_no_numbers(tree, operands.inputs, what)
+                operands.rows += rows_in(tree, own[0], what)
             return [self._piece(x, None, operands, what) for x in tree.leaves]
         specs, whole = self.out_specs, slots_of(tree.skeleton)
         if self.step.has_aux and isinstance(specs, tuple):

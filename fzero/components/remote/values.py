@@ -79,6 +79,7 @@ class Record:
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
         self.sums: tuple[tuple[int, int, float], ...] = ()  # place, piece and sum of what others must have alike
+        self.rows: tuple[tuple[object, ...], ...] = ()  # of outputs, as of `share.Rows`
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
         self._freed: set[int] = set()
@@ -167,11 +168,11 @@ class Values:
         return self._ended(name[0], alive).value(name[1])
 
     def trees(self, call: int, alive: Callable[[], None]) -> object:
-        """The trees that a call returned, and `Record.sums`, waited for likewise."""
+        """The trees that a call returned, `Record.sums` and `Record.rows`, waited for likewise."""
         record = self._ended(call, alive)
         if record.failure is not None:
             raise Failed(record.failure)
-        return record.trees, record.sums
+        return record.trees, record.sums, record.rows
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)

@@ -140,12 +140,15 @@ def _class(module: str, name: str) -> Any:
     return found
 
 
+def children_of(skeleton: Skeleton) -> tuple[Skeleton, ...]:
+    """Those of a container; of a leaf or a constant none."""
+    place = {"list": 1, "tuple": 1, "namedtuple": 3}.get(skeleton[0], 2)
+    return skeleton[place] if skeleton[0] not in (*_ALONE, "leaf") else ()
+
+
 def places_of(skeleton: Skeleton) -> int:
     """How many leaves a tree has."""
-    if skeleton[0] == "leaf":
-        return 1
-    children = {"list": 1, "tuple": 1, "namedtuple": 3}.get(skeleton[0], 2)
-    return sum(map(places_of, skeleton[children])) if skeleton[0] not in _ALONE else 0
+    return 1 if skeleton[0] == "leaf" else sum(map(places_of, children_of(skeleton)))
 
 
 def pruned(skeleton: Skeleton, keeps: Iterator[bool]) -> Skeleton:

@@ -83,3 +83,72 @@ def test_ranks_without_examples_spoil_nothing(fn: Any, ranks: int) -> None:
         enough = torch.ones(3, dtype=D)
         ones = torch.ones_like(own.forward(state, enough))
         assert fz.fetch(own(state, enough, cotangent=ones)[1]["skipped"]).item() is False
+
+
+def counted(p: Any, x: torch.Tensor, n: torch.Tensor, kind: str) -> Any:
+    made: dict[str, Any] = {
+        "count": (x > 0).sum(),
+        "rows": x.shape[0],
+        "size": x.shape,
+        "float": 0.5,
+        "nested": {"a": [(1,)]},
+        "handed on": n,
+        "bool": torch.tensor(True),
+        "python": (True, None, "text", torch.float32),
+        "signs": (x > 0).long(),
+    }
+    return x * p["w"], made[kind]
+
+
+def aux_counted(p: Any, x: torch.Tensor, n: torch.Tensor, kind: str) -> Any:
+    out, aux = counted(p, x, n, kind)
+    return out.mean(), aux
+
+
+def built_aux(rank: int) -> Any:
+    return fz.shard_zero1(fz.train_step(aux_counted, fz.sgd(0.1), has_aux=True)), {"w": torch.ones(3, dtype=D)}
+
+
+def test_numbers_that_may_be_of_a_share_are_refused() -> None:
+    """Also where they happen to be the same on all ranks; what all have is good, and one rank has all of the batch."""
+    x, n = torch.ones(4, 3, dtype=D), torch.tensor(7)
+    params = {"w": torch.ones(3, dtype=D)}
+    for ranks in (1, 2):
+        with remote(counted, ranks) as own, fz.remote(built_aux, ranks, "threads") as other:
+            state, theirs = own.init(), other.init()
+            for kind in ("count", "rows", "size", "float", "nested", "handed on", "bool", "python", "signs"):
+                uses = [
+                    lambda kind=kind: own.forward(state, x, n, kind)[1],
+                    lambda kind=kind: own.vjp(state, x, n, kind)[0][1],
+                    lambda kind=kind: other(theirs, x, n, kind)[1]["aux"],
+                ]
+                for use in uses:
+                    if ranks == 1 or kind in ("handed on", "bool", "python", "signs"):
+                        assert repr(fz.fetch(use())) == repr(counted(params, x, n, kind)[1])
+                    else:
+                        with pytest.raises(ValueError, match="a number without dims"):
+                            use()
+
+
+def joined(p: Any, x: torch.Tensor, kind: str) -> Any:
+    made: dict[str, Any] = {
+        "mean": x.mean(0, keepdim=True),
+        "param": p["w"] * 1,
+        "patches": x.repeat_interleave(2, 0),
+        "ragged": fz.Ragged(x[:1], torch.tensor([1] + [0] * (len(x) - 1))),
+    }
+    return x.mean(), made[kind]
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_rows_of_no_examples_are_named(rows: int) -> None:
+    x = torch.ones(rows, 3, dtype=D)
+    with remote(joined, 2) as own:
+        state = own.init()
+        for kind in ("mean", "param"):
+            with pytest.warns(UserWarning, match=r"tensor 1 of the outputs has . rows on every rank") as found:
+                own.forward(state, x, kind)
+            assert found[0].filename == __file__
+            own.forward(state, x, kind)
+        for kind in ("patches", "ragged"):
+            own.forward(state, x, kind)
