@@ -252,7 +252,7 @@ class Group:
         """What a call has returned, without the tensors: the same on all ranks.
 
         Args:
-            first: it is of a kind, and what is odd about its outputs is said.
+            first: it is of a kind: its outputs must fit together, and what is odd about them is said.
 
         Raises:
             Exception: it failed.
@@ -268,30 +268,20 @@ class Group:
             raise self.error(failed.failure) from None
         if failures:
             raise self.error(first_of(failures))
-        trees, sums, rows = zip(*found, strict=True)
+        trees, places, rows = zip(*found, strict=True)
         if any(tree != trees[0] for tree in trees):
             raise ValueError(
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
                 f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
-        self._need_alike([each for own in sums for each in own])
-        for words in words_of([[Rows(*each) for each in own] for own in rows]) if first else ():
-            warnings.warn(f"component {self.settings.component!r}: {words}", stacklevel=4)
+        if first:
+            for words in words_of([[Rows(*each) for each in own] for own in rows]):
+                warnings.warn(f"component {self.settings.component!r}: {words}", stacklevel=4)
+            try:
+                self.puller.layouts(self.settings.identity, [(number, place) for place in places[0]])
+            except Failed as failed:
+                raise self.error(failed.failure) from None
         return trees[0]
-
-    def _need_alike(self, sums: Sequence[tuple[int, int, float]]) -> None:
-        """Refuses outputs that differ between ranks that have the same piece of them: any one's would be taken."""
-        found: dict[tuple[int, int], list[float]] = {}
-        for place, piece, own in sums:
-            found.setdefault((place, piece), []).append(own)
-        for (place, _), own in found.items():
-            if max(own) - min(own) > 1e-5 * max(own):
-                raise ValueError(
-                    f"component {self.settings.component!r}: tensor {place} of the outputs differs between ranks that "
-                    f"have the same examples: its absolute values add up to {own}; expected the same on all. Put "
-                    "pieces together in the function (fz.parallel.gather or sum), split batches over these ranks, too, "
-                    "or say in out_specs= that each of them has its own piece."
-                )
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""

@@ -13,11 +13,11 @@ import torch
 
 from fzero.components.remote import verbs
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
+from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
 from fzero.components.remote.link import Arguments, Message
 from fzero.components.remote.part import Operands, Part, Pulled
-from fzero.components.remote.pull import Puller, Source, whole
-from fzero.components.remote.specs import axes_of
+from fzero.components.remote.pull import Arrived, Puller, Source, whole
 from fzero.components.remote.values import Box, Meta, Name, Piece, Record, Values, version_of
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
@@ -55,7 +55,7 @@ class Host:
         self.values = Values(component, rank, patience)
         self.puller = Puller(rank)
         self.peers: Sequence[Source] = ()
-        self._arrived: dict[int, Failure | None] = {}
+        self._arrived: dict[int, Failure | Arrived] = {}
         self._arrival = threading.Condition()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._ready: queue.Queue[tuple[_Call, Operands | Failure] | None] = queue.Queue(AHEAD)
@@ -108,8 +108,8 @@ class Host:
         except Failed as failed:
             return failed.failure
 
-    def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | None:
-        """Waits until a call's operands are here; what is told of why they are not."""
+    def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | Arrived:
+        """Waits until a call's operands are here: the digests of its objects, or what is told of why they are not."""
         with self._arrival:
             while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
                 alive()
@@ -127,7 +127,7 @@ class Host:
             except Exception as error:
                 operands = failure_of(error, self.component, self.rank, self.identity)
             if call.arguments.get("refers"):
-                operands = self._agreed(call.number, operands)
+                operands = self._agreed(call, operands)
                 self.report(("fetched", call.number))
             self._pass((call, operands))
             del operands, call
@@ -139,21 +139,36 @@ class Host:
             with contextlib.suppress(queue.Full):
                 return self._ready.put(item, timeout=0.5)
 
-    def _agreed(self, number: int, operands: Operands | Failure) -> Operands | Failure:
+    def _agreed(self, call: _Call, operands: Operands | Failure) -> Operands | Failure:
         """The operands, where all ranks have theirs: otherwise none runs the call, or some would wait for others."""
         if not self.peers:
             return operands
-        own = operands if isinstance(operands, Failure) else None
+        records = [] if isinstance(operands, Failure) else self._records(call)
+        digests = [(name, digest) for record in records for name, digest in record.digests]
+        own = operands if isinstance(operands, Failure) else (self.part.place.mean_rank, digests)
         with self._arrival:
-            self._arrived[number] = own
-            self._arrived.pop(number - 1000, None)
+            self._arrived[call.number] = own
+            self._arrived.pop(call.number - 1000, None)
             self._arrival.notify_all()
         try:
-            failures = [peer.arrived(number) for peer in self.peers]
+            told = [own, *[peer.arrived(call.number) for peer in self.peers]]
         except Failed as failed:
-            failures = [failed.failure]
-        found = [failure for failure in (own, *failures) if failure is not None]
-        return first_of(found) if found else operands
+            told = [own, failed.failure]
+        failures = [each for each in told if isinstance(each, Failure)]
+        if failures:
+            return first_of(failures)
+        differs = apart([((rank, name), d) for rank, each in told for name, d in each])  # type: ignore[misc]
+        if differs is not None:
+            (_, name), sums = differs  # type: ignore[misc]
+            return Failure("ValueError", unlike(self.component, name, sums), self.component, self.rank)
+        for record in records:
+            record.digests = []  # they are compared once
+        return operands
+
+    def _records(self, call: _Call) -> list[Record]:
+        """Those of the calls that made the objects of a call."""
+        made = dict.fromkeys([name[0] for name in call.arguments.get("objects", {}).values()])
+        return [self.values.record(number) for number in made]
 
     def _operands(self, call: _Call) -> Operands:
         given = call.arguments
@@ -198,7 +213,8 @@ class Host:
                 with self.around():
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
-                call.record.sums = self._sums(call.key, values)
+                if self.part.place.means <= len(self.peers) and call.verb in verbs.SHARED:
+                    call.record.digests = [*digests_of(values.get(0))]
                 self._check(call.key, trees)
                 call.record.trees = trees
                 call.record.rows = tuple([tuple(each) for each in operands.rows])
@@ -222,15 +238,6 @@ class Host:
                     "x.clone(), or wait for the call (fz.fetch) before you write."
                 )
 
-    def _sums(self, key: int | None, values: dict[int, object]) -> tuple[tuple[int, int, float], ...]:
-        """Sums of what other ranks should have too, for a comparison at the first call of a kind."""
-        out = []
-        for place, x in values.items() if key is not None and key not in self._trees else ():
-            if isinstance(x, Piece) and x.kind == "block":
-                number, count = self.part.place.piece(axes_of(x.dims))
-                out += [(place, number, float(_size(x.tensor.detach()).sum()))] if count <= len(self.peers) else []
-        return tuple(out)
-
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""
         if key is not None and self._trees.setdefault(key, trees) != trees:
@@ -239,8 +246,3 @@ class Host:
                 f"inputs of the same structure and shapes: got {trees}, expected {self._trees[key]}. The caller went "
                 "on with the earlier one. Return the same containers every time; numbers that change, as tensors."
             )
-
-
-def _size(x: torch.Tensor) -> torch.Tensor:
-    """The absolute values of a tensor of any dtype, in float64."""
-    return x.abs().to(torch.float64) if x.is_complex() else x.to(torch.float64).abs()

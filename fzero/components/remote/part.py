@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
+from fzero.components.remote.digests import digest_of
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
 from fzero.components.remote.share import Rows, need_no_numbers, rows_in
@@ -74,11 +75,16 @@ class Pulled:
 
 @dataclass
 class Part:
-    """What `build` gave a rank, and its place in its component."""
+    """What `build` gave a rank, and its place in its component.
+
+    Attributes:
+        ranks: of the component.
+    """
 
     step: Any
     params: object
     place: Place
+    ranks: int
     out_specs: object = None
     _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
 
@@ -165,10 +171,10 @@ class Part:
         if not tensor.ndim and pytree.is_real(tensor):
             names = dict.fromkeys([name for own in operands.shares for name in own])
             axes = tuple([name for name in names if name in self.place.averaged])
-            return Piece("mean", tensor, (axes,), self.weight(operands.shares))
+            return self._digested(Piece("mean", tensor, (axes,), self.weight(operands.shares)))
         if dims is None:
             dims = need_dims((self.place.batch,) if tensor.ndim and operands.shares else (), tensor.shape, what)
-        return Piece("block", tensor, dims)
+        return self._digested(Piece("block", tensor, dims))
 
     def factor(self, piece: Piece) -> float:
         """By what a cotangent of an output is multiplied."""
@@ -176,9 +182,15 @@ class Part:
             return piece.weight
         return 1.0 / self.place.copies(axes_of(piece.dims)) if piece.kind == "block" else 1.0
 
+    def _digested(self, piece: Piece) -> Piece:
+        """A piece with its digest, where other ranks should have the same tensor."""
+        like = self.place.piece(axes_of(piece.dims))[1] if piece.kind == "block" else self.place.means
+        return piece._replace(digest=digest_of(piece.tensor)) if like < self.ranks else piece
+
     def input_piece(self, cotangent: torch.Tensor, dims: Dims) -> Piece:
         """The piece that this rank has of an input's cotangent."""
-        return Piece("added" if self.place.copies(axes_of(dims)) > 1 else "block", cotangent, dims)
+        kind = "added" if self.place.copies(axes_of(dims)) > 1 else "block"
+        return self._digested(Piece(kind, cotangent, dims))
 
     def grads(self, grads: Sharded) -> Sharded:
         """The grads of the whole batch, of those that a pullback gave."""

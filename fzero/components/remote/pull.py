@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fzero.components.remote.digests import Digest
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
 from fzero.components.remote.link import Place
@@ -18,6 +19,7 @@ from fzero.state.gather import sum_by_leaf
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
 Reads = dict[tuple[str, int], dict[tuple[Name, Box | None], torch.Tensor | None]]  # of a component's rank
+Arrived = tuple[int, list[tuple[str, Digest]]]  # a rank's number among those that means are taken over; digests
 Boxes = Callable[[Layout], Box | None]  # what of a tensor is wanted; None is all of it
 
 
@@ -30,7 +32,7 @@ class Source(Protocol):
 
     def trees(self, call: int) -> object: ...
 
-    def arrived(self, call: int) -> Failure | None: ...
+    def arrived(self, call: int) -> Failure | Arrived: ...
 
 
 class Table:
@@ -79,8 +81,8 @@ class Puller:
         table = self.tables[component]
         ranks = [self.choice % len(table.sources)]
         found = {ranks[0]: table.sources[ranks[0]].metas(names)}
-        if any(isinstance(meta, Failure) for meta in found[ranks[0]]):
-            ranks = [*range(len(table.sources))]  # the first failure may be another one's
+        if any(isinstance(meta, Failure) or meta.digest is not None for meta in found[ranks[0]]):
+            ranks = [*range(len(table.sources))]  # the first failure may be another one's, and digests are compared
         else:
             own = {name for meta in found[ranks[0]] for name in axes_of(meta.dims)}
             axes = tuple([name for name, _, _ in table.places[0].axes if name in own])

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.components.remote.digests import Digest
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.specs import Dims
 
@@ -25,6 +26,7 @@ class Piece(NamedTuple):
             the ranks that have the same, where they are "added"; "mean" is an average by weights; of "alike" any one
             is it, once all were compared.
         dims: for each dim the axes that it lies over; of a mean those that its weights depend on.
+        digest: of what other ranks have, too.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class Piece(NamedTuple):
     dims: Dims = ()
     weight: float = 1.0
     version: int = 0
+    digest: Digest | None = None
 
 
 def whole(tensor: torch.Tensor) -> Piece:
@@ -60,6 +63,7 @@ class Meta(NamedTuple):
     device: str
     dims: Dims
     weight: float
+    digest: Digest | None = None
 
 
 def _kept(value: object) -> object:
@@ -68,7 +72,8 @@ def _kept(value: object) -> object:
 
 def _meta(piece: Piece) -> Meta:
     tensor = piece.tensor
-    return Meta(piece.kind, tuple(tensor.shape), tensor.dtype, str(tensor.device), piece.dims, piece.weight)
+    about = tuple(tensor.shape), tensor.dtype, str(tensor.device)
+    return Meta(piece.kind, *about, piece.dims, piece.weight, piece.digest)
 
 
 class Record:
@@ -78,7 +83,7 @@ class Record:
         self.done = threading.Event()
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
-        self.sums: tuple[tuple[int, int, float], ...] = ()  # place, piece and sum of what others must have alike
+        self.digests: list[tuple[str, Digest]] = []  # of a state or grads, until they were compared
         self.rows: tuple[tuple[object, ...], ...] = ()  # of outputs, as of `share.Rows`
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
@@ -168,11 +173,11 @@ class Values:
         return self._ended(name[0], alive).value(name[1])
 
     def trees(self, call: int, alive: Callable[[], None]) -> object:
-        """The trees that a call returned, `Record.sums` and `Record.rows`, waited for likewise."""
+        """The trees that a call returned, the places of its tensors and `Record.rows`, waited for likewise."""
         record = self._ended(call, alive)
         if record.failure is not None:
             raise Failed(record.failure)
-        return record.trees, record.sums, record.rows
+        return record.trees, tuple(record.metas), record.rows
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)

@@ -295,3 +295,4 @@ RUN: dict[str, Callable[[Part, Operands, int], Results]] = {
     "load": _load,
 }
 NAMES = tuple(RUN)
+SHARED = ("init", "load", "step", "pull", "pass_grads")  # what makes a state or grads of more than such
