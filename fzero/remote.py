@@ -38,9 +38,10 @@ def remote(
     `fz.fetch` waits; the first call of a kind (shapes, constants) waits for its outputs' tree. An input that is a
     handle of another component comes straight from its ranks.
 
-    A floating scalar is taken for a mean over examples: a sum, a maximum or a ratio of a rank's share would be averaged,
-    too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there are
-    several, and so are NaN of a batch of which some ranks have no example.
+    A floating scalar is taken for a mean over examples: a sum, a maximum or a ratio of a rank's share would be
+    averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
+    are several, and so are NaN of a batch of which some ranks have no example. What is given may be written to
+    afterwards: it is copied, on threads, too. Functions compute new tensors, and write to none that they are given.
 
     With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
     given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is

@@ -18,7 +18,7 @@ from fzero.components.remote.failure import Failed, Failure, failure_of, first_o
 from fzero.components.remote.link import Arguments, Message
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Arrived, Puller, Source, whole
-from fzero.components.remote.values import Box, Meta, Name, Piece, Record, Values, version_of
+from fzero.components.remote.values import Box, Meta, Name, Record, Values
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
 
@@ -209,7 +209,6 @@ class Host:
         failure, begun = operands if isinstance(operands, Failure) else None, time.monotonic()
         if isinstance(operands, Operands):
             try:
-                self._need_unwritten(call)
                 with self.around():
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
@@ -227,16 +226,6 @@ class Host:
         call.record.finish({} if failure else values, failure)
         if failure is not None:
             self.report(("failed", call.number, tuple(failure)))
-
-    def _need_unwritten(self, call: _Call) -> None:
-        """Refuses tensors of the caller that came by reference and were written to since."""
-        for leaf in call.arguments.get("inputs", ((), ()))[1]:
-            if leaf[0] in ("slice", "tensor") and len(leaf) > 3 and version_of(leaf[1]) != leaf[3]:
-                raise RuntimeError(
-                    f"{call.verb}: an input of shape {tuple(leaf[1].shape)} was written to in place after the call, "
-                    "which had not run yet; expected it to stay as it was, as ranks on threads share it. Pass "
-                    "x.clone(), or wait for the call (fz.fetch) before you write."
-                )
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""

@@ -51,8 +51,10 @@ def _numbers(skeleton: Skeleton) -> Iterator[object]:
     kind = skeleton[0]
     if kind == "float":
         yield float.fromhex(skeleton[1])
-    elif kind == "size" or (kind == "constant" and isinstance(skeleton[1], int)):
-        yield torch.Size(skeleton[1]) if kind == "size" else skeleton[1]
+    elif kind == "size":
+        yield torch.Size(skeleton[1])
+    elif kind == "constant" and isinstance(skeleton[1], int):
+        yield skeleton[1]
     for child in children_of(skeleton):
         yield from _numbers(child)
 

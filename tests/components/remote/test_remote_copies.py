@@ -1,4 +1,4 @@
-"""What ranks with the same examples have is the same, or it is said: at every call, of outputs, cotangents and grads."""
+"""What ranks with the same examples have is the same, or it is said: of outputs, cotangents and grads of every call."""
 
 from __future__ import annotations
 
@@ -78,30 +78,30 @@ def test_what_differs_is_refused(on: str) -> None:
         with fz.remote(functools.partial(built, kind=kind), 2, on, timeout=20) as own:
             state = own.init()
             if kind == "init":
-                need_refused(lambda: own.forward(state, X, TURN))  # noqa: B023
+                need_refused(lambda: own.forward(state, X, TURN))
             elif kind in ("softmax", "sign", "argmax"):
-                need_refused(lambda: own.forward(state, X, TURN))  # noqa: B023
+                need_refused(lambda: own.forward(state, X, TURN))
             elif kind == "later":
                 fz.fetch(own.forward(state, X, TURN))
                 late = own.forward(state, X, TURN + 1)
-                need_refused(lambda: late)  # noqa: B023
-                need_refused(lambda: own.forward(state, late, TURN))  # noqa: B023
+                need_refused(lambda: late)
+                need_refused(lambda: own.forward(state, late, TURN))
             else:
                 out, pull = own.vjp(state, X, TURN)
                 grads, (ct, _) = pull(torch.ones_like(out))
                 if kind == "inputs":
-                    need_refused(lambda: ct)  # noqa: B023
+                    need_refused(lambda: ct)
                     fz.gather(grads)
                 else:
                     fz.fetch(ct)
-                    need_refused(lambda: fz.gather(grads))  # noqa: B023
-                    need_refused(lambda: own.update(state, grads)[1])  # noqa: B023
-                    need_refused(lambda: own(state, X, TURN)[1])  # noqa: B023
+                    need_refused(lambda: fz.gather(grads))
+                    need_refused(lambda: own.update(state, grads)[1])
+                    need_refused(lambda: own(state, X, TURN)[1])
 
 
 @given(data=st.data())
 def test_digests_tell_tensors_apart(data: st.DataObject) -> None:
-    """Of another sign, order or element, however large they are; and those that are alike but for rounding are alike."""
+    """Of another sign, order or element, however large they are; those that differ by rounding alone are alike."""
     dtype = data.draw(st.sampled_from([torch.float32, D, torch.bfloat16, torch.int64, torch.bool, torch.complex64]))
     size = data.draw(st.sampled_from([1, 2, 7, 1024, 5000, 200_000]))
     generator = torch.Generator().manual_seed(data.draw(st.integers(0, 100)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -117,3 +118,54 @@ def test_constants_that_are_equal_are_not_the_same() -> None:
         for tree in [*same, *same]:
             _, got = own.forward(state, X, tree)
             assert repr(got) == repr(tree)
+
+
+def slow(p: Any, x: torch.Tensor, whole: torch.Tensor) -> Any:
+    time.sleep(0.05)
+    return x * p["w"] * whole, x.mean()
+
+
+@pytest.mark.parametrize("write", ["torch", "numpy"])
+def test_what_was_given_may_be_written_to(write: str) -> None:
+    """While a call waits, while it runs, after it and before its pullback; a loader uses its buffers again."""
+
+    def zero(*tensors: torch.Tensor) -> None:
+        for x in tensors:
+            x.zero_() if write == "torch" else x.numpy().fill(0)
+
+    with remote(slow, 2) as own:
+        state = own.init()
+        expected = fz.fetch(own.forward(state, X, torch.tensor(3.0, dtype=D)))
+        for wait in (0.0, 0.02, 0.2):
+            x, whole = X.clone(), torch.tensor(3.0, dtype=D)
+            out, pull = own.vjp(state, x, whole)
+            time.sleep(wait)
+            zero(x, whole)
+            assert all(map(torch.equal, fz.fetch(out), expected))
+            cts = torch.ones(4, 3, dtype=D), torch.tensor(4.0, dtype=D)
+            grads, (by_x, by_whole) = pull(cts)
+            time.sleep(wait)
+            zero(*cts)
+            assert fz.fetch(by_x).eq(6 + 4 / 12).all() and fz.fetch(by_whole).item() == 2 * X.sum()
+            norm = torch.tensor(1.0, dtype=D)
+            new, _ = own.update(state, grads, grad_norm=norm)
+            zero(norm)
+            fz.fetch(new)
+
+
+def handing_back(p: Any, x: torch.Tensor, how: str) -> Any:
+    if how == "writes":
+        return x.mul_(2) * p["w"]
+    return {"itself": x, "view": x.view(-1)[:1].expand(3), "turned": x.T}[how] if how != "whole" else x
+
+
+def test_outputs_do_not_lie_in_the_callers_memory() -> None:
+    with remote(handing_back, 1) as own, remote(handing_back, 2) as two:
+        for each in (own, two):
+            state = each.init()
+            for how in ("itself", "view", "turned") if each is own else ("itself", "writes"):
+                x = torch.ones(2, 3, dtype=D)
+                out = each.forward(state, x, how)
+                before = fz.fetch(out)
+                x.numpy()[:] = 7
+                assert fz.fetch(out).equal(before) and before.eq(4 if how == "writes" else 1).all()
