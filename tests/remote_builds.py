@@ -138,6 +138,8 @@ def trouble(p: dict[str, Any], x: torch.Tensor, what: str, rank: int = -1) -> to
             os.abort()
         if what == "sleep":
             time.sleep(0.3)
+        if what == "sleepy":
+            time.sleep(8)
         if what == "hang":
             time.sleep(1000)
     return scaled(p["blocks"][0], out)  # which the others communicate for

@@ -77,22 +77,33 @@ def failure_of(error: BaseException, component: str, rank: int, identity: str = 
     """An error as it is told."""
     if isinstance(error, Failed):
         return error.failure
-    message, trace = _words(error)
+    message, trace = _message(error), trace_of(error)
     if isinstance(error, _SPECIAL) or not isinstance(error, Exception):
-        message = f"{type(error).__name__}: {message}"
+        message = said_of(error)
     broken = isinstance(error, RuntimeError) and any(words in message for words in _BROKEN)
     follows = broken or isinstance(error, PeerStopped)
     return Failure(_builtin(error), message, component, rank, trace, follows, broken, identity if broken else "")
 
 
-def _words(error: BaseException) -> tuple[str, str]:
-    """What an error says, and its trace; of one that cannot say anything, that."""
+def said_of(error: BaseException) -> str:
+    """An error's type and words."""
+    return f"{type(error).__name__}: {_message(error)}"
+
+
+def _message(error: BaseException) -> str:
+    """What an error says; of one that cannot say anything, that."""
     try:
-        message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-        return message, "".join(traceback.format_exception(error))
+        return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
     except Exception as broken:
-        message = f"{type(error).__name__}, whose words failed with {type(broken).__name__}"
-        return message, "".join([*traceback.format_tb(error.__traceback__), message])
+        return f"{type(error).__name__}, whose words failed with {type(broken).__name__}"
+
+
+def trace_of(error: BaseException) -> str:
+    """Where an error was raised."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return "".join([*traceback.format_tb(error.__traceback__), said_of(error)])
 
 
 def _builtin(error: BaseException) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import os
 import queue
 import threading
 import time
@@ -36,6 +37,7 @@ class Group:
         self.links: Sequence[Link] = ()
         self.died: ComponentDied | None = None
         self.closed = False
+        self._ended, self._process = False, os.getpid()
         self.places = [Place()] * settings.ranks
         self.puller = Puller()
         self._numbers = itertools.count()
@@ -105,24 +107,34 @@ class Group:
             )
 
     def close(self) -> None:
-        """Ends the ranks; more than once does no harm."""
+        """Ends the ranks; more than once does no harm, and is right after an interrupt. A forked child ends nothing."""
+        if not self._is_here() or self._ended:
+            return
         with self._lock:
-            if self.closed:
-                return
-            self.closed = True
-        self._frees.put(None)
-        self._holds.clear()
-        for link in self.links:
-            with contextlib.suppress(OSError):
-                link.send(("close",))
-        deadline = time.monotonic() + GRACE
-        for link in self.links:
-            link.join(max(0.0, deadline - time.monotonic()))
-        for link in self.links:
-            link.end()
+            first, self.closed = not self.closed, True
+        try:
+            if first:
+                self._frees.put(None)
+                self._holds.clear()
+                for link in self.links:
+                    with contextlib.suppress(OSError):
+                        link.send(("close",))
+            deadline = time.monotonic() + GRACE
+            for link in self.links:
+                link.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for link in self.links:
+                link.end()
+        self._ended = True
+
+    def _is_here(self) -> bool:
+        """Whether this is the process that started the ranks, and not one that was forked from it."""
+        return os.getpid() == self._process
 
     def die(self, rank: int, cause: str, words: str = "") -> None:
         """Notes that a rank has ended, the first of them, and ends the others."""
+        if not self._is_here():
+            return
         with self._lock:
             if self.died is not None or self.closed:
                 return
@@ -149,6 +161,7 @@ class Group:
             own: further arguments of each rank.
             key: of the trees that it returns, which are the same for all calls of one key.
         """
+        self.need_alive()  # before the lock, which a forked child may have as another thread held it
         with self._lock:
             self.need_alive()
             number = next(self._numbers)
@@ -180,7 +193,13 @@ class Group:
         self.need_alive()
 
     def need_alive(self) -> None:
-        """Refuses where the component is lost or closed."""
+        """Refuses where the component is lost or closed, or another process's."""
+        if not self._is_here():
+            raise RuntimeError(
+                f"Component {self.settings.component!r} belongs to process {self._process}, and this one "
+                f"({os.getpid()}) was forked from it: nobody answers here. Use it in that process, and give children "
+                "fetched tensors, or make a component of their own there."
+            )
         if self._in_doubt.is_set():  # it will be known in a moment
             with self._news:
                 self._news.wait_for(lambda: self.died is not None or self.closed, 2 * NOTICED)
@@ -257,6 +276,7 @@ class Group:
         Raises:
             Exception: it failed.
         """
+        self.need_alive()
         found: list[Any] = []
         failures: list[Failure] = []
         try:

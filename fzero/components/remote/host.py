@@ -51,7 +51,7 @@ class Host:
         around: Callable[[], Any],
     ) -> None:
         self.component, self.identity, self.rank = component, identity, rank
-        self.report, self.patience, self.around = report, patience, around
+        self._send, self.patience, self.around = report, patience, around
         self.values = Values(component, rank, patience)
         self.puller = Puller(rank)
         self.peers: Sequence[Source] = ()
@@ -62,6 +62,11 @@ class Host:
         self._trees: dict[int, object] = {}
         self._over, self._ended = False, threading.Event()
         threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True).start()
+
+    def report(self, message: tuple[object, ...]) -> None:
+        """Tells the controlling process something, unless that has gone or closed the component meanwhile."""
+        with contextlib.suppress(OSError):
+            self._send(message)
 
     # ---- what arrives
 

@@ -15,7 +15,7 @@ import torch
 
 from fzero.comm import backend, worlds
 from fzero.components.remote.building import built_by, calls_run_in
-from fzero.components.remote.failure import Failure, failure_of
+from fzero.components.remote.failure import Failure, failure_of, said_of, trace_of
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Link, Message, Settings
 from fzero.components.remote.server import Server, sent_source
@@ -119,17 +119,23 @@ def _run(
             )
             sys.excepthook = hook  # each group that begins wraps it once more
             try:
-                built = built_by(build, host.rank, settings)
-                host.has_built(built)
-                host.report(("ready", tuple(built.place)))
-                del built
-                host.run()
-            except Exception as error:
-                host.report(("broken", tuple(failure_of(error, settings.component, host.rank))))
-            except SystemExit as left:
-                host.report(("died", f"has left by sys.exit({left.code!r})"))
+                if _has_built(build, settings, host):
+                    host.run()
+            except BaseException as left:
+                host.report(("died", f"has left by {said_of(left)}", trace_of(left)))
             finally:
                 with contextlib.suppress(RuntimeError):
                     backend.dist.destroy_process_group()
     finally:
         over()
+
+
+def _has_built(build: Callable[[int], object], settings: Settings, host: Host) -> bool:
+    try:
+        built = built_by(build, host.rank, settings)
+    except Exception as error:
+        host.report(("broken", tuple(failure_of(error, settings.component, host.rank))))
+        return False
+    host.has_built(built)
+    host.report(("ready", tuple(built.place)))
+    return True

@@ -181,13 +181,13 @@ class Values:
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)
-        begun = time.monotonic()
-        while not record.done.wait(self.beat):
-            alive()
+        late = self.patience + min(GRACE, self.patience / 2)
+        while not record.done.is_set():
             running = self._running
-            late = self.patience + min(GRACE, self.patience / 2)
-            if running is not None and time.monotonic() - max(running[2], begun) > late:
+            if running is not None and time.monotonic() - running[2] > late:
                 raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
+            if not record.done.wait(self.beat):
+                alive()
         return record
 
     def _late(self, what: str) -> Failure:
