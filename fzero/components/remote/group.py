@@ -49,8 +49,9 @@ class Group:
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
         self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
         self._known: set[str] = set()  # components whose tables the ranks have
+        self._readers: weakref.WeakSet[Group] = weakref.WeakSet()  # those whose ranks have this one's
         _groups[settings.identity] = self
-        self._frees: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._frees: queue.SimpleQueue[tuple[int, int] | str | None] = queue.SimpleQueue()
 
     # ---- start and end
 
@@ -114,8 +115,7 @@ class Group:
             first, self.closed = not self.closed, True
         try:
             if first:
-                self._frees.put(None)
-                self._holds.clear()
+                self._is_over()
                 for link in self.links:
                     with contextlib.suppress(OSError):
                         link.send(("close",))
@@ -126,6 +126,14 @@ class Group:
             for link in self.links:
                 link.end()
         self._ended = True
+
+    def _is_over(self) -> None:
+        """Lets go of what was kept for the ranks, and others' ranks of what they know of these."""
+        self._frees.put(None)
+        self._holds.clear()
+        for reader in [*self._readers]:
+            reader._frees.put(self.settings.identity)
+            reader._known.discard(self.settings.identity)
 
     def _is_here(self) -> bool:
         """Whether this is the process that started the ranks, and not one that was forked from it."""
@@ -141,8 +149,7 @@ class Group:
             self.died = ComponentDied(self.settings.component, rank, cause, words)
         for link in self.links:
             link.end()
-        self._frees.put(None)
-        self._holds.clear()
+        self._is_over()
         with self._news:
             self._news.notify_all()
 
@@ -266,6 +273,9 @@ class Group:
                 with contextlib.suppress(OSError):
                     link.send(("table", identity, other.table(link)))
             self._known.add(identity)
+            other._readers.add(self)
+        if other.closed or other.died is not None:  # meanwhile
+            other._is_over()
 
     def trees(self, number: int, first: bool = False) -> Any:
         """What a call has returned, without the tensors: the same on all ranks.
@@ -318,8 +328,8 @@ class Group:
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # by identity: whose death it was
 
 
-def _carry(frees: queue.SimpleQueue[tuple[int, int] | None], links: Sequence[Link]) -> None:
-    """Tells the ranks what nobody needs any more."""
+def _carry(frees: queue.SimpleQueue[tuple[int, int] | str | None], links: Sequence[Link]) -> None:
+    """Tells the ranks what nobody needs any more: values, and where those of another component were."""
     going = True
     while going:
         batch = [frees.get()]
@@ -327,7 +337,9 @@ def _carry(frees: queue.SimpleQueue[tuple[int, int] | None], links: Sequence[Lin
             while len(batch) < 1000:
                 batch.append(frees.get_nowait())
         going = None not in batch
-        names = [name for name in batch if name is not None]
-        for link in links if names else ():
+        names = [name for name in batch if isinstance(name, tuple)]
+        messages: list[Message] = [("gone", name) for name in batch if isinstance(name, str)]
+        for link in links:
             with contextlib.suppress(OSError):
-                link.send(("free", names))
+                for message in [*messages, ("free", names)] if names else messages:
+                    link.send(message)

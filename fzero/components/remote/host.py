@@ -15,6 +15,7 @@ from fzero.components.remote import verbs
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
+from fzero.components.remote.kept import Kept
 from fzero.components.remote.link import Arguments, Message
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Arrived, Puller, Source, whole
@@ -59,7 +60,7 @@ class Host:
         self._arrival = threading.Condition()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._ready: queue.Queue[tuple[_Call, Operands | Failure] | None] = queue.Queue(AHEAD)
-        self._trees: dict[int, object] = {}
+        self._trees = Kept[int, object]()
         self._over, self._ended = False, threading.Event()
         threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True).start()
 
@@ -84,6 +85,8 @@ class Host:
             self.puller.tables[identity] = table
             if identity == self.identity:
                 self.peers = [source for source in table.sources if source is not self]
+        elif kind == "gone":
+            self.puller.forget(message[1])
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
@@ -99,6 +102,9 @@ class Host:
             self._ready.put_nowait(None)  # `run` may wait for operands that wait for others
 
     # ---- what others ask, from their threads
+
+    def left(self) -> None:
+        """A reader in this process will ask nothing more."""
 
     def metas(self, names: Sequence[Name], alive: Callable[[], None] = lambda: None) -> list[Meta | Failure]:
         return [self.values.meta(name, alive) for name in names]
@@ -234,9 +240,12 @@ class Host:
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""
-        if key is not None and self._trees.setdefault(key, trees) != trees:
+        known = None if key is None else self._trees.get(key)
+        if key is not None and known is None:
+            self._trees.put(key, trees)
+        elif key is not None and known != trees:
             raise ValueError(
                 f"component {self.component!r}: the function returned another structure than in an earlier call with "
-                f"inputs of the same structure and shapes: got {trees}, expected {self._trees[key]}. The caller went "
+                f"inputs of the same structure and shapes: got {trees}, expected {known}. The caller went "
                 "on with the earlier one. Return the same containers every time; numbers that change, as tensors."
             )

@@ -47,7 +47,7 @@ class ChannelLink(Link):
         if self._connection is not None:
             self._connection.close()
         if self._source is not None:
-            self._source.close()
+            self._source.left()
 
     def _listen(self, heard: Heard) -> None:
         connection = self._connection

@@ -111,8 +111,11 @@ class RemoteSource(Source):
         self._address, self._token, self._component, self._identity, self._rank = where
         self._patience = patience
         self._idle: list[Connection] = []
+        self._left = False
 
-    def close(self) -> None:
+    def left(self) -> None:
+        """Nothing more will be asked: connections are closed, those that wait for an answer once it has come."""
+        self._left = True
         while self._idle:
             self._idle.pop().close()
 
@@ -155,6 +158,8 @@ class RemoteSource(Source):
                 connection.close()
             raise
         self._idle.append(connection)
+        if self._left:
+            self.left()
         if reply[0] == "failed":
             raise Failed(Failure(*reply[1]))
         return reply[1]

@@ -54,18 +54,17 @@ def serve(
         timeout=datetime.timedelta(seconds=settings.timeout),
     )
     try:
-        try:
-            built = built_by(build(), rank, settings)
-        except Exception as error:
-            connection.send(("broken", tuple(failure_of(error, settings.component, rank))))
-            return
-        host.has_built(built)
-        del built
-        connection.send(("ready", tuple(host.part.place)))
-        host.run()
-    finally:  # also where the function leaves by what is no Exception, and the process goes on, as those of Ray do
-        server.close()
+        built = built_by(build(), rank, settings)
+    except Exception as error:
+        connection.send(("broken", tuple(failure_of(error, settings.component, rank))))
         connection.close()
+        return
+    host.has_built(built)
+    del built
+    connection.send(("ready", tuple(host.part.place)))
+    host.run()
+    server.close()
+    connection.close()
 
 
 def _hear(connection: Connection, host: Host, settings: Settings) -> None:

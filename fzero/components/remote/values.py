@@ -142,6 +142,7 @@ class Values:
         self._over = failure
         with self._arrived:
             records = [*self._records.values()]
+            self._records.clear()  # nobody reads them any more
             self._arrived.notify_all()
         for record in records:
             if not record.done.is_set():

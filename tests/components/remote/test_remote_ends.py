@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import os
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -142,7 +144,14 @@ def test_an_interrupted_close_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     pids = [link._process.pid for link in links]
     state = own.init()
     fz.fetch(own.forward(state, X, "none"))
-    own.forward(state, X[:1], "none")
+
+    def hang() -> None:
+        with contextlib.suppress(RuntimeError):  # of a component that is closed meanwhile
+            own.forward(state, X, "hang")
+
+    busy = threading.Thread(target=hang)
+    busy.start()
+    time.sleep(0.3)
 
     def interrupted(timeout: float) -> None:
         monkeypatch.undo()
@@ -153,6 +162,7 @@ def test_an_interrupted_close_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(KeyboardInterrupt):
         own.close()
     own.close()
+    busy.join(10)
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() - begun < 5
         time.sleep(0.02)
