@@ -16,7 +16,8 @@ from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
 from fzero.components.remote.kept import Kept
-from fzero.components.remote.link import Arguments, Message
+from fzero.components.remote.link import Arguments, Message, Place
+from fzero.components.remote.order import Order
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Arrived, Puller, Source, whole
 from fzero.components.remote.values import Box, Meta, Name, Record, Values
@@ -40,6 +41,7 @@ class Host:
         report: sends a message to the controlling process.
         patience: seconds that one call may take.
         around: what a call runs in.
+        order: of this rank and the others in this process.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Host:
         report: Callable[[tuple[object, ...]], object],
         patience: float,
         around: Callable[[], Any],
+        order: Order | None = None,
     ) -> None:
         self.component, self.identity, self.rank = component, identity, rank
         self._send, self.patience, self.around = report, patience, around
@@ -61,8 +64,9 @@ class Host:
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._ready: queue.Queue[tuple[_Call, Operands | Failure] | None] = queue.Queue(AHEAD)
         self._trees = Kept[int, object]()
-        self._over, self._ended = False, threading.Event()
-        threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True).start()
+        self._over, self._ended, self._order = False, threading.Event(), order or Order()
+        self._fetching = threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True)
+        self._fetching.start()
 
     def report(self, message: tuple[object, ...]) -> None:
         """Tells the controlling process something, unless that has gone or closed the component meanwhile."""
@@ -93,6 +97,7 @@ class Host:
 
     def close(self, failure: Failure) -> None:
         """Ends it: what waits here fails, and `run` returns."""
+        self._order.close()
         self._over = True
         self.values.close(failure)
         with self._arrival:
@@ -100,6 +105,14 @@ class Host:
         self._calls.put(None)
         with contextlib.suppress(queue.Full):
             self._ready.put_nowait(None)  # `run` may wait for operands that wait for others
+
+    def join(self, timeout: float) -> None:
+        """Waits until no operands are brought any more: a thread that computes as the interpreter ends aborts it.
+
+        One that waits for values of another component is left.
+        """
+        if self._fetching is not threading.current_thread():
+            self._fetching.join(min(timeout, 0.2))
 
     # ---- what others ask, from their threads
 
@@ -154,9 +167,12 @@ class Host:
         """The operands, where all ranks have theirs: otherwise none runs the call, or some would wait for others."""
         if not self.peers:
             return operands
-        records = [] if isinstance(operands, Failure) else self._records(call)
+        try:
+            records = [] if isinstance(operands, Failure) else self._records(call)
+        except Failed as failed:
+            records, operands = [], failed.failure
         digests = [(name, digest) for record in records for name, digest in record.digests]
-        own = operands if isinstance(operands, Failure) else (self.part.place.mean_rank, digests)
+        own = operands if isinstance(operands, Failure) else (self.place.mean_rank, digests)
         with self._arrival:
             self._arrived[call.number] = own
             self._arrived.pop(call.number - 1000, None)
@@ -186,10 +202,10 @@ class Host:
         objects = {what: self.values.get(name) for what, name in given.get("objects", {}).items()}
         out = Operands(objects, given.get("options", {}))
         if "inputs" in given:
-            bring_inputs(out, given["inputs"], self.part.place, self.puller, call.verb)
+            bring_inputs(out, given["inputs"], self.place, self.puller, call.verb)
         if given.get("cotangent") is not None:
             skeleton, leaves = given["cotangent"]
-            pulled, where = objects["pullback"], (self.part.place, self.puller, self.identity)
+            pulled, where = objects["pullback"], (self.place, self.puller, self.identity)
             assert isinstance(pulled, Pulled)
             out.cotangent = brought_cotangent(pulled, skeleton, leaves, *where)
         if "norm" in given:
@@ -200,19 +216,35 @@ class Host:
     # ---- calls
 
     part: Part
+    place: Place
 
     def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
-        self.part = part
+        self.part, self.place = part, part.place
 
     def run(self) -> None:
         """Runs calls until it is closed, on the thread that has the process group."""
+        following = 0
         try:
-            while (item := self._ready.get()) is not None and not self._over:
+            while not self._order.is_over(following):
+                item = self._ready.get()
+                if item is None:
+                    continue  # closed: a call that another rank has begun is still to come
+                if not self._order.begins(item[0].number):
+                    break
+                following = item[0].number + 1
                 self._run_one(*item)
                 del item
         finally:
             self._ended.set()
+            with contextlib.suppress(queue.Empty):
+                while True:  # who brings operands may wait for room
+                    self._ready.get_nowait()
+
+    def let_go(self) -> None:
+        """Forgets all that lies here, once it is closed: what holds the process group holds up the other ranks."""
+        self.values.clear()
+        self.__dict__.pop("part", None)
 
     def _run_one(self, call: _Call, operands: Operands | Failure) -> None:
         self.values.running(call.number, call.verb)
@@ -223,7 +255,7 @@ class Host:
                 with self.around():
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
-                if self.part.place.means <= len(self.peers) and call.verb in verbs.SHARED:
+                if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
                     call.record.digests = [*digests_of(values.get(0))]
                 self._check(call.key, trees)
                 call.record.trees = trees

@@ -7,6 +7,7 @@ import datetime
 import secrets
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from fzero.components.remote.building import built_by, calls_run_in
 from fzero.components.remote.failure import Failure, failure_of, said_of, trace_of
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Link, Message, Settings
+from fzero.components.remote.order import Order
 from fzero.components.remote.server import Server, sent_source
 
 
@@ -51,8 +53,10 @@ class ThreadLink(Link):
         host.close(Failure("ComponentDied", "has ended", host.component, host.rank, lost=host.identity))
 
     def join(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(timeout)
+        self.host.join(max(0.0, deadline - time.monotonic()))
 
 
 def start(build: Callable[[int], object], settings: Settings, heard: Callable[..., object]) -> list[ThreadLink]:
@@ -74,6 +78,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
         if last:
             worlds.uninstall()
 
+    order = Order()
     for rank in range(settings.ranks):
         host = Host(
             settings.component,
@@ -82,6 +87,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
             _report_to(heard, rank),
             settings.timeout,
             lambda: calls_run_in(settings),
+            order,
         )
         link = ThreadLink(host)
         links.append(link)
@@ -127,6 +133,7 @@ def _run(
                 with contextlib.suppress(RuntimeError):
                     backend.dist.destroy_process_group()
     finally:
+        host.let_go()
         over()
 
 

@@ -106,7 +106,7 @@ def built_leaving(rank: int, kind: str = "") -> Any:
 def test_what_is_no_exception_ends_a_component_on_threads(kind: str) -> None:
     """And is told at once, in fn and in build; an exception without words is one of its call."""
     begun = time.monotonic()
-    error = RuntimeError if kind == "none" else fz.ComponentDied
+    error: Any = RuntimeError if kind == "none" else fz.ComponentDied
     with fz.remote(built_leaving, 2, "threads", timeout=20) as own:
         state = own.init()
         own.forward(state, X, "")
