@@ -100,8 +100,8 @@ def remote(
     need_number(timeout, "remote", "timeout", "a number of seconds")
     need_bool(checked, "remote", "checked")
     need_str(name, "remote", "name", "a str or None", or_none=True)
-    if not timeout > 0:
-        raise ValueError(f"remote: got timeout={timeout}, expected a positive number of seconds.")
+    if not 0 < timeout <= 1e7:
+        raise ValueError(f"remote: got timeout={timeout}, expected a positive number of seconds, at most 10 million.")
     if not callable(build) or is_component(build):
         raise wrong("remote", "build", build, "a function build(rank) -> (step, params)")
     starts: dict[str, Callable[..., Sequence[Link]]] = {"threads": threads.start, "processes": processes.start}

@@ -5,8 +5,9 @@ from __future__ import annotations
 import builtins
 import traceback
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.divergence import PeerStopped
 
 
@@ -69,6 +70,7 @@ _BROKEN = (
 )
 
 
+_OWN: dict[str, type[Exception]] = {"DamagedCheckpoint": DamagedCheckpoint}
 # To Python these say something of the place where they are raised: an iteration ends, an attribute is not there.
 _SPECIAL = (StopIteration, StopAsyncIteration, AttributeError)
 
@@ -107,10 +109,12 @@ def trace_of(error: BaseException) -> str:
 
 
 def _builtin(error: BaseException) -> str:
-    """The nearest builtin type of an error that says one string."""
+    """The nearest type of an error that says one string: a builtin one, or one that fzero's functions raise."""
     if isinstance(error, _SPECIAL):
         return "RuntimeError"
     for kind in type(error).__mro__:
+        if kind in _OWN.values():
+            return kind.__name__
         if getattr(builtins, kind.__name__, None) is kind and kind not in (Exception, BaseException, object):
             return kind.__name__
     return "RuntimeError"
@@ -126,7 +130,8 @@ def error_of(failure: Failure) -> Exception:
     """The error that is raised here: of the same builtin type, where it is one that says a string."""
     if failure.kind == "ComponentDied":
         return ComponentDied(failure.component, failure.rank, failure.message)
-    kind = _Key if failure.kind == "KeyError" else getattr(builtins, failure.kind, RuntimeError)
+    own = _OWN.get(failure.kind, getattr(builtins, failure.kind, RuntimeError))
+    kind: Any = _Key if failure.kind == "KeyError" else own
     text = f"{failure.message}\n(Rank {failure.rank} of component {failure.component!r} says:)\n{failure.trace}"
     try:
         error = kind(text)

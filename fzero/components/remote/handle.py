@@ -6,7 +6,7 @@ import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from numbers import Number
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 import torch
 
@@ -56,6 +56,12 @@ class Away:
         self.made, self.place = made, place
         if whole:
             weakref.finalize(self, made.component.group.forget, made.call, place).atexit = False
+
+    def __copy__(self) -> Self:
+        return self  # what it stands for never changes, and lies there until the last of its handles dies
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     @property
     def component(self) -> Owner:
@@ -113,6 +119,12 @@ class Value(Elsewhere):
 
     def numel(self) -> int:
         return self.shape.numel()
+
+    def detach(self) -> Self:
+        return self
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
 
     def item(self) -> Any:
         """Its number, of one that has one element; waited for."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -169,3 +172,30 @@ def test_outputs_do_not_lie_in_the_callers_memory() -> None:
                 before = fz.fetch(out)
                 x.numpy()[:] = 7
                 assert fz.fetch(out).equal(before) and before.eq(4 if how == "writes" else 1).all()
+
+
+def test_copies_of_handles_are_the_handles(component: Any) -> None:
+    """So that what they stand for lies there until the last of them dies."""
+    state = component.init()
+    handles = [copy.copy(component.forward(state, X)), copy.deepcopy(component.forward(state, X))]
+    states = [copy.copy(component.init()), copy.deepcopy(component.init())]
+    gc.collect()
+    for rows, loss in handles:
+        assert fz.fetch(rows).equal(2 * X) and loss.detach() is loss and loss.is_floating_point()
+    for each in states:
+        assert fz.gather(each.params)["w"].item() == 2.0
+
+
+def test_errors_of_fzero_are_its_own(component: Any, tmp_path: Path) -> None:
+    fz.save(tmp_path / "a", component.init())
+    for file in (tmp_path / "a").rglob("*"):
+        if file.is_file():
+            file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(fz.DamagedCheckpoint):
+        fz.load(tmp_path / "a", component)
+
+
+@pytest.mark.parametrize("timeout", [0, -1.0, float("inf"), 1e12, float("nan")])
+def test_timeouts_are_numbers_of_seconds(timeout: float) -> None:
+    with pytest.raises(ValueError, match="expected a positive number of seconds"):
+        fz.remote(functools.partial(built, fn=two), 1, "threads", timeout=timeout)
