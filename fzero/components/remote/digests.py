@@ -7,8 +7,7 @@ has another one. Ranks that compute the same have the same bits, but for roundin
 from __future__ import annotations
 
 import functools
-from collections.abc import Hashable, Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator
 
 import torch
 
@@ -87,11 +86,7 @@ def digests_of(value: object) -> Iterator[tuple[str, Digest]]:
         return
     for key, group in tree.layout.groups.items():
         if all(tree.layout.rows[slot.leaf].slices is None for slot in group.slots):
-            for kind, own in _buffers(tree).items():
+            for kind, own in (("slices", tree.entries), ("in full", tree.held_entries)):
                 for name, x in own.items():
                     if group_of(name) == key and isinstance(x, torch.Tensor):
                         yield f"{what} of {[slot.path for slot in group.slots]} ({kind})", digest_of(x)
-
-
-def _buffers(tree: Sharded) -> Mapping[str, Mapping[Any, Any]]:
-    return {"slices": tree.entries, "in full": tree.held_entries}

@@ -89,7 +89,8 @@ def failure_of(error: BaseException, component: str, rank: int, identity: str = 
 
 def said_of(error: BaseException) -> str:
     """An error's type and words."""
-    return f"{type(error).__name__}: {_message(error)}"
+    message = _message(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
 def _message(error: BaseException) -> str:

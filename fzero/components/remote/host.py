@@ -237,13 +237,15 @@ class Host:
                 del item
         finally:
             self._ended.set()
+            ready, self._ready = self._ready, queue.Queue()  # nothing may lie there that holds the process group
             with contextlib.suppress(queue.Empty):
                 while True:  # who brings operands may wait for room
-                    self._ready.get_nowait()
+                    ready.get_nowait()
 
     def let_go(self) -> None:
         """Forgets all that lies here, once it is closed: what holds the process group holds up the other ranks."""
         self.values.clear()
+        self._ready, self._arrived = queue.Queue(), {}
         self.__dict__.pop("part", None)
 
     def _run_one(self, call: _Call, operands: Operands | Failure) -> None:
