@@ -65,8 +65,8 @@ class Host:
         self._ready: queue.Queue[tuple[_Call, Operands | Failure] | None] = queue.Queue(AHEAD)
         self._trees = Kept[int, object]()
         self._over, self._ended, self._order = False, threading.Event(), order or Order()
-        self._fetching = threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True)
-        self._fetching.start()
+        self.fetching = threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True)
+        self.fetching.start()
 
     def report(self, message: tuple[object, ...]) -> None:
         """Tells the controlling process something, unless that has gone or closed the component meanwhile."""
@@ -111,8 +111,8 @@ class Host:
 
         One that waits for values of another component is left.
         """
-        if self._fetching is not threading.current_thread():
-            self._fetching.join(min(timeout, 0.2))
+        if self.fetching is not threading.current_thread():
+            self.fetching.join(min(timeout, 0.2))
 
     # ---- what others ask, from their threads
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import secrets
 import sys
 import threading
@@ -57,6 +58,15 @@ class ThreadLink(Link):
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(timeout)
         self.host.join(max(0.0, deadline - time.monotonic()))
+        for thread in (self.thread, self.host.fetching):
+            while thread is not None and not thread.is_alive() and _is_there(thread) and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+
+def _is_there(thread: threading.Thread) -> bool:
+    """Whether a thread that Python has done with is still being ended: torch frees there what it keeps by thread, and
+    would abort the interpreter if that had ended meanwhile."""
+    return os.path.exists(f"/proc/self/task/{thread.native_id}")
 
 
 def start(build: Callable[[int], object], settings: Settings, heard: Callable[..., object]) -> list[ThreadLink]:
