@@ -35,7 +35,13 @@ def remote(
     Seen from outside it is its function on the whole batch in one process: tensors of inputs are split along dim 0 over
     the data ranks (those that the step takes means over), tensors of outputs joined, scalars averaged by examples;
     grads and input cotangents are exactly that function's. Calls return at once, and what they make are handles;
-    `fz.fetch` waits. An input that is a handle of another component comes straight from its ranks.
+    `fz.fetch` waits; the first call of a kind (shapes, constants) waits for its outputs' tree. An input that is a
+    handle of another component comes straight from its ranks.
+
+    A floating scalar is taken for a mean over examples: a sum, a maximum or a ratio of a rank's share would be
+    averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
+    are several, and so are NaN of a batch of which some ranks have no example. What is given may be written to
+    afterwards: it is copied, on threads, too. Functions compute new tensors, and write to none that they are given.
 
     With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
     given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is
@@ -94,8 +100,8 @@ def remote(
     need_number(timeout, "remote", "timeout", "a number of seconds")
     need_bool(checked, "remote", "checked")
     need_str(name, "remote", "name", "a str or None", or_none=True)
-    if not timeout > 0:
-        raise ValueError(f"remote: got timeout={timeout}, expected a positive number of seconds.")
+    if not 0 < timeout <= 1e7:
+        raise ValueError(f"remote: got timeout={timeout}, expected a positive number of seconds, at most 10 million.")
     if not callable(build) or is_component(build):
         raise wrong("remote", "build", build, "a function build(rank) -> (step, params)")
     starts: dict[str, Callable[..., Sequence[Link]]] = {"threads": threads.start, "processes": processes.start}

@@ -46,7 +46,7 @@ def program(p: dict[str, Any], tree: Any, ops: tuple[str, ...], scale: Any = Non
         "narrow": x[:, :1] * 2.0,
         "loss": x.square().sum(1).mean(),
         "other": {"a": x.mean(), "text": "constant", "pair": Pair(x.sum(1), None)},
-        "count": torch.tensor(3),
+        "flag": torch.tensor(True),
         "signs": (x > 0).long(),
     }
     out = [made[op] for op in ops]
@@ -138,6 +138,8 @@ def trouble(p: dict[str, Any], x: torch.Tensor, what: str, rank: int = -1) -> to
             os.abort()
         if what == "sleep":
             time.sleep(0.3)
+        if what == "sleepy":
+            time.sleep(8)
         if what == "hang":
             time.sleep(1000)
     return scaled(p["blocks"][0], out)  # which the others communicate for

@@ -52,7 +52,7 @@ def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> P
     need_axes(settings.out_specs, known, cuts, "out_specs")
     if tensor and lies_over(settings.in_specs, tensor):
         step = dataclasses.replace(step, fn=OwnSlices(step.fn, settings.in_specs, tensor))
-    return Part(step, params, place, settings.out_specs)
+    return Part(step, params, place, settings.ranks, settings.out_specs)
 
 
 def _on_axis(axis: Axis, means: Axis, rank: int) -> Place:

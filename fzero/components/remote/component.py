@@ -17,6 +17,7 @@ from fzero.checkpoint.save import as_json
 from fzero.components.remote.failure import Failed
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Made, RemoteState, RemoteTree, Value
+from fzero.components.remote.kept import Kept
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Arguments
 from fzero.components.remote.operands import Given, inputs_for, is_value, scalar_for
@@ -53,7 +54,7 @@ class RemoteComponent:
 
     def __init__(self, group: Group) -> None:
         self.group, self.name = group, group.settings.component
-        self._keys: dict[object, tuple[int, list[Any]]] = {}
+        self._kinds = Kept[object, tuple[int, list[Any]]]()
         self._count = itertools.count()
         self._end = weakref.finalize(self, group.close)
 
@@ -179,16 +180,18 @@ class RemoteComponent:
         if "state" in objects:
             self._need_state(objects["state"], verb)
         about = (verb, kind, *((given.skeleton, given.shapes) if given is not None else ()))
-        if about not in self._keys:
-            self._keys[about] = next(self._count), []
-        key, known = self._keys[about]
+        kind_of = self._kinds.get(about)
+        if kind_of is None:
+            kind_of = next(self._count), []
+            self._kinds.put(about, kind_of)
+        key, known = kind_of
         arguments = {"objects": objects, "options": options, **(further or {})}
         made = self.made(verb, arguments, given, held, key)
         if not known:
             try:
-                known.append(self._trees(made))
+                known.append(self.group.trees(made.call, first=True))
             except BaseException:
-                self._keys.pop(about, None)
+                self._kinds.drop(about)
                 raise
         return made, known[0]
 

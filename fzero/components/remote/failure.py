@@ -5,8 +5,9 @@ from __future__ import annotations
 import builtins
 import traceback
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+from fzero.checkpoint.manifest import DamagedCheckpoint
 from fzero.comm.divergence import PeerStopped
 
 
@@ -69,20 +70,52 @@ _BROKEN = (
 )
 
 
+_OWN: dict[str, type[Exception]] = {"DamagedCheckpoint": DamagedCheckpoint}
+# To Python these say something of the place where they are raised: an iteration ends, an attribute is not there.
+_SPECIAL = (StopIteration, StopAsyncIteration, AttributeError)
+
+
 def failure_of(error: BaseException, component: str, rank: int, identity: str = "") -> Failure:
     """An error as it is told."""
     if isinstance(error, Failed):
         return error.failure
-    message = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
-    trace = "".join(traceback.format_exception(error))
+    message, trace = _message(error), trace_of(error)
+    if isinstance(error, _SPECIAL) or not isinstance(error, Exception):
+        message = said_of(error)
     broken = isinstance(error, RuntimeError) and any(words in message for words in _BROKEN)
     follows = broken or isinstance(error, PeerStopped)
     return Failure(_builtin(error), message, component, rank, trace, follows, broken, identity if broken else "")
 
 
+def said_of(error: BaseException) -> str:
+    """An error's type and words."""
+    message = _message(error)
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def _message(error: BaseException) -> str:
+    """What an error says; of one that cannot say anything, that."""
+    try:
+        return str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
+    except Exception as broken:
+        return f"{type(error).__name__}, whose words failed with {type(broken).__name__}"
+
+
+def trace_of(error: BaseException) -> str:
+    """Where an error was raised."""
+    try:
+        return "".join(traceback.format_exception(error))
+    except Exception:
+        return "".join([*traceback.format_tb(error.__traceback__), said_of(error)])
+
+
 def _builtin(error: BaseException) -> str:
-    """The nearest builtin type of an error that says one string."""
+    """The nearest type of an error that says one string: a builtin one, or one that fzero's functions raise."""
+    if isinstance(error, _SPECIAL):
+        return "RuntimeError"
     for kind in type(error).__mro__:
+        if kind in _OWN.values():
+            return kind.__name__
         if getattr(builtins, kind.__name__, None) is kind and kind not in (Exception, BaseException, object):
             return kind.__name__
     return "RuntimeError"
@@ -98,7 +131,8 @@ def error_of(failure: Failure) -> Exception:
     """The error that is raised here: of the same builtin type, where it is one that says a string."""
     if failure.kind == "ComponentDied":
         return ComponentDied(failure.component, failure.rank, failure.message)
-    kind = _Key if failure.kind == "KeyError" else getattr(builtins, failure.kind, RuntimeError)
+    own = _OWN.get(failure.kind, getattr(builtins, failure.kind, RuntimeError))
+    kind: Any = _Key if failure.kind == "KeyError" else own
     text = f"{failure.message}\n(Rank {failure.rank} of component {failure.component!r} says:)\n{failure.trace}"
     try:
         error = kind(text)

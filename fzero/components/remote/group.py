@@ -5,9 +5,11 @@ from __future__ import annotations
 import collections
 import contextlib
 import itertools
+import os
 import queue
 import threading
 import time
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +17,7 @@ from typing import Any
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Puller, Table
+from fzero.components.remote.share import Rows, words_of
 
 Starts = Callable[[Callable[..., object]], Sequence[Link]]
 NOTICED = 1.0  # seconds in which the end of a process is noticed
@@ -34,6 +37,7 @@ class Group:
         self.links: Sequence[Link] = ()
         self.died: ComponentDied | None = None
         self.closed = False
+        self._ended, self._process = False, os.getpid()
         self.places = [Place()] * settings.ranks
         self.puller = Puller()
         self._numbers = itertools.count()
@@ -45,8 +49,9 @@ class Group:
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
         self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
         self._known: set[str] = set()  # components whose tables the ranks have
+        self._readers: weakref.WeakSet[Group] = weakref.WeakSet()  # those whose ranks have this one's
         _groups[settings.identity] = self
-        self._frees: queue.SimpleQueue[tuple[int, int] | None] = queue.SimpleQueue()
+        self._frees: queue.SimpleQueue[tuple[int, int] | str | None] = queue.SimpleQueue()
 
     # ---- start and end
 
@@ -103,32 +108,48 @@ class Group:
             )
 
     def close(self) -> None:
-        """Ends the ranks; more than once does no harm."""
+        """Ends the ranks; more than once does no harm, and is right after an interrupt. A forked child ends nothing."""
+        if not self._is_here() or self._ended:
+            return
         with self._lock:
-            if self.closed:
-                return
-            self.closed = True
+            first, self.closed = not self.closed, True
+        try:
+            if first:
+                self._is_over()
+                for link in self.links:
+                    with contextlib.suppress(OSError):
+                        link.send(("close",))
+            deadline = time.monotonic() + GRACE
+            for link in self.links:
+                link.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            for link in self.links:
+                link.end()
+        self._ended = True
+
+    def _is_over(self) -> None:
+        """Lets go of what was kept for the ranks, and others' ranks of what they know of these."""
         self._frees.put(None)
         self._holds.clear()
-        for link in self.links:
-            with contextlib.suppress(OSError):
-                link.send(("close",))
-        deadline = time.monotonic() + GRACE
-        for link in self.links:
-            link.join(max(0.0, deadline - time.monotonic()))
-        for link in self.links:
-            link.end()
+        for reader in [*self._readers]:
+            reader._frees.put(self.settings.identity)
+            reader._known.discard(self.settings.identity)
+
+    def _is_here(self) -> bool:
+        """Whether this is the process that started the ranks, and not one that was forked from it."""
+        return os.getpid() == self._process
 
     def die(self, rank: int, cause: str, words: str = "") -> None:
         """Notes that a rank has ended, the first of them, and ends the others."""
+        if not self._is_here():
+            return
         with self._lock:
             if self.died is not None or self.closed:
                 return
             self.died = ComponentDied(self.settings.component, rank, cause, words)
         for link in self.links:
             link.end()
-        self._frees.put(None)
-        self._holds.clear()
+        self._is_over()
         with self._news:
             self._news.notify_all()
 
@@ -147,6 +168,7 @@ class Group:
             own: further arguments of each rank.
             key: of the trees that it returns, which are the same for all calls of one key.
         """
+        self.need_alive()  # before the lock, which a forked child may have as another thread held it
         with self._lock:
             self.need_alive()
             number = next(self._numbers)
@@ -178,7 +200,13 @@ class Group:
         self.need_alive()
 
     def need_alive(self) -> None:
-        """Refuses where the component is lost or closed."""
+        """Refuses where the component is lost or closed, or another process's."""
+        if not self._is_here():
+            raise RuntimeError(
+                f"Component {self.settings.component!r} belongs to process {self._process}, and this one "
+                f"({os.getpid()}) was forked from it: nobody answers here. Use it in that process, and give children "
+                "fetched tensors, or make a component of their own there."
+            )
         if self._in_doubt.is_set():  # it will be known in a moment
             with self._news:
                 self._news.wait_for(lambda: self.died is not None or self.closed, 2 * NOTICED)
@@ -245,13 +273,20 @@ class Group:
                 with contextlib.suppress(OSError):
                     link.send(("table", identity, other.table(link)))
             self._known.add(identity)
+            other._readers.add(self)
+        if other.closed or other.died is not None:  # meanwhile
+            other._is_over()
 
-    def trees(self, number: int) -> Any:
+    def trees(self, number: int, first: bool = False) -> Any:
         """What a call has returned, without the tensors: the same on all ranks.
+
+        Args:
+            first: it is of a kind: its outputs must fit together, and what is odd about them is said.
 
         Raises:
             Exception: it failed.
         """
+        self.need_alive()
         found: list[Any] = []
         failures: list[Failure] = []
         try:
@@ -263,28 +298,20 @@ class Group:
             raise self.error(failed.failure) from None
         if failures:
             raise self.error(first_of(failures))
-        trees, sums = zip(*found, strict=True)
+        trees, places, rows = zip(*found, strict=True)
         if any(tree != trees[0] for tree in trees):
             raise ValueError(
                 f"component {self.settings.component!r}: the function returned different structures on its ranks: "
                 f"{trees}; expected the same on all. Return the same containers, and what differs as tensors."
             )
-        self._need_alike([each for own in sums for each in own])
+        if first:
+            for words in words_of([[Rows(*each) for each in own] for own in rows]):
+                warnings.warn(f"component {self.settings.component!r}: {words}", stacklevel=4)
+            try:
+                self.puller.layouts(self.settings.identity, [(number, place) for place in places[0]])
+            except Failed as failed:
+                raise self.error(failed.failure) from None
         return trees[0]
-
-    def _need_alike(self, sums: Sequence[tuple[int, int, float]]) -> None:
-        """Refuses outputs that differ between ranks that have the same piece of them: any one's would be taken."""
-        found: dict[tuple[int, int], list[float]] = {}
-        for place, piece, own in sums:
-            found.setdefault((place, piece), []).append(own)
-        for (place, _), own in found.items():
-            if max(own) - min(own) > 1e-5 * max(own):
-                raise ValueError(
-                    f"component {self.settings.component!r}: tensor {place} of the outputs differs between ranks that "
-                    f"have the same examples: its absolute values add up to {own}; expected the same on all. Put "
-                    "pieces together in the function (fz.parallel.gather or sum), split batches over these ranks, too, "
-                    "or say in out_specs= that each of them has its own piece."
-                )
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""
@@ -301,8 +328,8 @@ class Group:
 _groups: weakref.WeakValueDictionary[str, Group] = weakref.WeakValueDictionary()  # by identity: whose death it was
 
 
-def _carry(frees: queue.SimpleQueue[tuple[int, int] | None], links: Sequence[Link]) -> None:
-    """Tells the ranks what nobody needs any more."""
+def _carry(frees: queue.SimpleQueue[tuple[int, int] | str | None], links: Sequence[Link]) -> None:
+    """Tells the ranks what nobody needs any more: values, and where those of another component were."""
     going = True
     while going:
         batch = [frees.get()]
@@ -310,7 +337,9 @@ def _carry(frees: queue.SimpleQueue[tuple[int, int] | None], links: Sequence[Lin
             while len(batch) < 1000:
                 batch.append(frees.get_nowait())
         going = None not in batch
-        names = [name for name in batch if name is not None]
-        for link in links if names else ():
+        names = [name for name in batch if isinstance(name, tuple)]
+        messages: list[Message] = [("gone", name) for name in batch if isinstance(name, str)]
+        for link in links:
             with contextlib.suppress(OSError):
-                link.send(("free", names))
+                for message in [*messages, ("free", names)] if names else messages:
+                    link.send(message)

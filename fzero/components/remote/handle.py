@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from numbers import Number
+from typing import Any, Protocol, Self
 
 import torch
 
+from fzero.base.arguments import named
 from fzero.components.remote.group import Group
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.pull import Leaf, norm_by
@@ -54,6 +56,12 @@ class Away:
         self.made, self.place = made, place
         if whole:
             weakref.finalize(self, made.component.group.forget, made.call, place).atexit = False
+
+    def __copy__(self) -> Self:
+        return self  # what it stands for never changes, and lies there until the last of its handles dies
+
+    def __deepcopy__(self, memo: object) -> Self:
+        return self
 
     @property
     def component(self) -> Owner:
@@ -112,6 +120,12 @@ class Value(Elsewhere):
     def numel(self) -> int:
         return self.shape.numel()
 
+    def detach(self) -> Self:
+        return self
+
+    def is_floating_point(self) -> bool:
+        return self.dtype.is_floating_point
+
     def item(self) -> Any:
         """Its number, of one that has one element; waited for."""
         return self.fetched().item()
@@ -133,6 +147,16 @@ class Value(Elsewhere):
 
     def __format__(self, spec: str) -> str:
         return format(self.item(), spec) if spec else repr(self)
+
+    __hash__ = object.__hash__  # of the handle: it is a key of dicts, and a leaf of trees
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, (Value, torch.Tensor, Number)) or hasattr(other, "__array__"):
+            raise TypeError(
+                f"==: got {self!r} and {named(other)}; expected tensors: what a handle stands for lies in another "
+                "component. Compare its value: fz.fetch(handle) == ..., or float(handle) == ..., and handles by `is`."
+            )
+        return NotImplemented
 
     @classmethod
     def __torch_function__(
@@ -208,11 +232,22 @@ class Sum(Value):
     """The sum of values of one shape, added up where it is needed: cotangents of what several have used.
 
     Args:
-        terms: of one shape and dtype, in order.
+        terms: of one shape, in order; of tensors their values now.
+
+    Raises:
+        TypeError: autograd follows one of them.
+        ValueError: shapes that are known already differ; others are refused where the sum is used.
     """
 
     def __init__(self, terms: Sequence[Any]) -> None:
-        self.terms = terms
+        for x in terms:
+            if isinstance(x, torch.Tensor) and x.requires_grad and torch.is_grad_enabled():
+                raise TypeError(
+                    f"+: got a handle and {named(x)} that autograd follows, expected a constant: no graph leads to "
+                    "another component. Add x.detach()."
+                )
+        self.terms = [x.detach().clone() if isinstance(x, torch.Tensor) else x for x in terms]
+        _need_one_shape([shape for x in self.terms if (shape := _known_shape(x)) is not None])
 
     def leaf(self) -> Leaf:
         return "sum", [x.leaf() if isinstance(x, Value) else ("tensor", x) for x in self.terms]
@@ -221,13 +256,43 @@ class Sum(Value):
         return [away for x in self.terms if isinstance(x, Value) for away in x.held()]
 
     def layout(self) -> Layout:
-        return next(x for x in self.terms if isinstance(x, Value)).layout()
+        like = [
+            x.layout()
+            if isinstance(x, Value)
+            else Layout("block", ((),) * x.ndim, tuple([(n,) for n in x.shape]), x.dtype)
+            for x in self.terms
+        ]
+        _need_one_shape([each.shape for each in like])
+        first = next(own for x, own in zip(self.terms, like, strict=True) if isinstance(x, Value))
+        empty = [torch.empty(each.shape, dtype=each.dtype, device="meta") for each in like]
+        return first._replace(dtype=functools.reduce(torch.add, empty).dtype)
 
     def fetched(self) -> torch.Tensor:
-        return functools.reduce(torch.add, [x.fetched() if isinstance(x, Value) else x for x in self.terms])
+        own = [x.fetched() if isinstance(x, Value) else x for x in self.terms]
+        _need_one_shape([x.shape for x in own])
+        return functools.reduce(torch.add, own)
 
     def __repr__(self) -> str:
         return f"Sum(of {len(self.terms)} values)"
+
+
+def _known_shape(x: object) -> tuple[int, ...] | None:
+    """The shape of a term, where nobody must be waited for."""
+    if isinstance(x, torch.Tensor):
+        return tuple(x.shape)
+    if isinstance(x, Sum):
+        return next((shape for term in x.terms if (shape := _known_shape(term)) is not None), None)
+    handle = x.like if isinstance(x, Fill) else x
+    return handle._layout.shape if isinstance(handle, Handle) and handle._layout is not None else None
+
+
+def _need_one_shape(shapes: Sequence[Sequence[int]]) -> None:
+    for shape in shapes:
+        if tuple(shape) != tuple(shapes[0]):
+            raise ValueError(
+                f"+: got values of shapes {tuple(shapes[0])} and {tuple(shape)}, one of which lies in another "
+                "component; expected one shape, as each rank adds up its own pieces. Add what fz.fetch gives."
+            )
 
 
 class Norm(Value):

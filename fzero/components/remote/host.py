@@ -13,12 +13,14 @@ import torch
 
 from fzero.components.remote import verbs
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
+from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
-from fzero.components.remote.link import Arguments, Message
+from fzero.components.remote.kept import Kept
+from fzero.components.remote.link import Arguments, Message, Place
+from fzero.components.remote.order import Order
 from fzero.components.remote.part import Operands, Part, Pulled
-from fzero.components.remote.pull import Puller, Source, whole
-from fzero.components.remote.specs import axes_of
-from fzero.components.remote.values import Box, Meta, Name, Piece, Record, Values, version_of
+from fzero.components.remote.pull import Arrived, Puller, Source, whole
+from fzero.components.remote.values import Box, Meta, Name, Record, Values
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
 
@@ -39,6 +41,7 @@ class Host:
         report: sends a message to the controlling process.
         patience: seconds that one call may take.
         around: what a call runs in.
+        order: of this rank and the others in this process.
     """
 
     def __init__(
@@ -49,19 +52,26 @@ class Host:
         report: Callable[[tuple[object, ...]], object],
         patience: float,
         around: Callable[[], Any],
+        order: Order | None = None,
     ) -> None:
         self.component, self.identity, self.rank = component, identity, rank
-        self.report, self.patience, self.around = report, patience, around
+        self._send, self.patience, self.around = report, patience, around
         self.values = Values(component, rank, patience)
         self.puller = Puller(rank)
         self.peers: Sequence[Source] = ()
-        self._arrived: dict[int, Failure | None] = {}
+        self._arrived: dict[int, Failure | Arrived] = {}
         self._arrival = threading.Condition()
         self._calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
         self._ready: queue.Queue[tuple[_Call, Operands | Failure] | None] = queue.Queue(AHEAD)
-        self._trees: dict[int, object] = {}
-        self._over, self._ended = False, threading.Event()
-        threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True).start()
+        self._trees = Kept[int, object]()
+        self._over, self._ended, self._order = False, threading.Event(), order or Order()
+        self.fetching = threading.Thread(target=self._fetch, name=f"fzero-fetch-{rank}", daemon=True)
+        self.fetching.start()
+
+    def report(self, message: tuple[object, ...]) -> None:
+        """Tells the controlling process something, unless that has gone or closed the component meanwhile."""
+        with contextlib.suppress(OSError):
+            self._send(message)
 
     # ---- what arrives
 
@@ -79,12 +89,15 @@ class Host:
             self.puller.tables[identity] = table
             if identity == self.identity:
                 self.peers = [source for source in table.sources if source is not self]
+        elif kind == "gone":
+            self.puller.forget(message[1])
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
 
     def close(self, failure: Failure) -> None:
         """Ends it: what waits here fails, and `run` returns."""
+        self._order.close()
         self._over = True
         self.values.close(failure)
         with self._arrival:
@@ -93,7 +106,18 @@ class Host:
         with contextlib.suppress(queue.Full):
             self._ready.put_nowait(None)  # `run` may wait for operands that wait for others
 
+    def join(self, timeout: float) -> None:
+        """Waits until no operands are brought any more: a thread that computes as the interpreter ends aborts it.
+
+        One that waits for values of another component is left.
+        """
+        if self.fetching is not threading.current_thread():
+            self.fetching.join(min(timeout, 0.2))
+
     # ---- what others ask, from their threads
+
+    def left(self) -> None:
+        """A reader in this process will ask nothing more."""
 
     def metas(self, names: Sequence[Name], alive: Callable[[], None] = lambda: None) -> list[Meta | Failure]:
         return [self.values.meta(name, alive) for name in names]
@@ -108,8 +132,8 @@ class Host:
         except Failed as failed:
             return failed.failure
 
-    def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | None:
-        """Waits until a call's operands are here; what is told of why they are not."""
+    def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | Arrived:
+        """Waits until a call's operands are here: the digests of its objects, or what is told of why they are not."""
         with self._arrival:
             while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
                 alive()
@@ -127,7 +151,7 @@ class Host:
             except Exception as error:
                 operands = failure_of(error, self.component, self.rank, self.identity)
             if call.arguments.get("refers"):
-                operands = self._agreed(call.number, operands)
+                operands = self._agreed(call, operands)
                 self.report(("fetched", call.number))
             self._pass((call, operands))
             del operands, call
@@ -139,31 +163,49 @@ class Host:
             with contextlib.suppress(queue.Full):
                 return self._ready.put(item, timeout=0.5)
 
-    def _agreed(self, number: int, operands: Operands | Failure) -> Operands | Failure:
+    def _agreed(self, call: _Call, operands: Operands | Failure) -> Operands | Failure:
         """The operands, where all ranks have theirs: otherwise none runs the call, or some would wait for others."""
         if not self.peers:
             return operands
-        own = operands if isinstance(operands, Failure) else None
+        try:
+            records = [] if isinstance(operands, Failure) else self._records(call)
+        except Failed as failed:
+            records, operands = [], failed.failure
+        digests = [(name, digest) for record in records for name, digest in record.digests]
+        own = operands if isinstance(operands, Failure) else (self.place.mean_rank, digests)
         with self._arrival:
-            self._arrived[number] = own
-            self._arrived.pop(number - 1000, None)
+            self._arrived[call.number] = own
+            self._arrived.pop(call.number - 1000, None)
             self._arrival.notify_all()
         try:
-            failures = [peer.arrived(number) for peer in self.peers]
+            told = [own, *[peer.arrived(call.number) for peer in self.peers]]
         except Failed as failed:
-            failures = [failed.failure]
-        found = [failure for failure in (own, *failures) if failure is not None]
-        return first_of(found) if found else operands
+            told = [own, failed.failure]
+        failures = [each for each in told if isinstance(each, Failure)]
+        if failures:
+            return first_of(failures)
+        differs = apart([((rank, name), d) for rank, each in told for name, d in each])  # type: ignore[misc]
+        if differs is not None:
+            (_, name), sums = differs  # type: ignore[misc]
+            return Failure("ValueError", unlike(self.component, name, sums), self.component, self.rank)
+        for record in records:
+            record.digests = []  # they are compared once
+        return operands
+
+    def _records(self, call: _Call) -> list[Record]:
+        """Those of the calls that made the objects of a call."""
+        made = dict.fromkeys([name[0] for name in call.arguments.get("objects", {}).values()])
+        return [self.values.record(number) for number in made]
 
     def _operands(self, call: _Call) -> Operands:
         given = call.arguments
         objects = {what: self.values.get(name) for what, name in given.get("objects", {}).items()}
         out = Operands(objects, given.get("options", {}))
         if "inputs" in given:
-            bring_inputs(out, given["inputs"], self.part.place, self.puller, call.verb)
+            bring_inputs(out, given["inputs"], self.place, self.puller, call.verb)
         if given.get("cotangent") is not None:
             skeleton, leaves = given["cotangent"]
-            pulled, where = objects["pullback"], (self.part.place, self.puller, self.identity)
+            pulled, where = objects["pullback"], (self.place, self.puller, self.identity)
             assert isinstance(pulled, Pulled)
             out.cotangent = brought_cotangent(pulled, skeleton, leaves, *where)
         if "norm" in given:
@@ -174,19 +216,37 @@ class Host:
     # ---- calls
 
     part: Part
+    place: Place
 
     def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
-        self.part = part
+        self.part, self.place = part, part.place
 
     def run(self) -> None:
         """Runs calls until it is closed, on the thread that has the process group."""
+        following = 0
         try:
-            while (item := self._ready.get()) is not None and not self._over:
+            while not self._order.is_over(following):
+                item = self._ready.get()
+                if item is None:
+                    continue  # closed: a call that another rank has begun is still to come
+                if not self._order.begins(item[0].number):
+                    break
+                following = item[0].number + 1
                 self._run_one(*item)
                 del item
         finally:
             self._ended.set()
+            ready, self._ready = self._ready, queue.Queue()  # nothing may lie there that holds the process group
+            with contextlib.suppress(queue.Empty):
+                while True:  # who brings operands may wait for room
+                    ready.get_nowait()
+
+    def let_go(self) -> None:
+        """Forgets all that lies here, once it is closed: what holds the process group holds up the other ranks."""
+        self.values.clear()
+        self._ready, self._arrived = queue.Queue(), {}
+        self.__dict__.pop("part", None)
 
     def _run_one(self, call: _Call, operands: Operands | Failure) -> None:
         self.values.running(call.number, call.verb)
@@ -194,13 +254,14 @@ class Host:
         failure, begun = operands if isinstance(operands, Failure) else None, time.monotonic()
         if isinstance(operands, Operands):
             try:
-                self._need_unwritten(call)
                 with self.around():
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
-                call.record.sums = self._sums(call.key, values)
+                if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
+                    call.record.digests = [*digests_of(values.get(0))]
                 self._check(call.key, trees)
                 call.record.trees = trees
+                call.record.rows = tuple([tuple(each) for each in operands.rows])
                 del results
             except Exception as error:
                 failure = failure_of(error, self.component, self.rank, self.identity)
@@ -211,35 +272,14 @@ class Host:
         if failure is not None:
             self.report(("failed", call.number, tuple(failure)))
 
-    def _need_unwritten(self, call: _Call) -> None:
-        """Refuses tensors of the caller that came by reference and were written to since."""
-        for leaf in call.arguments.get("inputs", ((), ()))[1]:
-            if leaf[0] in ("slice", "tensor") and len(leaf) > 3 and version_of(leaf[1]) != leaf[3]:
-                raise RuntimeError(
-                    f"{call.verb}: an input of shape {tuple(leaf[1].shape)} was written to in place after the call, "
-                    "which had not run yet; expected it to stay as it was, as ranks on threads share it. Pass "
-                    "x.clone(), or wait for the call (fz.fetch) before you write."
-                )
-
-    def _sums(self, key: int | None, values: dict[int, object]) -> tuple[tuple[int, int, float], ...]:
-        """Sums of what other ranks should have too, for a comparison at the first call of a kind."""
-        out = []
-        for place, x in values.items() if key is not None and key not in self._trees else ():
-            if isinstance(x, Piece) and x.kind == "block":
-                number, count = self.part.place.piece(axes_of(x.dims))
-                out += [(place, number, float(_size(x.tensor.detach()).sum()))] if count <= len(self.peers) else []
-        return tuple(out)
-
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""
-        if key is not None and self._trees.setdefault(key, trees) != trees:
+        known = None if key is None else self._trees.get(key)
+        if key is not None and known is None:
+            self._trees.put(key, trees)
+        elif key is not None and known != trees:
             raise ValueError(
                 f"component {self.component!r}: the function returned another structure than in an earlier call with "
-                f"inputs of the same structure and shapes: got {trees}, expected {self._trees[key]}. The caller went "
+                f"inputs of the same structure and shapes: got {trees}, expected {known}. The caller went "
                 "on with the earlier one. Return the same containers every time; numbers that change, as tensors."
             )
-
-
-def _size(x: torch.Tensor) -> torch.Tensor:
-    """The absolute values of a tensor of any dtype, in float64."""
-    return x.abs().to(torch.float64) if x.is_complex() else x.to(torch.float64).abs()

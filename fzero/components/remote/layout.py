@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.components.remote.digests import apart, unlike
 from fzero.components.remote.failure import Failed, Failure, first_of
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import Dims, axes_of
@@ -22,7 +23,7 @@ class Layout(NamedTuple):
         kind, dims: as of its pieces.
         lengths: of each dim those of its pieces, in order; of a dim that is whole its size alone.
         dtype, device: the device is where its parts lie.
-        weights: of a mean, by pieces of what its weights depend on; of what is added the one by which it is divided.
+        weights: of a mean, by pieces of what its weights depend on.
     """
 
     kind: str
@@ -84,9 +85,23 @@ def layout_of(metas: Sequence[Meta | Failure], places: Sequence[Place], componen
             raise Failed(_apart(part, place, first, places[0], component))
         if not sized:
             weights[place.piece(axes_of(part.dims))[0]] = part.weight
+    _need_alike(parts, places, component)
     by_piece = tuple([tuple([own[number] for number in sorted(own)]) for own in lengths])
     by_weight = tuple([weights[number] for number in sorted(weights)]) or (first.weight,)
     return Layout(first.kind, first.dims, by_piece, first.dtype, first.device, by_weight)
+
+
+def _need_alike(parts: Sequence[Meta], places: Sequence[Place], component: str) -> None:
+    """Refuses what differs between ranks that have the same piece: any one's would be taken."""
+    own = []
+    for part, place in zip(parts, places, strict=True):
+        if part.digest is not None:
+            copy = -1 if part.kind == "block" else place.mean_rank
+            own.append(((copy, place.piece(axes_of(part.dims))[0]), part.digest))
+    differs = apart(own)
+    if differs is not None:
+        what = f"a tensor of shape {parts[0].shape} and dtype {parts[0].dtype}"
+        raise Failed(Failure("ValueError", unlike(component, what, differs[1]), component, 0))
 
 
 def _apart(part: Meta, place: Place, first: Meta, other: Place, component: str) -> Failure:
@@ -159,7 +174,7 @@ def joined(
         terms = [part.to(wide) * weight for part, weight in pairs if weight]
         return _added(terms).to(layout.dtype)
     shape = layout.shape if box is None else tuple([stop - start for start, stop in box])
-    sums = [(own[0][0].to, _divided(_added([part for _, part in own]), layout.weights[0])) for own in blocks]
+    sums = [(own[0][0].to, _added([part for _, part in own])) for own in blocks]
     if len(sums) == 1 and sums[0][1].shape == shape:
         return sums[0][1]
     device = sums[0][1].device if sums else "cpu"
@@ -172,10 +187,6 @@ def joined(
 def _added(terms: Sequence[torch.Tensor]) -> torch.Tensor:
     """Their sum, in rank order."""
     return functools.reduce(torch.add, terms)
-
-
-def _divided(tensor: torch.Tensor, weight: float) -> torch.Tensor:
-    return tensor if weight == 1.0 else tensor / weight
 
 
 def _alike(parts: Sequence[torch.Tensor], component: str) -> torch.Tensor:

@@ -35,11 +35,7 @@ class ChannelLink(Link):
     def send(self, message: Message) -> None:
         if self._connection is None:
             raise OSError(f"rank {self.rank} has not come")
-        if message[0] == "call" and "inputs" in message[3]:
-            skeleton, leaves, cuts = message[3]["inputs"]  # what is sent cannot be written to any more
-            sent = [leaf[:3] if leaf[0] in ("slice", "tensor") else leaf for leaf in leaves]
-            message = (*message[:3], {**message[3], "inputs": (skeleton, sent, cuts)}, *message[4:])
-        elif message[0] == "table":
+        if message[0] == "table":
             _, identity, table = message
             message = ("table", identity, (table.name, [tuple(place) for place in table.places], list(table.sources)))
         self._connection.send(message, self.settings.timeout)
@@ -51,7 +47,7 @@ class ChannelLink(Link):
         if self._connection is not None:
             self._connection.close()
         if self._source is not None:
-            self._source.close()
+            self._source.left()
 
     def _listen(self, heard: Heard) -> None:
         connection = self._connection

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import secrets
 import sys
+import traceback
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -145,4 +147,10 @@ class _Rank:
         ray = _ray()
         sys.path[:] = [*path, *[entry for entry in sys.path if entry not in path]]
         build = lambda: ray.cloudpickle.loads(job)
-        serve(build, Settings(*settings), rank, address, token, store, ray.util.get_node_ip_address())
+        try:
+            serve(build, Settings(*settings), rank, address, token, store, ray.util.get_node_ip_address())
+        except Exception:
+            raise
+        except BaseException:  # after which Ray would go on with the actor, and nobody would run its calls
+            traceback.print_exc()
+            os._exit(1)

@@ -13,7 +13,7 @@ from fzero.components.remote.cuts import Totals, cuts_of, even_box, need_lengths
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
 from fzero.components.remote.pull import Leaf
-from fzero.components.remote.values import Box, cut_to, version_of
+from fzero.components.remote.values import Box, cut_to
 from fzero.components.remote.wire import Skeleton, packed
 from fzero.state.checks import constants
 
@@ -65,21 +65,32 @@ def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
                 need_lengths(lengths, what)
                 over = cuts[cut.lengths].dims_of(places[0], lengths.shape, what)[0]
                 boxes = [ragged_box(dims, over, x.shape, lengths, place, what) for place in places]
-            sent = _pieces(own, boxes)
+            sent = _pieces(own, boxes, group.links[0].local)
         for leaf, rank in zip(sent, by_rank, strict=True):
             rank.append(leaf)
     return Given(skeleton, by_rank, [tuple(cut) for cut in cuts], tuple(map(_shape, leaves)), _held(leaves))
 
 
-def _pieces(x: torch.Tensor, boxes: Sequence[Box | None]) -> list[Leaf]:
-    """The leaves of a tensor for ranks that have these boxes of it: one for those who have the same."""
-    known: dict[Box | None, Leaf] = {None: ("tensor", x, 0, version_of(x))}
+def _pieces(x: torch.Tensor, boxes: Sequence[Box | None], local: bool) -> list[Leaf]:
+    """The leaves of a tensor for ranks that have these boxes of it.
+
+    Args:
+        local: whether the ranks are in this process: each has memory of its own then, too, as the caller may write to
+            the tensor, and a function to what it is given.
+    """
+    out: list[Leaf] = []
     for box in boxes:
-        if box is not None and box not in known:
-            whole = all(stop - start == size for (start, stop), size in zip(box, x.shape, strict=True))
-            part = x if whole else cut_to(x, box)
-            known[box] = ("slice", part, tuple(x.shape), version_of(part))
-    return [known[box] for box in boxes]
+        whole = box is None or all(stop - start == size for (start, stop), size in zip(box, x.shape, strict=True))
+        part = x if whole else cut_to(x, box)  # type: ignore[arg-type]
+        part = _copied(part) if local else part
+        out.append(("tensor", part) if box is None else ("slice", part, tuple(x.shape)))
+    return out
+
+
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """The same values in memory of its own, not to be differentiated, also of an inference tensor."""
+    with torch.inference_mode(False), torch.no_grad():
+        return x.detach().clone()
 
 
 def cotangent_for(group: Group, cotangent: object, outputs: pytree.Spec) -> Given:
@@ -92,7 +103,7 @@ def cotangent_for(group: Group, cotangent: object, outputs: pytree.Spec) -> Give
             "output, in the same containers; None counts as zero."
         )
     skeleton, leaves = packed(cotangent, is_value, "cotangent")
-    own = [_sent(group, x) if isinstance(x, Value) else ("tensor", _plain(x, "pullback")) for x in leaves]
+    own = [_sent(group, x) if isinstance(x, Value) else ("tensor", _own(group, x, "pullback")) for x in leaves]
     return Given(skeleton, [own], [], tuple(map(_shape, leaves)), _held(leaves))
 
 
@@ -101,8 +112,13 @@ def scalar_for(group: Group, value: object, who: str, argument: str) -> tuple[Le
     if isinstance(value, Value):
         return _sent(group, value), _held([value])
     if isinstance(value, torch.Tensor):
-        return ("tensor", _plain(value, who)), []
+        return ("tensor", _own(group, value, who)), []
     return ("constant", value), []
+
+
+def _own(group: Group, x: torch.Tensor, who: str) -> torch.Tensor:
+    """A tensor that nobody else writes to once it is sent."""
+    return _copied(_plain(x, who)) if group.links[0].local else _plain(x, who)
 
 
 def _plain(x: torch.Tensor, who: str) -> torch.Tensor:

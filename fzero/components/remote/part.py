@@ -1,8 +1,8 @@
 """What a rank computes with, and what its share of inputs and outputs is in those of the whole batch.
 
 A pullback gives the mean over the n ranks that the step takes means over, of which c may have the same piece. The
-cotangent of a piece is therefore taken times n / c, one of a mean times n and the rank's weight, and the cotangents of
-inputs are the sums over the c, divided by n.
+cotangent of a piece is therefore taken times 1 / c, one of a mean times the rank's weight, the cotangents of inputs are
+the sums over the c, and grads are n times what the pullback gives: so nothing on the way is larger than in one process.
 """
 
 from __future__ import annotations
@@ -10,18 +10,21 @@ from __future__ import annotations
 import collections
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from fzero.base import pytree
+from fzero.components.remote.digests import digest_of
 from fzero.components.remote.layout import Layout
 from fzero.components.remote.link import Place
+from fzero.components.remote.share import Rows, need_no_numbers, rows_in
 from fzero.components.remote.specs import Dims, axes_of, dims_by_leaf, need_dims
 from fzero.components.remote.values import Name, Piece
 from fzero.components.remote.wire import LEAF, Packed, Skeleton, Slot, slots_of
+from fzero.state.sharded import Sharded
 
 KEPT = 4096  # calls whose times a rank remembers until somebody asks
 
@@ -34,6 +37,7 @@ class Operands:
         objects: states, grads and pullbacks, by what they are for.
         dims: of the tensors of the inputs in order, the axes that each dim lies over.
         shares: by axes that a dim of inputs lies over, how much of it this rank has, and of how much.
+        rows: that outputs have here.
     """
 
     objects: dict[str, Any]
@@ -43,6 +47,7 @@ class Operands:
     dims: list[Dims] = field(default_factory=list)
     shares: dict[tuple[str, ...], tuple[int, int]] = field(default_factory=dict)
     cotangent: object = None
+    rows: list[Rows] = field(default_factory=list)
 
 
 @dataclass
@@ -55,6 +60,7 @@ class Pulled:
         places: of the flat inputs, the numbers of the tensors among them.
         dims: of these, the axes that each dim lies over.
         layouts: of the outputs over all ranks, as far as they were asked for.
+        lacking: whether some ranks have no example of the batch.
     """
 
     pullback: Any
@@ -64,15 +70,21 @@ class Pulled:
     places: list[list[int | None]]
     dims: list[Dims]
     layouts: dict[int, Layout] = field(default_factory=dict)
+    lacking: bool = False
 
 
 @dataclass
 class Part:
-    """What `build` gave a rank, and its place in its component."""
+    """What `build` gave a rank, and its place in its component.
+
+    Attributes:
+        ranks: of the component.
+    """
 
     step: Any
     params: object
     place: Place
+    ranks: int
     out_specs: object = None
     _spans: collections.deque[tuple[float, ...]] = field(default_factory=lambda: collections.deque(maxlen=KEPT))
 
@@ -106,6 +118,26 @@ class Part:
         by_axes = [own / total if total else 1 / place.piece(axes)[1] for axes, (own, total) in shares.items()]
         return math.prod(by_axes) / place.copies(names)
 
+    def lacks(self, shares: Mapping[tuple[str, ...], tuple[int, int]]) -> bool:
+        """Tells whether some ranks have no example of a batch that has some."""
+        averaged = {*self.place.averaged}
+        sizes = [(total, self.place.piece(own)[1]) for own, (_, total) in shares.items() if {*own} & averaged]
+        return any(0 < total < count for total, count in sizes)
+
+    def need_numbers(self, tensors: Iterable[torch.Tensor], what: str) -> None:
+        """Refuses what a rank without examples may have spoiled: its NaN, taken times 0, is NaN in every sum.
+
+        Args:
+            what: they are, in words.
+        """
+        for x in tensors:
+            if (x.is_floating_point() or x.is_complex()) and bool(x.isnan().any()):
+                raise ValueError(
+                    f"fz.remote: the batch has fewer examples than there are data ranks, and {what} are NaN. A rank "
+                    "that has no examples computes NaN where fn takes a mean over them, say. Give batches of at least "
+                    "as many examples as data ranks, or let fn return finite values where there are none."
+                )
+
     def pieces(self, number: int, tree: Packed, operands: Operands) -> list[Piece]:
         """The pieces that this rank has of the tensors in what the function returned.
 
@@ -114,6 +146,10 @@ class Part:
         """
         what = f"aux {number}" if number else "outputs"
         if self.out_specs is None:
+            own = operands.shares.get(self.place.batch)
+            if own is not None and self.place.piece(self.place.batch)[1] > 1:
+                need_no_numbers(tree, operands.inputs, what)
+                operands.rows += rows_in(tree, own[0], what)
             return [self._piece(x, None, operands, what) for x in tree.leaves]
         specs, whole = self.out_specs, slots_of(tree.skeleton)
         if self.step.has_aux and isinstance(specs, tuple):
@@ -135,20 +171,28 @@ class Part:
         if not tensor.ndim and pytree.is_real(tensor):
             names = dict.fromkeys([name for own in operands.shares for name in own])
             axes = tuple([name for name in names if name in self.place.averaged])
-            return Piece("mean", tensor, (axes,), self.weight(operands.shares))
+            return self._digested(Piece("mean", tensor, (axes,), self.weight(operands.shares)))
         if dims is None:
             dims = need_dims((self.place.batch,) if tensor.ndim and operands.shares else (), tensor.shape, what)
-        return Piece("block", tensor, dims)
+        return self._digested(Piece("block", tensor, dims))
 
     def factor(self, piece: Piece) -> float:
         """By what a cotangent of an output is multiplied."""
         if piece.kind == "mean":
-            return piece.weight * self.place.means
-        return float(self.place.means // self.place.copies(axes_of(piece.dims))) if piece.kind == "block" else 1.0
+            return piece.weight
+        return 1.0 / self.place.copies(axes_of(piece.dims)) if piece.kind == "block" else 1.0
+
+    def _digested(self, piece: Piece) -> Piece:
+        """A piece with its digest, where other ranks should have the same tensor."""
+        like = self.place.piece(axes_of(piece.dims))[1] if piece.kind == "block" else self.place.means
+        return piece._replace(digest=digest_of(piece.tensor)) if like < self.ranks else piece
 
     def input_piece(self, cotangent: torch.Tensor, dims: Dims) -> Piece:
         """The piece that this rank has of an input's cotangent."""
+        kind = "added" if self.place.copies(axes_of(dims)) > 1 else "block"
+        return self._digested(Piece(kind, cotangent, dims))
+
+    def grads(self, grads: Sharded) -> Sharded:
+        """The grads of the whole batch, of those that a pullback gave."""
         means = self.place.means
-        if self.place.copies(axes_of(dims)) > 1:
-            return Piece("added", cotangent, dims, float(means))
-        return Piece("block", cotangent if means == 1 else cotangent / means, dims)
+        return grads if means == 1 else grads.replaced(scale=grads.scale / means)

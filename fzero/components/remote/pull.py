@@ -9,7 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fzero.components.remote.digests import Digest
 from fzero.components.remote.failure import Failed, Failure
+from fzero.components.remote.kept import Kept
 from fzero.components.remote.layout import Layout, Read, joined, layout_of, reads_of
 from fzero.components.remote.link import Place
 from fzero.components.remote.specs import axes_of
@@ -18,11 +20,16 @@ from fzero.state.gather import sum_by_leaf
 
 Leaf = tuple[Any, ...]  # of an operand: what it is first, as `Value.leaf` makes it
 Reads = dict[tuple[str, int], dict[tuple[Name, Box | None], torch.Tensor | None]]  # of a component's rank
+Arrived = tuple[int, list[tuple[str, Digest]]]  # a rank's number among those that means are taken over; digests
 Boxes = Callable[[Layout], Box | None]  # what of a tensor is wanted; None is all of it
 
 
 class Source(Protocol):
     """One rank, as others ask it."""
+
+    def left(self) -> None:
+        """Nothing more will be asked."""
+        ...
 
     def metas(self, names: Sequence[Name]) -> list[Meta | Failure]: ...
 
@@ -30,7 +37,7 @@ class Source(Protocol):
 
     def trees(self, call: int) -> object: ...
 
-    def arrived(self, call: int) -> Failure | None: ...
+    def arrived(self, call: int) -> Failure | Arrived: ...
 
 
 class Table:
@@ -73,14 +80,34 @@ class Puller:
     def __init__(self, choice: int = 0) -> None:
         self.choice = choice
         self.tables: dict[str, Table] = {}
+        self._ended = Kept[str, str]()  # names of components that it knows no more
+
+    def forget(self, component: str) -> None:
+        """Lets go of a component that has ended: of its ranks in this process, and of connections to others."""
+        table = self.tables.pop(component, None)
+        if table is not None:
+            self._ended.put(component, table.name)
+            for source in table.sources:
+                source.left()
+
+    def table(self, component: str) -> Table:
+        """Where a component's values are.
+
+        Raises:
+            Failed: it has ended.
+        """
+        try:
+            return self.tables[component]
+        except KeyError:
+            raise lost(component, self._ended.get(component) or component, 0, "has ended") from None
 
     def layouts(self, component: str, names: Sequence[Name]) -> list[Layout]:
         """The layouts of a component's values, once these are there."""
-        table = self.tables[component]
+        table = self.table(component)
         ranks = [self.choice % len(table.sources)]
         found = {ranks[0]: table.sources[ranks[0]].metas(names)}
-        if any(isinstance(meta, Failure) for meta in found[ranks[0]]):
-            ranks = [*range(len(table.sources))]  # the first failure may be another one's
+        if any(isinstance(meta, Failure) or meta.digest is not None for meta in found[ranks[0]]):
+            ranks = [*range(len(table.sources))]  # the first failure may be another one's, and digests are compared
         else:
             own = {name for meta in found[ranks[0]] for name in axes_of(meta.dims)}
             axes = tuple([name for name, _, _ in table.places[0].axes if name in own])
@@ -104,12 +131,12 @@ class Puller:
         for leaf, box_of in away:
             layout = layouts[leaf[1], leaf[2]]
             box = box_of(layout)
-            groups = self.tables[leaf[1]].groups(layout.axes) if leaf[0] == "value" else []
+            groups = self.table(leaf[1]).groups(layout.axes) if leaf[0] == "value" else []
             plans.append(_Plan(leaf, layout, box, reads_of(layout, groups, box, self.choice) if groups else []))
             for read in itertools.chain(*plans[-1].reads):
                 reads.setdefault((leaf[1], read.rank), {})[leaf[2], read.box] = None
         for (component, rank), own in reads.items():
-            found = self.tables[component].sources[rank].blocks([*own])
+            found = self.table(component).sources[rank].blocks([*own])
             own.update(zip([*own], found, strict=True))
         tensors = iter([self._made(plan, reads) for plan in plans])
         return [_computed(leaf, tensors) for leaf, _ in wanted]
@@ -131,7 +158,7 @@ class Puller:
             shape = layout.shape if box is None else [stop - start for start, stop in box]
             return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device="cpu")
         parts = [[(read, reads[leaf[1], read.rank][leaf[2], read.box]) for read in block] for block in own]
-        return joined(layout, box, parts, self.tables[leaf[1]].name)  # type: ignore[arg-type]
+        return joined(layout, box, parts, self.table(leaf[1]).name)  # type: ignore[arg-type]
 
 
 def _parts(leaf: Leaf) -> list[Leaf]:

@@ -11,7 +11,7 @@ import torch
 
 from fzero.channels import Address, Connection, Listener, TimedOut, connect
 from fzero.components.remote.failure import Failed, Failure
-from fzero.components.remote.pull import Source, lost
+from fzero.components.remote.pull import Arrived, Source, lost
 from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
@@ -28,7 +28,7 @@ class Served(Protocol):
 
     def trees(self, call: int, alive: Callable[[], None]) -> object: ...
 
-    def arrived(self, call: int, alive: Callable[[], None]) -> Failure | None: ...
+    def arrived(self, call: int, alive: Callable[[], None]) -> Failure | Arrived: ...
 
 
 class Server:
@@ -86,8 +86,8 @@ class Server:
             trees = self._served.trees(asked, alive)
             return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
         assert kind == "arrived", kind
-        failure = self._served.arrived(asked, alive)
-        return None if failure is None else _as_sent(failure)
+        told = self._served.arrived(asked, alive)
+        return _as_sent(told) if isinstance(told, Failure) else ("arrived", told)
 
 
 def _as_sent(told: Meta | Failure) -> tuple[object, ...]:
@@ -111,8 +111,11 @@ class RemoteSource(Source):
         self._address, self._token, self._component, self._identity, self._rank = where
         self._patience = patience
         self._idle: list[Connection] = []
+        self._left = False
 
-    def close(self) -> None:
+    def left(self) -> None:
+        """Nothing more will be asked: connections are closed, those that wait for an answer once it has come."""
+        self._left = True
         while self._idle:
             self._idle.pop().close()
 
@@ -126,9 +129,9 @@ class RemoteSource(Source):
         sent = self._ask("trees", call)
         return sent[1] if sent[0] == "trees" else _as_told(sent)
 
-    def arrived(self, call: int) -> Failure | None:
+    def arrived(self, call: int) -> Failure | Arrived:
         sent = self._ask("arrived", call)
-        return None if sent is None else _as_told(sent)
+        return sent[1] if sent[0] == "arrived" else _as_told(sent)
 
     def _ask(self, kind: str, asked: object) -> Any:
         connection = None
@@ -155,6 +158,8 @@ class RemoteSource(Source):
                 connection.close()
             raise
         self._idle.append(connection)
+        if self._left:
+            self.left()
         if reply[0] == "failed":
             raise Failed(Failure(*reply[1]))
         return reply[1]

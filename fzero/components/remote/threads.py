@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 import secrets
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -15,9 +17,10 @@ import torch
 
 from fzero.comm import backend, worlds
 from fzero.components.remote.building import built_by, calls_run_in
-from fzero.components.remote.failure import Failure, failure_of
+from fzero.components.remote.failure import Failure, failure_of, said_of, trace_of
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Link, Message, Settings
+from fzero.components.remote.order import Order
 from fzero.components.remote.server import Server, sent_source
 
 
@@ -51,8 +54,19 @@ class ThreadLink(Link):
         host.close(Failure("ComponentDied", "has ended", host.component, host.rank, lost=host.identity))
 
     def join(self, timeout: float) -> None:
+        deadline = time.monotonic() + timeout
         if self.thread is not None and self.thread is not threading.current_thread():
             self.thread.join(timeout)
+        self.host.join(max(0.0, deadline - time.monotonic()))
+        for thread in (self.thread, self.host.fetching):
+            while thread is not None and not thread.is_alive() and _is_there(thread) and time.monotonic() < deadline:
+                time.sleep(0.001)
+
+
+def _is_there(thread: threading.Thread) -> bool:
+    """Whether a thread that Python has done with is still being ended: torch frees there what it keeps by thread, and
+    would abort the interpreter if that had ended meanwhile."""
+    return os.path.exists(f"/proc/self/task/{thread.native_id}")
 
 
 def start(build: Callable[[int], object], settings: Settings, heard: Callable[..., object]) -> list[ThreadLink]:
@@ -74,6 +88,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
         if last:
             worlds.uninstall()
 
+    order = Order()
     for rank in range(settings.ranks):
         host = Host(
             settings.component,
@@ -82,6 +97,7 @@ def start(build: Callable[[int], object], settings: Settings, heard: Callable[..
             _report_to(heard, rank),
             settings.timeout,
             lambda: calls_run_in(settings),
+            order,
         )
         link = ThreadLink(host)
         links.append(link)
@@ -119,17 +135,24 @@ def _run(
             )
             sys.excepthook = hook  # each group that begins wraps it once more
             try:
-                built = built_by(build, host.rank, settings)
-                host.has_built(built)
-                host.report(("ready", tuple(built.place)))
-                del built
-                host.run()
-            except Exception as error:
-                host.report(("broken", tuple(failure_of(error, settings.component, host.rank))))
-            except SystemExit as left:
-                host.report(("died", f"has left by sys.exit({left.code!r})"))
+                if _has_built(build, settings, host):
+                    host.run()
+            except BaseException as left:
+                host.report(("died", f"has left by {said_of(left)}", trace_of(left)))
             finally:
                 with contextlib.suppress(RuntimeError):
                     backend.dist.destroy_process_group()
     finally:
+        host.let_go()
         over()
+
+
+def _has_built(build: Callable[[int], object], settings: Settings, host: Host) -> bool:
+    try:
+        built = built_by(build, host.rank, settings)
+    except Exception as error:
+        host.report(("broken", tuple(failure_of(error, settings.component, host.rank))))
+        return False
+    host.has_built(built)
+    host.report(("ready", tuple(built.place)))
+    return True

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.components.remote.digests import Digest
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.specs import Dims
 
@@ -22,9 +23,10 @@ class Piece(NamedTuple):
 
     Attributes:
         kind: how the tensor is made of the ranks' parts: each "block" is a piece of it, and so is each sum of those of
-            the ranks that have the same, divided by the weight, where they are "added"; "mean" is an average by
-            weights; of "alike" any one is it, once all were compared.
+            the ranks that have the same, where they are "added"; "mean" is an average by weights; of "alike" any one
+            is it, once all were compared.
         dims: for each dim the axes that it lies over; of a mean those that its weights depend on.
+        digest: of what other ranks have, too.
     """
 
     kind: str
@@ -32,6 +34,7 @@ class Piece(NamedTuple):
     dims: Dims = ()
     weight: float = 1.0
     version: int = 0
+    digest: Digest | None = None
 
 
 def whole(tensor: torch.Tensor) -> Piece:
@@ -60,6 +63,7 @@ class Meta(NamedTuple):
     device: str
     dims: Dims
     weight: float
+    digest: Digest | None = None
 
 
 def _kept(value: object) -> object:
@@ -68,7 +72,8 @@ def _kept(value: object) -> object:
 
 def _meta(piece: Piece) -> Meta:
     tensor = piece.tensor
-    return Meta(piece.kind, tuple(tensor.shape), tensor.dtype, str(tensor.device), piece.dims, piece.weight)
+    about = tuple(tensor.shape), tensor.dtype, str(tensor.device)
+    return Meta(piece.kind, *about, piece.dims, piece.weight, piece.digest)
 
 
 class Record:
@@ -78,7 +83,8 @@ class Record:
         self.done = threading.Event()
         self.failure: Failure | None = None
         self.trees: object = None  # that it returned, without the tensors
-        self.sums: tuple[tuple[int, int, float], ...] = ()  # place, piece and sum of what others must have alike
+        self.digests: list[tuple[str, Digest]] = []  # of a state or grads, until they were compared
+        self.rows: tuple[tuple[object, ...], ...] = ()  # of outputs, as of `share.Rows`
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
         self._freed: set[int] = set()
@@ -141,6 +147,11 @@ class Values:
             if not record.done.is_set():
                 record.finish({}, failure)
 
+    def clear(self) -> None:
+        """Forgets all values: nothing runs any more."""
+        with self._arrived:
+            self._records.clear()
+
     def free(self, call: int, place: int) -> None:
         """Forgets a value; with place -1 all of a call."""
         with self._arrived:
@@ -153,7 +164,7 @@ class Values:
         with self._arrived:
             if not self._arrived.wait_for(lambda: call <= self._last or self._over, self.patience):
                 raise Failed(self._late(f"call {call} has not arrived"))
-            if self._over is not None:
+            if self._over is not None and call not in self._records:
                 raise Failed(self._over)
             assert call in self._records, f"call {call} was asked for, and nobody held what it made"
             return self._records[call]
@@ -167,21 +178,21 @@ class Values:
         return self._ended(name[0], alive).value(name[1])
 
     def trees(self, call: int, alive: Callable[[], None]) -> object:
-        """The trees that a call returned, and `Record.sums`, waited for likewise."""
+        """The trees that a call returned, the places of its tensors and `Record.rows`, waited for likewise."""
         record = self._ended(call, alive)
         if record.failure is not None:
             raise Failed(record.failure)
-        return record.trees, record.sums
+        return record.trees, tuple(record.metas), record.rows
 
     def _ended(self, call: int, alive: Callable[[], None]) -> Record:
         record = self.record(call)
-        begun = time.monotonic()
-        while not record.done.wait(self.beat):
-            alive()
+        late = self.patience + min(GRACE, self.patience / 2)
+        while not record.done.is_set():
             running = self._running
-            late = self.patience + min(GRACE, self.patience / 2)
-            if running is not None and time.monotonic() - max(running[2], begun) > late:
+            if running is not None and time.monotonic() - running[2] > late:
                 raise Failed(self._late(f"call {running[0]} ({running[1]}) has not ended"))
+            if not record.done.wait(self.beat):
+                alive()
         return record
 
     def _late(self, what: str) -> Failure:

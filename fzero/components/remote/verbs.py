@@ -18,6 +18,7 @@ from fzero.components.remote.values import Name, Piece, whole
 from fzero.components.remote.wire import Slot, packed, slots_of
 from fzero.engine.passes import Passes
 from fzero.state.gather import gather, measured
+from fzero.state.sharded import Sharded
 from fzero.update.update import with_kept
 
 HALVES = ("", "both", "inputs", "params")
@@ -89,7 +90,7 @@ def _pulled(
     factors = [part.factor(piece) if isinstance(piece, Piece) else 1.0 for piece in pieces]
     flat_inputs = [pytree.flatten(tree)[0] for tree in slots_of(operands.skeleton)]
     places = [[x.number if isinstance(x, Slot) else None for x in own] for own in flat_inputs]
-    return Pulled(pullback, spec, names, factors, places, operands.dims)
+    return Pulled(pullback, spec, names, factors, places, operands.dims, lacking=part.lacks(operands.shares))
 
 
 def _input_pieces(part: Part, pulled: Pulled, cotangents: Sequence[Any]) -> dict[int, object]:
@@ -97,19 +98,27 @@ def _input_pieces(part: Part, pulled: Pulled, cotangents: Sequence[Any]) -> dict
     for tree, places in zip(cotangents, pulled.places, strict=True):
         for place, leaf in zip(places, pytree.flatten(tree)[0] if tree is not None else (), strict=False):
             if place is not None and leaf is not None:
+                if pulled.lacking:
+                    part.need_numbers([leaf], "a cotangent of its inputs")
                 values[place + 1] = part.input_piece(leaf, pulled.dims[place])
     return values
+
+
+def _grads(part: Part, grads: Sharded, lacking: bool) -> Sharded:
+    if lacking:
+        part.need_numbers(grads.buffers.values(), "its grads")
+    return part.grads(grads)
 
 
 def _pull(part: Part, operands: Operands, number: int) -> Results:
     pulled: Pulled = operands.objects["pullback"]
     halves, retain = operands.options["halves"], operands.options["retain_graph"]
     if halves == "params":
-        return Results({0: pulled.pullback.params()})
+        return Results({0: _grads(part, pulled.pullback.params(), pulled.lacking)})
     if halves == "inputs":
         return Results(_input_pieces(part, pulled, pulled.pullback.inputs(operands.cotangent, retain_graph=retain)))
     grads, cotangents = pulled.pullback(operands.cotangent, retain_graph=retain)
-    return Results({0: grads, **_input_pieces(part, pulled, cotangents)})
+    return Results({0: _grads(part, grads, pulled.lacking), **_input_pieces(part, pulled, cotangents)})
 
 
 def _forward(part: Part, operands: Operands, number: int) -> Results:
@@ -165,6 +174,8 @@ def _step(part: Part, operands: Operands, number: int) -> Results:
     if weight != 1.0:
         step = dataclasses.replace(step, fn=_Weighted(step.fn, weight, step.has_aux))
     state, metrics = step(state, *operands.inputs, rng=rng)
+    if part.lacks(operands.shares):
+        part.need_numbers([metrics["grad_norm"]], "its grads")
     values, skeletons = _metrics(metrics, part, operands)
     return Results({0: state, **values}, skeletons)
 
@@ -174,6 +185,7 @@ class _Stage:
     """The passes of one call of a pipeline."""
 
     passes: Passes
+    lacking: bool = False  # whether some ranks had no example of a microbatch
 
 
 def _passes(part: Part, operands: Operands, number: int) -> Results:
@@ -185,6 +197,7 @@ def _pass_forward(part: Part, operands: Operands, number: int) -> Results:
     outputs, aux = operands.objects["passes"].passes.forward(own["microbatch"], operands.inputs, chosen)
     values, skeletons = _returned(part, operands, outputs, aux)
     pulled = _pulled(part, operands, number, outputs, None, values)
+    operands.objects["passes"].lacking |= pulled.lacking
     return Results({0: pulled, **values}, (skeletons, _differentiated(operands, chosen), False))
 
 
@@ -216,7 +229,8 @@ def _pass_reduce(part: Part, operands: Operands, number: int) -> Results:
 
 
 def _pass_grads(part: Part, operands: Operands, number: int) -> Results:
-    return Results({0: operands.objects["passes"].passes.grads(operands.options["times"])})
+    stage: _Stage = operands.objects["passes"]
+    return Results({0: _grads(part, stage.passes.grads(operands.options["times"]), stage.lacking)})
 
 
 def _gather(part: Part, operands: Operands, number: int) -> Results:
@@ -281,3 +295,4 @@ RUN: dict[str, Callable[[Part, Operands, int], Results]] = {
     "load": _load,
 }
 NAMES = tuple(RUN)
+SHARED = ("init", "load", "step", "pull", "pass_grads")  # what makes a state or grads of more than such

@@ -18,8 +18,8 @@ from fzero.table.module_params import ModuleParams
 
 Skeleton = tuple[Any, ...]  # of a container, a constant or a leaf: its kind first
 LEAF: Skeleton = ("leaf",)
-_CONSTANTS = (bool, int, str, bytes, type(None), torch.dtype)
-_ALONE = ("constant", "float", "size", "count")  # kinds without children
+_CONSTANTS = (int, str, bytes, type(None), torch.dtype)
+_ALONE = ("constant", "bool", "float", "size", "count")  # kinds without children
 _KEYS = (str, int, bool, type(None))
 
 
@@ -48,10 +48,12 @@ def _skeleton(node: Any, is_leaf: Callable[[object], bool], what: str, leaves: l
         leaves.append(node)
         return LEAF
     kind: Any = type(node)
+    if kind is bool:
+        return ("bool", str(node))  # True is equal to 1
     if kind in _CONSTANTS:
         return ("constant", node)
     if kind is float:
-        return ("float", node.hex())  # a nan is equal to itself
+        return ("float", node.hex())  # a nan is equal to itself, and -0.0 is not to 0.0
     if kind is pytree.Count:
         return ("count", node.value)
     if kind is torch.Size:
@@ -61,7 +63,8 @@ def _skeleton(node: Any, is_leaf: Callable[[object], bool], what: str, leaves: l
     if kind in (dict, OrderedDict, ModuleParams) and all(type(key) in _KEYS for key in node):
         children = tuple([_skeleton(x, is_leaf, f"{what}[{key!r}]", leaves) for key, x in node.items()])
         known = (node.frozen, node.hints) if kind is ModuleParams else ()
-        return (kind.__name__, tuple(node), children, known)
+        kinds = tuple([type(key).__name__ for key in node if type(key) is not str])
+        return (kind.__name__, tuple(node), children, known, kinds)
     fields: Any = getattr(kind, "_fields", None) if isinstance(node, tuple) else None
     if fields is not None:
         items = zip(fields, node, strict=True)
@@ -103,6 +106,8 @@ def _tree(skeleton: Skeleton, leaves: Iterator[object]) -> Any:
         return next(leaves)
     if kind == "constant":
         return skeleton[1]
+    if kind == "bool":
+        return skeleton[1] == "True"
     if kind == "float":
         return float.fromhex(skeleton[1])
     if kind == "count":
@@ -135,12 +140,15 @@ def _class(module: str, name: str) -> Any:
     return found
 
 
+def children_of(skeleton: Skeleton) -> tuple[Skeleton, ...]:
+    """Those of a container; of a leaf or a constant none."""
+    place = {"list": 1, "tuple": 1, "namedtuple": 3}.get(skeleton[0], 2)
+    return skeleton[place] if skeleton[0] not in (*_ALONE, "leaf") else ()
+
+
 def places_of(skeleton: Skeleton) -> int:
     """How many leaves a tree has."""
-    if skeleton[0] == "leaf":
-        return 1
-    children = {"list": 1, "tuple": 1, "namedtuple": 3}.get(skeleton[0], 2)
-    return sum(map(places_of, skeleton[children])) if skeleton[0] not in _ALONE else 0
+    return 1 if skeleton[0] == "leaf" else sum(map(places_of, children_of(skeleton)))
 
 
 def pruned(skeleton: Skeleton, keeps: Iterator[bool]) -> Skeleton:

@@ -97,7 +97,7 @@ def test_what_waits_for_a_dead_component_is_told() -> None:
 def test_threads_that_leave_end_their_component() -> None:
     with fz.remote(builds.built_trouble, 1, "threads", name="vision") as own:
         state = own.init()
-        with pytest.raises(fz.ComponentDied, match="has left by sys"):
+        with pytest.raises(fz.ComponentDied, match="has left by SystemExit"):
             fz.fetch(own.forward(state, X, "exit"))
 
 

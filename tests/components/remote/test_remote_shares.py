@@ -1,0 +1,154 @@
+"""What a rank computes of its share only: nothing overflows, no number is one of a share, no share is empty unseen."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+
+D = torch.float64
+
+
+def built(rank: int, fn: Any, dtype: torch.dtype = D, shard: bool = True) -> Any:
+    step = fz.train_step(fn, fz.sgd(0.1))
+    return (fz.shard_zero1(step) if shard else step), {"w": torch.ones(3, dtype=dtype)}
+
+
+def remote(fn: Any, ranks: int = 2, **options: Any) -> Any:
+    return fz.remote(functools.partial(built, fn=fn, **options), ranks, "threads", timeout=10)
+
+
+def rows_and_mean(p: Any, x: torch.Tensor) -> Any:
+    return x * p["w"], (x * p["w"]).mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+@pytest.mark.parametrize("rows", [3, 4])
+def test_cotangents_overflow_where_those_of_one_process_do(ranks: int, rows: int) -> None:
+    """Loss scaling puts them close to it."""
+    x = torch.full((rows, 3), 1 / 16, dtype=torch.float16)
+    cts = (torch.full((rows, 3), 40000.0).half(), torch.tensor(60000.0).half())
+    step, params = built(0, rows_and_mean, torch.float16, shard=False)
+    _, pull = step.vjp(step.init(params), x)
+    grads, inputs = pull(cts)
+    with remote(rows_and_mean, ranks, dtype=torch.float16) as own:
+        _, theirs = own.vjp(own.init(), x)
+        their_grads, their_inputs = theirs(cts)
+        torch.testing.assert_close(fz.gather(their_grads), fz.gather(grads), rtol=2e-3, atol=0)
+        torch.testing.assert_close(fz.fetch(their_inputs), inputs, rtol=2e-3, atol=0)
+
+
+def of_a_mean(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x.mean() * p["w"].sum()
+
+
+def rows_of_a_mean(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return x * (x.mean() * p["w"].sum())
+
+
+def of_rows(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x[:, None] * p["w"]).mean()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("fn", [of_a_mean, rows_of_a_mean, of_rows])
+def test_ranks_without_examples_spoil_nothing(fn: Any, ranks: int) -> None:
+    """They are left out, or it is said."""
+    x = torch.ones(1, dtype=D)
+    step, params = built(0, fn, shard=False)
+    out, pull = step.vjp(step.init(params), x)
+    grads, cts = pull(torch.ones_like(out))
+    with remote(fn, ranks) as own:
+        state = own.init()
+        their_out, their_pull = own.vjp(state, x)
+        their_grads, their_cts = their_pull(torch.ones_like(their_out))
+        assert fz.fetch(their_out).equal(out)
+        if fn is of_rows:
+            torch.testing.assert_close((fz.gather(their_grads), fz.fetch(their_cts)), (fz.gather(grads), cts))
+            assert fz.fetch(own(state, x)[1]["skipped"]).item() is False
+            return
+        update = (lambda: own(state, x)[1]) if fn is of_a_mean else (lambda: own(state, x, cotangent=out)[1])
+        passes = own.passes(state, 1)
+        passes.forward(0, (x,), (0,))
+        passes.backward(0, torch.ones_like(their_out))
+        passes.reduce()
+        uses = [update, lambda: fz.gather(their_grads), lambda: own.update(state, their_grads)[1], passes.grads]
+        for use in uses:
+            with pytest.raises(ValueError, match="fewer examples than there are data ranks"):
+                fz.fetch(use())
+        enough = torch.ones(3, dtype=D)
+        ones = torch.ones_like(own.forward(state, enough))
+        assert fz.fetch(own(state, enough, cotangent=ones)[1]["skipped"]).item() is False
+
+
+def counted(p: Any, x: torch.Tensor, n: torch.Tensor, kind: str) -> Any:
+    made: dict[str, Any] = {
+        "count": (x > 0).sum(),
+        "rows": x.shape[0],
+        "size": x.shape,
+        "float": 0.5,
+        "nested": {"a": [(1,)]},
+        "handed on": n,
+        "bool": torch.tensor(True),
+        "python": (True, None, "text", torch.float32),
+        "signs": (x > 0).long(),
+    }
+    return x * p["w"], made[kind]
+
+
+def aux_counted(p: Any, x: torch.Tensor, n: torch.Tensor, kind: str) -> Any:
+    out, aux = counted(p, x, n, kind)
+    return out.mean(), aux
+
+
+def built_aux(rank: int) -> Any:
+    return fz.shard_zero1(fz.train_step(aux_counted, fz.sgd(0.1), has_aux=True)), {"w": torch.ones(3, dtype=D)}
+
+
+def test_numbers_that_may_be_of_a_share_are_refused() -> None:
+    """Also where they happen to be the same on all ranks; what all have is good, and one rank has all of the batch."""
+    x, n = torch.ones(4, 3, dtype=D), torch.tensor(7)
+    params = {"w": torch.ones(3, dtype=D)}
+    for ranks in (1, 2):
+        with remote(counted, ranks) as own, fz.remote(built_aux, ranks, "threads") as other:
+            state, theirs = own.init(), other.init()
+            for kind in ("count", "rows", "size", "float", "nested", "handed on", "bool", "python", "signs"):
+                uses = [
+                    lambda kind=kind: own.forward(state, x, n, kind)[1],
+                    lambda kind=kind: own.vjp(state, x, n, kind)[0][1],
+                    lambda kind=kind: other(theirs, x, n, kind)[1]["aux"],
+                ]
+                for use in uses:
+                    if ranks == 1 or kind in ("handed on", "bool", "python", "signs"):
+                        assert repr(fz.fetch(use())) == repr(counted(params, x, n, kind)[1])
+                    else:
+                        with pytest.raises(ValueError, match="a number without dims"):
+                            use()
+
+
+def joined(p: Any, x: torch.Tensor, kind: str) -> Any:
+    made: dict[str, Any] = {
+        "mean": x.mean(0, keepdim=True),
+        "param": p["w"] * 1,
+        "patches": x.repeat_interleave(2, 0),
+        "ragged": fz.Ragged(x[:1], torch.tensor([1] + [0] * (len(x) - 1))),
+    }
+    return x.mean(), made[kind]
+
+
+@pytest.mark.parametrize("rows", [4, 5])
+def test_rows_of_no_examples_are_named(rows: int) -> None:
+    x = torch.ones(rows, 3, dtype=D)
+    with remote(joined, 2) as own:
+        state = own.init()
+        for kind in ("mean", "param"):
+            with pytest.warns(UserWarning, match=r"tensor 1 of the outputs has . rows on every rank") as found:
+                own.forward(state, x, kind)
+            assert found[0].filename == __file__
+            own.forward(state, x, kind)
+        for kind in ("patches", "ragged"):
+            own.forward(state, x, kind)
