@@ -70,9 +70,9 @@ def test_terms_that_do_not_fit_are_refused(component: Any) -> None:
                 fz.fetch(use(total))
     assert rows.shape == (4, 3)
     with pytest.raises(ValueError, match="expected one shape"):
-        rows + X[0]
+        _ = rows + X[0]
     with pytest.raises(TypeError, match=r"x.detach"):
-        rows + X.clone().requires_grad_()
+        _ = rows + X.clone().requires_grad_()
 
 
 def test_handles_are_not_compared_as_objects(component: Any) -> None:
