@@ -51,6 +51,12 @@ class _Leaf(torch.Tensor):
             "with a copy (w = w.clone())."
         )
 
+    def __repr__(self) -> str:  # type: ignore[override]
+        return repr(self.detach().requires_grad_(self.requires_grad))
+
+    def __deepcopy__(self, memo: object) -> torch.Tensor:
+        return self.detach().clone().requires_grad_(self.requires_grad)
+
 
 class _Param(NamedTuple):
     key: Key
