@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what computes the same."""
+"""The benchmarks run, and compare what computes the same: two of them in every run, all of them nightly."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nightly import at_length
 from processes import FORKING
 
 FOLDER = Path(__file__).parent.parent / "benchmarks"
@@ -27,20 +28,24 @@ def test_step() -> None:
     assert "fzero ZeRO-2 of DDP" in out
 
 
+@at_length
 def test_overhead() -> None:
     assert "a unit adds" in run("overhead.py", *TINY, "--blocks", "2")
 
 
+@at_length
 def test_channels() -> None:
     out = run("channels.py", *"--mib 1 --rounds 1 --trips 10".split())
     assert "round trip by a unix socket" in out and "round trip by TCP" in out
 
 
+@at_length
 def test_disk(tmp_path: Path) -> None:
     out = run("disk.py", str(tmp_path), *"--mib 8 --tensors 4 --in-flight 2 --turns 1 --verify".split())
     assert "write again" in out and "read, not aligned" in out and not list(tmp_path.iterdir())
 
 
+@at_length
 def test_offload(tmp_path: Path) -> None:
     out = run(
         "offload.py", *TINY, *"--blocks 1 --rounds 1 --only compact16 --no-memory --folder".split(), str(tmp_path)
@@ -48,15 +53,18 @@ def test_offload(tmp_path: Path) -> None:
     assert "losses agree" in out and "compact16, all away" in out and not list(tmp_path.iterdir())
 
 
+@at_length
 def test_remote() -> None:
     out = run("remote.py", *"--calls 5 --rounds 2 --mib 1".split())
     assert "processes" in out and "share" in out
 
 
+@at_length
 def test_node() -> None:
     assert "direct" in run("node.py", "--rounds", "5")
 
 
+@at_length
 def test_axes() -> None:
     peers = ("torch TP", "torch TP, sequence", "fzero TP", "fzero TP, pure", "fzero TP, sequence", "fzero ZeRO-3")
     sizes = "--width 32 --heads 2 --kv-heads 2 --vocabulary 16 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1"
@@ -70,6 +78,7 @@ def test_pipeline() -> None:
     assert "zero bubble" in out and "did not run" not in out
 
 
+@at_length
 def test_axes_lengths(tmp_path: Path) -> None:
     out = run("axes.py", *"--lengths --longest 64 --degrees 1 2 --out".split(), str(tmp_path / "activations.png"))
     assert out.count("of ideal") == 4 and (tmp_path / "activations.png").stat().st_size

@@ -19,7 +19,7 @@ import scenarios
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import at_length
 from processes import start_example
 from safetensors.torch import load_file
 
@@ -152,6 +152,7 @@ def test_a_state_larger_than_a_limit_that_the_system_enforces(tmp_path: Path) ->
 # ---- long_context.py
 
 
+@at_length
 def test_documents_that_one_rank_has_no_memory_for(tmp_path: Path) -> None:
     tiny = "--length 4096 --shortest 4096 --blocks 6 --memory 102 --steps 2 --eval-every 2 --eval-documents 1".split()
     process = start_example("long_context.py", *tiny, "--out", str(tmp_path))
@@ -263,7 +264,7 @@ def test_a_run_that_rolls_back_is_resumed_as_if_never_stopped(
 
 
 # otherwise tests/test_resuming.py has four such runs, of ranks that are forked
-@pytest.mark.skipif(not NIGHTLY, reason="runs with HYPOTHESIS_PROFILE=nightly")
+@at_length
 def test_a_resumed_run_is_one_that_was_never_stopped(tmp_path: Path) -> None:
     """To the bit, on the same number of ranks, wherever it was killed."""
     options = ("--steps", "6", "--save-every", "2", "--dtype", "fp32", "--eval-every", "6")

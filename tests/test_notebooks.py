@@ -6,14 +6,21 @@ import warnings
 from pathlib import Path
 
 import pytest
-from nightly import NIGHTLY
+from nightly import NIGHTLY, at_length
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # what takes most of the time, and the same of fewer updates; nightly, all are made
 FEWER = {"bytes_per_parameter": {"steps=40": "steps=6", "updates=400": "updates=40", "updates=2000": "updates=40"}}
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+LONG = {"axes"}  # what it shows tests/parallel and examples/read_text.py run, too
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=at_length if path.stem in LONG else ()) for path in NOTEBOOKS],
+    ids=lambda p: p.stem,
+)
 def test_runs(path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of Jupyter's own

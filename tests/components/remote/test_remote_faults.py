@@ -16,6 +16,7 @@ import pytest
 import remote_builds as builds
 import torch
 import torch.utils._pytree as torch_pytree
+from nightly import at_length
 
 import fzero as fz
 
@@ -25,7 +26,7 @@ X = torch.arange(12, dtype=torch.float64).view(4, 3)
 def is_there(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # it may end while its file is read
         return False
 
 
@@ -200,7 +201,7 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("kill", [True, False])
+@pytest.mark.parametrize("kill", [True, pytest.param(False, marks=at_length)])
 def test_no_rank_outlives_its_controlling_process(kill: bool, tmp_path: Path) -> None:
     """Killed, and ended without a close: silently."""
     script = tmp_path / "script.py"
