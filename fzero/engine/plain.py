@@ -13,6 +13,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from fzero.base import private, pytree, texts
@@ -33,9 +34,9 @@ from fzero.table.spec import Spec
 
 
 class _Leaf(torch.Tensor):
-    """A param as the function gets it: a tensor whose writes count, also those to its `data`."""
+    """A param as the function gets it: a tensor whose writes count, also those to its `data`, or are refused."""
 
-    fzero_path: str
+    fzero_path = ""
 
     # none, so that operations on it cost no more
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
@@ -51,42 +52,56 @@ class _Leaf(torch.Tensor):
             "with a copy (w = w.clone())."
         )
 
+    def detach(self) -> torch.Tensor:
+        out = super().detach().as_subclass(_Leaf)
+        out.fzero_path = self.fzero_path
+        return out
+
+    def numpy(self, *, force: bool = False) -> np.ndarray:
+        out = super().numpy(force=force)
+        out.flags.writeable = False  # numpy's writes do not count
+        return out
+
     def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self.detach().requires_grad_(self.requires_grad))
+        return repr(self.as_subclass(torch.Tensor).detach().requires_grad_(self.requires_grad))
 
     def __deepcopy__(self, memo: object) -> torch.Tensor:
         return self.detach().clone().requires_grad_(self.requires_grad)
 
 
-class _Param(NamedTuple):
+class _Place(NamedTuple):
     key: Key
     slot: Slot
-    leaf: torch.Tensor
 
 
 class Leaves:
     """The params of one call in full, with which the graphs of all its microbatches begin.
 
     Attributes:
-        every: the leaves of the tree, in their order.
-        params: those that are differentiated.
+        params: where those lie that are differentiated.
     """
 
     def __init__(self, traversal: Traversal, axis: Axis) -> None:
         self._traversal, self.uses, self.layout = traversal, traversal.uses, traversal.layout
         self._axis = axis
-        layout, every = traversal.layout, dict[int, torch.Tensor]()
-        self.params: list[_Param] = []
-        for key, group in layout.groups.items():
-            views = group.cut(self.uses[key].value())
+        self.params: list[_Place] = []
+        views: dict[int, tuple[torch.Tensor, bool, str]] = {}
+        for key, group in self.layout.groups.items():
+            cut, trains = group.cut(self.uses[key].value()), not group.row.frozen
             for slot in group.slots:
-                own = views[slot.leaf]
-                every[slot.leaf] = leaf = torch.Tensor._make_subclass(_Leaf, own, not group.row.frozen)
-                leaf.fzero_path = slot.path
-                if not group.row.frozen:
-                    self.params.append(_Param(key, slot, leaf))
-        self.every = [every[index] for index in range(len(layout.rows))]
-        self._entered = [(leaf.data_ptr(), leaf.requires_grad) for leaf in self.every]
+                views[slot.leaf] = cut[slot.leaf], trains, slot.path
+                if trains:
+                    self.params.append(_Place(key, slot))
+        self._views = [views[index] for index in range(len(self.layout.rows))]
+
+    def made(self) -> list[torch.Tensor]:
+        """The leaves of the tree for one microbatch, in their order: what is done to one is no other one's."""
+        out: list[torch.Tensor] = []
+        for view, trains, path in self._views:
+            leaf = torch.Tensor._make_subclass(_Leaf, view, trains)
+            leaf.fzero_path = path
+            out.append(leaf)
+        return out
 
     @staticmethod
     def of(step: Spec, state: TrainState, unreduced: bool) -> Leaves | None:
@@ -102,19 +117,19 @@ class Leaves:
             return None
         return Leaves(traversal, state.params.axis)
 
-    def traversal(self, seed: tuple[int, ...]) -> Traversal:
-        """Another run over the same leaves."""
+    def traversal(self, seed: tuple[int, ...], leaves: Sequence[torch.Tensor]) -> Traversal:
+        """Another run over the same buffers."""
         own = self._traversal
         out = Traversal(own.layout, own.table, own.uses, seed, own.device, self._axis)
-        out.given = self.every
+        out.given = leaves
         return out
 
-    def check(self) -> None:
-        """Refuses what a function did to the leaves themselves, which are the next microbatch's, too."""
-        for leaf, entered, row in zip(self.every, self._entered, self._traversal.layout.rows, strict=True):
-            if (leaf.data_ptr(), leaf.requires_grad) != entered:
+    def check(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Refuses what a function did to the leaves themselves."""
+        for leaf, (view, trains, path) in zip(leaves, self._views, strict=True):
+            if (leaf.data_ptr(), leaf.requires_grad) != (view.data_ptr(), trains):
                 raise ValueError(
-                    f"step: the function sets .requires_grad, or the memory, of leaf {row.path!r}. Params change in "
+                    f"step: the function sets .requires_grad, or the memory, of leaf {path!r}. Params change in "
                     "step.update only: compute with a copy (w = w.clone()), detach() it where no gradient is wanted, "
                     "or freeze it: fz.freeze(step, pattern)."
                 )
@@ -183,14 +198,15 @@ class PlainRun(Outcome):
         self._rest: _Rest | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
-        hooks = Registrations()
+        hooks, every = Registrations(), leaves.made()
+        self._params = [every[place.slot.leaf] for place in leaves.params]
         with torch.enable_grad(), private.outside_inference():
             self._inputs = [flat[place].detach().requires_grad_() for place in self.wanted]
             for place, leaf in zip(self.wanted, self._inputs, strict=True):
                 filled[place] = _Alias.apply(leaf)
             arguments = pytree.unflatten(spec, filled)
             try:
-                result = call_function(step, state, leaves.traversal(seed), {}, arguments)
+                result = call_function(step, state, leaves.traversal(seed, every), {}, arguments)
             except RuntimeError as error:
                 if not texts.says(error, texts.WRITES_LEAF):
                     raise
@@ -201,7 +217,7 @@ class PlainRun(Outcome):
             outputs, others = returned = split_both(step, result)
             if torch.is_autocast_enabled(state.params.device.type):
                 torch.clear_autocast_cache()  # the caller's would hold on to leaves
-        leaves.check()
+        leaves.check(every)
         self._real: Sequence[torch.Tensor] | None = outputs.leaves[0]
         real, rest, aux = ([x.detach() for x in own] for own in (*outputs.leaves, others.leaves[0]))
         outputs.leaves, others.leaves = [], []  # which are the graph's
@@ -214,7 +230,7 @@ class PlainRun(Outcome):
         """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
         with self._pulling, _around():
             real, leaves, cotangents = self._begun(cotangent)
-            graph, params = Graph(real), [param.leaf for param in leaves.params]
+            graph, params = Graph(real), self._params
             weights = [] if self._hooked else graph.weights(params)
             sums = _Sums(leaves, into)
             own = {weight.number for _, weight in weights}
@@ -234,10 +250,9 @@ class PlainRun(Outcome):
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
         with self._pulling, _around():
-            real, leaves, cotangents = self._begun(cotangent)
-            graph, params = Graph(real), [param.leaf for param in leaves.params]
-            weights = [] if self._hooked else graph.weights(params)
-            split = Split(real, self._inputs, params)
+            real, _, cotangents = self._begun(cotangent)
+            weights = [] if self._hooked else Graph(real).weights(self._params)
+            split = Split(real, self._inputs, self._params)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
             storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
@@ -257,7 +272,7 @@ class PlainRun(Outcome):
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
             parts, found, weights, retain_graph = rest
-            sums, params, added = _Sums(self._leaves, into), self._leaves.params, set[int]()
+            sums, params, added = _Sums(self._leaves, into), self._params, set[int]()
             for part in parts:
                 weight = weights.get(part.params[0]) if len(part.params) == 1 else None
                 kept = part.only() if weight is not None else None
@@ -265,7 +280,7 @@ class PlainRun(Outcome):
                     weight.add_to(kept, *sums.place(weight.number))
                     added.add(weight.number)
                     continue
-                pulled = part.pull([params[i].leaf for i in part.params], retain_graph)
+                pulled = part.pull([params[i] for i in part.params], retain_graph)
                 found.update(zip(part.params, pulled, strict=True))
             sums.add(found, added)
             grads = self._grads(sums)
@@ -296,7 +311,7 @@ class PlainRun(Outcome):
     def drop(self) -> None:
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         self._real = self._rest = self._leaves = self.state = None
-        self._inputs = []
+        self._inputs, self._params = [], []
 
 
 class _Sums:
@@ -320,7 +335,7 @@ class _Sums:
 
     def place(self, number: int) -> tuple[torch.Tensor, bool]:
         """Where a param's cotangent belongs, and whether its sum begins."""
-        key, slot, _ = self._params[number]
+        key, slot = self._params[number]
         return self._views[key][slot.leaf], key in self.fresh
 
     def add(self, found: Mapping[int, torch.Tensor | None], added: Collection[int]) -> None:
