@@ -11,6 +11,8 @@ FROM = (
     128  # the inner dim from which one pass is quicker: below it, libraries read the sum more slowly than `add_` does
 )
 
+LEAST = 4096  # elements from which it is worth its while, and from which a draw shows whether bits are the same
+
 
 class Product(NamedTuple):
     """`factor.conjugate() * left @ right`, transposed or not, as long as nobody has asked for its value.
@@ -59,26 +61,31 @@ def times(x: torch.Tensor, factor: complex) -> torch.Tensor:
 
 
 def _is_alike(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> bool:
-    if total.device.type != "cpu" or left.shape[1] < FROM:
+    if total.device.type != "cpu" or left.shape[1] < FROM or total.numel() < LEAST:
+        return False
+    if total.dtype not in (torch.float32, torch.float64) or torch.get_float32_matmul_precision() != "highest":
         return False
     forms = [(tuple(x.shape), x.stride()) for x in (left, right, total)]
-    return _adds_alike(*forms, total.dtype, torch.get_num_threads())
+    return _adds_alike(*forms, total.dtype, (torch.get_num_threads(), torch.backends.mkldnn.enabled))
 
 
 _Form = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 @functools.lru_cache(4096)
-def _adds_alike(left: _Form, right: _Form, total: _Form, dtype: torch.dtype, threads: int) -> bool:
+def _adds_alike(left: _Form, right: _Form, total: _Form, dtype: torch.dtype, settings: object) -> bool:
     """Tells whether addmm has the bits of a product that is added: which sums are formed depends on shapes alone.
 
     Libraries add up short inner dims (up to 384 in MKL) before they touch the sum, and cut longer ones.
     """
     generator = torch.Generator().manual_seed(0)
     with torch.autocast("cpu", enabled=False):
-        a, b, c = [_drawn(form, dtype, generator) for form in (left, right, total)]
-        separate = c + a.mm(b)
-        return torch.equal(c.addmm_(a, b), separate)
+        for _ in range(2):
+            a, b, c = [_drawn(form, dtype, generator) for form in (left, right, total)]
+            separate = c + a.mm(b)
+            if not torch.equal(c.addmm_(a, b), separate):
+                return False
+    return True
 
 
 def _drawn(form: _Form, dtype: torch.dtype, generator: torch.Generator) -> torch.Tensor:

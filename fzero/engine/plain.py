@@ -13,133 +13,22 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-import numpy as np
 import torch
 
 from fzero.base import private, pytree, texts
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
-from fzero.comm.axis import Axis
-from fzero.engine.function import call_function, traversal_of
+from fzero.engine.function import call_function
 from fzero.engine.halves import Part, Split
+from fzero.engine.leaves import UNFIT, WORDS, Leaves, Unfit, known
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
-from fzero.engine.traversal import Traversal
-from fzero.engine.use import Use
+from fzero.engine.schedule import Record
 from fzero.engine.weights import Graph, Weight, pull
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
-from fzero.table.layout import Key, Slot
+from fzero.table.layout import Key
 from fzero.table.spec import Spec
-
-
-class _Leaf(torch.Tensor):
-    """A param as the function gets it: a tensor whose writes count, also those to its `data`, or are refused."""
-
-    fzero_path = ""
-
-    # none, so that operations on it cost no more
-    __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
-
-    @property
-    def data(self) -> torch.Tensor:  # type: ignore[override]
-        return self.detach()
-
-    @data.setter
-    def data(self, value: object) -> None:
-        raise ValueError(
-            f"step: the function sets .data of leaf {self.fzero_path!r}. Params change in step.update only: compute "
-            "with a copy (w = w.clone())."
-        )
-
-    def detach(self) -> torch.Tensor:
-        out = super().detach().as_subclass(_Leaf)
-        out.fzero_path = self.fzero_path
-        return out
-
-    def numpy(self, *, force: bool = False) -> np.ndarray:
-        out = super().numpy(force=force)
-        out.flags.writeable = False  # numpy's writes do not count
-        return out
-
-    def __repr__(self) -> str:  # type: ignore[override]
-        return repr(self.as_subclass(torch.Tensor).detach().requires_grad_(self.requires_grad))
-
-    def __deepcopy__(self, memo: object) -> torch.Tensor:
-        return self.detach().clone().requires_grad_(self.requires_grad)
-
-
-class _Place(NamedTuple):
-    key: Key
-    slot: Slot
-
-
-class Leaves:
-    """The params of one call in full, with which the graphs of all its microbatches begin.
-
-    Attributes:
-        params: where those lie that are differentiated.
-    """
-
-    def __init__(self, traversal: Traversal, axis: Axis) -> None:
-        self._traversal, self.uses, self.layout = traversal, traversal.uses, traversal.layout
-        self._axis = axis
-        self.params: list[_Place] = []
-        views: dict[int, tuple[torch.Tensor, bool, str]] = {}
-        for key, group in self.layout.groups.items():
-            cut, trains = group.cut(self.uses[key].value()), not group.row.frozen
-            for slot in group.slots:
-                views[slot.leaf] = cut[slot.leaf], trains, slot.path
-                if trains:
-                    self.params.append(_Place(key, slot))
-        self._views = [views[index] for index in range(len(self.layout.rows))]
-
-    def made(self) -> list[torch.Tensor]:
-        """The leaves of the tree for one microbatch, in their order: what is done to one is no other one's."""
-        out: list[torch.Tensor] = []
-        for view, trains, path in self._views:
-            leaf = torch.Tensor._make_subclass(_Leaf, view, trains)
-            leaf.fzero_path = path
-            out.append(leaf)
-        return out
-
-    @staticmethod
-    def of(step: Spec, state: TrainState, unreduced: bool) -> Leaves | None:
-        """The leaves, where there is nothing to gather, to reduce or to do for units; None otherwise."""
-        table = step.table(state.layout)
-        if table.acting or table.compiled or private.transforms() or private.dispatch_modes():
-            return None
-        if state.params.axis.tensor is not None or state.params.axis.further:
-            return None
-        traversal = traversal_of(step, state, (), unreduced)[0]
-        rows = traversal.layout.groups
-        if not all(_is_at_hand(use, rows[key].row.frozen) for key, use in traversal.uses.items()):
-            return None
-        return Leaves(traversal, state.params.axis)
-
-    def traversal(self, seed: tuple[int, ...], leaves: Sequence[torch.Tensor]) -> Traversal:
-        """Another run over the same buffers."""
-        own = self._traversal
-        out = Traversal(own.layout, own.table, own.uses, seed, own.device, self._axis)
-        out.given = leaves
-        return out
-
-    def check(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Refuses what a function did to the leaves themselves."""
-        for leaf, (view, trains, path) in zip(leaves, self._views, strict=True):
-            if (leaf.data_ptr(), leaf.requires_grad) != (view.data_ptr(), trains):
-                raise ValueError(
-                    f"step: the function sets .requires_grad, or the memory, of leaf {path!r}. Params change in "
-                    "step.update only: compute with a copy (w = w.clone()), detach() it where no gradient is wanted, "
-                    "or freeze it: fz.freeze(step, pattern)."
-                )
-
-
-def _is_at_hand(use: Use, frozen: bool) -> bool:
-    if use.transient or use.gather8 or (not frozen and use.axis.ranks > 1):
-        return False
-    # cotangents of leaves are not rounded on their way to their sum
-    return frozen or torch.promote_types(use.compute, use.wire) == use.wire == torch.promote_types(use.wire, use.reduce)
 
 
 class _Rest(NamedTuple):
@@ -179,6 +68,9 @@ class PlainRun(Outcome):
 
     Args:
         argnums, seed, scale, partial: as in `Run`.
+
+    Raises:
+        Unfit: it is to be run under torch.func, now and later.
     """
 
     def __init__(
@@ -198,6 +90,7 @@ class PlainRun(Outcome):
         self._rest: _Rest | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
+        versions = [private.version(flat[place]) for place in self.wanted]
         hooks, every = Registrations(), leaves.made()
         self._params = [every[place.slot.leaf] for place in leaves.params]
         with torch.enable_grad(), private.outside_inference():
@@ -207,7 +100,10 @@ class PlainRun(Outcome):
             arguments = pytree.unflatten(spec, filled)
             try:
                 result = call_function(step, state, leaves.traversal(seed, every), {}, arguments)
-            except RuntimeError as error:
+            except (RuntimeError, TypeError) as error:
+                if any(word in str(error) for word in WORDS):
+                    known(step, state)[UNFIT] = Record()
+                    raise Unfit from error
                 if not texts.says(error, texts.WRITES_LEAF):
                     raise
                 raise ValueError(
@@ -218,11 +114,27 @@ class PlainRun(Outcome):
             if torch.is_autocast_enabled(state.params.device.type):
                 torch.clear_autocast_cache()  # the caller's would hold on to leaves
         leaves.check(every)
+        self._need_apart(flat, versions)
         self._real: Sequence[torch.Tensor] | None = outputs.leaves[0]
-        real, rest, aux = ([x.detach() for x in own] for own in (*outputs.leaves, others.leaves[0]))
+        real, rest, aux = (leaves.given_out(own) for own in (*outputs.leaves, others.leaves[0]))
         outputs.leaves, others.leaves = [], []  # which are the graph's
         self._note(returned, real, (rest, aux))
         self._hooked = hooks.any()  # perhaps on what lies between a weight and its product
+
+    def _need_apart(self, flat: Sequence[object], versions: Sequence[int]) -> None:
+        """Refuses a write to an input that shares its memory with another one, whose graph does not show it."""
+        for place, before in zip(self.wanted, versions, strict=True):
+            own = flat[place]
+            assert isinstance(own, torch.Tensor)
+            if private.version(own) == before:
+                continue
+            others = [x for i, x in enumerate(flat) if i != place and isinstance(x, torch.Tensor)]
+            if any(storage_of(x) == storage_of(own) for x in others if x.layout == own.layout == torch.strided):
+                raise ValueError(
+                    f"step: the function writes in place to an input, of shape {tuple(own.shape)}, that shares its "
+                    "memory with another input, and both are differentiated. Write to a copy: x = x.clone(), or use "
+                    "the operation that is not in place."
+                )
 
     def pull(
         self, cotangent: object, retain_graph: bool = False, *, into: Mapping[Key, Buffer] | None = None

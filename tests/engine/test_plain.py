@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 from typing import Any
 
 import numpy as np
@@ -16,8 +17,9 @@ from hypothesis import strategies as st
 
 import fzero as fz
 from fzero.base.pytree import is_real
+from fzero.engine.leaves import Leaves
 from fzero.engine.passes import Passes
-from fzero.engine.plain import Leaves, PlainRun
+from fzero.engine.plain import PlainRun
 from fzero.testing import assert_trees_equal
 
 X = torch.randn(8, 4, 5, dtype=F64, generator=torch.Generator().manual_seed(1))
@@ -244,6 +246,55 @@ def test_what_is_done_to_a_leaf_is_nothing_to_the_next_microbatch() -> None:
     new, _ = step(step.init({"w": torch.ones(5, 5)}), torch.ones(4, 5))
     assert seen == [(False, None)] * 2
     assert_trees_equal(fz.gather(new.params)["w"], torch.full((5, 5), 0.8))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_what_is_compiled_inside(backend: str) -> None:
+    """torch.compile's backends take no tensor subclass: such a function runs under torch.func."""
+    inner = torch.compile(lambda w, x: torch.tanh(F.linear(x, w)), backend=backend)
+    for fn in (lambda p, x: inner(p["w"], x).sum(), lambda p, x: torch.tanh(F.linear(x, p["w"])).sum()):
+        step = fz.accumulate(fz.train_step(fn, fz.sgd(0.1)), 2)
+        state, norms = step.init({"w": torch.ones(5, 5)}), []
+        for _ in range(3):
+            state, metrics = step(state, torch.ones(4, 5))
+            norms.append(metrics["grad_norm"])
+        if fn.__code__.co_freevars:
+            compiled = norms
+    fz.testing.assert_trees_close(compiled, norms, rtol=1e-6)
+
+
+@pytest.mark.parametrize("policy", ["float32", "stored in bfloat16"])
+def test_params_that_are_given_out_are_copies(policy: str) -> None:
+    """Whoever gets an output may write to it, between microbatches, too."""
+    step = fz.train_step(lambda p, x: (x.to(p["w"].dtype) @ p["w"], p["b"]), fz.sgd(0.1), POLICIES[policy])
+    passes = Passes(step, state := step.init({"w": torch.ones(5, 5), "b": torch.ones(5)}), 2)
+    for i in range(2):
+        out: Any = passes.forward(i, (torch.ones(4, 5),))[0]
+        assert type(out[1]) is torch.Tensor and torch.equal(out[1].float(), torch.ones(5))
+        out[1].mul_(2)
+    assert torch.equal(fz.gather(state.params)["b"].float(), torch.ones(5))
+
+
+@pytest.mark.parametrize("second", [lambda x: x, lambda x: x[:, :3]])
+def test_a_write_to_an_input_that_is_there_twice_is_refused(second: Any) -> None:
+    step = fz.train_step(lambda p, x, y: F.linear(x.mul_(2), p["w"]).sum() + y.sum(), fz.sgd(0.1))
+    passes, x = Passes(step, step.init({"w": torch.ones(5, 5)}), 2), torch.ones(4, 5)
+    with pytest.raises(ValueError, match="shares its memory with another input"):
+        passes.forward(0, (x, second(x)), (0, 1))
+
+
+def test_a_param_that_is_pickled_is_a_tensor() -> None:
+    kept: list[bytes] = []
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        kept.append(pickle.dumps(p["w"]))
+        return F.linear(x, p["w"]).sum()
+
+    step = fz.train_step(fn, fz.sgd(0.1))
+    step(step.init({"w": torch.ones(5, 5)}), torch.ones(4, 5))
+    found = pickle.loads(kept[0])
+    assert type(found) is torch.Tensor and found.requires_grad and b"fzero" not in kept[0]
 
 
 def test_it_is_what_runs() -> None:
