@@ -196,7 +196,10 @@ class Kept:
 
 
 class ProductOf:
-    """What a node hands on along an edge, computed while it runs, where that is a product of two matrices.
+    """What a node hands on along an edge where that is a product of two matrices: by torch's own formulas.
+
+    Attributes:
+        saved: the name of the other operand.
 
     Raises:
         ValueError: it is none.
@@ -208,7 +211,7 @@ class ProductOf:
             raise ValueError(f"{name_of(node)} hands on no product at {place}")
         self._right = place == own.right
         left, right = own.operands
-        self._saved = f"_saved_{left if self._right else right}"
+        self.saved = f"_saved_{left if self._right else right}"
         mine = right if self._right else left
         read = functools.partial(getattr, node)
         sizes, strides = read(f"_saved_{mine}_sym_sizes"), read(f"_saved_{mine}_sym_strides")
@@ -217,7 +220,10 @@ class ProductOf:
 
     def of(self, node: Node, grad: torch.Tensor) -> Product:
         """The product, of the node's own cotangent."""
-        other = getattr(node, self._saved)
+        return self.with_saved(grad, getattr(node, self.saved))
+
+    def with_saved(self, grad: torch.Tensor, other: torch.Tensor) -> Product:
+        """The same without the node, of what it has in `saved`."""
         return Product(*(_right if self._right else _left)(grad, other, self._by_columns), self._alpha)
 
 
@@ -230,7 +236,7 @@ class _Other(NamedTuple):
         return self.tensor
 
     def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
-        raise AssertionError("is_product() said so")
+        raise AssertionError("no `Weight` is made of it")
 
 
 _Compute = Callable[[torch.Tensor, Sequence[torch.Tensor]], "Product | _Other"]
@@ -247,19 +253,15 @@ def _matmul(node: Node, own: _Matmul, places: Collection[int]) -> tuple[list[tor
         if k == own.added:
             steps[k] = lambda grad, _: _Other(times(grad, beta))
             continue
-        other, at = (right, len(saved)) if k == own.left else (left, len(saved))
-        saved.append(read(f"_saved_{other}"))
+        at = len(saved)
         if own.batched:
-            batched = _batched_left if k == own.left else _batched_right
-            steps[k] = lambda grad, saved, at=at, formula=batched: _Other(times(formula(grad, saved[at]), alpha))
-            continue
-        mine = left if k == own.left else right
-        sizes, strides = read(f"_saved_{mine}_sym_sizes"), read(f"_saved_{mine}_sym_strides")
-        formula = _left if k == own.left else _right
-        by_columns = strides[0] == 1 and strides[1] == sizes[0]
-        steps[k] = lambda grad, saved, at=at, formula=formula, by_columns=by_columns: Product(
-            *formula(grad, saved[at], by_columns), alpha
-        )
+            saved.append(read(f"_saved_{right if k == own.left else left}"))
+            formula = _batched_left if k == own.left else _batched_right
+            steps[k] = lambda grad, saved, at=at, formula=formula: _Other(times(formula(grad, saved[at]), alpha))
+        else:
+            product = ProductOf(node, k)
+            saved.append(read(product.saved))
+            steps[k] = lambda grad, saved, at=at, product=product: product.with_saved(grad, saved[at])
     return saved, steps
 
 

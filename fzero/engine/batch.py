@@ -12,9 +12,9 @@ from fzero.base.arguments import need_bool
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.function import sums_whole
-from fzero.engine.leaves import Leaves, Unfit
+from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import no_first_half, scalar_loss
-from fzero.engine.plain import PlainRun
+from fzero.engine.plain import PlainRun, run_of
 from fzero.engine.run import Run
 from fzero.state.beyond import here
 from fzero.state.checks import need_derivatives
@@ -109,14 +109,8 @@ class Batch:
         for i, part in enumerate(micro.split(self._inputs)):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
-            run: Run | PlainRun | None = None
-            if leaves is not None:
-                try:
-                    run = PlainRun(step, state, part, (), seed, scale, leaves, several)
-                except Unfit:
-                    leaves = None
-            if run is None:
-                run = Run(step, state, part, (), seed, scale, several and not last, fused=last, partial=several)
+            unreduced = several and not last
+            run = run_of(leaves, step, state, part, (), seed, scale, unreduced=unreduced, fused=last, partial=several)
             outputs, run.outputs = run.outputs, None
             alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
             if cotangent is None or alone:

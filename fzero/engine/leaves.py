@@ -81,11 +81,12 @@ class Leaves:
 
     Attributes:
         params: where those lie that are differentiated.
+        fit: whether the function can be run with them, as far as is known.
     """
 
     def __init__(self, traversal: Traversal, axis: Axis) -> None:
         self._traversal, self.uses, self.layout = traversal, traversal.uses, traversal.layout
-        self._axis = axis
+        self._axis, self.fit = axis, True
         self.params: list[_Place] = []
         views: dict[int, tuple[torch.Tensor, bool, str]] = {}
         for key, group in self.layout.groups.items():

@@ -11,9 +11,9 @@ from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
 from fzero.engine.function import call_function, traversal_of
-from fzero.engine.leaves import Leaves, Unfit
+from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import split_result
-from fzero.engine.plain import PlainRun
+from fzero.engine.plain import PlainRun, run_of
 from fzero.engine.run import Run
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -75,15 +75,18 @@ class Passes:
         with as_found():
             seed, scale = seed_of(self._state, self._rng, microbatch), self.scale
             chosen = frozenset(wanted)
-            run: Run | PlainRun | None = None
-            if self._leaves is not None:
-                try:
-                    run = PlainRun(self._step, self._state, inputs, chosen, seed, scale, self._leaves, several)
-                except Unfit:
-                    self._leaves = None
-            if run is None:
-                own = (self._unreduced, False)  # other runs wait for their pullbacks meanwhile
-                run = Run(self._step, self._state, inputs, chosen, seed, scale, *own, partial=several)
+            run = run_of(
+                self._leaves,
+                self._step,
+                self._state,
+                inputs,
+                chosen,
+                seed,
+                scale,
+                unreduced=self._unreduced,
+                alone=False,  # other runs wait for their pullbacks meanwhile
+                partial=several,
+            )
             self._forwards += 1
             if self._forwards == self.count:
                 self._leaves = None  # which are no one's but the runs' now

@@ -22,6 +22,7 @@ from fzero.engine.function import call_function
 from fzero.engine.halves import Part, Split
 from fzero.engine.leaves import UNFIT, WORDS, Leaves, Unfit, known
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
+from fzero.engine.run import Run
 from fzero.engine.schedule import Record
 from fzero.engine.weights import Graph, Weight, pull
 from fzero.state.placing import settle
@@ -224,6 +225,29 @@ class PlainRun(Outcome):
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         self._real = self._rest = self._leaves = self.state = None
         self._inputs, self._params = [], []
+
+
+def run_of(
+    leaves: Leaves | None,
+    step: Spec,
+    state: TrainState,
+    inputs: Sequence[object],
+    argnums: Collection[int] | None,
+    seed: tuple[int, ...],
+    scale: float,
+    *,
+    partial: bool,
+    unreduced: bool,
+    alone: bool = True,
+    fused: bool = False,
+) -> Run | PlainRun:
+    """A forward on these leaves, where there are any; otherwise, and where the function is not fit for it, a `Run`."""
+    if leaves is not None and leaves.fit:
+        try:
+            return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial)
+        except Unfit:
+            leaves.fit = False
+    return Run(step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial)
 
 
 class _Sums:
