@@ -14,7 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python
+from fzero.base import private
+from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
 from fzero.base.hooks import register
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
@@ -46,6 +47,7 @@ class Part:
     values: list[_Value] = field(default_factory=list)
     units: list[int] = field(default_factory=list)
     always: list[Edge] = field(default_factory=list)
+    keeping: list[object] = field(default_factory=list)  # the graph
 
     def own(self, storages: Collection[int]) -> None:
         """Copies what lies in these storages, which are other people's, too."""
@@ -72,13 +74,16 @@ class Part:
         if not pairs:
             return [None] * len(params)
         edges = [GradientEdge(*edge) for edge, _ in pairs]
-        return torch.autograd.grad(
+        found = torch.autograd.grad(
             edges, list(params), [x for _, x in pairs], retain_graph=retain_graph, allow_unused=True
         )
+        if not retain_graph:
+            self.keeping = []
+        return found
 
 
 def _zeros(edge: Edge) -> torch.Tensor:
-    meta = edge[0]._input_metadata[edge[1]]
+    meta = meta_of(edge)
     return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
 
 
@@ -133,7 +138,8 @@ class Split:
             for o, c in zip(self._outputs, cotangents, strict=True)
             if c is not None and o.requires_grad
         ]
-        parts = {region: Part(sorted(region.params)) for region in self._regions.late}
+        kept = private.keeping(self._outputs)
+        parts = {region: Part(sorted(region.params), keeping=kept) for region in self._regions.late}
         for region, part in parts.items():
             for i in region.outputs:
                 o, c, edge = self._outputs[i], cotangents[i], self._regions.roots[i]
