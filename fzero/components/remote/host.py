@@ -20,6 +20,7 @@ from fzero.components.remote.link import Arguments, Message, Place
 from fzero.components.remote.order import Order
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Arrived, Puller, Source, whole
+from fzero.components.remote.streams import Bringing, device_of, used_here
 from fzero.components.remote.values import Box, Meta, Name, Record, Values
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
@@ -57,7 +58,7 @@ class Host:
         self.component, self.identity, self.rank = component, identity, rank
         self._send, self.patience, self.around = report, patience, around
         self.values = Values(component, rank, patience)
-        self.puller = Puller(rank)
+        self.puller, self._bringing = Puller(rank), Bringing()
         self.peers: Sequence[Source] = ()
         self._arrived: dict[int, Failure | Arrived] = {}
         self._arrival = threading.Condition()
@@ -122,7 +123,7 @@ class Host:
     def metas(self, names: Sequence[Name], alive: Callable[[], None] = lambda: None) -> list[Meta | Failure]:
         return [self.values.meta(name, alive) for name in names]
 
-    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]:
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]], device: object = None) -> list[torch.Tensor]:
         return [self.values.block(name, box) for name, box in wanted]
 
     def trees(self, call: int, alive: Callable[[], None] = lambda: None) -> object:
@@ -146,7 +147,7 @@ class Host:
     def _fetch(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._bringing.to(self.puller.device):
                     operands = self._operands(call)
             except Exception as error:
                 operands = failure_of(error, self.component, self.rank, self.identity)
@@ -221,6 +222,7 @@ class Host:
     def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
         self.part, self.place = part, part.place
+        self.puller.device = device_of(part.params)
 
     def run(self) -> None:
         """Runs calls until it is closed, on the thread that has the process group."""
@@ -254,6 +256,7 @@ class Host:
         failure, begun = operands if isinstance(operands, Failure) else None, time.monotonic()
         if isinstance(operands, Operands):
             try:
+                used_here((operands.inputs, operands.cotangent, operands.options))
                 with self.around():
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
