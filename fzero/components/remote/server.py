@@ -9,13 +9,14 @@ from typing import Any, Protocol
 
 import torch
 
-from fzero.channels import Address, Connection, Listener, TimedOut, connect
+from fzero.channels import Address, Connection, Listener, TimedOut
 from fzero.components.remote.failure import Failed, Failure
+from fzero.components.remote.link import Way
 from fzero.components.remote.pull import Arrived, Source, lost
+from fzero.components.remote.reach import Reach
 from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
-CONNECT_SECONDS = 10.0
 _log = logging.getLogger("fzero.components")
 
 
@@ -63,31 +64,34 @@ class Server:
 
         try:
             while True:
-                request: Any = connection.receive(IDLE)
-                try:
-                    answer = ("answer", self._answered(request, alive))
-                except Failed as failed:
-                    answer = ("failed", tuple(failed.failure))
-                connection.send(answer)
-                del request, answer
+                connection.send(answered(self._served, connection.receive(IDLE), alive))
         except OSError:
             connection.close()
         except Exception as error:  # what came is no request
             _log.warning("closed the connection to %s: %r", connection.peer, error)
             connection.close()
 
-    def _answered(self, request: Any, alive: Callable[[], None]) -> object:
-        kind, asked = request
-        if kind == "metas":
-            return [_as_sent(meta) for meta in self._served.metas(asked, alive)]
-        if kind == "blocks":
-            return self._served.blocks(asked)
-        if kind == "trees":
-            trees = self._served.trees(asked, alive)
-            return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
-        assert kind == "arrived", kind
-        told = self._served.arrived(asked, alive)
-        return _as_sent(told) if isinstance(told, Failure) else ("arrived", told)
+
+def answered(served: Served, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
+    """What a reader is answered, whatever way it came."""
+    try:
+        return "answer", _answer(served, request, alive)
+    except Failed as failed:
+        return "failed", tuple(failed.failure)
+
+
+def _answer(served: Served, request: Any, alive: Callable[[], None]) -> object:
+    kind, asked = request
+    if kind == "metas":
+        return [_as_sent(meta) for meta in served.metas(asked, alive)]
+    if kind == "blocks":
+        return served.blocks(asked)
+    if kind == "trees":
+        trees = served.trees(asked, alive)
+        return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
+    assert kind == "arrived", kind
+    told = served.arrived(asked, alive)
+    return _as_sent(told) if isinstance(told, Failure) else ("arrived", told)
 
 
 def _as_sent(told: Meta | Failure) -> tuple[object, ...]:
@@ -108,9 +112,10 @@ class RemoteSource(Source):
     """
 
     def __init__(self, where: Any, patience: float) -> None:
-        self._address, self._token, self._component, self._identity, self._rank = where
+        address, token, self._component, self._identity, self._rank, actor = where
         self._patience = patience
-        self._idle: list[Connection] = []
+        self._reach = Reach(address, token, actor, f"rank {self._rank} of component {self._component!r}", patience)
+        self._idle: list[Way] = []
         self._left = False
 
     def left(self) -> None:
@@ -139,7 +144,7 @@ class RemoteSource(Source):
             try:
                 connection = self._idle.pop()
             except IndexError:
-                connection = connect(self._address, self._token, min(CONNECT_SECONDS, self._patience))
+                connection = self._reach.way()
             connection.send((kind, asked))
             reply: Any = ("wait",)
             while reply[0] == "wait":
@@ -165,6 +170,8 @@ class RemoteSource(Source):
         return reply[1]
 
 
-def sent_source(address: Address, token: bytes, component: str, identity: str, rank: int) -> tuple[object, ...]:
-    """Where a rank answers, as it is told to readers."""
-    return address, token, component, identity, rank
+def sent_source(
+    address: Address, token: bytes, component: str, identity: str, rank: int, actor: str = ""
+) -> tuple[object, ...]:
+    """Where a rank answers, as it is told to readers; by the name of its actor also where no connection comes about."""
+    return address, token, component, identity, rank, actor
