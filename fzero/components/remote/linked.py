@@ -22,12 +22,13 @@ class ChannelLink(Link):
 
     Attributes:
         actor: its name, where there is one.
+        silent: as of `Reach`, shared by the ranks of a component.
     """
 
     actor = ""
 
-    def __init__(self, settings: Settings, rank: int) -> None:
-        self.settings, self.rank = settings, rank
+    def __init__(self, settings: Settings, rank: int, silent: set[str] | None = None) -> None:
+        self.settings, self.rank, self.silent = settings, rank, set() if silent is None else silent
         self._connection: Way | None = None
         self._where: tuple[object, ...] = ()
         self._source: RemoteSource | None = None
@@ -37,7 +38,7 @@ class ChannelLink(Link):
         self._connection = connection
         own = self.settings
         self._where = sent_source(address, token, own.component, own.identity, self.rank, self.actor)
-        self._source = RemoteSource(self._where, self.settings.timeout)
+        self._source = RemoteSource(self._where, self.settings.timeout, self.silent)
         threading.Thread(target=self._listen, args=(heard,), name="fzero-reports", daemon=True).start()
 
     def otherwise(self) -> Way | None:

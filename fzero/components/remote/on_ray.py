@@ -37,8 +37,8 @@ class RayLink(ChannelLink):
         group: the placement group, which lives as long as the ranks.
     """
 
-    def __init__(self, settings: Settings, rank: int, actor: Any, running: Any, group: Any) -> None:
-        super().__init__(settings, rank)
+    def __init__(self, settings: Settings, rank: int, silent: set[str], actor: Any, running: Any, group: Any) -> None:
+        super().__init__(settings, rank, silent)
         self.actor = name_of(settings, rank)
         self._actor, self._running, self._group = actor, running, group
         self._why = actor.why.options(concurrency_group="reports").remote(settings.timeout)
@@ -108,6 +108,7 @@ def start(
     resources = dict(options.get("resources", {"CPU": 1}))
     group = ray.util.placement_group([resources] * settings.ranks, strategy=options.get("strategy", "PACK"))
     links: list[RayLink] = []
+    silent: set[str] = set()
     try:
         if not group.wait(settings.timeout):
             raise TimeoutError(
@@ -133,7 +134,7 @@ def start(
                 if store is None:
                     store = actor.store.remote()
                 running = actor.run.remote(job, tuple(settings), rank, listener.address, token, store, list(sys.path))
-                links.append(RayLink(settings, rank, actor, running, group))
+                links.append(RayLink(settings, rank, silent, actor, running, group))
             take_all(listener, links, token, settings.timeout, weakly(heard))
     except BaseException:
         for link in links:

@@ -7,7 +7,7 @@ import os
 import socket
 import threading
 
-from fzero.channels import Address, ChannelError, Refused, connect
+from fzero.channels import Address, ChannelError, Refused, TimedOut, connect
 from fzero.components.remote.link import Way
 from fzero.components.remote.through_ray import HELLO, Asking
 
@@ -22,10 +22,14 @@ class Reach:
         actor: the name of the rank's actor; empty where it has none.
         peer: the rank, in errors.
         patience: seconds without a sign of life.
+        silent: machines on which no port has answered in time, of those that this reader has tried.
     """
 
-    def __init__(self, address: Address, token: bytes, actor: str, peer: str, patience: float) -> None:
+    def __init__(
+        self, address: Address, token: bytes, actor: str, peer: str, patience: float, silent: set[str]
+    ) -> None:
         self._address, self._token, self._actor, self._peer, self._patience = address, token, actor, peer, patience
+        self._silent = silent
         self._deciding, self._through_ray = threading.Lock(), False
 
     def way(self) -> Way:
@@ -39,10 +43,15 @@ class Reach:
             return connect(self._address, self._token, min(CONNECT_SECONDS, self._patience))
         with self._deciding:  # once is enough
             if not self._through_ray:
+                host = self._address[2]
                 try:
+                    if host in self._silent:  # waiting for each of its ranks in turn would take long
+                        raise Refused(f"no other port of {host} has answered.")
                     return connect(self._address, self._token, min(CONNECT_SECONDS, self._patience))
                 except ChannelError as error:
                     self._need_actor(error)
+                    if isinstance(error, TimedOut):
+                        self._silent.add(host)
                 self._through_ray = True
         return Asking(self._actor, self._peer)
 

@@ -109,12 +109,14 @@ class RemoteSource(Source):
     Args:
         where: as `sent_source` says it.
         patience: seconds without a sign of life.
+        silent: as of `Reach`, shared by the sources of a component.
     """
 
-    def __init__(self, where: Any, patience: float) -> None:
+    def __init__(self, where: Any, patience: float, silent: set[str]) -> None:
         address, token, self._component, self._identity, self._rank, actor = where
         self._patience = patience
-        self._reach = Reach(address, token, actor, f"rank {self._rank} of component {self._component!r}", patience)
+        peer = f"rank {self._rank} of component {self._component!r}"
+        self._reach = Reach(address, token, actor, peer, patience, silent)
         self._idle: list[Way] = []
         self._left = False
 

@@ -94,8 +94,10 @@ def _hear(connection: Way, host: Host, settings: Settings) -> None:
 def _table(sent: Any, host: Host, settings: Settings) -> Table:
     """A table of sources as this rank asks them; itself without a message."""
     name, places, sources = sent
+    silent: set[str] = set()
 
     def source(where: Any) -> Any:
-        return host if where[3:5] == (settings.identity, host.rank) else RemoteSource(where, settings.timeout)
+        own = where[3:5] == (settings.identity, host.rank)
+        return host if own else RemoteSource(where, settings.timeout, silent)
 
     return Table(name, [Place(*place) for place in places], [source(where) for where in sources])

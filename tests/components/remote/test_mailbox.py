@@ -117,9 +117,9 @@ def test_a_rank_without_an_actor_is_reached_by_connections_alone() -> None:
     token = secrets.token_bytes(32)
     with Listener(token) as listener:
         address = listener.address
-        own = reach.Reach(address, token, "", "rank 3", 5.0)
+        own = reach.Reach(address, token, "", "rank 3", 5.0, set())
         own.way().close()
-        reach.Reach(address, token, "an actor", "rank 3", 5.0).way().close()
+        reach.Reach(address, token, "an actor", "rank 3", 5.0, set()).way().close()
     for actor, words in (("", "refused"), ("an actor", "refused(.|\n)*Nor through Ray: this process is none of Ray's")):
         with pytest.raises(OSError, match=words):
-            reach.Reach(address, token, actor, "rank 3", 5.0).way()
+            reach.Reach(address, token, actor, "rank 3", 5.0, set()).way()
