@@ -1,28 +1,38 @@
 """What a call of a component on ranks of its own costs, and how fast a value goes from one component to another.
 
     OMP_NUM_THREADS=1 python benchmarks/remote.py
-    OMP_NUM_THREADS=1 python benchmarks/remote.py --on threads processes ray --mib 1 64
+    OMP_NUM_THREADS=1 python benchmarks/remote.py --on processes ray store --mib 1 64
     OMP_NUM_THREADS=1 python benchmarks/remote.py --device cuda --mib 16 256 1024    # by CUDA IPC
+
+"store" is Ray where no connection can be opened, as behind a firewall: calls, reports and values go through Ray's own
+calls and its object store.
 
 First, for each kind of ranks, microseconds of calls of a trivial function on one rank: until `forward`, `vjp` and a
 pullback return ("call"), and until `fz.fetch` has the result of a forward ("answer"); median and the 99th percentile.
-Then seconds that a tensor takes from a component of one process to another, as a share of what copying it from one
-buffer to another takes: the answer of a call that is given it, less that of a call that is given one element.
+Then, for those that are not threads, seconds that a tensor takes from a component of one process to another, as a share
+of what copying it from one buffer to another takes: the answer of a call that is given it, less that of a call that is
+given one element.
 Everything takes turns, in one run; medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 
 import fzero as fz
+from fzero.channels import Listener
+from fzero.components.remote import linked, on_ray
+from fzero.components.remote.server import sent_source
 
 
 def scaled(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
@@ -47,9 +57,28 @@ def seconds(call: Callable[[], object]) -> float:
     return time.perf_counter() - begin
 
 
+@contextlib.contextmanager
+def placed(on: str) -> Iterator[str]:
+    """What fz.remote is told; in "store" nobody listens where ranks and readers try to connect."""
+    with socket.create_server(("127.0.0.1", 0)) as once:
+        nowhere = ("", "", *once.getsockname())
+
+    class Unreachable(Listener):
+        def __init__(self, token: bytes, host: str, name: str) -> None:
+            super().__init__(token, host, name)
+            self.address = nowhere
+
+    where = lambda address, *rest: sent_source(nowhere, *rest)
+    if on == "store":
+        with mock.patch.object(on_ray, "Listener", Unreachable), mock.patch.object(linked, "sent_source", where):
+            yield "ray"
+    else:
+        yield on
+
+
 def calls(on: str, count: int, device: str) -> dict[str, list[float]]:
     """What is measured -> seconds of each call."""
-    with fz.remote(functools.partial(build, fn=scaled, device=device), 1, on) as component:
+    with placed(on) as kind, fz.remote(functools.partial(build, fn=scaled, device=device), 1, kind) as component:
         state, x = component.init(), torch.ones(8, 4)
         ct = torch.ones(8, 4)
         found: dict[str, list[float]] = {"forward": [], "vjp": [], "pullback": [], "answer": []}
@@ -65,12 +94,13 @@ def calls(on: str, count: int, device: str) -> dict[str, list[float]]:
         return found
 
 
-def payload(mib: int, rounds: int, device: str) -> tuple[float, float]:
+def payload(on: str, mib: int, rounds: int, device: str) -> tuple[float, float]:
     """Seconds of a tensor's way between two components, and of a copy in memory."""
     count = mib << 18
     with (
-        fz.remote(functools.partial(build, fn=made, device=device), 1, "processes", name="from") as one,
-        fz.remote(functools.partial(build, fn=first, device=device), 1, "processes", name="to") as other,
+        placed(on) as kind,
+        fz.remote(functools.partial(build, fn=made, device=device), 1, kind, name="from") as one,
+        fz.remote(functools.partial(build, fn=first, device=device), 1, kind, name="to") as other,
     ):
         states = one.init(), other.init()
         large, small = (one.forward(states[0], torch.tensor(each)) for each in (count, 1))
@@ -103,11 +133,13 @@ def main() -> None:
         for times in found.values():
             times.sort()
             cells.append(f"{1e6 * times[len(times) // 2]:>12.0f} ({1e6 * times[int(0.99 * len(times))]:>6.0f})")
-        print(f"{on:>14}" + "".join(f"{cell:>22}" for cell in cells))
-    print(f"{'MiB':>14}{'GB/s':>12}{'copy GB/s':>12}{'share':>10}")
+        print(f"{on:>14}" + "".join(f"{cell:>22}" for cell in cells), flush=True)
+    print(f"{'MiB':>14}{'on':>12}{'GB/s':>12}{'copy GB/s':>12}{'share':>10}")
     for mib in args.mib:
-        way, copy = payload(mib, args.rounds, args.device)
-        print(f"{mib:>14}{mib * 2**20 / way / 1e9:>12.2f}{mib * 2**20 / copy / 1e9:>12.2f}{copy / way:>10.2f}")
+        for on in [on for on in args.on if on != "threads"]:
+            way, copy = payload(on, mib, args.rounds, args.device)
+            speeds = f"{mib * 2**20 / way / 1e9:>12.2f}{mib * 2**20 / copy / 1e9:>12.2f}"
+            print(f"{mib:>14}{on:>12}{speeds}{copy / way:>10.2f}", flush=True)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -240,31 +239,6 @@ def is_differentiated(tensor: torch.Tensor) -> bool:
         if not (dead or is_wrapped(tensor)):
             return False
         tensor = _functorch.get_unwrapped(tensor)
-
-
-@functools.cache
-def functions_keep_nodes() -> bool:
-    """Whether the Python object of a Function's node keeps the node itself; before torch 2.13 only the graph does."""
-
-    class Probe(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-            return x.clone()
-
-    with below_transforms(), outside_inference(), torch.enable_grad():
-        node: Any = Probe.apply(torch.ones((), requires_grad=True, device="cpu")).grad_fn  # type: ignore[union-attr]
-    try:
-        return bool(node._input_metadata)
-    except RuntimeError:
-        return False
-
-
-def keeping(outputs: Sequence[torch.Tensor]) -> list[object]:
-    """What keeps the graph of some outputs where nodes that are held do not: torch's own nodes keep what is behind."""
-    if functions_keep_nodes():
-        return []
-    function = torch.autograd.function.BackwardCFunction
-    return [x if isinstance(x.grad_fn, function) else x.grad_fn for x in outputs if x.requires_grad]
 
 
 def node_of(ctx: object) -> object:

@@ -14,9 +14,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from fzero.base import private
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
-from fzero.base.hooks import register
+from fzero.base.hooks import keeping, register
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
 
@@ -138,7 +137,7 @@ class Split:
             for o, c in zip(self._outputs, cotangents, strict=True)
             if c is not None and o.requires_grad
         ]
-        kept = private.keeping(self._outputs)
+        kept = keeping(self._outputs)
         parts = {region: Part(sorted(region.params), keeping=kept) for region in self._regions.late}
         for region, part in parts.items():
             for i in region.outputs:

@@ -10,12 +10,13 @@ import ctypes
 import functools
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 PIECE = 64 << 20  # bytes that are copied at a time
 _STEP = 2 << 20  # bytes in which the driver allocates: a smaller piece would lie in memory of others'
+Hear = Callable[[], object]
 _log = logging.getLogger("fzero.components")
 _unable: set[str] = set()  # GPUs on which this process cannot map what others have
 
@@ -39,7 +40,7 @@ class _Handle(ctypes.Structure):
 
 
 @functools.cache
-def _cuda() -> Any:
+def _cuda() -> ctypes.CDLL:
     """CUDA's driver, which torch has loaded."""
     library, size, pointer = ctypes.CDLL("libcuda.so.1"), ctypes.c_size_t, ctypes.c_uint64
     library.cuMemAlloc_v2.argtypes = [ctypes.c_void_p, size]
@@ -93,7 +94,9 @@ class Owner:
         self._device: torch.device | None = None
         self._address, self._nbytes, self._handle = 0, 0, b""
 
-    def give(self, tensors: Sequence[torch.Tensor], send: Callable[[object], None], heard: Callable[[], Any]) -> bool:
+    def give(
+        self, tensors: Sequence[torch.Tensor], send: Callable[[object], None], heard: Callable[[], object]
+    ) -> bool:
         """Gives tensors of one GPU by turns.
 
         Args:
@@ -154,7 +157,7 @@ class Reader:
         self._handle, self._address = b"", 0
 
     def take(
-        self, offer: Offer, device: torch.device, send: Callable[[object], None], heard: Callable[[], Any]
+        self, offer: Offer, device: torch.device, send: Callable[[object], None], heard: Hear
     ) -> list[torch.Tensor] | None:
         """Takes what is offered, into tensors of this process's own; None where it cannot map the piece.
 

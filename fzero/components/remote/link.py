@@ -3,10 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 Message = tuple[Any, ...]  # of a kind, which is first
 Arguments = dict[str, Any]  # of a call, by name
+
+
+class Way(Protocol):
+    """Messages to and from another process, as a `fzero.channels.Connection` has them."""
+
+    peer: str
+
+    def send(self, message: object, timeout: float = ...) -> None: ...
+
+    def receive(self, timeout: float) -> object: ...
+
+    def close(self) -> None: ...
 
 
 class Settings(NamedTuple):
@@ -17,6 +29,7 @@ class Settings(NamedTuple):
         timeout: seconds that a call, or the start, may take.
         threads: that torch computes with, as in the controlling process: sums have the same bits then.
         checked: whether what ranks communicate is compared first.
+        backend: of their process group: "gloo", or "nccl" beside it, for tensors on GPUs.
         in_specs, out_specs: how inputs and outputs lie over the ranks; None where examples do in dim 0.
     """
 
@@ -28,6 +41,7 @@ class Settings(NamedTuple):
     checked: bool
     in_specs: object = None
     out_specs: object = None
+    backend: str = "gloo"
 
 
 class Place(NamedTuple):

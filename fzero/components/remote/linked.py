@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from fzero.channels import Address, Connection, Listener
-from fzero.components.remote.link import Link, Message, Settings
+from fzero.channels import Address, Listener
+from fzero.components.remote.link import Link, Message, Settings, Way
 from fzero.components.remote.server import IDLE, RemoteSource, sent_source
 
 NOTICED = 1.0  # seconds in which a process that has gone is seen to have ended
@@ -17,20 +18,32 @@ Heard = Callable[[int, Message], object]
 
 
 class ChannelLink(Link):
-    """A rank in another process."""
+    """A rank in another process.
 
-    def __init__(self, settings: Settings, rank: int) -> None:
-        self.settings, self.rank = settings, rank
-        self._connection: Connection | None = None
+    Attributes:
+        actor: its name, where there is one.
+        silent: as of `Reach`, shared by the ranks of a component.
+    """
+
+    actor = ""
+
+    def __init__(self, settings: Settings, rank: int, silent: set[str] | None = None) -> None:
+        self.settings, self.rank, self.silent = settings, rank, set() if silent is None else silent
+        self._connection: Way | None = None
         self._where: tuple[object, ...] = ()
         self._source: RemoteSource | None = None
 
-    def connected(self, connection: Connection, address: Address, token: bytes, heard: Heard) -> None:
+    def connected(self, connection: Way, address: Address, token: bytes, heard: Heard) -> None:
         """The rank has come: from now on what it reports is heard, and that it has gone."""
         self._connection = connection
-        self._where = sent_source(address, token, self.settings.component, self.settings.identity, self.rank)
-        self._source = RemoteSource(self._where, self.settings.timeout)
+        own = self.settings
+        self._where = sent_source(address, token, own.component, own.identity, self.rank, self.actor)
+        self._source = RemoteSource(self._where, self.settings.timeout, self.silent)
         threading.Thread(target=self._listen, args=(heard,), name="fzero-reports", daemon=True).start()
+
+    def otherwise(self) -> Way | None:
+        """The way to a rank that has found that it can open no connection to here, where there is another one."""
+        return None
 
     def send(self, message: Message) -> None:
         if self._connection is None:
@@ -83,15 +96,15 @@ def take_all(listener: Listener, links: Sequence[ChannelLink], token: bytes, tim
         for rank in waiting:
             if (gone := links[rank].gone()) is not None:
                 raise RuntimeError(f"fz.remote: rank {rank} {gone[0]} before it came up. It said:\n{gone[1]}")
-        try:
-            connection = listener.accept(0.5)
-        except TimeoutError:
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"fz.remote: the processes of ranks {sorted(waiting)} did not come up in {timeout:g} seconds."
-                ) from None
-            continue
-        hello: Any = connection.receive(max(1.0, deadline - time.monotonic()))
-        rank, address = hello
-        links[rank].connected(connection, address, token, heard)
-        waiting.discard(rank)
+        came: list[Way] = [way for rank in waiting if (way := links[rank].otherwise()) is not None]
+        with contextlib.suppress(TimeoutError):
+            came.append(listener.accept(0.5))
+        for connection in came:
+            hello: Any = connection.receive(max(1.0, deadline - time.monotonic()))
+            rank, address = hello
+            links[rank].connected(connection, address, token, heard)
+            waiting.discard(rank)
+        if waiting and time.monotonic() > deadline:
+            raise TimeoutError(
+                f"fz.remote: the processes of ranks {sorted(waiting)} did not come up in {timeout:g} seconds."
+            )

@@ -1,15 +1,16 @@
 """Ranks that are Ray's actors, one each in a placement group; calls and values go by the same channels as elsewhere.
 
-Ray places and starts them, carries `build`, and tells how one has ended. A call of Ray for each command would cost too
-much, and its own transports end both sides where one fails.
+Ray places and starts them, carries `build`, and tells how one has ended. A call of Ray for each command costs more than
+a message, and a value takes longer through its object store: both are the way where no connection can be opened.
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib
+import logging
 import os
 import secrets
+import socket
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -17,19 +18,15 @@ from typing import Any
 
 from fzero.channels import Address, Listener
 from fzero.comm import backend
-from fzero.components.remote.link import Link, Settings
+from fzero.components.remote import through_ray
+from fzero.components.remote.link import Link, Settings, Way
 from fzero.components.remote.linked import ChannelLink, Heard, take_all, weakly
+from fzero.components.remote.mailbox import Mailbox
+from fzero.components.remote.reach import GOES_THROUGH_RAY
 from fzero.components.remote.serving import serve
 
+_log = logging.getLogger("fzero.components")
 OPTIONS = {"resources", "strategy", "runtime_env"}
-
-
-def _ray() -> Any:
-    """Ray, which is imported where it is asked for."""
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise ImportError("fz.remote(on='ray') needs ray: pip install 'fzero[ray]'.") from error
 
 
 class RayLink(ChannelLink):
@@ -37,15 +34,33 @@ class RayLink(ChannelLink):
 
     Args:
         running: Ray's reference to what the actor does until its end.
-        keeps: the placement group and the store of the process group, which live as long as the ranks.
+        group: the placement group, which lives as long as the ranks.
     """
 
-    def __init__(self, settings: Settings, rank: int, actor: Any, running: Any, keeps: tuple[Any, Any]) -> None:
-        super().__init__(settings, rank)
-        self._actor, self._running, self._keeps = actor, running, keeps
+    def __init__(self, settings: Settings, rank: int, silent: set[str], actor: Any, running: Any, group: Any) -> None:
+        super().__init__(settings, rank, silent)
+        self.actor = name_of(settings, rank)
+        self._actor, self._running, self._group = actor, running, group
+        self._why = actor.why.options(concurrency_group="reports").remote(settings.timeout)
+
+    def otherwise(self) -> Way | None:
+        ray, why = through_ray.ray(), self._why
+        if why is None or not ray.wait([why], timeout=0)[0]:
+            return None
+        self._why = None
+        try:
+            said = ray.get(why).decode()
+        except ray.exceptions.RayError:  # it has ended, as `gone` will say
+            return None
+        if not said:
+            return None
+        peer = f"rank {self.rank} of component {self.settings.component!r}"
+        here = f"its controlling process {os.getpid()} on {socket.gethostname()}"
+        _log.warning("%s can open no connection to %s: %s %s", peer, here, said, GOES_THROUGH_RAY)
+        return through_ray.Control(self._actor, peer)
 
     def gone(self) -> tuple[str, str] | None:
-        ray = _ray()
+        ray = through_ray.ray()
         if not ray.is_initialized():  # any other call would start it again
             return "has ended with Ray", ""
         done, _ = ray.wait([self._running], timeout=0)
@@ -58,16 +73,16 @@ class RayLink(ChannelLink):
         return "has ended", ""
 
     def end(self) -> None:
-        ray = _ray()
+        ray = through_ray.ray()
         if ray.is_initialized():
             with contextlib.suppress(Exception):  # or it has been shut down meanwhile
                 ray.kill(self._actor)
                 if self.rank == 0:
-                    ray.util.remove_placement_group(self._keeps[0])
+                    ray.util.remove_placement_group(self._group)
         super().end()
 
     def join(self, timeout: float) -> None:
-        ray = _ray()
+        ray = through_ray.ray()
         if ray.is_initialized():
             with contextlib.suppress(Exception):
                 ray.wait([self._running], timeout=max(timeout, 1e-3))
@@ -86,13 +101,14 @@ def start(
         ImportError: ray is not installed.
         TimeoutError: Ray has no room for the ranks, or these did not come up.
     """
-    ray = _ray()
+    ray = through_ray.ray()
     if not ray.is_initialized():
         ray.init()
     token, reachable = secrets.token_bytes(32), ray.util.get_node_ip_address()
     resources = dict(options.get("resources", {"CPU": 1}))
     group = ray.util.placement_group([resources] * settings.ranks, strategy=options.get("strategy", "PACK"))
     links: list[RayLink] = []
+    silent: set[str] = set()
     try:
         if not group.wait(settings.timeout):
             raise TimeoutError(
@@ -100,27 +116,25 @@ def start(
                 f"{settings.timeout:g} seconds. Give other options={{'resources': ...}}, or a larger cluster."
             )
         with Listener(token, reachable, f"the control of {settings.component!r}") as listener:
-            store = backend.dist.TCPStore(reachable, 0, is_master=True, wait_for_workers=False)
-            job = ray.cloudpickle.dumps(build)
+            job, store = ray.cloudpickle.dumps(build), None
+            kind = ray.remote(concurrency_groups=through_ray.GROUPS)(_Rank)
             for rank in range(settings.ranks):
                 place = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy(group, rank)
                 others = {name: count for name, count in resources.items() if name not in ("CPU", "GPU", "memory")}
-                actor = (
-                    ray.remote(_Rank)
-                    .options(
-                        num_cpus=resources.get("CPU", 0),
-                        num_gpus=resources.get("GPU", 0),
-                        memory=resources.get("memory"),
-                        resources=others or None,
-                        scheduling_strategy=place,
-                        runtime_env=options.get("runtime_env"),
-                        max_restarts=0,
-                    )
-                    .remote()
-                )
-                where = (reachable, store.port)
-                running = actor.run.remote(job, tuple(settings), rank, listener.address, token, where, list(sys.path))
-                links.append(RayLink(settings, rank, actor, running, (group, store)))
+                actor = kind.options(
+                    name=name_of(settings, rank),
+                    num_cpus=resources.get("CPU", 0),
+                    num_gpus=resources.get("GPU", 0),
+                    memory=resources.get("memory"),
+                    resources=others or None,
+                    scheduling_strategy=place,
+                    runtime_env=options.get("runtime_env"),
+                    max_restarts=0,
+                ).remote()
+                if store is None:
+                    store = actor.store.remote()
+                running = actor.run.remote(job, tuple(settings), rank, listener.address, token, store, list(sys.path))
+                links.append(RayLink(settings, rank, silent, actor, running, group))
             take_all(listener, links, token, settings.timeout, weakly(heard))
     except BaseException:
         for link in links:
@@ -130,8 +144,22 @@ def start(
     return links
 
 
+def name_of(settings: Settings, rank: int) -> str:
+    """The name of a rank's actor, by which readers that Ray has started find it."""
+    return f"fzero-{settings.identity}-{rank}"
+
+
 class _Rank:
     """An actor that is one rank."""
+
+    def __init__(self) -> None:
+        self.mailbox = Mailbox()
+
+    def store(self) -> tuple[str, int]:
+        """Begins the store of the process group, on the first rank: ranks of one component reach one another."""
+        host = through_ray.ray().util.get_node_ip_address()
+        self._store = backend.dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._store.port
 
     def run(
         self,
@@ -144,13 +172,28 @@ class _Rank:
         path: list[str],
     ) -> None:
         """Runs calls until the component is closed, or its controlling process is gone."""
-        ray = _ray()
+        ray = through_ray.ray()
         sys.path[:] = [*path, *[entry for entry in sys.path if entry not in path]]
         build = lambda: ray.cloudpickle.loads(job)
         try:
-            serve(build, Settings(*settings), rank, address, token, store, ray.util.get_node_ip_address())
+            own = Settings(*settings)
+            serve(build, own, rank, address, token, store, ray.util.get_node_ip_address(), self.mailbox)
         except Exception:
             raise
         except BaseException:  # after which Ray would go on with the actor, and nobody would run its calls
             traceback.print_exc()
             os._exit(1)
+
+    # ---- where no connection comes about
+
+    def why(self, seconds: float) -> bytes:
+        return self.mailbox.why(seconds)
+
+    def tell(self, number: int, sent: object) -> object:
+        return self.mailbox.tell(number, sent)
+
+    def report(self, seconds: float) -> object:
+        return self.mailbox.report(seconds)
+
+    def ask(self, sent: object) -> object:
+        return self.mailbox.ask(sent)

@@ -10,14 +10,15 @@ from typing import Any, Protocol
 
 import torch
 
-from fzero.channels import Address, Connection, Listener, TimedOut, connect
+from fzero.channels import Address, Connection, Listener, TimedOut
 from fzero.components.remote import gpus
 from fzero.components.remote.failure import Failed, Failure
+from fzero.components.remote.link import Way
 from fzero.components.remote.pull import Arrived, Source, lost
+from fzero.components.remote.reach import Reach
 from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
-CONNECT_SECONDS = 10.0
 _CPU = torch.device("cpu")
 _log = logging.getLogger("fzero.components")
 
@@ -68,10 +69,7 @@ class Server:
         try:
             while True:
                 request: Any = connection.receive(IDLE)
-                try:
-                    answer: Any = ("answer", self._answered(request, alive))
-                except Failed as failed:
-                    answer = ("failed", tuple(failed.failure))
+                answer: Any = answered(self._served, request, alive)
                 on_one = answer[0] == "answer" and request[0] == "blocks" and gpus.lie_on(answer[1], request[1][1])
                 if not (on_one and owner.give(answer[1], connection.send, lambda: connection.receive(IDLE))):
                     connection.send(answer)
@@ -84,18 +82,27 @@ class Server:
         finally:
             owner.close()
 
-    def _answered(self, request: Any, alive: Callable[[], None]) -> object:
-        kind, asked = request
-        if kind == "metas":
-            return [_as_sent(meta) for meta in self._served.metas(asked, alive)]
-        if kind == "blocks":
-            return self._served.blocks(asked[0])
-        if kind == "trees":
-            trees = self._served.trees(asked, alive)
-            return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
-        assert kind == "arrived", kind
-        told = self._served.arrived(asked, alive)
-        return _as_sent(told) if isinstance(told, Failure) else ("arrived", told)
+
+def answered(served: Served, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
+    """What a reader is answered, whatever way it came."""
+    try:
+        return "answer", _answer(served, request, alive)
+    except Failed as failed:
+        return "failed", tuple(failed.failure)
+
+
+def _answer(served: Served, request: Any, alive: Callable[[], None]) -> object:
+    kind, asked = request
+    if kind == "metas":
+        return [_as_sent(meta) for meta in served.metas(asked, alive)]
+    if kind == "blocks":
+        return served.blocks(asked[0])
+    if kind == "trees":
+        trees = served.trees(asked, alive)
+        return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
+    assert kind == "arrived", kind
+    told = served.arrived(asked, alive)
+    return _as_sent(told) if isinstance(told, Failure) else ("arrived", told)
 
 
 def _as_sent(told: Meta | Failure) -> tuple[object, ...]:
@@ -113,12 +120,15 @@ class RemoteSource(Source):
     Args:
         where: as `sent_source` says it.
         patience: seconds without a sign of life.
+        silent: as of `Reach`, shared by the sources of a component.
     """
 
-    def __init__(self, where: Any, patience: float) -> None:
-        self._address, self._token, self._component, self._identity, self._rank = where
+    def __init__(self, where: Any, patience: float, silent: set[str]) -> None:
+        address, token, self._component, self._identity, self._rank, actor = where
         self._patience = patience
-        self._idle: list[tuple[Connection, gpus.Reader]] = []
+        peer = f"rank {self._rank} of component {self._component!r}"
+        self._reach = Reach(address, token, actor, peer, patience, silent)
+        self._idle: list[tuple[Way, gpus.Reader]] = []
         self._left = False
 
     def left(self) -> None:
@@ -147,7 +157,7 @@ class RemoteSource(Source):
             try:
                 connection, reader = self._idle.pop()
             except IndexError:
-                connection = connect(self._address, self._token, min(CONNECT_SECONDS, self._patience))
+                connection = self._reach.way()
             hear = functools.partial(connection.receive, self._patience)
             connection.send((kind, asked))
             reply: Any = ("wait",)
@@ -177,11 +187,13 @@ class RemoteSource(Source):
         return reply[1]
 
 
-def _close(connection: Connection, reader: gpus.Reader) -> None:
+def _close(connection: Way, reader: gpus.Reader) -> None:
     reader.close()
     connection.close()
 
 
-def sent_source(address: Address, token: bytes, component: str, identity: str, rank: int) -> tuple[object, ...]:
-    """Where a rank answers, as it is told to readers."""
-    return address, token, component, identity, rank
+def sent_source(
+    address: Address, token: bytes, component: str, identity: str, rank: int, actor: str = ""
+) -> tuple[object, ...]:
+    """Where a rank answers, as it is told to readers; by the name of its actor also where no connection comes about."""
+    return address, token, component, identity, rank, actor
