@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-PIECE = 64 << 20  # bytes that are copied at a time
+PIECE = 256 << 20  # bytes that are copied at a time
 _STEP = 2 << 20  # bytes in which the driver allocates: a smaller piece would lie in memory of others'
 Hear = Callable[[], object]
 _log = logging.getLogger("fzero.components")
