@@ -89,9 +89,9 @@ def test_answers(host: Host) -> None:
     record.finish({1: whole(LARGE)})
     kind, ((name, told, *_),) = as_received(mailbox.ask(as_sent(("metas", [(0, 1)]))))
     assert (kind, name, told) == ("answer", "Meta", "block")
-    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", [((0, 1), ((5, 9),))]))))
+    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", ([((0, 1), ((5, 9),))], "")))))
     assert kind == "answer" and block.equal(LARGE[5:9])
-    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", [((0, 1), None)]))))
+    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", ([((0, 1), None)], "")))))
     assert block.equal(LARGE) and block.data_ptr() != LARGE.data_ptr()
     block.zero_()
     assert LARGE[1] == 1
