@@ -57,7 +57,7 @@ def unpack(data: bytes, beside: Sequence[torch.Tensor]) -> object:
         raise BadMessage(f"a message of {len(data)} bytes, of which the header alone has {frames.SIZE}")
     header = frames.parse(data[: frames.SIZE])
     at, view = frames.SIZE, memoryview(data)
-    if len(data) != at + header.table + header.tree + header.inline or header.kind != frames.MESSAGE:
+    if len(data) != at + header.table + header.tree + header.inline:
         raise BadMessage(f"a message of {len(data)} bytes, of which the header says something else")
     table, tree = data[at : at + header.table], data[at + header.table : len(data) - header.inline]
     frames.need_intact(header, table, tree)

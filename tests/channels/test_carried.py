@@ -8,7 +8,7 @@ from channel_peers import messages, same
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fzero.channels import BadMessage, carried
+from fzero.channels import BadMessage, carried, frames
 from fzero.channels.segments import SHARED_FROM
 
 LARGE = torch.arange(SHARED_FROM // 4 + 2, dtype=torch.float32)
@@ -39,9 +39,11 @@ def test_what_arrives_is_memory_of_its_own() -> None:
 def test_changed_bytes(message: object, data: st.DataObject) -> None:
     """Of header, table and message each is noticed; of the bytes of tensors only their number."""
     whole, beside = carried.pack([message, LARGE])
-    at = data.draw(st.integers(0, len(whole) - 1))
+    header = frames.parse(whole[: frames.SIZE])
+    checked = frames.SIZE + header.table + header.tree
+    at = data.draw(st.one_of(st.integers(0, len(whole) - 1), st.integers(0, checked - 1)))
     for other in (whole[:at], whole + b"\0", whole[1:], whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :]):
-        if len(other) != len(whole) or at < 32:
+        if len(other) != len(whole) or at < checked:
             with pytest.raises(BadMessage):
                 carried.unpack(other, beside)
     for others in ([*beside, LARGE], beside[:-1], [*beside[:-1], beside[-1][1:]]):

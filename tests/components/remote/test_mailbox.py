@@ -5,13 +5,14 @@ from __future__ import annotations
 import random
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 import torch
 
-from fzero.channels import BadMessage, Closed, Listener, TimedOut
+from fzero.channels import BadMessage, Closed, Listener, Refused, TimedOut
 from fzero.components.remote import reach
 from fzero.components.remote.failure import Failure
 from fzero.components.remote.host import Host
@@ -101,13 +102,15 @@ def test_answers(host: Host) -> None:
 def test_the_way_is_a_connection_where_one_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     token, waited = secrets.token_bytes(32), []
     mailbox = Mailbox()
-    thread = threading.Thread(target=lambda: waited.append(mailbox.why(5.0)))
+    thread = threading.Thread(target=lambda: waited.append(mailbox.why(30.0)))
     thread.start()
+    begun = time.monotonic()
     with Listener(token) as listener:
         way = mailbox.way(listener.address, token, 5.0, "rank 3")
         assert way is not mailbox and listener.accept(5.0).peer == "rank 3"
         way.close()
     thread.join()
+    assert time.monotonic() - begun < 20
     assert waited == [b""] and mailbox.why(0.0) == b""
     other = Mailbox()
     assert other.way(listener.address, token, 5.0, "rank 3") is other and b"refused" in other.why(0.0)
@@ -123,3 +126,52 @@ def test_a_rank_without_an_actor_is_reached_by_connections_alone() -> None:
     for actor, words in (("", "refused"), ("an actor", "refused(.|\n)*Nor through Ray: this process is none of Ray's")):
         with pytest.raises(OSError, match=words):
             reach.Reach(address, token, actor, "rank 3", 5.0, set()).way()
+
+
+class Actor:
+    """Answers as a rank's actor does, or not at all."""
+
+    answers = True
+
+    def __init__(self, name: str, peer: str) -> None:
+        self.peer = peer
+
+    def send(self, message: object, timeout: float = 1.0) -> None:
+        assert message == HELLO
+
+    def receive(self, timeout: float) -> object:
+        if not self.answers:
+            raise Closed("Ray lost rank 3: it has died.")
+        return ("taken",)
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+
+@pytest.mark.parametrize("silent", [False, True])
+def test_a_reader_tries_once_to_connect(
+    silent: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And asks the actors of a machine from then on; it does not where a rank has died, which may be the reason."""
+    tried: list[object] = []
+
+    def connect(address: object, token: bytes, timeout: float) -> None:
+        tried.append(timeout)
+        raise (TimedOut if silent else Refused)("nobody answered.")
+
+    monkeypatch.setattr(reach, "connect", connect)
+    monkeypatch.setattr(reach, "Asking", Actor)
+    machine: set[str] = set()
+    first, second = (
+        reach.Reach(("", "", "host", 1), b"", "an actor", f"rank {rank}", 60.0, machine) for rank in (3, 4)
+    )
+    assert all(isinstance(first.way(), Actor) for _ in range(3)) and tried == [reach.CONNECT_SECONDS]
+    assert isinstance(second.way(), Actor) and len(tried) == (1 if silent else 2)
+    said = [record.getMessage() for record in caplog.records]
+    assert len(said) == 2 and "to rank 3: nobody answered. It goes through Ray's" in said[0] and "to rank 4" in said[1]
+    monkeypatch.setattr(Actor, "answers", False)
+    for _ in range(2):
+        dead = reach.Reach(("", "", "other", 1), b"", "an actor", "rank 3", 0.5, machine)
+        with pytest.raises(Refused, match=r"nobody answered. Nor through Ray: Ray lost rank 3"):
+            dead.way()
+    assert len(caplog.records) == 2 and tried[-2:] == [0.5, 0.5]
