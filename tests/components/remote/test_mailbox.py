@@ -62,7 +62,7 @@ def test_reports_come_before_the_end() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [b"", b"pickle", ["a list"], (b"", object()), (as_sent(1), np.zeros(3)), (as_sent([LARGE])[0],), None],  # type: ignore[index]
-    ids=str,
+    ids=["nothing", "pickle", "a list", "an object", "another tensor", "no tensor", "None"],
 )
 def test_what_is_no_message_is_refused(wrong: object, host: Host, caplog: pytest.LogCaptureFixture) -> None:
     """A reader is told; the controlling process is not heard any more, as after a message that was cut off."""
