@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
-from fzero.base.hooks import keeping, register
+from fzero.base.hooks import Pass, keeping, register
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
 
@@ -165,23 +165,26 @@ class Split:
     def _watch(self, parts: Mapping[Region, Part]) -> list[RemovableHandle]:
         """Notes what nodes hand on to the regions that wait, in the order in which they run."""
         given: dict[Node, dict[int, Part]] = {}
+        own = Pass(dict.fromkeys(edge[0] for edge in self._regions.roots if edge is not None))
         for region, part in parts.items():
             for node, k in region.into:
                 given.setdefault(node, {})[k] = part
                 if k >= self._regions.units.get(node, (0, 0))[1]:
                     part.always.append(edge_of(node, k))
-        return [
-            _watch_python(node, own, self._regions.units.get(node))
+        return own.handles + [
+            _watch_python(own, node, parts, self._regions.units.get(node))
             if is_python(node)
-            else _watch_native(node, own, [k for k in own if self._regions.can_wait(node, k)])
-            for node, own in given.items()
+            else _watch_native(own, node, parts, [k for k in parts if self._regions.can_wait(node, k)])
+            for node, parts in given.items()
         ]
 
 
-def _watch_python(node: Node, given: Mapping[int, Part], unit: tuple[int, int] | None) -> RemovableHandle:
+def _watch_python(own: Pass, node: Node, given: Mapping[int, Part], unit: tuple[int, int] | None) -> RemovableHandle:
     """Such a node hands on everything, whatever is asked for."""
 
     def after(found: Grads, _: object) -> None:
+        if not own.runs():
+            return
         for k, part in given.items():
             value = found[k]
             if value is not None:
@@ -193,10 +196,12 @@ def _watch_python(node: Node, given: Mapping[int, Part], unit: tuple[int, int] |
     return register(node.register_hook, after)
 
 
-def _watch_native(node: Node, given: Mapping[int, Part], later: Collection[int]) -> RemovableHandle:
+def _watch_native(own: Pass, node: Node, given: Mapping[int, Part], later: Collection[int]) -> RemovableHandle:
     now = [k for k in given if k not in later]
 
     def before(grads: Grads) -> None:
+        if not own.runs():
+            return
         values: dict[int, _Value] = {}
         if later and grads[0] is not None:
             kept = Kept(node, grads[0], later)
