@@ -6,6 +6,8 @@ import contextvars
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
 variables: dict[contextvars.ContextVar[Any], None] = {}  # all of this library's, in order
 
@@ -25,6 +27,11 @@ in_function: contextvars.ContextVar[bool] = variable("in_function", False)
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
 # the ranks of each process group, where examples are differentiated one by one, which are others on each
 one_by_one: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("one_by_one", ())
+
+
+def in_differentiated() -> bool:
+    """Tells whether a step's function runs that plain autograd, at least, differentiates."""
+    return in_function.get() and torch.is_grad_enabled()
 
 
 class during(Generic[T]):
