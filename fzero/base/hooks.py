@@ -31,6 +31,9 @@ def register(begin: Callable[[Callable[..., object]], RemovableHandle], hook: Ca
         return begin(hook)
 
 
+running: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
 class Pass:
     """A pass of autograd that hooks of our own are for: a backward within it may begin others, over the same nodes.
 
@@ -38,20 +41,17 @@ class Pass:
         roots: the nodes that it begins with, none of whose hooks of our own have been registered yet.
 
     Attributes:
+        number: of the pass, once it has begun: in a hook, whether that is `running()` tells which pass has called it.
         handles: to remove at its end.
     """
 
     def __init__(self, roots: Iterable[graph.Node]) -> None:
-        self._number: int | None = None
+        self.number: int | None = None
         self.handles = [register(root.register_prehook, self._begin) for root in roots]
 
     def _begin(self, _: object) -> None:
-        if self._number is None:
-            self._number = torch._C._current_graph_task_id()  # type: ignore[attr-defined]
-
-    def runs(self) -> bool:
-        """Tells, in a hook, whether it is this pass that has called it."""
-        return self._number == torch._C._current_graph_task_id()  # type: ignore[attr-defined]
+        if self.number is None:
+            self.number = running()
 
 
 def has_posthooks(node: graph.Node) -> bool:

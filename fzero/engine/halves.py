@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
-from fzero.base.hooks import Pass, keeping, register
+from fzero.base.hooks import Pass, keeping, register, running
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
 
@@ -183,7 +183,7 @@ def _watch_python(own: Pass, node: Node, given: Mapping[int, Part], unit: tuple[
     """Such a node hands on everything, whatever is asked for."""
 
     def after(found: Grads, _: object) -> None:
-        if not own.runs():
+        if own.number != running():
             return
         for k, part in given.items():
             value = found[k]
@@ -200,7 +200,7 @@ def _watch_native(own: Pass, node: Node, given: Mapping[int, Part], later: Colle
     now = [k for k in given if k not in later]
 
     def before(grads: Grads) -> None:
-        if not own.runs():
+        if own.number != running():
             return
         values: dict[int, _Value] = {}
         if later and grads[0] is not None:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
-from fzero.base.hooks import Pass, register
+from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
 
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
@@ -130,8 +130,7 @@ def pull(
     added: set[int] = set()
     runs: set[Node] = set()
     graph.above([graph.leaves[id(x)] for x in asked if id(x) in graph.leaves], runs)
-    for node, _ in weights:
-        graph.above([user for user, _ in graph.uses[node]], runs)
+    graph.above([user for node, _ in weights for user, _ in graph.uses[node]], runs)
     ends: list[tuple[Node, Weight]] = []  # whose cotangents are asked for, as autograd would not come by otherwise
     own = Pass(graph.roots)
     handles: list[RemovableHandle] = own.handles
@@ -141,7 +140,7 @@ def pull(
             continue
 
         def before(grads: Grads, node: Node = node, weight: Weight = weight) -> None:
-            if grads[0] is not None and own.runs():
+            if grads[0] is not None and own.number == running():
                 weight.add_to(weight.product.of(node, grads[0]), *totals[weight.number])
                 added.add(weight.number)
 
