@@ -25,6 +25,8 @@ averaged: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("averag
 in_function: contextvars.ContextVar[bool] = variable("in_function", False)
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
+# takes (axis, name of a map, its dim) of what a running function calls over an axis that its step takes means over
+over_means: contextvars.ContextVar[Callable[..., object] | None] = variable("over_means", None)
 # the ranks of each process group, where examples are differentiated one by one, which are others on each
 one_by_one: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("one_by_one", ())
 
