@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
+from fzero.base import private
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
 from fzero.base.hooks import Pass, keeping, register, running
 from fzero.capture.handle import storage_of
@@ -27,6 +28,23 @@ class _Value:
     edge: Edge
     of: torch.Tensor | Kept
     place: int = 0
+
+    def __post_init__(self) -> None:
+        self._version = self._now()[1]
+
+    def _now(self) -> tuple[tuple[int, ...], int]:
+        own = self.of.grad if isinstance(self.of, Kept) else self.of
+        return ((), 0) if own is None else (tuple(own.shape), private.version(private.unwrapped(own)))
+
+    def need_unwritten(self) -> None:
+        """Refuses that a backward has written to it since: in one pass it might have been used before."""
+        shape, version = self._now()
+        if version != self._version:
+            raise ValueError(
+                f"pullback: the backward of an autograd.Function (or a hook) writes in place to a cotangent of shape "
+                f"{shape} that another one needs later, as this is pulled back in two halves. Return another tensor: "
+                "grad * 2, not grad.mul_(2)."
+            )
 
     def take(self) -> torch.Tensor:
         return self.of.give(self.place) if isinstance(self.of, Kept) else self.of
@@ -159,6 +177,9 @@ class Split:
         finally:
             for handle in handles:
                 handle.remove()
+        for part in parts.values():
+            for value in part.values:
+                value.need_unwritten()
         early = dict(zip(self._regions.early, found[len(self._inputs) :], strict=True))
         return found[: len(self._inputs)], early, list(parts.values())
 
