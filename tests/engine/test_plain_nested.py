@@ -11,7 +11,7 @@ from test_plain_graphs import Params, drawn, grads_of
 
 import fzero as fz
 from fzero.engine.leaves import Leaves
-from fzero.testing import assert_trees_equal
+from fzero.testing import assert_trees_equal, run_ranks
 
 C, X, V, W = drawn(4, 3, seed=7), drawn(4, 3, seed=2), drawn(3, 3, seed=5), drawn(3, 3, seed=6)
 
@@ -197,3 +197,36 @@ def test_anomalies_are_seen() -> None:
     with pytest.warns(UserWarning, match="Anomaly"), torch.autograd.detect_anomaly():
         with pytest.raises(RuntimeError, match="returned nan values"), pytest.warns(UserWarning, match="forward call"):
             step(state, X)
+
+
+@pytest.mark.parametrize("wrap", [fz.shard_zero3, fz.remat, lambda step: fz.offload(step, params="host")])
+def test_units_inside(wrap: Callable[[fz.Step], fz.Step], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a unit of an inner step closes over leads to the outer params."""
+
+    def fn(p: Params, x: torch.Tensor) -> torch.Tensor:
+        unit = fz.unit(lambda q, x: (x @ q["v"] @ p["w"]).tanh())
+
+        def inner(q: Any, x: torch.Tensor) -> torch.Tensor:
+            return unit(q["blocks"][1], unit(q["blocks"][0], x))
+
+        step = wrap(fz.train_step(inner, fz.sgd(0.1)))
+        out, pullback = step.vjp(step.init({"blocks": [{"v": V}, {"v": W}]}), x)
+        return squares(p, x, out) + (pullback(x @ p["w"])[1][0] ** 2).sum()  # type: ignore[no-any-return]
+
+    params = {"w": drawn(3, 3), "b": drawn(3, seed=1)}
+    run = lambda _: grads_of(fn, params, X, 1)
+    (got,) = run_ranks(run, 1)
+    want = torch.func.grad(lambda p: _by_torch(p, X))(params)
+    torch.testing.assert_close(got, want)
+    monkeypatch.setattr(Leaves, "of", staticmethod(lambda *_: None))
+    assert_trees_equal(got, run_ranks(run, 1)[0])
+
+
+def _by_torch(p: Params, x: torch.Tensor) -> torch.Tensor:
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        for v in (V, W):
+            x = (x @ v @ p["w"]).tanh()
+        return x
+
+    out, pull = torch.func.vjp(inner, x)  # type: ignore[misc]
+    return squares(p, x, out) + (pull(x @ p["w"])[0] ** 2).sum()
