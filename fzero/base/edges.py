@@ -238,7 +238,8 @@ class ProductOf:
 
     def with_saved(self, grad: torch.Tensor, other: torch.Tensor) -> Product:
         """The same without the node, of what it has in `saved`."""
-        return Product(*(_right if self._right else _left)(grad, other, self._by_columns), self._alpha)
+        by_columns = self._by_columns and grad.layout == other.layout == torch.strided
+        return Product(*(_right if self._right else _left)(grad, other, by_columns), self._alpha)
 
 
 class _Other(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -29,6 +29,29 @@ def register(begin: Callable[[Callable[..., object]], RemovableHandle], hook: Ca
     with _lock:
         _registered += 1
         return begin(hook)
+
+
+running: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class Pass:
+    """A pass of autograd that hooks of our own are for: a backward within it may begin others, over the same nodes.
+
+    Args:
+        roots: the nodes that it begins with, none of whose hooks of our own have been registered yet.
+
+    Attributes:
+        number: of the pass, once it has begun: in a hook, whether that is `running()` tells which pass has called it.
+        handles: to remove at its end.
+    """
+
+    def __init__(self, roots: Iterable[graph.Node]) -> None:
+        self.number: int | None = None
+        self.handles = [register(root.register_prehook, self._begin) for root in roots]
+
+    def _begin(self, _: object) -> None:
+        if self.number is None:
+            self.number = running()
 
 
 def has_posthooks(node: graph.Node) -> bool:
