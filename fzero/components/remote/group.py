@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fzero.base.interrupts import kept_back
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Puller, Table
@@ -169,6 +170,17 @@ class Group:
             key: of the trees that it returns, which are the same for all calls of one key.
         """
         self.need_alive()  # before the lock, which a forked child may have as another thread held it
+        number = None
+        try:
+            with kept_back():  # a rank that had a call which others have not would wait for them
+                number = self._sent(verb, arguments, held, own, key)
+        except BaseException:
+            if number is not None:  # an interrupt: nobody will ask for what the call makes
+                self.forget(number, -1)
+            raise
+        return number
+
+    def _sent(self, verb: str, arguments: Arguments, held: Sequence[object], own: Sequence[Any], key: int) -> int:
         with self._lock:
             self.need_alive()
             number = next(self._numbers)
@@ -181,13 +193,13 @@ class Group:
                     mine = {**arguments, **own[rank]} if own else arguments
                     link.send(("call", number, verb, mine, key if key >= 0 else None))
                     sent += 1
-            except OSError as error:
-                self._lost(sent, error)
-            finally:
-                if sent < len(self.links):
-                    self._holds.pop(number, None)
-                    if sent:  # an interrupt: the ranks would not do the same any more
-                        self.die(sent, "has not got a call that others have")
+            except BaseException as error:
+                self._holds.pop(number, None)
+                if isinstance(error, OSError):
+                    self._lost(sent, error)
+                if sent or not isinstance(error, Exception):  # of which nobody knows when it came
+                    self.die(sent, "has perhaps not got a call that others have")
+                raise
             return number
 
     def _lost(self, rank: int, error: OSError) -> None:
@@ -268,7 +280,7 @@ class Group:
         identity = other.settings.identity
         if other is self or identity in self._known:
             return
-        with self._lock:
+        with kept_back(), self._lock:
             for link in self.links:
                 with contextlib.suppress(OSError):
                     link.send(("table", identity, other.table(link)))

@@ -134,9 +134,12 @@ class Host:
 
     def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | Arrived:
         """Waits until a call's operands are here: the digests of its objects, or what is told of why they are not."""
+        begun = time.monotonic()
         with self._arrival:
             while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
                 alive()
+                if time.monotonic() - begun > self.patience and (late := self.values.missing(call)) is not None:
+                    return late
             if call not in self._arrived:
                 return Failure("ComponentDied", "was closed", self.component, self.rank, lost=self.identity)
             return self._arrived[call]

@@ -159,6 +159,10 @@ class Values:
         if record is not None and place >= 0:
             record.free(place)
 
+    def missing(self, call: int) -> Failure | None:
+        """What is told of a call that has not arrived in time; None of one that has."""
+        return None if call <= self._last else self._late(f"call {call} has not arrived")
+
     def record(self, call: int) -> Record:
         """The record of a call that may not have arrived yet."""
         with self._arrived:
