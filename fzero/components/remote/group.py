@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from fzero.base.interrupts import kept_back
+from fzero.components.remote.alone import Failing, Standing
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Puller, Table
@@ -49,6 +50,7 @@ class Group:
         self._broken: list[Failure] = []
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
         self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
+        self._failing = Failing(settings.ranks)
         self._known: set[str] = set()  # components whose tables the ranks have
         self._readers: weakref.WeakSet[Group] = weakref.WeakSet()  # those whose ranks have this one's
         _groups[settings.identity] = self
@@ -248,6 +250,14 @@ class Group:
                 self.failures.setdefault(message[1], failure)
             if failure.broken:
                 self._left_alone(rank, failure)
+            elif message[3] and len(self.links) > 1 and self._failing.failed(message[1], rank, failure):
+                for other in [link for number, link in enumerate(self.links) if number != rank]:
+                    with contextlib.suppress(OSError):
+                        other.send(("failing", message[1]))
+        elif kind == "stands":
+            lost = self._failing.stands(message[1], rank, Standing(*message[2]))
+            if lost is not None:
+                self.die(*lost)
         elif kind == "died":
             self.die(rank, *message[1:])
         else:
@@ -327,6 +337,8 @@ class Group:
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""
+        if self.died is not None:  # perhaps of this failure
+            return self._as_died(self.died)
         if failure.kind == "ComponentDied" or failure.broken:
             group = _groups.get(failure.lost)
             if group is not None:
