@@ -165,3 +165,21 @@ def test_threads_end_with_the_interpreter(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("rows", [3, 5, 6])
+def test_shares_that_some_ranks_cannot_split_cost_the_call_alone(rows: int) -> None:
+    """Into microbatches: all ranks refuse them, or those that can would wait for the others."""
+
+    def build(rank: int) -> Any:
+        return fz.shard_zero3(fz.accumulate(base(), 2, in_dims=(0, None))), builds.weights()
+
+    good, bad = torch.ones(8, 3, dtype=torch.float64), torch.ones(rows, 3, dtype=torch.float64)
+    with fz.remote(build, 2, "threads", timeout=20) as own:
+        state = own.init()
+        begun = time.monotonic()
+        for call in (own, own.vjp, own.forward):
+            with pytest.raises(ValueError, match="accumulate: .* microbatches"):
+                fz.fetch(call(state, bad, ("loss",)))
+        assert time.monotonic() - begun < 3
+        fz.fetch(own(state, good, ("loss",)))
