@@ -42,6 +42,7 @@ def remote(
     averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
     are several, and so are NaN of a batch of which some ranks have no example. What is given may be written to
     afterwards: it is copied, on threads, too. Functions compute new tensors, and write to none that they are given.
+    Autocast around a call reaches no rank, and is refused (`fz.autocast` in `build`); the default dtype is as at the start.
 
     With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
     given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is
@@ -115,7 +116,7 @@ def remote(
         raise ValueError(f"remote: got options={sorted(options)} on={on!r}, expected some of {sorted(known)}.")
     need_specs(in_specs, out_specs)
     label = name or getattr(build, "__name__", None) or type(build).__name__
-    own = ranks, float(timeout), torch.get_num_threads(), checked, in_specs, out_specs
+    own = ranks, float(timeout), torch.get_num_threads(), checked, torch.get_default_dtype(), in_specs, out_specs
     settings = Settings(label, uuid.uuid4().hex, *own)
     group = Group(settings)
     group.start(functools.partial(starts[on], build, settings))

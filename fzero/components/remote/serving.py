@@ -38,6 +38,7 @@ def serve(
         reachable: the name by which other machines reach this one; None for this machine only.
     """
     torch.set_num_threads(settings.threads)
+    torch.set_default_dtype(settings.dtype)
     name = f"rank {rank} of {settings.component!r}"
     connection = connect(address, token, settings.timeout, name)
     around = functools.partial(calls_run_in, settings)

@@ -179,7 +179,7 @@ def test_shares_that_some_ranks_cannot_split_cost_the_call_alone(rows: int) -> N
         state = own.init()
         begun = time.monotonic()
         for call in (own, own.vjp, own.forward):
-            with pytest.raises(ValueError, match="accumulate: .* microbatches"):
+            with pytest.raises(ValueError, match=r"accumulate: .* microbatches"):
                 fz.fetch(call(state, bad, ("loss",)))
         assert time.monotonic() - begun < 3
         fz.fetch(own(state, good, ("loss",)))
