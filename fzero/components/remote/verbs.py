@@ -271,7 +271,8 @@ def _save(part: Part, operands: Operands, number: int) -> Results:
 
 def _load(part: Part, operands: Operands, number: int) -> Results:
     own = operands.options
-    return Results({0: load(own["path"], part.step, **{name: own[name] for name in own if name != "path"})})
+    options = {name: own[name] for name in own if name != "path"}
+    return Results({0: load(own["path"], part.step, like=part.params, **options)})
 
 
 RUN: dict[str, Callable[[Part, Operands, int], Results]] = {
