@@ -42,7 +42,8 @@ def remote(
     averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
     are several, and so are NaN of a batch of which some ranks have no example. What is given may be written to
     afterwards: it is copied, on threads, too. Functions compute new tensors, and write to none that they are given.
-    Autocast around a call reaches no rank, and is refused (`fz.autocast` in `build`); the default dtype is as at the start.
+    Autocast around a call reaches no rank, and is refused (`fz.autocast` in `build`). The default dtype is that of the
+    start.
 
     With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
     given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is
@@ -62,7 +63,8 @@ def remote(
         name: in errors; that of `build` by default.
         timeout: seconds that the start, one call or one collective may take.
         checked: compare what ranks communicate first (`fz.testing.checked_collectives`): a rank that fails alone then
-            costs the call, and not the component.
+            costs the call, and not the component. Unchecked it costs the component within seconds, where another one
+            waits for it in a collective.
         options: under "ray": "resources" of each rank, {"CPU": 1} by default, "strategy" of the placement group, "PACK"
             by default, and "runtime_env".
         in_specs: how inputs lie over the ranks: a tuple with a spec for each, or one for all; a spec is a
