@@ -162,7 +162,7 @@ class Group:
     # ---- messages
 
     def call(
-        self, verb: str, arguments: Arguments, held: Sequence[object] = (), own: Sequence[Any] = (), key: int = -1
+        self, verb: str, arguments: Arguments, held: Sequence[object] = (), own: Sequence[Arguments] = (), key: int = -1
     ) -> int:
         """Sends a call to all ranks, and returns its number.
 
@@ -182,7 +182,7 @@ class Group:
             raise
         return number
 
-    def _sent(self, verb: str, arguments: Arguments, held: Sequence[object], own: Sequence[Any], key: int) -> int:
+    def _sent(self, verb: str, arguments: Arguments, held: Sequence[object], own: Sequence[Arguments], key: int) -> int:
         with self._lock:
             self.need_alive()
             number = next(self._numbers)
