@@ -44,6 +44,8 @@ def remote(
     afterwards: it is copied, on threads, too. Functions compute new tensors, and write to none that they are given.
     Inputs and cotangents are brought to the device that a rank's params lie on; between processes of one GPU they go by
     CUDA IPC, and never through the host. What `fz.fetch` gives lies on the CPU.
+    Autocast around a call reaches no rank, and is refused (`fz.autocast` in `build`). The default dtype is that of the
+    start.
 
     With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
     given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is
@@ -63,7 +65,8 @@ def remote(
         name: in errors; that of `build` by default.
         timeout: seconds that the start, one call or one collective may take.
         checked: compare what ranks communicate first (`fz.testing.checked_collectives`): a rank that fails alone then
-            costs the call, and not the component.
+            costs the call, and not the component. Unchecked it costs the component within seconds, where another one
+            waits for it in a collective.
         options: under "processes" and "ray" the "backend" of the process group, "gloo" by default; with "nccl" what
             lies on GPUs goes by that one, and each rank needs a GPU of its own, which `build` chooses
             (torch.cuda.set_device) unless Ray does. Under "ray", too: "resources" of each rank, {"CPU": 1} by default,
@@ -122,8 +125,8 @@ def remote(
         raise ValueError(f"remote: got options={{'backend': {backend!r}}}, expected 'gloo' or 'nccl'.")
     need_specs(in_specs, out_specs)
     label = name or getattr(build, "__name__", None) or type(build).__name__
-    own = ranks, float(timeout), torch.get_num_threads(), checked, in_specs, out_specs, backend
-    settings = Settings(label, uuid.uuid4().hex, *own)
+    own = ranks, float(timeout), torch.get_num_threads(), checked, torch.get_default_dtype(), in_specs, out_specs
+    settings = Settings(label, uuid.uuid4().hex, *own, backend)
     group = Group(settings)
     group.start(functools.partial(starts[on], build, settings))
     return RemoteComponent(group)

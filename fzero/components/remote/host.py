@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.comm.waits import Waits, shown_by
 from fzero.components.remote import verbs
+from fzero.components.remote.alone import Standing, tell
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
@@ -57,7 +59,7 @@ class Host:
     ) -> None:
         self.component, self.identity, self.rank = component, identity, rank
         self._send, self.patience, self.around = report, patience, around
-        self.values = Values(component, rank, patience)
+        self.values, self.waits = Values(component, rank, patience), Waits()
         self.puller, self._bringing = Puller(rank), Bringing()
         self.peers: Sequence[Source] = ()
         self._arrived: dict[int, Failure | Arrived] = {}
@@ -90,11 +92,17 @@ class Host:
             self.puller.tables[identity] = table
             if identity == self.identity:
                 self.peers = [source for source in table.sources if source is not self]
+        elif kind == "failing":
+            telling = (self.waits, lambda: self.values.runs(message[1]), self._says(message[1]), self.patience)
+            threading.Thread(target=tell, args=telling, name=f"fzero-tell-{self.rank}", daemon=True).start()
         elif kind == "gone":
             self.puller.forget(message[1])
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
+
+    def _says(self, call: int) -> Callable[[Standing], None]:
+        return lambda standing: self.report(("stands", call, tuple(standing)))
 
     def close(self, failure: Failure) -> None:
         """Ends it: what waits here fails, and `run` returns."""
@@ -135,9 +143,12 @@ class Host:
 
     def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | Arrived:
         """Waits until a call's operands are here: the digests of its objects, or what is told of why they are not."""
+        begun = time.monotonic()
         with self._arrival:
             while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
                 alive()
+                if time.monotonic() - begun > self.patience and (late := self.values.missing(call)) is not None:
+                    return late
             if call not in self._arrived:
                 return Failure("ComponentDied", "was closed", self.component, self.rank, lost=self.identity)
             return self._arrived[call]
@@ -257,7 +268,7 @@ class Host:
         if isinstance(operands, Operands):
             try:
                 used_here((operands.inputs, operands.cotangent, operands.options))
-                with self.around():
+                with self.around(), shown_by(self.waits):
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
                 if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
@@ -273,7 +284,7 @@ class Host:
         self.part.ran(verbs.numbers_of(call.verb, call.arguments.get("options", {})), begun)
         call.record.finish({} if failure else values, failure)
         if failure is not None:
-            self.report(("failed", call.number, tuple(failure)))
+            self.report(("failed", call.number, tuple(failure), isinstance(operands, Operands)))
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""

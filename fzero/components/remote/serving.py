@@ -41,6 +41,7 @@ def serve(
         mailbox: by which others can do so where no connection comes about.
     """
     torch.set_num_threads(settings.threads)
+    torch.set_default_dtype(settings.dtype)
     name = f"rank {rank} of {settings.component!r}"
     connection: Way
     if mailbox is None:
