@@ -40,8 +40,8 @@ def places_in(tree: object) -> dict[int, int]:
         rows, sizes = pytree.flatten(node.values, is_leaf=_is_ragged)[0], pytree.flatten(node.lengths)[0]
         if any(map(_is_ragged, rows)):
             raise ValueError(
-                "fz.Ragged: got values that hold another fz.Ragged, expected tensors of [rows, ...]: rows are cut where "
-                "examples are, and not within these. Give two of them side by side, each with lengths of its own."
+                "fz.Ragged: got values that hold another fz.Ragged, expected tensors of [rows, ...]: rows are cut "
+                "where examples are, and not within these. Give two of them side by side, each with lengths of its own."
             )
         if len(sizes) == 1:
             out.update(dict.fromkeys(range(place, place + len(rows)), place + len(rows)))
