@@ -2,7 +2,7 @@
 
 A vision transformer has the patches of all images cut over two ranks (Ulysses) and its optimizer's state, too (ZeRO-1);
 a Llama-like decoder has its matrices cut over two others (tensor parallelism, and ZeRO-3 over what --text-dp says).
-Images have different numbers of patches, and nothing is padded: fz.Ragged goes to the one, and from there to the other.
+Each image has its own number of patches; fz.Ragged brings them to the one and on to the other, and nothing is padded.
 The loop is the same wherever they are. About two minutes on two cores:
 
     python examples/multimodal.py
@@ -47,7 +47,7 @@ import fzero as fz
 
 # params of 24 bits and moments of 8; what is computed stays in float32, which all CPUs are quick in
 COMPACT = dataclasses.replace(fz.Policy.compact24(), grad=torch.float32, compute=torch.float32)
-# each of the dp ranks has some of the images, each of its sp ranks a piece of all their patches
+# of images: some of them for each dp, and of all their patches a piece for each sp
 PIECES = fz.Ragged(fz.PartitionSpec(("dp", "sp")), fz.PartitionSpec("dp"))
 # attention and MLP by columns, then by rows; the head by characters
 PLAN = {
@@ -115,8 +115,7 @@ def train(args: argparse.Namespace, stop: threading.Event) -> None:
     print(f"images of {len(lines):,} lines to train on; {len(others):,} others, from other files, are held out")
     unigram = character_entropy(lines)
     with contextlib.ExitStack() as stack:
-        specs = {"in_specs": (PIECES,), "out_specs": PIECES}
-        vision, first_v = begun(vision_on, args.vision_dp * args.sp, args, stack, **specs)
+        vision, first_v = begun(vision_on, args.vision_dp * args.sp, args, stack, in_specs=(PIECES,), out_specs=PIECES)
         text, first_t = begun(text_on, args.text_dp * args.tp, args, stack)
         kept = args.out / "checkpoints"
         found = newest(kept) if args.resume else None
