@@ -57,6 +57,7 @@ class Call:
         keep: Callable[[int, object], object] = lambda _, output: output,
     ) -> None:
         self._error: BaseException | None = None
+        self._rest: tuple[Task, Callable[[], None]] | None = None  # of the backward task that was done last
         self.shares = Shares(1 if places.line is None else places.line.shares, micro)
         parts: Sequence[Sequence[object]] = ()
         try:
@@ -105,13 +106,17 @@ class Call:
                 for other in tasks[place : place + AHEAD]:
                     if other.kind is Kind.RECEIVE:
                         self.line.begin(other)
+            if task.kind is not Kind.SEND:
+                self._go_on()
+            leaves = place + 1 < len(tasks) and tasks[place + 1].kind is Kind.SEND
             begun = time.monotonic()
             if self.line is None:
-                self._do(task, pieces, retain_graph)
+                self._do(task, pieces, retain_graph, False)
             else:
-                self._do_or_say(task, pieces, retain_graph, self.line)
+                self._do_or_say(task, pieces, retain_graph, self.line, leaves)
             if self._records:
                 self.spans.append((task, begun, time.monotonic()))
+        self._go_on()
         if any(not goes_forward(task) for task in tasks) and self._error is None:
             try:
                 for own in self.passes.values():
@@ -121,7 +126,21 @@ class Call:
                     raise
                 self._error = error
 
-    def _do_or_say(self, task: Task, pieces: Pieces, retain_graph: bool, line: Line) -> None:
+    def _go_on(self) -> None:
+        """Ends a backward task whose cotangents have left."""
+        rest, self._rest = self._rest, None
+        if rest is None or self._error is not None:
+            return
+        task, rest = rest
+        begun = time.monotonic()
+        try:
+            rest()
+        except Exception as error:
+            self._error = error
+        if self._records:
+            self.spans.append((task, begun, time.monotonic()))
+
+    def _do_or_say(self, task: Task, pieces: Pieces, retain_graph: bool, line: Line, leaves: bool) -> None:
         """Does a task; after an error only messages, which say so."""
         try:
             if task.kind is Kind.RECEIVE:
@@ -134,7 +153,7 @@ class Call:
                 rows = self.flow.rows.get((task.stage, task.microbatch)) if goes_forward(task) else None
                 line.send(task, self._leaving(task), rows)
             elif self._error is None:
-                self._do(task, pieces, retain_graph)
+                self._do(task, pieces, retain_graph, leaves)
         except Lost:
             raise
         except Exception as error:
@@ -142,7 +161,12 @@ class Call:
         if self._error is not None and task.kind is Kind.SEND:
             line.fail(task, self._error)
 
-    def _do(self, task: Task, pieces: Pieces, retain_graph: bool) -> None:
+    def _do(self, task: Task, pieces: Pieces, retain_graph: bool, leaves: bool) -> None:
+        """Does a task.
+
+        Args:
+            leaves: whether a message follows: one of cotangents leaves before the gradients are computed, where it can.
+        """
         stage, microbatch, last = task.stage, task.microbatch, task.stage == self.wires.stages - 1
         if task.kind is Kind.FORWARD:
             with refusing_cut_sequences(self.line, stage):
@@ -153,6 +177,8 @@ class Call:
             cotangent = pieces(microbatch) if last else None
             if task.kind is Kind.INPUTS:
                 self.flow.inputs(stage, microbatch, cotangent, retain_graph)
+            elif leaves and not retain_graph:
+                self._rest = task, self.flow.early(stage, microbatch, cotangent)
             else:
                 self.flow.backward(stage, microbatch, cotangent, retain_graph)
             self.is_intact = self.is_intact and retain_graph

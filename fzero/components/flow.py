@@ -19,6 +19,7 @@ class Passes(Protocol):
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]: ...
     def begin(self) -> None: ...
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
+    def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]: ...
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool) -> tuple[object, ...]: ...
     def params(self, microbatch: int) -> None: ...
     def reduce(self) -> None: ...
@@ -160,6 +161,24 @@ class Flow:
         """
         pull = lambda component, own: self.passes[component].backward(microbatch, own, retain_graph)
         self._back(stage, microbatch, cotangent, pull)
+
+    def early(self, stage: int, microbatch: int, cotangent: object) -> Callable[[], None]:
+        """The same in two: what the stage sends back is there first, and what is returned goes on with the gradients,
+        before anything else of this stage."""
+        rests: list[Callable[[], None]] = []
+
+        def pull(component: int, own: object) -> tuple[object, ...]:
+            out, rest = self.passes[component].early(microbatch, own)
+            rests.append(rest)
+            return out
+
+        def rest() -> None:
+            with in_stage(stage, microbatch):
+                for each in rests:
+                    each()
+
+        self._back(stage, microbatch, cotangent, pull)
+        return rest
 
     def inputs(self, stage: int, microbatch: int, cotangent: object, retain_graph: bool = False) -> None:
         """The first half of it: the cotangents of what the stage was given."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -81,6 +81,9 @@ class _Fetching(Passes):
 
     def backward(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         return super().backward(microbatch, fetch(cotangent), retain_graph)
+
+    def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]:
+        return super().early(microbatch, fetch(cotangent))
 
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         return super().inputs(microbatch, fetch(cotangent), retain_graph)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -105,6 +105,21 @@ class Passes:
             self._pulled(microbatch, run)
             self._add(microbatch, grads)
             return by_input(self._specs[microbatch], flat)
+
+    def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]:
+        """`backward` in two: the inputs' cotangents, and what goes on from there before anything else of this stage."""
+        with as_found():
+            run = self._runs[microbatch]
+            if not isinstance(run, PlainRun):
+                return self.backward(microbatch, cotangent), lambda: None
+            finish, flat = run.pull_early(cotangent, False, self._total if microbatch == self._next else None)
+            self._pulled(microbatch, run)
+
+        def rest() -> None:
+            with as_found():
+                self._add(microbatch, finish())
+
+        return by_input(self._specs[microbatch], flat), rest
 
     def inputs(self, microbatch: int, cotangent: object, retain_graph: bool = False) -> tuple[object, ...]:
         """The first half of `backward`: the cotangents of a microbatch's inputs."""

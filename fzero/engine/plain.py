@@ -27,7 +27,7 @@ from fzero.engine.leaves import UNFIT, WORDS, Leaves, Unfit, known
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
 from fzero.engine.run import Run
 from fzero.engine.schedule import Record
-from fzero.engine.weights import Graph, Weight, pull
+from fzero.engine.weights import Graph, Waiting, Weight, pull
 from fzero.state.placing import settle
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Buffer
@@ -159,11 +159,23 @@ class PlainRun(Outcome):
                 if not retain_graph:
                     self.drop()
                 return pulled
-            return self._pulled(cotangent, retain_graph, into)
+            finish, out = self._pulled(cotangent, retain_graph, into, None)
+            return finish(), out
+
+    def pull_early(
+        self, cotangent: object, retain_graph: bool, into: Mapping[Key, Buffer] | None
+    ) -> tuple[Callable[[], dict[Key, Buffer]], list[torch.Tensor | None]]:
+        """The same in two: the cotangents of the flat inputs as soon as they are known, and what goes on with those of
+        the primals, before anything else is done with this state or what it was given."""
+        with self._pulling:
+            if _is_transformed(cotangent):
+                grads, out = self.pull(cotangent, retain_graph, into=into)
+                return lambda: grads, out
+            return self._pulled(cotangent, retain_graph, into, [])
 
     def _pulled(
-        self, cotangent: object, retain_graph: bool, into: Mapping[Key, Buffer] | None
-    ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
+        self, cotangent: object, retain_graph: bool, into: Mapping[Key, Buffer] | None, later: list[Waiting] | None
+    ) -> tuple[Callable[[], dict[Key, Buffer]], list[torch.Tensor | None]]:
         with _around():
             real, leaves, cotangents = self._begun(cotangent)
             graph, params = Graph(real), self._params
@@ -174,14 +186,23 @@ class PlainRun(Outcome):
             asked = [*self._inputs, *[params[i] for i in others]]
             given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
             totals = {number: sums.place(number) for number in own}
-            found, added = pull(graph, given, asked, weights, totals, retain_graph)
+            found, added = pull(graph, given, asked, weights, totals, retain_graph, later)
             count = len(self._inputs)
-            sums.add(dict(zip(others, found[count:], strict=True)), added)
             out = self._placed(self._filled(found[:count]))
-            grads = self._grads(sums)
             if not retain_graph:
-                self.drop()
-            return grads, out
+                self._real = None
+
+        def finish() -> dict[Key, Buffer]:
+            with self._pulling, _around():
+                for waiting in later or ():
+                    waiting.add()
+                sums.add(dict(zip(others, found[count:], strict=True)), added)
+                grads = self._grads(sums)
+                if not retain_graph:
+                    self.drop()
+                return grads
+
+        return finish, out
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""

@@ -14,6 +14,7 @@ import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
+from fzero.base import private, texts
 from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
 from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
@@ -44,6 +45,33 @@ class Weight(NamedTuple):
             product.add_to(own, first, self.dtype)
         else:
             product.add_to(self.place, own, first, self.dtype)
+
+
+class Waiting(NamedTuple):
+    """A weight's cotangent that is not added yet, where it belongs, and how often what it is made of was written to."""
+
+    weight: Weight
+    product: Product
+    place: tuple[torch.Tensor, bool]
+    versions: tuple[int, int]
+
+    @classmethod
+    def of(cls, weight: Weight, product: Product, place: tuple[torch.Tensor, bool]) -> Waiting:
+        return cls(weight, product, place, _versions(product))
+
+    def add(self) -> None:
+        """Adds it."""
+        if _versions(self.product) != self.versions:
+            raise RuntimeError(
+                f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: the cotangent of "
+                f"a product, or what was multiplied, of shapes {tuple(self.product.left.shape)} and "
+                f"{tuple(self.product.right.shape)}. A backward may not write to the cotangent that it is given."
+            )
+        self.weight.add_to(self.product, *self.place)
+
+
+def _versions(product: Product) -> tuple[int, int]:
+    return private.version(product.left), private.version(product.right)
 
 
 class Graph:
@@ -120,14 +148,25 @@ def pull(
     weights: Sequence[tuple[Node, Weight]],
     totals: Mapping[int, tuple[torch.Tensor, bool]],
     retain_graph: bool,
+    later: list[Waiting] | None = None,
 ) -> tuple[list[torch.Tensor | None], set[int]]:
     """The cotangents of the leaves that are asked for, and the numbers of the weights whose were added to their sums.
 
     Args:
         cotangents: of the graph's ends.
         totals: the weights' sums by number, and whether they begin.
+        later: takes what would be added, where that can wait.
     """
     added: set[int] = set()
+
+    def add(node: Node, weight: Weight, grad: torch.Tensor) -> None:
+        product = weight.product.of(node, grad)
+        if later is None:
+            weight.add_to(product, *totals[weight.number])
+        else:
+            later.append(Waiting.of(weight, product, totals[weight.number]))
+        added.add(weight.number)
+
     runs: set[Node] = set()
     graph.above([graph.leaves[id(x)] for x in asked if id(x) in graph.leaves], runs)
     graph.above([user for node, _ in weights for user, _ in graph.uses[node]], runs)
@@ -141,8 +180,7 @@ def pull(
 
         def before(grads: Grads, node: Node = node, weight: Weight = weight) -> None:
             if grads[0] is not None and own.number == running():
-                weight.add_to(weight.product.of(node, grads[0]), *totals[weight.number])
-                added.add(weight.number)
+                add(node, weight, grads[0])
 
         handles.append(register(node.register_prehook, before))
     found: Sequence[torch.Tensor | None] = [None] * (len(asked) + len(ends))
@@ -161,6 +199,5 @@ def pull(
             handle.remove()
     for (node, weight), grad in zip(ends, found[len(asked) :], strict=True):
         if grad is not None:
-            weight.add_to(weight.product.of(node, grad), *totals[weight.number])
-            added.add(weight.number)
+            add(node, weight, grad)
     return list(found[: len(asked)]), added
