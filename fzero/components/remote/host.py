@@ -241,8 +241,10 @@ class Host:
         try:
             while not self._order.is_over(following):
                 item = self._ready.get()
-                if item is None:
-                    continue  # closed: a call that another rank has begun is still to come
+                if item is None:  # closed: a call that another rank has begun is still to come, if it was sent here
+                    if self.values.missing(following):
+                        break
+                    continue
                 if not self._order.begins(item[0].number):
                     break
                 following = item[0].number + 1

@@ -236,3 +236,7 @@ def test_a_call_that_a_rank_has_not_got_is_waited_for_in_time() -> None:
         first.send(("call", 2, "look", {"objects": objects, "options": {}, "refers": True}, None))
         with pytest.raises(TimeoutError, match="call 2 has not arrived"):
             raise error_of(first.host.trees(2))
+        threads = [one.thread for one in own.group.links]  # type: ignore[attr-defined]
+    for thread in threads:  # nor does a rank that is closed wait for a call that another one has begun
+        thread.join(5)
+        assert not thread.is_alive()
