@@ -37,7 +37,9 @@ class RayLink(ChannelLink):
         group: the placement group, which lives as long as the ranks.
     """
 
-    def __init__(self, settings: Settings, rank: int, silent: set[str], actor: Any, running: Any, group: Any) -> None:
+    def __init__(
+        self, settings: Settings, rank: int, silent: set[str], actor: Any, running: object, group: object
+    ) -> None:
         super().__init__(settings, rank, silent)
         self.actor = name_of(settings, rank)
         self._actor, self._running, self._group = actor, running, group
