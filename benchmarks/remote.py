@@ -2,6 +2,7 @@
 
     OMP_NUM_THREADS=1 python benchmarks/remote.py
     OMP_NUM_THREADS=1 python benchmarks/remote.py --on processes ray store --mib 1 64
+    OMP_NUM_THREADS=1 python benchmarks/remote.py --device cuda --mib 16 256 1024    # by CUDA IPC
 
 "store" is Ray where no connection can be opened, as behind a firewall: calls, reports and values go through Ray's own
 calls and its object store.
@@ -39,15 +40,15 @@ def scaled(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
 
 
 def made(p: dict[str, torch.Tensor], count: torch.Tensor) -> torch.Tensor:
-    return torch.zeros(int(count)) + p["w"][0]
+    return torch.zeros(int(count), device=count.device) + p["w"][0]
 
 
 def first(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
     return x[:1] * p["w"][0]
 
 
-def build(rank: int, fn: Callable[..., Any]) -> tuple[Any, dict[str, torch.Tensor]]:
-    return fz.train_step(fn, fz.sgd(0.1)), {"w": torch.ones(4)}
+def build(rank: int, fn: Callable[..., Any], device: str) -> tuple[Any, dict[str, torch.Tensor]]:
+    return fz.train_step(fn, fz.sgd(0.1)), {"w": torch.ones(4, device=device)}
 
 
 def seconds(call: Callable[[], object]) -> float:
@@ -75,9 +76,9 @@ def placed(on: str) -> Iterator[str]:
         yield on
 
 
-def calls(on: str, count: int) -> dict[str, list[float]]:
+def calls(on: str, count: int, device: str) -> dict[str, list[float]]:
     """What is measured -> seconds of each call."""
-    with placed(on) as kind, fz.remote(functools.partial(build, fn=scaled), 1, kind) as component:
+    with placed(on) as kind, fz.remote(functools.partial(build, fn=scaled, device=device), 1, kind) as component:
         state, x = component.init(), torch.ones(8, 4)
         ct = torch.ones(8, 4)
         found: dict[str, list[float]] = {"forward": [], "vjp": [], "pullback": [], "answer": []}
@@ -93,23 +94,24 @@ def calls(on: str, count: int) -> dict[str, list[float]]:
         return found
 
 
-def payload(on: str, mib: int, rounds: int) -> tuple[float, float]:
+def payload(on: str, mib: int, rounds: int, device: str) -> tuple[float, float]:
     """Seconds of a tensor's way between two components, and of a copy in memory."""
     count = mib << 18
     with (
         placed(on) as kind,
-        fz.remote(functools.partial(build, fn=made), 1, kind, name="from") as one,
-        fz.remote(functools.partial(build, fn=first), 1, kind, name="to") as other,
+        fz.remote(functools.partial(build, fn=made, device=device), 1, kind, name="from") as one,
+        fz.remote(functools.partial(build, fn=first, device=device), 1, kind, name="to") as other,
     ):
         states = one.init(), other.init()
         large, small = (one.forward(states[0], torch.tensor(each)) for each in (count, 1))
         assert large.shape == (count,) and small.shape == (1,)
-        source, target = torch.ones(count), torch.zeros(count)
+        source, target = torch.ones(count, device=device), torch.zeros(count, device=device)
+        copied: Callable[[], object] = torch.cuda.synchronize if device == "cuda" else lambda: None
         ways, copies = [], []
         for turn in range(rounds + 3):
             alone = seconds(lambda: fz.fetch(other.forward(states[1], small)))
             way = seconds(lambda: fz.fetch(other.forward(states[1], large))) - alone
-            copy = seconds(lambda: target.copy_(source))
+            copy = seconds(lambda: (target.copy_(source), copied()))
             if turn >= 3:
                 ways.append(way)
                 copies.append(copy)
@@ -122,10 +124,11 @@ def main() -> None:
     parser.add_argument("--mib", nargs="+", type=int, default=[1, 16, 64, 256], help="default 1 16 64 256")
     parser.add_argument("--calls", type=int, default=500, help="default 500")
     parser.add_argument("--rounds", type=int, default=15, help="default 15")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="where components compute")
     args = parser.parse_args()
     print(f"{'microseconds':>14}" + "".join(f"{name:>22}" for name in ("forward", "vjp", "pullback", "answer")))
     for on in args.on:
-        found = calls(on, args.calls)
+        found = calls(on, args.calls, args.device)
         cells = []
         for times in found.values():
             times.sort()
@@ -134,7 +137,7 @@ def main() -> None:
     print(f"{'MiB':>14}{'on':>12}{'GB/s':>12}{'copy GB/s':>12}{'share':>10}")
     for mib in args.mib:
         for on in [on for on in args.on if on != "threads"]:
-            way, copy = payload(on, mib, args.rounds)
+            way, copy = payload(on, mib, args.rounds, args.device)
             speeds = f"{mib * 2**20 / way / 1e9:>12.2f}{mib * 2**20 / copy / 1e9:>12.2f}"
             print(f"{mib:>14}{on:>12}{speeds}{copy / way:>10.2f}", flush=True)
 

@@ -2,36 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from PIL import Image, ImageDraw, ImageFont
-from read_text import END, GLYPH, HEIGHT, PAD, SHIFT
+from read_text import END, GLYPH, HEIGHT, SHIFT
 from torch import Tensor
+
+import fzero as fz
 
 PATCH = 6  # pixels of a side
 SCALES = (1.0, 1.25, 1.5)  # of Pillow's own bitmap font, whose characters are GLYPH pixels wide
 CHARACTER = 12  # by how much two characters' places differ
-NOWHERE = -1  # the place of a patch that is not there
 
 
 class Batch(NamedTuple):
     """Images and their lines.
 
     Attributes:
-        images: "patches" [b, n, PATCH * PATCH], and "places" [b, n, 2], the x and y of their middles, where
-            CHARACTER is a character's width in any resolution. Images of fewer patches than n are padded
-            with zeros, and with NOWHERE.
-        tokens: [b, t]: END, a line's characters, END, PAD to the end.
+        images: of each image its patches: "patches" [n, PATCH * PATCH], and "places" [n, 2], the x and y of their
+            middles, where CHARACTER is a character's width in any resolution.
+        tokens: [n] of each line: END, its characters, END.
     """
 
-    images: dict[str, Tensor]
-    tokens: Tensor
+    images: fz.Ragged
+    tokens: fz.Ragged
 
     @property
     def count(self) -> int:
-        """Patches and characters, without those that pad."""
-        return int((self.images["places"][..., 0] != NOWHERE).sum() + (self.tokens != PAD).sum())
+        """Patches and characters."""
+        return int(self.images.lengths.sum() + self.tokens.lengths.sum())
+
+    @property
+    def lines(self) -> list[str]:
+        return [bytes(line[1:-1].tolist()).decode() for line in self.tokens.values.split(self.tokens.lengths.tolist())]
 
 
 def random_batch(lines: list[str], count: int, seed: int) -> Batch:
@@ -41,9 +46,13 @@ def random_batch(lines: list[str], count: int, seed: int) -> Batch:
     scales = [SCALES[i] for i in torch.randint(len(SCALES), (count,), generator=generator).tolist()]
     drawn = [render(line, scale, generator) for line, scale in zip(chosen, scales, strict=True)]
     cut = [patches_of(image, scale) for image, scale in zip(drawn, scales, strict=True)]
-    patches, places = [list(each) for each in zip(*cut, strict=True)]
-    images = {"patches": padded(patches, 0.0), "places": padded(places, NOWHERE)}
-    return Batch(images, padded([torch.tensor([END, *line.encode(), END]) for line in chosen], PAD))
+    patches, places = [one_after_the_other(each) for each in zip(*cut, strict=True)]
+    images = fz.Ragged({"patches": patches.values, "places": places.values}, patches.lengths)
+    return Batch(images, one_after_the_other([torch.tensor([END, *line.encode(), END]) for line in chosen]))
+
+
+def one_after_the_other(examples: Sequence[Tensor]) -> fz.Ragged:
+    return fz.Ragged(torch.cat([*examples]), torch.tensor([len(rows) for rows in examples]))
 
 
 def render(line: str, scale: float, generator: torch.Generator) -> Tensor:
@@ -66,7 +75,3 @@ def patches_of(image: Tensor, scale: float) -> tuple[Tensor, Tensor]:
     y, x = torch.meshgrid(torch.arange(rows), torch.arange(columns), indexing="ij")
     middles = (torch.stack([x, y], -1).flatten(0, 1) + 0.5) * PATCH / scale
     return patches, (CHARACTER / GLYPH * middles).round().long()
-
-
-def padded(rows: list[Tensor], value: float) -> Tensor:
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=value)

@@ -1,19 +1,19 @@
-"""A vision transformer over packed patches of images of any sizes, and a Llama-like decoder whose prefix they are.
+"""A vision transformer over patches of images of any sizes, and a Llama-like decoder whose prefix they are.
 
-Both are plain modules, which know nothing of ranks; the vision transformer is told who has which patches. Shapes: b
-examples, n patches of an image with padding, t characters, h heads, d features of one head.
+Both are plain modules, which know nothing of ranks, and compute nothing for padding: the patches of all images stand
+one after the other, and so do all examples' patches and characters; none sees another example's. Shapes: n rows of all
+examples, h heads, d features of one head.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from einops import rearrange
-from line_images import CHARACTER, NOWHERE, PAD, PATCH
+from line_images import CHARACTER, PATCH
 from torch import Tensor, nn
 from transformer import SwiGLU, rotate
 
@@ -21,8 +21,7 @@ import fzero as fz
 
 VOCABULARY = 128  # ASCII
 PERIOD = 100.0  # of the slowest rotation, in characters
-Image = dict[str, Tensor]  # "embeddings" [b, n, width] and "places" [b, n]
-Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attend = Callable[..., Tensor]  # as fz.parallel.attention
 
 
 class Attention(nn.Module):
@@ -39,10 +38,10 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, angles: Tensor, attend: Attend) -> Tensor:
         q, k, v = (self.heads(own(x)) for own in (self.q_proj, self.k_proj, self.v_proj))
         y = attend(rotate(q, angles), rotate(k, angles), v)
-        return self.o_proj(rearrange(y, "b h t d -> b t (h d)"))
+        return self.o_proj(rearrange(y, "1 h n d -> n (h d)"))
 
     def heads(self, x: Tensor) -> Tensor:
-        return rearrange(x, "b t (h d) -> b h t d", d=self.head_dim)
+        return rearrange(x, "n (h d) -> 1 h n d", d=self.head_dim)
 
 
 class Block(nn.Module):
@@ -59,19 +58,17 @@ class Block(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Images of `line_images.Batch` -> their embeddings, [b, n, width], and where by characters these are, [b, n].
-
-    Patches of all images stand one after the other, so that none is computed for padding, and each sees those of its
-    own image.
+    """Images of `line_images.Batch` -> of each patch "embeddings" [n, width] and "places" [n], the x.
 
     Args:
-        sp: of `fz.parallel.axis`, over whose ranks patches are cut; None for none.
+        attention: of all images' patches, of which this rank may have some: `fz.parallel.ulysses(None, sp)`.
     """
 
-    def __init__(self, width: int, blocks: int, heads: int, generator: torch.Generator, sp: Any = None) -> None:
+    def __init__(
+        self, width: int, blocks: int, heads: int, generator: torch.Generator, attention: Attend = fz.parallel.attention
+    ) -> None:
         super().__init__()
-        self.sp, self.pairs = sp, width // heads // 2
-        self.attention = fz.parallel.attention if sp is None else fz.parallel.ulysses(None, sp)
+        self.attention, self.pairs = attention, width // heads // 2
         with torch.device("meta"):
             self.embed = nn.Linear(PATCH * PATCH, width, bias=False)
             self.place = nn.Linear(2 * self.pairs, width, bias=False)
@@ -79,30 +76,19 @@ class VisionTransformer(nn.Module):
             self.norm = nn.RMSNorm(width)
         draw(self, generator)
 
-    def forward(self, images: dict[str, Tensor]) -> Image:
-        seen = images["places"][..., 0] != NOWHERE
-        ends = seen.sum(1).cumsum(0).tolist()
-        attend = functools.partial(self.attention, documents=[0, *ends])  # none sees another
-        patches, places = (self.split(images[name][seen]) for name in ("patches", "places"))
+    def forward(self, images: fz.Ragged) -> fz.Ragged:
+        places = images.values["places"]
         # half of the rotations turn with x, half with y
         angles = rotations(places, -(-self.pairs // 2)).flatten(1)[:, : self.pairs]
-        x = self.embed(patches) + self.place(torch.cat([angles.sin(), angles.cos()], -1))
+        attend = functools.partial(self.attention, documents=starts(images.lengths))
+        x = self.embed(images.values["patches"]) + self.place(torch.cat([angles.sin(), angles.cos()], -1))
         for block in self.blocks:
-            x = block(x[None], angles, attend)[0]
-        packed = self.gather(self.norm(x))
-        embeddings = packed.new_zeros(*seen.shape, packed.shape[1]).masked_scatter(seen[..., None], packed)
-        return {"embeddings": embeddings, "places": images["places"][..., 0]}
-
-    def split(self, x: Tensor) -> Tensor:
-        """This rank's share of all patches, which need not be equal ones."""
-        return x if self.sp is None else fz.parallel.split(x, self.sp, 0)
-
-    def gather(self, x: Tensor) -> Tensor:
-        return x if self.sp is None else fz.parallel.gather(x, self.sp, 0)
+            x = block(x, angles, attend)
+        return fz.Ragged({"embeddings": self.norm(x), "places": places[:, 0]}, images.lengths)
 
 
 class Decoder(nn.Module):
-    """Characters [b, t] behind an image's embeddings -> logits of the next ones, [b, t, VOCABULARY]."""
+    """Characters [n], those of each line behind its image's embeddings -> logits of the next ones, [n, VOCABULARY]."""
 
     def __init__(self, width: int, blocks: int, heads: int, generator: torch.Generator) -> None:
         super().__init__()
@@ -114,17 +100,23 @@ class Decoder(nn.Module):
             self.head = nn.Linear(width, VOCABULARY, bias=False)
         draw(self, generator)
 
-    def forward(self, tokens: Tensor, image: Image) -> Tensor:
-        n, t = image["places"].shape[1], tokens.shape[1]
+    def forward(self, tokens: fz.Ragged, images: fz.Ragged) -> Tensor:
+        of_patches, of_characters = [torch.repeat_interleave(each.lengths) for each in (images, tokens)]  # examples
+        order = torch.cat([of_patches, of_characters]).argsort(stable=True)
         # characters are counted anew, so that each is about as far from its own patches wherever it stands
-        places = torch.cat([image["places"], CHARACTER * torch.arange(t).expand(tokens.shape)], 1)
-        there = torch.cat([image["places"] != NOWHERE, tokens != PAD], 1)
-        sees = torch.ones(n + t, n + t, dtype=torch.bool).tril() & there[:, None] | torch.eye(n + t, dtype=torch.bool)
-        attend = functools.partial(F.scaled_dot_product_attention, attn_mask=sees[:, None], enable_gqa=True)
-        x, angles = torch.cat([image["embeddings"], self.embed(tokens)], 1), rotations(places, self.pairs)[:, None]
+        counted = torch.arange(len(of_characters)) - (tokens.lengths.cumsum(0) - tokens.lengths)[of_characters]
+        angles = rotations(torch.cat([images.values["places"], CHARACTER * counted])[order], self.pairs)
+        documents = starts(images.lengths + tokens.lengths)
+        attend = functools.partial(fz.parallel.attention, causal=True, documents=documents)
+        x = torch.cat([images.values["embeddings"], self.embed(tokens.values)])[order]
         for block in self.blocks:
             x = block(x, angles, attend)
-        return self.head(self.norm(x[:, n:]))
+        return self.head(self.norm(x[order >= len(of_patches)]))
+
+
+def starts(lengths: Tensor) -> list[int]:
+    """Where the rows of each example begin, and where the last ones end."""
+    return [0, *lengths.cumsum(0).tolist()]
 
 
 def rotations(places: Tensor, pairs: int) -> Tensor:
@@ -142,7 +134,13 @@ def draw(module: nn.Module, generator: torch.Generator) -> None:
             nn.init.normal_(param, std=param.shape[1] ** -0.5, generator=generator)
 
 
-def loss_of(logits: Tensor, targets: Tensor) -> Tensor:
+def loss_of(logits: Tensor, tokens: fz.Ragged) -> Tensor:
     """Nats per character: the mean over lines of each line's own, so that the mean over shares of a batch is its."""
-    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=PAD, reduction="none")
-    return (losses.view(targets.shape).sum(1) / (targets != PAD).sum(1)).mean()
+    targets = tokens.values.roll(-1).index_fill(0, last_rows(tokens), -100)  # which cross_entropy leaves out
+    losses = F.cross_entropy(logits, targets, reduction="none")
+    return (losses / torch.repeat_interleave(tokens.lengths - 1, tokens.lengths)).sum() / len(tokens.lengths)
+
+
+def last_rows(examples: fz.Ragged) -> Tensor:
+    """The number of each example's last row."""
+    return examples.lengths.cumsum(0) - 1

@@ -1,8 +1,9 @@
 """Reads lines of text from images of several resolutions: two models, each on ranks of its own, trained as one.
 
-A vision transformer has its patches cut over two ranks (Ulysses) and its optimizer's state, too (ZeRO-1); a Llama-like
-decoder has its matrices cut over two others (tensor parallelism, and ZeRO-3 over what --text-dp says). The loop is the
-same wherever they are. About two minutes on two cores:
+A vision transformer has the patches of all images cut over two ranks (Ulysses) and its optimizer's state, too (ZeRO-1);
+a Llama-like decoder has its matrices cut over two others (tensor parallelism, and ZeRO-3 over what --text-dp says).
+Each image has its own number of patches; fz.Ragged brings them to the one and on to the other, and nothing is padded.
+The loop is the same wherever they are. About two minutes on two cores:
 
     python examples/multimodal.py
     python examples/multimodal.py --on threads
@@ -36,7 +37,7 @@ from typing import Any
 import torch
 from launch import add_numbers, check_folder, parser_of
 from line_images import END, Batch, random_batch
-from line_models import Decoder, Image, VisionTransformer, loss_of
+from line_models import Decoder, VisionTransformer, last_rows, loss_of
 from read_text import SHORTEST, lines_of, text_lines
 from torch import Tensor
 from torch.distributed import init_device_mesh
@@ -46,6 +47,8 @@ import fzero as fz
 
 # params of 24 bits and moments of 8; what is computed stays in float32, which all CPUs are quick in
 COMPACT = dataclasses.replace(fz.Policy.compact24(), grad=torch.float32, compute=torch.float32)
+# of images: some of them for each dp, and of all their patches a piece for each sp
+PIECES = fz.Ragged(fz.PartitionSpec(("dp", "sp")), fz.PartitionSpec("dp"))
 # attention and MLP by columns, then by rows; the head by characters
 PLAN = {
     **dict.fromkeys(("*.q_proj", "*.k_proj", "*.v_proj", "*.gate", "*.up"), "column"),
@@ -61,27 +64,25 @@ KINDS = {"vjp": fz.schedules.Kind.FORWARD, "pull": fz.schedules.Kind.BACKWARD}
 
 
 def vision_on(rank: int, args: argparse.Namespace) -> tuple[Any, ...]:
-    """The vision transformer: a step, its params, and the axis that batches are split over."""
-    sizes = args.vision_dp, args.sp
-    mesh = None if args.on == "here" else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "sp"))
-    sp = fz.parallel.axis(mesh, "sp") if mesh else None
+    """The vision transformer: a step, its params, and the mesh that PIECES is of."""
+    mesh, attention = None, fz.parallel.attention
+    if args.on != "here":
+        mesh = init_device_mesh("cpu", (args.vision_dp, args.sp), mesh_dim_names=("dp", "sp"))
+        attention = fz.parallel.ulysses(None, fz.parallel.axis(mesh, "sp"))
     weights = torch.Generator().manual_seed(args.seed)
-    encode, params = fz.functional(VisionTransformer(args.width, args.vision_blocks, args.heads, weights, sp))
+    encode, params = fz.functional(VisionTransformer(args.width, args.vision_blocks, args.heads, weights, attention))
     step = fz.train_step(encode, optimizer(args), COMPACT)
-    if mesh is None:
-        return step, params
-    return fz.shard_zero1(step, mesh=mesh, axis=("dp", "sp")), params, fz.parallel.axis(mesh, "dp")
+    return (step, params) if mesh is None else (fz.shard_zero1(step, mesh=mesh, axis=("dp", "sp")), params, mesh)
 
 
 def text_on(rank: int, args: argparse.Namespace) -> tuple[Any, ...]:
-    """The language model: its function is the loss, or what it would write next."""
+    """The language model: its function is the loss, or what it would write next. Each dp rank has whole examples."""
     weights = torch.Generator().manual_seed(args.seed + 1)
     decode, params = fz.functional(Decoder(args.width, args.text_blocks, args.heads, weights))
 
-    def fn(params: Any, tokens: Tensor, image: Image, writes: bool = False) -> Tensor:
-        if writes:
-            return decode(params, tokens, image)[:, -1].argmax(-1)
-        return loss_of(decode(params, tokens[:, :-1], image), tokens[:, 1:])
+    def fn(params: Any, tokens: fz.Ragged, images: fz.Ragged, writes: bool = False) -> Tensor:
+        logits = decode(params, tokens, images)
+        return logits[last_rows(tokens)].argmax(-1) if writes else loss_of(logits, tokens)
 
     step = fz.train_step(fn, optimizer(args), COMPACT)
     if args.on == "here":
@@ -114,7 +115,7 @@ def train(args: argparse.Namespace, stop: threading.Event) -> None:
     print(f"images of {len(lines):,} lines to train on; {len(others):,} others, from other files, are held out")
     unigram = character_entropy(lines)
     with contextlib.ExitStack() as stack:
-        vision, first_v = begun(vision_on, args.vision_dp * args.sp, args, stack)
+        vision, first_v = begun(vision_on, args.vision_dp * args.sp, args, stack, in_specs=(PIECES,), out_specs=PIECES)
         text, first_t = begun(text_on, args.text_dp * args.tp, args, stack)
         kept = args.out / "checkpoints"
         found = newest(kept) if args.resume else None
@@ -156,23 +157,23 @@ def train(args: argparse.Namespace, stop: threading.Event) -> None:
 
             draw_spans(vision, text, go_on, args.out / "multimodal.png")
 
-        images, tokens = random_batch(others, args.batch, args.seed)
-        image = vision.forward(v_state, images)
-        loss = float(text.forward(t_state, tokens, image))
-        read = written(text, t_state, image, tokens[:, :1], tokens.shape[1] - 1)
+        batch = random_batch(others, args.batch, args.seed)
+        images = vision.forward(v_state, batch.images)
+        loss = float(text.forward(t_state, batch.tokens, images))
+        read = lines_of(written(text, t_state, images, args.batch, args.longest + 1))
     if stopped:
         print(f"stopped after {len(losses)} of {args.steps} updates; what was trained is kept; --resume goes on")
     print(f"held-out loss {loss:.3f} nats per character; of the characters' frequencies alone {unigram:.3f}")
-    right = (read == tokens)[:, 1:][tokens[:, 1:] > END].double().mean()
-    print(f"read from the image alone: {right:.1%} of the characters of {len(tokens)} held-out lines")
-    (line, *_), (own, *_) = lines_of(tokens[:, 1:]), lines_of(read[:, 1:])
-    print(f"an image of {line!r} is read as {own!r}")
+    right = sum(a == b for line, own in zip(batch.lines, read, strict=True) for a, b in zip(line, own, strict=False))
+    share = right / sum(map(len, batch.lines))
+    print(f"read from the image alone: {share:.1%} of the characters of {args.batch} held-out lines")
+    print(f"an image of {batch.lines[0]!r} is read as {read[0]!r}")
     picture = "" if args.on == "here" else ", multimodal.png"
     print(f"saved losses.json{picture} and checkpoints in {args.out}")
 
 
 def begun(
-    build: Callable[..., tuple[Any, ...]], ranks: int, args: argparse.Namespace, stack: contextlib.ExitStack
+    build: Callable[..., Any], ranks: int, args: argparse.Namespace, stack: contextlib.ExitStack, **specs: Any
 ) -> tuple[Any, Callable[[], Any]]:
     """A component, and what makes its first state. This is all that --on changes."""
     own = functools.partial(build, args=args)
@@ -180,16 +181,18 @@ def begun(
         step, params = own(0)
         return step, lambda: step.init(params, seed=args.seed)
     name, halves = build.__name__.removesuffix("_on"), {"resources": {"CPU": 0.5}}  # four ranks on two cores
-    component = fz.remote(own, ranks, on=args.on, name=name, options=halves if args.on == "ray" else {})
+    component = fz.remote(own, ranks, on=args.on, name=name, options=halves if args.on == "ray" else {}, **specs)
     stack.enter_context(component)
     return component, functools.partial(component.init, seed=args.seed)
 
 
-def written(text: Any, state: Any, image: Any, tokens: Tensor, count: int) -> Tensor:
-    """The tokens with what the language model writes behind them, each its best guess."""
-    for _ in range(count):
-        tokens = torch.cat([tokens, fz.fetch(text.forward(state, tokens, image, True))[:, None]], 1)
-    return tokens
+def written(text: Any, state: Any, images: fz.Ragged, examples: int, count: int) -> Tensor:
+    """What the language model writes of each image, each character its best guess: [examples, count]."""
+    tokens = torch.full((examples, 1), END)
+    for length in range(1, count + 1):
+        rows = fz.Ragged(tokens.flatten(), torch.full((examples,), length))
+        tokens = torch.cat([tokens, fz.fetch(text.forward(state, rows, images, True))[:, None]], 1)
+    return tokens[:, 1:]
 
 
 def character_entropy(lines: list[str]) -> float:

@@ -159,6 +159,8 @@ class Pipeline:
         def begun() -> Call:
             self._check(state, "pipeline.forward")
             own, given = constants("pipeline.forward", state=state, inputs=here(inputs))
+            for c in self._here:
+                self._stages[c].check_captured("pipeline.forward")
             return self._call(own, given, None, rng)
 
         call = told(self._others, "forward", goes_forward, begun)

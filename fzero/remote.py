@@ -49,6 +49,10 @@ def remote(
     averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
     are several, and so are NaN of a batch of which some ranks have no example. What is given may be written to
     afterwards: it is copied, on threads, too. Functions compute new tensors, and write to none that they are given.
+    Inputs and cotangents are brought to the device that a rank's params lie on; between processes of one GPU they go by
+    CUDA IPC, and never through the host. What `fz.fetch` gives lies on the CPU.
+    Autocast around a call reaches no rank, and is refused (`fz.autocast` in `build`). The default dtype is that of the
+    start.
 
     With `in_specs` and `out_specs` tensors lie over any axes of a mesh, as in JAX's shard_map: a rank's function is
     given its pieces of the inputs and returns its pieces of the outputs. A scalar is averaged by how much of what is
@@ -68,9 +72,12 @@ def remote(
         name: in errors; that of `build` by default.
         timeout: seconds that the start, one call or one collective may take.
         checked: compare what ranks communicate first (`fz.testing.checked_collectives`): a rank that fails alone then
-            costs the call, and not the component.
-        options: under "ray": "resources" of each rank, {"CPU": 1} by default, "strategy" of the placement group, "PACK"
-            by default, and "runtime_env".
+            costs the call, and not the component. Unchecked it costs the component within seconds, where another one
+            waits for it in a collective.
+        options: under "processes" and "ray" the "backend" of the process group, "gloo" by default; with "nccl" what
+            lies on GPUs goes by that one, and each rank needs a GPU of its own, which `build` chooses
+            (torch.cuda.set_device) unless Ray does. Under "ray", too: "resources" of each rank, {"CPU": 1} by default,
+            "strategy" of the placement group, "PACK" by default, and "runtime_env".
         in_specs: how inputs lie over the ranks: a tuple with a spec for each, or one for all; a spec is a
             `fz.PartitionSpec` for all tensors of an input, or containers of them as the input's own. None is
             `PartitionSpec()`: whole on every rank.
@@ -117,13 +124,16 @@ def remote(
         raise ValueError(f"remote: got on={on!r}, expected one of {', '.join(map(repr, starts))}.")
     if not isinstance(options, Mapping):
         raise wrong("remote", "options", options, "a dict of options of Ray")
-    known = on_ray.OPTIONS if on == "ray" else set()
+    known = {"threads": set(), "processes": {"backend"}, "ray": {"backend", *on_ray.OPTIONS}}[on]
     if not {*options} <= known:
         raise ValueError(f"remote: got options={sorted(options)} on={on!r}, expected some of {sorted(known)}.")
+    backend = options.get("backend", "gloo")
+    if backend not in ("gloo", "nccl"):
+        raise ValueError(f"remote: got options={{'backend': {backend!r}}}, expected 'gloo' or 'nccl'.")
     need_specs(in_specs, out_specs)
     label = name or getattr(build, "__name__", None) or type(build).__name__
-    own = ranks, float(timeout), torch.get_num_threads(), checked, in_specs, out_specs
-    settings = Settings(label, uuid.uuid4().hex, *own)
+    own = ranks, float(timeout), torch.get_num_threads(), checked, torch.get_default_dtype(), in_specs, out_specs
+    settings = Settings(label, uuid.uuid4().hex, *own, backend)
     group = Group(settings)
     group.start(functools.partial(starts[on], build, settings))
     return RemoteComponent(group)
@@ -136,7 +146,8 @@ def fetch(tree: Any) -> Any:
         tree: any pytree.
 
     Returns:
-        The same tree with plain tensors in place of handles; states and grads are waited for, and stay where they are.
+        The same tree with plain tensors on the CPU in place of handles; states and grads are waited for, and stay
+        where they are.
 
     Raises:
         ComponentDied: a component that one lies on is lost.

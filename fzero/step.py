@@ -11,6 +11,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
+from fzero.base.context import in_differentiated
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
@@ -122,7 +123,7 @@ class Step(Spec):
         state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
         refuse_captured("step", self.fn)
         with as_found():
-            if self.fusion is not None and private.level() == 0:
+            if self.fusion is not None and private.level() == 0 and not in_differentiated():
                 return fused_call(self, state, inputs, cotangent, rng)
             batch, total = Batch(self, state, inputs, cotangent, rng), None
             for run, ct in batch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import shutil
 import threading
@@ -11,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from nightly import NIGHTLY
 from processes import EXAMPLES, interrupt, start_example
 from safetensors.torch import load_file
 
 import fzero as fz
-from fzero.testing import run_ranks
 
 TINY = "--width 16 --vision-blocks 1 --text-blocks 1 --heads 2 --longest 6 --batch 5 --steps 4 --save-every 2".split()
 
@@ -74,12 +75,56 @@ def test_the_same_bits_as_on_threads(on: str, threads: Path, tmp_path: Path) -> 
     assert (tmp_path / "multimodal.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_losses_but_for_rounding_however_they_are_cut(example: Any, threads: Path, tmp_path: Path) -> None:
-    """Nothing cut, and uneven shares of the batch."""
-    shares = "--on threads --vision-dp 2 --sp 1 --text-dp 2 --tp 1".split()
-    for name, options in (("here", ["--on", "here"]), ("shares", shares)):
-        losses = run(example, tmp_path / name, *options)
-        torch.testing.assert_close(torch.tensor(losses), torch.tensor(losses_of(threads)), rtol=1e-3, atol=0.0)
+def attend(q: Any, k: Any, v: Any, documents: list[int], causal: bool = False) -> torch.Tensor:
+    assert documents == [0, q.shape[2]]
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+
+
+def plain_losses(example: Any, args: argparse.Namespace) -> list[float]:
+    """Of plain torch in one process, which takes one image after the other."""
+    seeds = [torch.Generator().manual_seed(args.seed + place) for place in range(2)]
+    vision = example.VisionTransformer(args.width, args.vision_blocks, args.heads, seeds[0], attend)
+    text = example.Decoder(args.width, args.text_blocks, args.heads, seeds[1])
+    params = [*vision.parameters(), *text.parameters()]
+    optimizer = torch.optim.AdamW(params, betas=(0.9, 0.98))
+    rate = fz.warmup_cosine(args.lr, args.steps, args.steps, args.lr / 20)  # the warm-up is longer than the run
+    lines, losses = example.text_lines(args.longest)[0], list[float]()
+    for done in range(args.steps):
+        images, tokens = example.random_batch(lines, args.batch, (args.seed << 32) + done)
+        loss, first, start = torch.zeros(()), 0, 0
+        for patches, length in zip(images.lengths.tolist(), tokens.lengths.tolist(), strict=True):
+            own = {name: rows[first : first + patches] for name, rows in images.values.items()}
+            line = tokens.values[start : start + length]
+            image = vision(fz.Ragged(own, torch.tensor([patches])))
+            logits = text(fz.Ragged(line, torch.tensor([length])), image)
+            loss = loss + F.cross_entropy(logits[:-1], line[1:]) / args.batch
+            first, start = first + patches, start + length
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.stack([param.grad.norm() for param in params]).norm()  # of both models
+        for param in params:
+            param.grad *= (1 / norm).clamp(max=1)
+        optimizer.param_groups[0]["lr"] = rate(done)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def test_the_losses_of_plain_torch_however_they_are_cut(
+    example: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64, where all states are: nothing cut, and both axes of both components, of which a batch has a few."""
+    monkeypatch.setattr(example, "COMPACT", fz.Policy())
+    torch.set_default_dtype(torch.float64)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(fz.parallel, "attention", attend)
+            expected = plain_losses(example, example.options([*TINY, "--out", str(tmp_path)]))
+        for name, options in (("here", "--on here"), ("threads", "--on threads --vision-dp 2 --text-dp 2")):
+            losses = run(example, tmp_path / name, *options.split())
+            torch.testing.assert_close(torch.tensor(losses), torch.tensor(expected), rtol=1e-10, atol=0.0)
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_a_run_that_is_resumed_has_the_bits_of_one_that_was_not(
@@ -118,44 +163,15 @@ def test_bad_options_are_named(example: Any, tmp_path: Path, capsys: pytest.Capt
 
 
 def test_images_differ_in_how_many_patches_they_have(example: Any) -> None:
-    from line_images import CHARACTER, NOWHERE, PAD, PATCH, random_batch
+    from line_images import CHARACTER, PATCH
 
     lines = ["x = 1", "return", "pass", "def f(x):"]
-    batch = random_batch(lines, 16, 0)
-    patches, places = batch.images["patches"], batch.images["places"]
-    counts = (places[..., 0] != NOWHERE).sum(1)
-    assert patches.shape == (*places.shape[:2], PATCH**2) and len(counts.unique()) > 3
-    assert batch.count == int(counts.sum() + (batch.tokens != PAD).sum())
-    for own, at, count, tokens in zip(patches, places, counts.tolist(), batch.tokens, strict=True):
-        assert not own[count:].any() and bool((at[count:] == NOWHERE).all()) and len(at[:count].unique(dim=0)) == count
-        characters = int((tokens != PAD).sum()) - 2  # without both ENDs
-        assert characters * CHARACTER <= int(at[:count, 0].max()) + CHARACTER <= (characters + 4) * CHARACTER
-    again, other = random_batch(lines, 16, 0), random_batch(lines, 16, 1)
-    assert torch.equal(again.images["patches"], patches) and not torch.equal(again.tokens, other.tokens)
-
-
-def test_what_an_image_is_read_as_does_not_depend_on_those_beside_it(example: Any) -> None:
-    """Padding is not seen, and patches of all images are cut over ranks wherever it comes."""
-    from line_images import random_batch
-    from line_models import Decoder, VisionTransformer
-
-    batch = random_batch(["x = 1", "return", "pass", "def f(x):"], 7, 0)
-    encode, params = fz.functional(VisionTransformer(16, 2, 4, torch.Generator().manual_seed(0)))
-    decode, text_params = fz.functional(Decoder(16, 2, 4, torch.Generator().manual_seed(1)))
-    image = encode(params, batch.images)
-    whole, logits = image["embeddings"], decode(text_params, batch.tokens, image)
-    rows = zip(whole, logits, batch.tokens, *batch.images.values(), strict=True)
-    for own, written, tokens, patches, places in rows:
-        count, length = int((places[:, 0] >= 0).sum()), int((tokens != 0).sum())
-        alone = encode(params, {"patches": patches[None, :count], "places": places[None, :count]})
-        torch.testing.assert_close(own[:count], alone["embeddings"][0], rtol=1e-4, atol=1e-5)
-        assert not own[count:].any()
-        again = decode(text_params, tokens[None, :length], alone)[0]
-        torch.testing.assert_close(written[:length], again, rtol=1e-4, atol=1e-4)
-
-    def rank_main(rank: int) -> Any:
-        sp = fz.parallel.axis(None, "sp")
-        return fz.functional(VisionTransformer(16, 2, 4, torch.Generator().manual_seed(0), sp))[0](params, batch.images)
-
-    for own in run_ranks(rank_main, 3):
-        torch.testing.assert_close(own["embeddings"], whole, rtol=1e-4, atol=1e-5)
+    batch = example.random_batch(lines, 16, 0)
+    counts = batch.images.lengths.tolist()
+    assert batch.images.values["patches"].shape == (sum(counts), PATCH**2) and len({*counts}) > 3
+    assert set(batch.lines) == set(lines) and batch.count == sum(counts) + sum(len(line) + 2 for line in batch.lines)
+    for line, places in zip(batch.lines, batch.images.values["places"].split(counts), strict=True):
+        assert len(places.unique(dim=0)) == len(places)
+        assert len(line) * CHARACTER <= int(places[:, 0].max()) + CHARACTER <= (len(line) + 4) * CHARACTER
+    again, other = example.random_batch(lines, 16, 0), example.random_batch(lines, 16, 1)
+    assert torch.equal(again.images.values["patches"], batch.images.values["patches"]) and again.lines != other.lines

@@ -6,6 +6,8 @@ import contextvars
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import torch
+
 T = TypeVar("T")
 variables: dict[contextvars.ContextVar[Any], None] = {}  # all of this library's, in order
 
@@ -23,8 +25,15 @@ averaged: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("averag
 in_function: contextvars.ContextVar[bool] = variable("in_function", False)
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
+# takes (axis, name of a map, its dim) of what a running function calls over an axis that its step takes means over
+over_means: contextvars.ContextVar[Callable[..., object] | None] = variable("over_means", None)
 # the ranks of each process group, where examples are differentiated one by one, which are others on each
 one_by_one: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("one_by_one", ())
+
+
+def in_differentiated() -> bool:
+    """Tells whether a step's function runs that plain autograd, at least, differentiates."""
+    return in_function.get() and torch.is_grad_enabled()
 
 
 class during(Generic[T]):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -18,6 +18,16 @@ from fzero.base.hooks import register
 from fzero.base.products import Product, times
 
 Edge = tuple[Node, int]
+
+
+class InputMetadata(Protocol):
+    """What torch notes of a tensor that an edge carries."""
+
+    shape: Sequence[int]
+    dtype: torch.dtype
+    device: torch.device
+
+
 Grads = Sequence["torch.Tensor | None"]
 
 
@@ -66,11 +76,15 @@ def _raw(kind: type) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def fitted(value: torch.Tensor | None, edge: Edge) -> torch.Tensor | None:
+def meta_of(edge: Edge) -> InputMetadata:
+    """The shape, dtype and device of what an edge carries."""
+    return edge[0]._input_metadata[edge[1]]
+
+
+def fitted(value: torch.Tensor | None, meta: InputMetadata) -> torch.Tensor | None:
     """A cotangent in the shape and dtype that an edge carries, as autograd makes it."""
     if value is None:
         return None
-    meta = edge[0]._input_metadata[edge[1]]
     if value.shape != torch.Size(meta.shape):
         value = value.sum_to_size(tuple(meta.shape))
     if value.is_complex() and not meta.dtype.is_complex:
@@ -98,7 +112,7 @@ def along(node: Node, grads: Grads, places: Collection[int]) -> dict[int, torch.
     register(root.grad_fn.register_prehook, lambda _: found.extend(node(*grads)))  # type: ignore[operator]
     asked: Sequence[torch.Tensor | GradientEdge] = [one, *[GradientEdge(*edge) for edge in edges]]
     torch.autograd.grad(root, asked, allow_unused=True)  # type: ignore[arg-type]
-    return {k: fitted(found[k], edge) for k, edge in zip(places, edges, strict=True)}
+    return {k: fitted(found[k], meta_of(edge)) for k, edge in zip(places, edges, strict=True)}
 
 
 # ---- later
@@ -152,7 +166,7 @@ class Kept:
         # what leads to the rest of the graph would keep it
         self._saved = [private.unwrapped(x).detach() for x in saved]
         self._versions = [private.version(x) for x in self._saved]
-        self._edges = {k: edge_of(node, k) for k in places}
+        self._metas = {k: meta_of(edge_of(node, k)) for k in places}
 
     @staticmethod
     def needs(node: Node, place: int) -> tuple[int, ...] | None:
@@ -164,7 +178,7 @@ class Kept:
 
     def give(self, place: int) -> torch.Tensor:
         """The cotangent along one edge, once."""
-        value = fitted(self._take(place).value(), self._edges[place])
+        value = fitted(self._take(place).value(), self._metas[place])
         self._end()
         assert value is not None
         return value
@@ -192,7 +206,7 @@ class Kept:
 
     def _end(self) -> None:
         if not self._computes:
-            self.grad, self._saved, self._edges = None, [], {}
+            self.grad, self._saved, self._metas = None, [], {}
 
 
 class ProductOf:
@@ -224,7 +238,8 @@ class ProductOf:
 
     def with_saved(self, grad: torch.Tensor, other: torch.Tensor) -> Product:
         """The same without the node, of what it has in `saved`."""
-        return Product(*(_right if self._right else _left)(grad, other, self._by_columns), self._alpha)
+        by_columns = self._by_columns and grad.layout == other.layout == torch.strided
+        return Product(*(_right if self._right else _left)(grad, other, by_columns), self._alpha)
 
 
 class _Other(NamedTuple):

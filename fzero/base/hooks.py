@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.autograd import graph
 from torch.utils.hooks import RemovableHandle
+
+from fzero.base import private
 
 _C: Any = torch._C._autograd  # type: ignore[attr-defined]
 _own: set[Callable[..., object]] = set()  # packing functions of `putting_away` whose contexts are open
@@ -26,6 +29,29 @@ def register(begin: Callable[[Callable[..., object]], RemovableHandle], hook: Ca
     with _lock:
         _registered += 1
         return begin(hook)
+
+
+running: Callable[[], int] = torch._C._current_graph_task_id  # type: ignore[attr-defined]
+
+
+class Pass:
+    """A pass of autograd that hooks of our own are for: a backward within it may begin others, over the same nodes.
+
+    Args:
+        roots: the nodes that it begins with, none of whose hooks of our own have been registered yet.
+
+    Attributes:
+        number: of the pass, once it has begun: in a hook, whether that is `running()` tells which pass has called it.
+        handles: to remove at its end.
+    """
+
+    def __init__(self, roots: Iterable[graph.Node]) -> None:
+        self.number: int | None = None
+        self.handles = [register(root.register_prehook, self._begin) for root in roots]
+
+    def _begin(self, _: object) -> None:
+        if self.number is None:
+            self.number = running()
 
 
 def has_posthooks(node: graph.Node) -> bool:
@@ -127,3 +153,28 @@ def note_state() -> tuple[Callable[[], bool], Callable[[], None]]:
             _C._pop_saved_tensors_default_hooks()
 
     return changed, restore
+
+
+@functools.cache
+def functions_keep_nodes() -> bool:
+    """Whether the Python object of a Function's node keeps the node itself; before torch 2.13 only the graph does."""
+
+    class Probe(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return x.clone()
+
+    with private.below_transforms(), private.outside_inference(), torch.enable_grad():
+        node = Probe.apply(torch.ones((), requires_grad=True, device="cpu")).grad_fn  # type: ignore[union-attr]
+    try:
+        return bool(node._input_metadata)  # type: ignore[union-attr]
+    except RuntimeError:
+        return False
+
+
+def keeping(outputs: Sequence[torch.Tensor]) -> list[object]:
+    """What keeps the graph of some outputs where nodes that are held do not: torch's own nodes keep what is behind."""
+    if functions_keep_nodes():
+        return []
+    function = torch.autograd.function.BackwardCFunction
+    return [x if isinstance(x.grad_fn, function) else x.grad_fn for x in outputs if x.requires_grad]

@@ -10,6 +10,7 @@ from a stream of its own, that is the wrong one, and setting it would disturb ot
 from __future__ import annotations
 
 import atexit
+import ctypes
 import functools
 import inspect
 import os
@@ -70,7 +71,7 @@ class Stream(Protocol):
 def acts_for_main() -> bool:
     """True on the main thread, and on one of autograd's that works for it while it waits."""
     if threading.get_ident() == threading.main_thread().ident and not _C._is_key_in_tls(_MAIN):
-        _C._stash_obj_in_tls(_MAIN, True)
+        _stash(_MAIN, True)
     return _C._is_key_in_tls(_MAIN)
 
 
@@ -86,9 +87,28 @@ def swap_stream(stream: Stream | None) -> Stream | None:
     before = current_stream()
     if not _C._is_key_in_tls(_STREAM):
         _stashed.add(threading.get_native_id())
-    _C._stash_obj_in_tls(_STREAM, stream)
+    _stash(_STREAM, stream)
     _C._dispatch_tls_set_dispatch_key_included(_KEY, stream is not None)
     return before
+
+
+def _stash(name: str, value: object) -> None:
+    """Keeps a value for this thread, until another takes its place or the thread ends."""
+    _C._stash_obj_in_tls(name, value)
+    if not _takes_hold():
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+@functools.cache
+def _takes_hold() -> bool:
+    """Whether torch counts a reference to what it keeps for a thread: torch 2.11 lets go of one that it never had."""
+    probe = object()
+    before = sys.getrefcount(probe)
+    _C._stash_obj_in_tls("fzero.probe", probe)
+    taken = sys.getrefcount(probe) > before
+    if not taken:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(probe))
+    return taken
 
 
 def unseen() -> AbstractContextManager[None]:

@@ -39,7 +39,8 @@ class Product(NamedTuple):
             dtype: that its value is rounded to before.
         """
         own = total.t() if self.transposed else total
-        if self.factor == 1 and self.left.dtype == dtype == total.dtype:
+        is_dense = self.left.layout == self.right.layout == torch.strided
+        if is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype:
             if first:
                 torch.mm(self.left, self.right, out=own)
                 return
@@ -64,6 +65,8 @@ def _is_alike(left: torch.Tensor, right: torch.Tensor, total: torch.Tensor) -> b
     if total.device.type != "cpu" or left.shape[1] < FROM or total.numel() < LEAST:
         return False
     if total.dtype not in (torch.float32, torch.float64) or torch.get_float32_matmul_precision() != "highest":
+        return False
+    if 0 in (*left.stride(), *right.stride()):  # expanded, as the cotangent of a sum is: few of its numbers are drawn
         return False
     forms = [(tuple(x.shape), x.stride()) for x in (left, right, total)]
     return _adds_alike(*forms, total.dtype, (torch.get_num_threads(), torch.backends.mkldnn.enabled))

@@ -13,6 +13,7 @@ NO_COPY = "support the deepcopy protocol"
 NO_MEMORY = "doesn't have storage"  # an operator that reads its tensors' memory under functorch
 NO_STORAGE = "Cannot access storage of TensorWrapper"
 NO_STRIDES = "tensors do not have strides"  # compressed sparse ones (CSR, CSC, BSR, BSC) under functorch
+INFERENCE = "Inference tensors cannot be saved for backward"
 SETS_DATA = "mutating directly with `.data` inside functorch"
 RETAIN_GRAD = "retain_grad() inside of a function being transformed"
 NOT_USED = "appears to not have been used in the graph"

@@ -15,6 +15,7 @@ from fzero.components.mail import Lost
 from fzero.components.parts import PerStage
 from fzero.components.places import AllPlaces
 from fzero.components.remote.component import fetch
+from fzero.components.sequences import refusing_cut_sequences
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
@@ -144,7 +145,8 @@ class Call:
     def _do(self, task: Task, pieces: Pieces, retain_graph: bool) -> None:
         stage, microbatch, last = task.stage, task.microbatch, task.stage == self.wires.stages - 1
         if task.kind is Kind.FORWARD:
-            self.flow.forward(stage, microbatch)
+            with refusing_cut_sequences(self.line, stage):
+                self.flow.forward(stage, microbatch)
         elif task.kind is Kind.PARAMS:
             self.flow.params(stage, microbatch)
         else:

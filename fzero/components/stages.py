@@ -54,6 +54,7 @@ class Stage(Protocol):
     def init(self, params: object, seed: int, sync: bool) -> State: ...
     def check(self, state: State, who: str) -> None: ...
     def check_step(self, state: State) -> None: ...
+    def check_captured(self, who: str) -> None: ...
     def check_grads(self, state: State, grads: object, argument: str) -> None: ...
     def passes(self, state: State, count: int, rng: int, at_once: bool) -> StagePasses: ...
     def weighed(self, state: State, grads: Grads) -> Weighed: ...
@@ -108,7 +109,10 @@ class LocalStage:
 
     def check_step(self, state: State) -> None:
         check_optimizer(self.step, state)
-        refuse_captured("pipeline", self.step.fn)
+        self.check_captured("pipeline")
+
+    def check_captured(self, who: str) -> None:
+        refuse_captured(who, self.step.fn)
 
     def check_grads(self, state: State, grads: object, argument: str) -> None:
         check_grads(self.step, state, grads, argument)
@@ -153,6 +157,9 @@ class DistantStage:
 
     def check_step(self, state: State) -> None:
         pass  # its ranks do
+
+    def check_captured(self, who: str) -> None:
+        pass  # its function closes over nothing of this process
 
     def check_grads(self, state: RemoteState, grads: object, argument: str) -> None:
         self.component._need_grads(grads, argument)

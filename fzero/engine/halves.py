@@ -14,8 +14,9 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
-from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python
-from fzero.base.hooks import register
+from fzero.base import private
+from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
+from fzero.base.hooks import Pass, keeping, register, running
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
 
@@ -27,6 +28,23 @@ class _Value:
     edge: Edge
     of: torch.Tensor | Kept
     place: int = 0
+
+    def __post_init__(self) -> None:
+        self._version = self._now()[1]
+
+    def _now(self) -> tuple[tuple[int, ...], int]:
+        own = self.of.grad if isinstance(self.of, Kept) else self.of
+        return ((), 0) if own is None else (tuple(own.shape), private.version(private.unwrapped(own)))
+
+    def need_unwritten(self) -> None:
+        """Refuses that a backward has written to it since: in one pass it might have been used before."""
+        shape, version = self._now()
+        if version != self._version:
+            raise ValueError(
+                f"pullback: the backward of an autograd.Function (or a hook) writes in place to a cotangent of shape "
+                f"{shape} that another one needs later, as this is pulled back in two halves. Return another tensor: "
+                "grad * 2, not grad.mul_(2)."
+            )
 
     def take(self) -> torch.Tensor:
         return self.of.give(self.place) if isinstance(self.of, Kept) else self.of
@@ -46,6 +64,7 @@ class Part:
     values: list[_Value] = field(default_factory=list)
     units: list[int] = field(default_factory=list)
     always: list[Edge] = field(default_factory=list)
+    keeping: list[object] = field(default_factory=list)  # the graph
 
     def own(self, storages: Collection[int]) -> None:
         """Copies what lies in these storages, which are other people's, too."""
@@ -72,13 +91,16 @@ class Part:
         if not pairs:
             return [None] * len(params)
         edges = [GradientEdge(*edge) for edge, _ in pairs]
-        return torch.autograd.grad(
+        found = torch.autograd.grad(
             edges, list(params), [x for _, x in pairs], retain_graph=retain_graph, allow_unused=True
         )
+        if not retain_graph:
+            self.keeping = []
+        return found
 
 
 def _zeros(edge: Edge) -> torch.Tensor:
-    meta = edge[0]._input_metadata[edge[1]]
+    meta = meta_of(edge)
     return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
 
 
@@ -133,7 +155,8 @@ class Split:
             for o, c in zip(self._outputs, cotangents, strict=True)
             if c is not None and o.requires_grad
         ]
-        parts = {region: Part(sorted(region.params)) for region in self._regions.late}
+        kept = keeping(self._outputs)
+        parts = {region: Part(sorted(region.params), keeping=kept) for region in self._regions.late}
         for region, part in parts.items():
             for i in region.outputs:
                 o, c, edge = self._outputs[i], cotangents[i], self._regions.roots[i]
@@ -154,29 +177,35 @@ class Split:
         finally:
             for handle in handles:
                 handle.remove()
+        for part in parts.values():
+            for value in part.values:
+                value.need_unwritten()
         early = dict(zip(self._regions.early, found[len(self._inputs) :], strict=True))
         return found[: len(self._inputs)], early, list(parts.values())
 
     def _watch(self, parts: Mapping[Region, Part]) -> list[RemovableHandle]:
         """Notes what nodes hand on to the regions that wait, in the order in which they run."""
         given: dict[Node, dict[int, Part]] = {}
+        own = Pass(dict.fromkeys(edge[0] for edge in self._regions.roots if edge is not None))
         for region, part in parts.items():
             for node, k in region.into:
                 given.setdefault(node, {})[k] = part
                 if k >= self._regions.units.get(node, (0, 0))[1]:
                     part.always.append(edge_of(node, k))
-        return [
-            _watch_python(node, own, self._regions.units.get(node))
+        return own.handles + [
+            _watch_python(own, node, parts, self._regions.units.get(node))
             if is_python(node)
-            else _watch_native(node, own, [k for k in own if self._regions.can_wait(node, k)])
-            for node, own in given.items()
+            else _watch_native(own, node, parts, [k for k in parts if self._regions.can_wait(node, k)])
+            for node, parts in given.items()
         ]
 
 
-def _watch_python(node: Node, given: Mapping[int, Part], unit: tuple[int, int] | None) -> RemovableHandle:
+def _watch_python(own: Pass, node: Node, given: Mapping[int, Part], unit: tuple[int, int] | None) -> RemovableHandle:
     """Such a node hands on everything, whatever is asked for."""
 
     def after(found: Grads, _: object) -> None:
+        if own.number != running():
+            return
         for k, part in given.items():
             value = found[k]
             if value is not None:
@@ -188,10 +217,12 @@ def _watch_python(node: Node, given: Mapping[int, Part], unit: tuple[int, int] |
     return register(node.register_hook, after)
 
 
-def _watch_native(node: Node, given: Mapping[int, Part], later: Collection[int]) -> RemovableHandle:
+def _watch_native(own: Pass, node: Node, given: Mapping[int, Part], later: Collection[int]) -> RemovableHandle:
     now = [k for k in given if k not in later]
 
     def before(grads: Grads) -> None:
+        if own.number != running():
+            return
         values: dict[int, _Value] = {}
         if later and grads[0] is not None:
             kept = Kept(node, grads[0], later)

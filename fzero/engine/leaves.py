@@ -9,7 +9,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from fzero.base import private
+from fzero.base import private, texts
+from fzero.base.context import in_differentiated
 from fzero.capture.handle import storage_of
 from fzero.comm.axis import Axis
 from fzero.engine.function import traversal_of
@@ -64,10 +65,10 @@ class _Leaf(torch.Tensor):
 
 
 class Unfit(Exception):
-    """The function does what no tensor subclass can take part in: torch.compile, say."""
+    """It is no run for plain autograd: compiled code takes no tensor subclass, and a graph no inference tensor."""
 
 
-WORDS = ("_Leaf", "Multiple dispatch failed")  # of the errors that say so
+WORDS = ("_Leaf", "Multiple dispatch failed", texts.INFERENCE)  # of the errors that say so
 UNFIT = object()
 
 
@@ -110,8 +111,8 @@ class Leaves:
     def of(step: Spec, state: TrainState, unreduced: bool) -> Leaves | None:
         """The leaves, where there is nothing to gather, to reduce or to do for units; None otherwise."""
         table = step.table(state.layout)
-        if table.acting or table.compiled or private.transforms() or private.dispatch_modes():
-            return None
+        if table.acting or table.compiled or private.transforms() or private.dispatch_modes() or in_differentiated():
+            return None  # whoever differentiates around it goes on through the graph
         if state.params.axis.tensor is not None or state.params.axis.further or UNFIT in known(step, state):
             return None
         traversal = traversal_of(step, state, (), unreduced)[0]

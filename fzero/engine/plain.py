@@ -9,13 +9,16 @@ What has been cast of a buffer serves all microbatches. The results are those of
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.autograd.graph import Node
 
 from fzero.base import private, pytree, texts
+from fzero.base.context import in_differentiated
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
 from fzero.engine.function import call_function
@@ -69,9 +72,10 @@ class PlainRun(Outcome):
 
     Args:
         argnums, seed, scale, partial: as in `Run`.
+        again: makes a `Run` of the same.
 
     Raises:
-        Unfit: it is to be run under torch.func, now and later.
+        Unfit: it is to be run under torch.func, and so are the call's other microbatches.
     """
 
     def __init__(
@@ -84,12 +88,20 @@ class PlainRun(Outcome):
         scale: float,
         leaves: Leaves,
         partial: bool,
+        again: Callable[[], Run],
     ) -> None:
         super().__init__(state, inputs, argnums, scale)
         self._leaves: Leaves | None = leaves
         self._partial, self._pulling = partial, threading.RLock()
-        self._rest: _Rest | None = None
+        self._rest: _Rest | Run | None = None
         flat, spec = pytree.flatten(tuple(inputs))
+        own = [x for x in flat if isinstance(x, torch.Tensor)]
+        if any(x.is_inference() for x in own):
+            raise Unfit
+        if torch.is_grad_enabled() and any(flat[place].requires_grad for place in self.wanted):
+            raise Unfit  # another graph leads to it, and goes on through this one
+        self._again: Callable[[], Run] | None = again
+        self._entered = [(x, private.version(x)) for x in own]
         filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
         versions = [private.version(flat[place]) for place in self.wanted]
         hooks, every = Registrations(), leaves.made()
@@ -141,10 +153,21 @@ class PlainRun(Outcome):
         self, cotangent: object, retain_graph: bool = False, *, into: Mapping[Key, Buffer] | None = None
     ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
         """As of `Run`: (scaled cotangents of the primals that were not added to sums, those of the flat inputs)."""
-        with self._pulling, _around():
+        with self._pulling:
+            if _is_transformed(cotangent):
+                pulled = self._run_again().pull(cotangent, retain_graph)
+                if not retain_graph:
+                    self.drop()
+                return pulled
+            return self._pulled(cotangent, retain_graph, into)
+
+    def _pulled(
+        self, cotangent: object, retain_graph: bool, into: Mapping[Key, Buffer] | None
+    ) -> tuple[dict[Key, Buffer], list[torch.Tensor | None]]:
+        with _around():
             real, leaves, cotangents = self._begun(cotangent)
             graph, params = Graph(real), self._params
-            weights = [] if self._hooked else graph.weights(params)
+            weights = self._weights(graph)
             sums = _Sums(leaves, into)
             own = {weight.number for _, weight in weights}
             others = [i for i in range(len(params)) if i not in own]
@@ -162,9 +185,19 @@ class PlainRun(Outcome):
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
-        with self._pulling, _around():
+        with self._pulling:
+            if _is_transformed(cotangent):
+                self._rest = run = self._run_again()
+                wanted = run.pull_inputs(cotangent, retain_graph)
+                if not retain_graph:
+                    self._real, self._inputs = None, []
+                return wanted
+            return self._pulled_inputs(cotangent, retain_graph)
+
+    def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
+        with _around():
             real, _, cotangents = self._begun(cotangent)
-            weights = [] if self._hooked else Graph(real).weights(self._params)
+            weights = self._weights(Graph(real))
             split = Split(real, self._inputs, self._params)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
@@ -179,8 +212,19 @@ class PlainRun(Outcome):
     def pull_params(self, into: Mapping[Key, Buffer] | None = None) -> dict[Key, Buffer]:
         """The second half of `pull`, once after the first: the cotangents of the primals, but for those that were added
         to sums."""
-        with self._pulling, _around():
+        with self._pulling:
+            if isinstance(self._rest, Run):
+                rest, self._rest = self._rest, None
+                grads = rest.pull_params(into)
+                if self._real is None:
+                    self.drop()
+                return grads
+            return self._pulled_params(into)
+
+    def _pulled_params(self, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
+        with _around():
             rest, self._rest = self._rest, None
+            assert not isinstance(rest, Run)
             if rest is None or self.state is None or self._leaves is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
@@ -200,6 +244,21 @@ class PlainRun(Outcome):
             if not retain_graph:
                 self.drop()
             return grads
+
+    def _weights(self, graph: Graph) -> list[tuple[Node, Weight]]:
+        """The weights that may be added to their sums at once, as nobody looks at their cotangents."""
+        return [] if self._hooked or torch.is_anomaly_enabled() else graph.weights(self._params)
+
+    def _run_again(self) -> Run:
+        """A run of the same under torch.func: for whoever differentiates the pullback, or maps it."""
+        self.need_graph()
+        assert self._again is not None
+        if any(private.version(x) != version for x, version in self._entered):
+            raise ValueError(
+                "pullback: a transform is around it, for which the function runs again, and an input of its run has "
+                "been written to in place. Write to a copy (x = x.clone()), or transform the vjp with its pullback."
+            )
+        return self._again()
 
     def _begun(self, cotangent: object) -> tuple[Sequence[torch.Tensor], Leaves, list[torch.Tensor]]:
         self.need_graph()
@@ -223,8 +282,17 @@ class PlainRun(Outcome):
 
     def drop(self) -> None:
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
-        self._real = self._rest = self._leaves = self.state = None
-        self._inputs, self._params = [], []
+        self._real = self._rest = self._leaves = self.state = self._again = None
+        self._inputs, self._params, self._entered = [], [], []
+
+
+def _is_transformed(cotangent: object) -> bool:
+    """Tells whether somebody differentiates, or maps, what a cotangent is pulled back to."""
+    if not (private.transforms() or in_differentiated()):
+        return False
+    return private.transforms() or any(
+        isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(cotangent)
+    )
 
 
 def run_of(
@@ -242,12 +310,13 @@ def run_of(
     fused: bool = False,
 ) -> Run | PlainRun:
     """A forward on these leaves, where there are any; otherwise, and where the function is not fit for it, a `Run`."""
+    own = functools.partial(Run, step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial)
     if leaves is not None and leaves.fit:
         try:
-            return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial)
+            return PlainRun(step, state, inputs, argnums, seed, scale, leaves, partial, own)
         except Unfit:
             leaves.fit = False
-    return Run(step, state, inputs, argnums, seed, scale, unreduced, alone, fused, partial)
+    return own()
 
 
 class _Sums:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.context import in_differentiated
 from fzero.engine.delivery import Delivery
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
@@ -55,7 +56,8 @@ class Run(Outcome):
         traversal.schedule.keeps = alone
         traversal.schedule.frees = fused and traversal.table.remats
         differentiated = [flat[place] for place in self.wanted]
-        self.outer = private.level() > 0 or (torch.is_grad_enabled() and any(x.requires_grad for x in differentiated))
+        # what another graph leads to may be among the inputs, or in what the function closes over
+        self.outer = private.level() > 0 or in_differentiated() or _any_requires_grad(differentiated)
         self._leads_on = self.outer  # whether another graph leads to the calls of this one
         returned: list[tuple[pytree.Split, pytree.Split]] = []
         ends: list[Ends] = []
@@ -116,7 +118,9 @@ class Run(Outcome):
         self._leads_on = self._leads_on or create_graph
         traversal.retain_graph = again
         # whoever differentiates the result too reads it through the graph; otherwise it is delivered outside of it
-        follows = self.outer or private.transforms()  # the params or the cotangent, as nothing but the graph does
+        follows = (
+            self.outer or private.transforms() or in_differentiated()
+        )  # the params or the cotangent, as nothing but the graph does
         found: dict[Key, Buffer] = {}
         traversal.delivery = delivery = None if follows or create_graph else self._delivery(traversal, found, receive)
         if delivery is not None:
@@ -177,7 +181,9 @@ class Run(Outcome):
 
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         traversal, cotangents = self._begun(cotangent)
-        if self.outer or private.transforms():  # who differentiate the result: the graph is theirs
+        if (
+            self.outer or private.transforms() or in_differentiated()
+        ):  # who differentiate the result: the graph is theirs
             grads, out = self._pulled(cotangent, retain_graph, False, None, None)
             self._rest = grads
             return out
@@ -234,3 +240,7 @@ class Run(Outcome):
             getattr(self, "_pull", None) is not None or getattr(self, "_rest", None) is not None
         ):  # nobody pulled it back
             self.drop()
+
+
+def _any_requires_grad(tensors: Sequence[torch.Tensor]) -> bool:
+    return torch.is_grad_enabled() and any(x.requires_grad for x in tensors)

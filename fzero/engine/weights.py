@@ -11,11 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
-from fzero.base.hooks import register
+from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
 
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
@@ -51,16 +51,18 @@ class Graph:
 
     Attributes:
         ends: the outputs that depend on anything.
+        roots: their nodes.
         uses: node -> the nodes that lead to it, and the places of their edges.
         leaves: id of a leaf -> its node.
     """
 
     def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
         self.ends = [o for o in outputs if o.requires_grad]
-        roots = [o.grad_fn for o in self.ends if o.grad_fn is not None]
-        nodes = list(dict.fromkeys(roots))
+        nodes = [o.grad_fn if o.grad_fn is not None else get_gradient_edge(o).node for o in self.ends]  # of a leaf
+        self.roots = dict.fromkeys(nodes)
+        nodes = list(self.roots)
         self.uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
-        self._roots, self.leaves = set(roots), dict[int, Node]()
+        self.leaves: dict[int, Node] = {}
         uses, append = self.uses, nodes.append
         for node in nodes:  # which grows
             following = node.next_functions
@@ -87,7 +89,7 @@ class Graph:
             if node is None or param.ndim != 2 or param.is_complex() or param._backward_hooks:  # type: ignore[attr-defined]
                 continue
             transposed, cast, uses = False, False, self.uses[node]
-            while len(uses) == 1 and node not in self._roots:
+            while len(uses) == 1 and node not in self.roots:
                 node, place = uses[0]
                 name = name_of(node)
                 if name != _T and (name != _CAST or cast):  # of two casts each would round
@@ -128,16 +130,17 @@ def pull(
     added: set[int] = set()
     runs: set[Node] = set()
     graph.above([graph.leaves[id(x)] for x in asked if id(x) in graph.leaves], runs)
+    graph.above([user for node, _ in weights for user, _ in graph.uses[node]], runs)
     ends: list[tuple[Node, Weight]] = []  # whose cotangents are asked for, as autograd would not come by otherwise
-    handles: list[RemovableHandle] = []
-    for node, weight in sorted(weights, key=lambda pair: pair[0]._sequence_nr()):
-        if node not in runs or any(node is end for end, _ in ends):
+    own = Pass(graph.roots)
+    handles: list[RemovableHandle] = own.handles
+    for node, weight in weights:
+        if node not in runs:
             ends.append((node, weight))
-            graph.above([node], runs)
             continue
 
         def before(grads: Grads, node: Node = node, weight: Weight = weight) -> None:
-            if grads[0] is not None:
+            if grads[0] is not None and own.number == running():
                 weight.add_to(weight.product.of(node, grads[0]), *totals[weight.number])
                 added.add(weight.number)
 

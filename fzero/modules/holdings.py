@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import enum
 import functools
 import gc
@@ -11,7 +12,7 @@ import logging
 import types
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -20,6 +21,7 @@ from torch.nn.modules import module as torch_module
 from fzero.capture.containers import Cell
 from fzero.capture.contents import ATOMS, BOUND, attributes_of, functions_of, is_library, names_of
 
+Item = TypeVar("Item")
 Part = tuple[str, object, bool]  # label, object, whether it is data of what holds it
 Parts = Iterator[Part]
 Build = tuple[Any, ...]  # function, arguments, state, items, pairs
@@ -126,6 +128,14 @@ def contents_of(cell: types.CellType) -> object:
     return Cell(cell).found.get("")
 
 
+def snapshot(items: Callable[[], Iterable[Item]]) -> list[Item]:
+    """What a container holds now. Other threads, and finalizers that run meanwhile, may make it larger or smaller."""
+    for _ in range(100):
+        with contextlib.suppress(RuntimeError):
+            return list(items())
+    return list(items())
+
+
 class Holdings:
     """Everything that is reached from a module, breadth first; what only hooks and functions hold is not its own."""
 
@@ -189,12 +199,12 @@ class Holdings:
             yield from self._parts_of_module(x)
         elif isinstance(x, dict) and type(x) in MAPPINGS:
             own = self._registries.get(id(x), "")
-            for key, value in list(x.items()):
+            for key, value in snapshot(x.items):
                 yield f"a key of a {type(x).__name__}", key, True
                 name = getattr(value, "__qualname__", type(value).__name__) if own in HOOKS else repr(key)
                 yield f"{_LABELS.get(own, 'entry')} {name}", value, own not in HOOKS
         elif isinstance(x, SEQUENCES) and type(x) in SEQUENCES:
-            yield from ((f"item {i}", item, True) for i, item in enumerate(x))
+            yield from ((f"item {i}", item, True) for i, item in enumerate(snapshot(x.__iter__)))
         elif isinstance(x, types.FunctionType):
             yield from _parts_of_function(x)
         elif isinstance(x, types.CellType):
@@ -209,7 +219,7 @@ class Holdings:
             for part in (x.func, *x.args, *x.keywords.values(), *vars(x).values()):
                 yield "an argument of functools.partial", part, False
         elif isinstance(x, WEAK):
-            for entry in list(x.items() if not isinstance(x, weakref.WeakSet) else zip(x, strict=True)):
+            for entry in snapshot(x.items if not isinstance(x, weakref.WeakSet) else lambda: zip(x, strict=True)):
                 yield from (("an entry of a weak container", part, True) for part in entry)
         elif isinstance(x, types.GeneratorType):
             frame = x.gi_frame
@@ -218,7 +228,7 @@ class Holdings:
             yield from self._parts_of_instance(x)
 
     def _parts_of_module(self, module: nn.Module) -> Parts:
-        for name, value in vars(module).items():
+        for name, value in snapshot(vars(module).items):
             if name in _LABELS:
                 self._registries[id(value)] = name
             yield "" if name in _LABELS else f"attribute {name!r}", value, True
@@ -246,7 +256,7 @@ class Holdings:
 
 
 def _attributes(own: Mapping[str, object], is_data: bool) -> Parts:
-    return ((f"attribute {name!r}", value, is_data) for name, value in own.items())
+    return ((f"attribute {name!r}", value, is_data) for name, value in snapshot(own.items))
 
 
 def _parts_of_function(function: types.FunctionType) -> Parts:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from fzero.base.arguments import need_int, wrong
-from fzero.base.context import averaged, beside, one_by_one
+from fzero.base.context import averaged, beside, one_by_one, over_means
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Mesh
@@ -62,7 +62,19 @@ def need_axis(ax: object, who: str) -> Axis:
     noted = beside.get()
     if noted is not None and ax.size > 1 and all(len(_common(members, ax)) < 2 for members in averaged.get()):
         noted(ax.members, ax)
+    if who in _ALONG_SEQUENCES:
+        note_over_means(ax, who, 1)
     return ax
+
+
+_ALONG_SEQUENCES = frozenset(("ring", "ulysses", "ring_shift", "shard_sequence"))  # which name no dim
+
+
+def note_over_means(ax: Axis, who: str, dim: int) -> None:
+    """Tells whoever asks that a map goes over an axis whose ranks have parts of one batch."""
+    noted = over_means.get()
+    if noted is not None and ax.size > 1 and is_averaged(ax):
+        noted(ax, who, dim)
 
 
 def need_dim(dim: object, ndim: int, who: str, argument: str = "dim") -> int:

@@ -24,7 +24,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import linear
 from fzero.engine.compiled import leave_out
 from fzero.parallel import varying
-from fzero.parallel.axis import is_averaged, need_axis, need_dim
+from fzero.parallel.axis import is_averaged, need_axis, need_dim, note_over_means
 from fzero.parallel.map_marks import GATHER_OWN, mapped, need_mappable
 from fzero.parallel.types import running
 
@@ -294,7 +294,9 @@ def _need_tensor(x: object, who: str) -> None:
 def _need_dim(x: torch.Tensor, ax: Axis, dim: int, who: str, argument: str = "dim") -> int:
     _need_tensor(x, who)
     need_axis(ax, who)
-    return need_dim(dim, x.ndim, who, argument)
+    number = need_dim(dim, x.ndim, who, argument)
+    note_over_means(ax, who, number)
+    return number
 
 
 def _need_sizes(sizes: Sizes | None, x: torch.Tensor, ax: Axis, dim: int, who: str) -> list[int]:

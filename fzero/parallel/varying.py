@@ -81,7 +81,7 @@ class Varying(TorchFunctionMode):
         if private.level() > self._level:
             self.need_level(flat, name_of(func))
         size = next(own_sizes_in(args, kwargs), None)
-        if size is not None and (func not in SHAPED or not any(mark and mark.cut for mark in marks)):
+        if size is not None and (func not in SHAPED or not any(map(_can_be_shaped, flat, marks))):
             return self._made(func, size, args, kwargs)
         if not any(marks):
             return func(*args, **kwargs)
@@ -287,6 +287,11 @@ class Varying(TorchFunctionMode):
                     f"apply: {name_of(func)!r} writes what module {source!r} gives, whose outputs are cut over axis "
                     f"{self.axis.name!r}, into a tensor that all ranks have. Compute a new one: x = x + y."
                 )
+
+
+def _can_be_shaped(x: object, mark: Mark | None) -> bool:
+    """Tells whether something is a slice of which one knows how it lies, or of which no element can be another one."""
+    return bool(mark and (mark.cut or (mark.source and isinstance(x, torch.Tensor) and x.numel() == 0)))
 
 
 # takes what was done in modules for what varies there, in words, where somebody asks

@@ -61,7 +61,7 @@ def _need_documents(documents: Documents | None, who: str) -> tuple[int, ...] | 
     if not isinstance(given, (list, tuple)):
         raise wrong(who, "documents", documents, expected)
     out = tuple(need_int(each, who, "documents", expected) for each in given)
-    if len(out) < 2 or out[0] != 0 or list(out) != sorted(out):
+    if out[:1] != (0,) or list(out) != sorted(out):
         raise ValueError(f"{who}: got documents={list(out)}, expected {expected}.")
     return out
 
@@ -94,7 +94,8 @@ def visible(total: int, options: Options) -> Visible:
     place = torch.arange(total, device="cpu")
     low, high = torch.zeros_like(place), torch.full_like(place, total)
     if options.documents is not None:
-        starts, ends = [torch.tensor(each, device="cpu") for each in (options.documents[:-1], options.documents[1:])]
+        ends = torch.tensor(options.documents, dtype=torch.int64, device="cpu")
+        starts, ends = ends[:-1], ends[1:]  # none on a rank of a batch that is too small for all of them
         which = torch.searchsorted(ends, place, right=True)
         low, high = starts[which], ends[which]
     if options.window is not None:

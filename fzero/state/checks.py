@@ -14,7 +14,7 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named
-from fzero.base.context import in_function
+from fzero.base.context import in_differentiated
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer
@@ -116,7 +116,7 @@ def _entries(tree: Sharded) -> list[Buffer]:
 
 def constants(who: str, **arguments: object) -> list[Any]:
     """The arguments with tensors as they are to everybody: none may take part in a transform around this call."""
-    if not (private.transforms() or _by_function()):
+    if not (private.transforms() or in_differentiated()):
         return list(arguments.values())
     out = []
     for argument, tree in arguments.items():
@@ -131,7 +131,7 @@ def constants(who: str, **arguments: object) -> list[Any]:
 def _refuse_transformed(who: str, argument: str, tensor: torch.Tensor) -> None:
     """Refuses a tensor that a transform differentiates or maps."""
     transform = private.transform_of(tensor)
-    if transform is None and _by_function() and tensor.requires_grad:
+    if transform is None and in_differentiated() and tensor.requires_grad:
         transform = "the pullback of the step whose function runs"
     if transform is not None:
         instead = (
@@ -155,25 +155,24 @@ def need_derivatives(who: str) -> None:
         )
 
 
-def _by_function() -> bool:
-    """Tells whether a step's function runs that plain autograd differentiates."""
-    return in_function.get() and torch.is_grad_enabled()
-
-
 def refuse_captured(who: str, fn: object) -> None:
     """Refuses the same in what a function closes over, in its closure, its defaults, or bound by functools.partial."""
-    if not (private.transforms() or _by_function()):
+    if not (private.transforms() or in_differentiated()):
         return
     fn = getattr(fn, "__func__", fn)
     names = ("__defaults__", "__kwdefaults__", *(("args", "keywords") if isinstance(fn, functools.partial) else ()))
     given = [getattr(fn, name, None) for name in names]
-    captured = pytree.flatten(given, is_leaf=lambda node: not isinstance(node, (dict, tuple, list)))[0]
+    captured = pytree.flatten(given, is_leaf=_no_container)[0]
     for cell in getattr(fn, "__closure__", None) or ():
         with contextlib.suppress(ValueError):  # an empty cell
-            captured.append(cell.cell_contents)
+            captured += pytree.flatten(cell.cell_contents, is_leaf=_no_container)[0]
     for value in captured:
         if isinstance(value, torch.Tensor):
             _refuse_transformed(who, f"fn, which closes over a tensor of shape {tuple(value.shape)},", value)
+
+
+def _no_container(node: object) -> bool:
+    return not isinstance(node, (dict, tuple, list))
 
 
 def _named_tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:

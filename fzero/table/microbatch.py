@@ -54,10 +54,10 @@ class Microbatches:
 
     def _rows(self, rows: object, lengths: Sequence[object], name: str, dim: int | None) -> Sequence[object]:
         """The rows of every microbatch's examples."""
-        if dim is None:
+        if dim is None or not isinstance(rows, torch.Tensor):
             return [rows] * self.count
         sizes = [int(own.sum()) for own in lengths if isinstance(own, torch.Tensor)]
-        if dim != 0 or not isinstance(rows, torch.Tensor) or not rows.ndim or sum(sizes) != rows.shape[0]:
+        if dim != 0 or not rows.ndim or sum(sizes) != rows.shape[0]:
             raise ValueError(
                 f"accumulate: input {name} is {named(rows)}, and the lengths of its examples add up to {sum(sizes)}; "
                 "expected as many rows, and in_dims of 0 or None for fz.Ragged."

@@ -437,3 +437,47 @@ def replicas(rank: int) -> None:
 
 def test_copies_that_would_drift_apart() -> None:
     run_ranks(replicas, 4, backend="processes", timeout=15)
+
+
+def attends(p: Any, h: torch.Tensor, attention: Any = None, ax: Any = None, last: bool = False) -> torch.Tensor:
+    """A layer of attention over [examples, tokens, width]; with an axis its inputs are examples, and it cuts them."""
+    if ax is not None:
+        h = fz.parallel.all_to_all(h, ax, split=1, concat=0)
+    q = (h @ p["w"])[:, None]
+    h = h + (attention or torch.nn.functional.scaled_dot_product_attention)(q, q, q)[:, 0]
+    if ax is not None:
+        h = fz.parallel.all_to_all(h, ax, split=0, concat=1)
+    return h.cos().mean() if last else h
+
+
+def sequences(rank: int, groups: list[list[int]], cuts: int) -> None:
+    """What a place cuts over ranks that have examples elsewhere is refused, where its function does not turn it."""
+    place = next(i for i, ranks in enumerate(groups) if rank in ranks)
+    handles: list[Any] = [dist.new_group(ranks) for ranks in groups]
+    mesh = DeviceMesh.from_group(handles[place], "cpu", groups[place], mesh_dim_names=("sp",))
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(4, 6, 2, generator=generator, dtype=torch.float64)
+    params = [{"w": torch.randn(2, 2, generator=generator, dtype=torch.float64)} for _ in groups]
+    mine, order = x.chunk(len(groups[place]))[groups[place].index(rank)], fz.schedules.gpipe(2, 1)
+    whole = fz.pipeline([make(attends), make(functools.partial(attends, last=True))], order)
+    want, wanted = whole(whole.init(params), x)
+    ax = fz.parallel.axis(mesh, "sp")
+    for own in (fz.parallel.ulysses(None, ax), fz.parallel.ring(ax)):
+        pipes = []
+        for own_ax in (None, ax):
+            kinds: list[dict[str, Any]] = [{}, {"last": True}]
+            kinds[cuts] |= {"attention": own, "ax": own_ax} if place == cuts else {}
+            fns = [make(functools.partial(attends, **kind)) for kind in kinds]
+            pipes.append(fz.pipeline([fz.shard_zero1(fn, mesh=mesh, axis="sp") for fn in fns], order, groups))
+        wrong, right = pipes
+        for call in (wrong, wrong.forward, wrong.vjp):
+            with pytest.raises(ValueError, match=rf"stage {cuts} calls fz.parallel.*, each of which has a part"):
+                call(wrong.init(params), mine)
+        new, metrics = right(right.init(params), mine)
+        fz.testing.assert_trees_close(metrics["loss"], wanted["loss"], rtol=1e-12)
+        fz.testing.assert_trees_close(fz.gather(new.params)[place], fz.gather(want.params)[place], rtol=1e-10)
+
+
+@pytest.mark.parametrize(("groups", "cuts"), [([[0], [1, 2]], 1), ([[0, 1], [2]], 0)])
+def test_sequences_that_are_cut_over_examples(groups: list[list[int]], cuts: int) -> None:
+    run_ranks(functools.partial(sequences, groups=groups, cuts=cuts), 3, backend="processes")

@@ -460,3 +460,53 @@ def test_under_plain_autograd_and_torch_func_the_grads_lead_on() -> None:
         assert_trees_equal(got, want)
 
     run_ranks(rank_main, 1)
+
+
+class _Doubles(torch.autograd.Function):
+    """Twice its input; the backward writes to its cotangent, as torch says it must not."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x * 2
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cotangent.mul_(2)
+
+
+def _before(p: Any, x: torch.Tensor) -> torch.Tensor:
+    doubled = _Doubles.apply(x)
+    return (x @ p["w"] + doubled).cos()  # the product is pulled back first
+
+
+def _beside(p: Any, x: torch.Tensor) -> Any:
+    doubled = _Doubles.apply(x)
+    return doubled, x @ p["w"]
+
+
+@pytest.mark.parametrize("fn", [_before, _beside])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_cotangent_that_is_written_to_between_the_halves(fn: Any, stage: int) -> None:
+    """It is what a whole pullback brings, or refused."""
+
+    def main(rank: int) -> None:
+        step = fz.train_step(fn, fz.sgd(0.1))
+        step = fz.shard_zero3(step) if stage else step
+        state = step.init({"w": torch.eye(3, dtype=F64) / 2})
+        x = torch.arange(6.0, dtype=F64).view(2, 3)
+        out, pullback = step.vjp(state, x)
+        given = lambda: [torch.ones(2, 3, dtype=F64)] * 2  # one tensor for both outputs
+        same = lambda: tuple(given()) if isinstance(out, tuple) else given()[0]
+        wanted = pullback(same(), retain_graph=True)[0]
+        try:
+            pullback.inputs(same(), retain_graph=True)
+        except ValueError as error:
+            assert "writes in place to a cotangent" in str(error)
+        else:
+            assert_trees_equal(fz.gather(pullback.params()), fz.gather(wanted))
+
+    run_ranks(main, 1)

@@ -34,6 +34,28 @@ def test_what_refers_weakly_leads_there_too() -> None:
     assert id(other) in Holdings(module).objects
 
 
+class Changing(weakref.WeakValueDictionary[int, nn.Module]):
+    """Of which there are more entries each time that one looks, as where other threads write to it."""
+
+    def __init__(self, late: list[nn.Module]) -> None:
+        super().__init__()
+        self.late = list(late)
+
+    def items(self) -> Any:
+        for pair in super().items():
+            if self.late:
+                self[len(self)] = self.late.pop()
+            yield pair
+
+
+def test_a_container_may_change_while_it_is_looked_at() -> None:
+    module, held = nn.Linear(1, 1), [nn.Linear(1, 1) for _ in range(4)]
+    module.note = Changing(held[1:])  # type: ignore[assignment]
+    module.note[0] = held[0]  # type: ignore[index, operator]
+    found = Holdings(module).objects
+    assert all(id(own) in found for own in held)
+
+
 def test_only_the_users_functions_have_global_names() -> None:
     assert set(globals_of(reads_a_global)) == {"SHARED", "torch"} and globals_of(nn.Linear.forward) == {}
     assert is_atom(3) and is_atom(torch.float32) and not is_atom(SHARED) and not is_atom(weakref.ref(SHARED))

@@ -89,6 +89,7 @@ EQUAL: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
     "causal by hand": lambda h, x: causal(h),
     "rotary by complex numbers": lambda h, x: rotated(h),
     "a cache that begins empty": lambda h, x: torch.cat([torch.tensor([], dtype=h.dtype), h], -2),
+    "of no tokens, by sizes": lambda h, x: torch.cat([of_no_tokens(h[:, :0]), h], 1),
     "one slope": lambda h, x: F.prelu(h, x.mean().view(1)),
     "einsum with dots": lambda h, x: torch.einsum("...f,...f->...f", h, h.sin()),
     "one by one": lambda h, x: torch.stack([row * 2 for row in h]),
@@ -128,6 +129,12 @@ def in_the_batch(h: torch.Tensor) -> torch.Tensor:
     b, t, heads = h.shape[0], h.shape[1], h.shape[2] // 2
     q = h.view(b, t, heads, 2).permute(0, 2, 1, 3).reshape(b * heads, t, 2)
     return (torch.softmax(q @ q.mT, -1) @ q).view(b, heads, t, 2).transpose(1, 2).reshape(b, t, heads * 2)
+
+
+def of_no_tokens(h: torch.Tensor) -> torch.Tensor:
+    heads = h.shape[2] // 2
+    q = h.reshape(2, 0, heads, 2).transpose(1, 2).sin()
+    return q.reshape(1, 2, heads, 0, 2)[0].transpose(1, 2).reshape(2, 0, heads * 2)
 
 
 def filled(h: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 from unittest import mock
 
@@ -161,3 +162,19 @@ def test_arguments() -> None:
         fz.parallel.attention(x, x, x, documents=[1, 2])
     with pytest.raises(RankError, match="order='ring', expected one of contiguous, zigzag"):
         run_ranks(lambda rank: fz.parallel.ring(fz.parallel.axis(None, "sp"), "ring"), 1)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_documents_at_all(causal: bool) -> None:
+    """As a rank has of a batch of fewer examples than ranks."""
+    q, k = torch.ones(1, 2, 0, 3, dtype=F64), torch.ones(1, 1, 0, 3, dtype=F64)
+
+    def own(rank: int) -> None:
+        attend = fz.parallel.ulysses(None, fz.parallel.axis(None, "sp"), causal=causal, documents=[0])
+        for each in (attend, functools.partial(fz.parallel.attention, causal=causal, documents=torch.tensor([0]))):
+            out, pull, *_ = torch.func.vjp(each, q, k, k)
+            assert out.shape == q.shape and [x.shape for x in pull(out)] == [q.shape, k.shape, k.shape]
+
+    run_ranks(own, 2)
+    with pytest.raises(ValueError, match="documents that end at 0, expected 2"):
+        fz.parallel.attention(*[torch.ones(1, 1, 2, 2)] * 3, documents=[0])

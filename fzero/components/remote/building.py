@@ -15,6 +15,7 @@ from fzero.components.remote.link import Place, Settings
 from fzero.components.remote.own_slices import OwnSlices, lies_over
 from fzero.components.remote.part import Part
 from fzero.components.remote.specs import need_axes
+from fzero.components.remote.streams import device_of
 from fzero.table.spec import Spec
 
 
@@ -34,6 +35,13 @@ def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> P
             "(fz.parallel.axis(mesh, 'dp'))."
         )
     step, params = parts[0], parts[1]
+    device = device_of(params)
+    if settings.ranks > 1 and device.type == "cuda" and settings.backend == "gloo":
+        raise ValueError(
+            f"fz.remote: build({rank}) returned params on {device}, expected some on the CPU, as the process group of "
+            f"the {settings.ranks} ranks is gloo's. Give each rank a GPU of its own and options={{'backend': 'nccl'}}, "
+            "on='processes' or 'ray'."
+        )
     means = step.axis()
     over = parts[2] if len(parts) == 3 else means
     if isinstance(over, backend.Mesh):

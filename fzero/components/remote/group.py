@@ -14,6 +14,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from fzero.base.interrupts import kept_back
+from fzero.components.remote.alone import Failing, Standing
 from fzero.components.remote.failure import ComponentDied, Failed, Failure, error_of, first_of
 from fzero.components.remote.link import Arguments, Link, Message, Place, Settings
 from fzero.components.remote.pull import Puller, Table
@@ -48,6 +50,7 @@ class Group:
         self._broken: list[Failure] = []
         self._holds: dict[int, list[Any]] = {}  # call -> ranks that have not got its operands yet, and these
         self.failures: dict[int, Failure] = {}  # of calls that are known to have failed
+        self._failing = Failing(settings.ranks)
         self._known: set[str] = set()  # components whose tables the ranks have
         self._readers: weakref.WeakSet[Group] = weakref.WeakSet()  # those whose ranks have this one's
         _groups[settings.identity] = self
@@ -159,7 +162,7 @@ class Group:
     # ---- messages
 
     def call(
-        self, verb: str, arguments: Arguments, held: Sequence[object] = (), own: Sequence[Any] = (), key: int = -1
+        self, verb: str, arguments: Arguments, held: Sequence[object] = (), own: Sequence[Arguments] = (), key: int = -1
     ) -> int:
         """Sends a call to all ranks, and returns its number.
 
@@ -169,6 +172,17 @@ class Group:
             key: of the trees that it returns, which are the same for all calls of one key.
         """
         self.need_alive()  # before the lock, which a forked child may have as another thread held it
+        number = None
+        try:
+            with kept_back():  # a rank that had a call which others have not would wait for them
+                number = self._sent(verb, arguments, held, own, key)
+        except BaseException:
+            if number is not None:  # an interrupt: nobody will ask for what the call makes
+                self.forget(number, -1)
+            raise
+        return number
+
+    def _sent(self, verb: str, arguments: Arguments, held: Sequence[object], own: Sequence[Arguments], key: int) -> int:
         with self._lock:
             self.need_alive()
             number = next(self._numbers)
@@ -181,13 +195,13 @@ class Group:
                     mine = {**arguments, **own[rank]} if own else arguments
                     link.send(("call", number, verb, mine, key if key >= 0 else None))
                     sent += 1
-            except OSError as error:
-                self._lost(sent, error)
-            finally:
-                if sent < len(self.links):
-                    self._holds.pop(number, None)
-                    if sent:  # an interrupt: the ranks would not do the same any more
-                        self.die(sent, "has not got a call that others have")
+            except BaseException as error:
+                self._holds.pop(number, None)
+                if isinstance(error, OSError):
+                    self._lost(sent, error)
+                if sent or not isinstance(error, Exception):  # of which nobody knows when it came
+                    self.die(sent, "has perhaps not got a call that others have")
+                raise
             return number
 
     def _lost(self, rank: int, error: OSError) -> None:
@@ -236,6 +250,14 @@ class Group:
                 self.failures.setdefault(message[1], failure)
             if failure.broken:
                 self._left_alone(rank, failure)
+            elif message[3] and len(self.links) > 1 and self._failing.failed(message[1], rank, failure):
+                for other in [link for number, link in enumerate(self.links) if number != rank]:
+                    with contextlib.suppress(OSError):
+                        other.send(("failing", message[1]))
+        elif kind == "stands":
+            lost = self._failing.stands(message[1], rank, Standing(*message[2]))
+            if lost is not None:
+                self.die(*lost)
         elif kind == "died":
             self.die(rank, *message[1:])
         else:
@@ -268,7 +290,7 @@ class Group:
         identity = other.settings.identity
         if other is self or identity in self._known:
             return
-        with self._lock:
+        with kept_back(), self._lock:
             for link in self.links:
                 with contextlib.suppress(OSError):
                     link.send(("table", identity, other.table(link)))
@@ -315,6 +337,8 @@ class Group:
 
     def error(self, failure: Failure) -> Exception:
         """What is raised of a failure: of a component that died, what is known of its death."""
+        if self.died is not None:  # perhaps of this failure
+            return self._as_died(self.died)
         if failure.kind == "ComponentDied" or failure.broken:
             group = _groups.get(failure.lost)
             if group is not None:

@@ -11,7 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 
+from fzero.comm.waits import Waits, shown_by
 from fzero.components.remote import verbs
+from fzero.components.remote.alone import Standing, tell
 from fzero.components.remote.arrivals import bring_inputs, brought_cotangent
 from fzero.components.remote.digests import apart, digests_of, unlike
 from fzero.components.remote.failure import Failed, Failure, failure_of, first_of
@@ -20,6 +22,7 @@ from fzero.components.remote.link import Arguments, Message, Place
 from fzero.components.remote.order import Order
 from fzero.components.remote.part import Operands, Part, Pulled
 from fzero.components.remote.pull import Arrived, Puller, Source, whole
+from fzero.components.remote.streams import Bringing, device_of, used_here
 from fzero.components.remote.values import Box, Meta, Name, Record, Values
 
 AHEAD = 4  # calls whose operands are brought while an earlier one computes
@@ -56,8 +59,8 @@ class Host:
     ) -> None:
         self.component, self.identity, self.rank = component, identity, rank
         self._send, self.patience, self.around = report, patience, around
-        self.values = Values(component, rank, patience)
-        self.puller = Puller(rank)
+        self.values, self.waits = Values(component, rank, patience), Waits()
+        self.puller, self._bringing = Puller(rank), Bringing()
         self.peers: Sequence[Source] = ()
         self._arrived: dict[int, Failure | Arrived] = {}
         self._arrival = threading.Condition()
@@ -89,11 +92,17 @@ class Host:
             self.puller.tables[identity] = table
             if identity == self.identity:
                 self.peers = [source for source in table.sources if source is not self]
+        elif kind == "failing":
+            telling = (self.waits, lambda: self.values.runs(message[1]), self._says(message[1]), self.patience)
+            threading.Thread(target=tell, args=telling, name=f"fzero-tell-{self.rank}", daemon=True).start()
         elif kind == "gone":
             self.puller.forget(message[1])
         else:
             assert kind == "close", kind
             self.close(Failure("RuntimeError", f"component {self.component!r} was closed", self.component, self.rank))
+
+    def _says(self, call: int) -> Callable[[Standing], None]:
+        return lambda standing: self.report(("stands", call, tuple(standing)))
 
     def close(self, failure: Failure) -> None:
         """Ends it: what waits here fails, and `run` returns."""
@@ -122,7 +131,7 @@ class Host:
     def metas(self, names: Sequence[Name], alive: Callable[[], None] = lambda: None) -> list[Meta | Failure]:
         return [self.values.meta(name, alive) for name in names]
 
-    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]:
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]], device: object = None) -> list[torch.Tensor]:
         return [self.values.block(name, box) for name, box in wanted]
 
     def trees(self, call: int, alive: Callable[[], None] = lambda: None) -> object:
@@ -134,9 +143,12 @@ class Host:
 
     def arrived(self, call: int, alive: Callable[[], None] = lambda: None) -> Failure | Arrived:
         """Waits until a call's operands are here: the digests of its objects, or what is told of why they are not."""
+        begun = time.monotonic()
         with self._arrival:
             while not self._arrival.wait_for(lambda: call in self._arrived or self._over, self.values.beat):
                 alive()
+                if time.monotonic() - begun > self.patience and (late := self.values.missing(call)) is not None:
+                    return late
             if call not in self._arrived:
                 return Failure("ComponentDied", "was closed", self.component, self.rank, lost=self.identity)
             return self._arrived[call]
@@ -146,7 +158,7 @@ class Host:
     def _fetch(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                with torch.no_grad():
+                with torch.no_grad(), self._bringing.to(self.puller.device):
                     operands = self._operands(call)
             except Exception as error:
                 operands = failure_of(error, self.component, self.rank, self.identity)
@@ -221,6 +233,7 @@ class Host:
     def has_built(self, part: Part) -> None:
         """Takes what calls work with, before the first of them."""
         self.part, self.place = part, part.place
+        self.puller.device = device_of(part.params)
 
     def run(self) -> None:
         """Runs calls until it is closed, on the thread that has the process group."""
@@ -254,7 +267,8 @@ class Host:
         failure, begun = operands if isinstance(operands, Failure) else None, time.monotonic()
         if isinstance(operands, Operands):
             try:
-                with self.around():
+                used_here((operands.inputs, operands.cotangent, operands.options))
+                with self.around(), shown_by(self.waits):
                     results = verbs.RUN[call.verb](self.part, operands, call.number)
                 values, trees = results.values, results.trees
                 if self.place.means <= len(self.peers) and call.verb in verbs.SHARED:
@@ -270,7 +284,7 @@ class Host:
         self.part.ran(verbs.numbers_of(call.verb, call.arguments.get("options", {})), begun)
         call.record.finish({} if failure else values, failure)
         if failure is not None:
-            self.report(("failed", call.number, tuple(failure)))
+            self.report(("failed", call.number, tuple(failure), isinstance(operands, Operands)))
 
     def _check(self, key: int | None, trees: object) -> None:
         """Refuses other trees than those of earlier calls, which the caller has taken for granted."""

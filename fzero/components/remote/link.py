@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 Message = tuple[Any, ...]  # of a kind, which is first
 Arguments = dict[str, Any]  # of a call, by name
 
@@ -29,6 +31,8 @@ class Settings(NamedTuple):
         timeout: seconds that a call, or the start, may take.
         threads: that torch computes with, as in the controlling process: sums have the same bits then.
         checked: whether what ranks communicate is compared first.
+        backend: of their process group: "gloo", or "nccl" beside it, for tensors on GPUs.
+        dtype: the default dtype, as in the controlling process: of what functions make of nothing.
         in_specs, out_specs: how inputs and outputs lie over the ranks; None where examples do in dim 0.
     """
 
@@ -38,8 +42,10 @@ class Settings(NamedTuple):
     timeout: float
     threads: int
     checked: bool
+    dtype: torch.dtype = torch.float32
     in_specs: object = None
     out_specs: object = None
+    backend: str = "gloo"
 
 
 class Place(NamedTuple):

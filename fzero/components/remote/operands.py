@@ -9,6 +9,7 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import named
+from fzero.components.remote.around import need_alike
 from fzero.components.remote.cuts import Totals, cuts_of, even_box, need_lengths, ragged_box
 from fzero.components.remote.group import Group
 from fzero.components.remote.handle import Away, Handle, Value
@@ -41,6 +42,7 @@ def is_value(node: object) -> bool:
 
 def inputs_for(group: Group, inputs: Sequence[object], who: str) -> Given:
     """Inputs: each rank is sent its pieces of tensors, and the names of handles, to bring its pieces of these."""
+    need_alike(group.settings, who)
     (inputs,) = constants(who, inputs=tuple(inputs))
     skeleton, leaves = packed(inputs, is_value, f"{who}: inputs")
     places, totals = group.places, Totals(who)

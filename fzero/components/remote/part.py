@@ -124,6 +124,23 @@ class Part:
         sizes = [(total, self.place.piece(own)[1]) for own, (_, total) in shares.items() if {*own} & averaged]
         return any(0 < total < count for total, count in sizes)
 
+    def need_microbatches(self, operands: Operands) -> None:
+        """Refuses on all ranks what some could not split into the step's microbatches, for whom others would wait."""
+        micro = self.step.microbatches
+        if micro.count == 1:
+            return
+        slots = pytree.flatten(slots_of(operands.skeleton))[0]
+        for slot, dim in zip(slots, micro.dims(operands.inputs), strict=True):
+            dims = operands.dims[slot.number] if isinstance(slot, Slot) and dim is not None else ()
+            names = dims[dim] if dim is not None and -len(dims) <= dim < len(dims) else ()
+            total, count = operands.shares.get(names, (0, 0))[1], self.place.piece(names)[1]
+            if total % count:
+                raise ValueError(
+                    f"accumulate: dim {dim} of an input has size {total}, which {count} ranks over {names} share "
+                    f"unevenly; expected the same number on each, which divides into {micro.count} microbatches. Give "
+                    f"a size that {count * micro.count} divides."
+                )
+
     def need_numbers(self, tensors: Iterable[torch.Tensor], what: str) -> None:
         """Refuses what a rank without examples may have spoiled: its NaN, taken times 0, is NaN in every sum.
 

@@ -33,7 +33,9 @@ class Source(Protocol):
 
     def metas(self, names: Sequence[Name]) -> list[Meta | Failure]: ...
 
-    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]: ...
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]], device: torch.device) -> list[torch.Tensor]:
+        """Values, wherever they lie; those of another process on the device where it can."""
+        ...
 
     def trees(self, call: int) -> object: ...
 
@@ -75,10 +77,13 @@ class Puller:
 
     Args:
         choice: its number among readers, which take different copies.
+
+    Attributes:
+        device: where values are brought to.
     """
 
     def __init__(self, choice: int = 0) -> None:
-        self.choice = choice
+        self.choice, self.device = choice, torch.device("cpu")
         self.tables: dict[str, Table] = {}
         self._ended = Kept[str, str]()  # names of components that it knows no more
 
@@ -136,10 +141,10 @@ class Puller:
             for read in itertools.chain(*plans[-1].reads):
                 reads.setdefault((leaf[1], read.rank), {})[leaf[2], read.box] = None
         for (component, rank), own in reads.items():
-            found = self.table(component).sources[rank].blocks([*own])
-            own.update(zip([*own], found, strict=True))
+            found = self.table(component).sources[rank].blocks([*own], self.device)
+            own.update(zip([*own], [x.to(self.device) for x in found], strict=True))
         tensors = iter([self._made(plan, reads) for plan in plans])
-        return [_computed(leaf, tensors) for leaf, _ in wanted]
+        return [self._computed(leaf, tensors) for leaf, _ in wanted]
 
     def _layouts_of(self, leaves: Sequence[Leaf]) -> dict[tuple[str, Name], Layout]:
         by_component: dict[str, list[Name]] = {}
@@ -156,24 +161,25 @@ class Puller:
         leaf, layout, box, own = plan
         if leaf[0] == "fill":
             shape = layout.shape if box is None else [stop - start for start, stop in box]
-            return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device="cpu")
+            return torch.full(shape, leaf[3], dtype=leaf[4] or layout.dtype, device=self.device)
         parts = [[(read, reads[leaf[1], read.rank][leaf[2], read.box]) for read in block] for block in own]
-        return joined(layout, box, parts, self.table(leaf[1]).name)  # type: ignore[arg-type]
+        made = joined(layout, box, parts, self.table(leaf[1]).name)  # type: ignore[arg-type]
+        return made.to(self.device)  # also where it has no elements, which nobody sent
+
+    def _computed(self, leaf: Leaf, tensors: Iterator[torch.Tensor]) -> Any:
+        """An operand's value, of the next tensors."""
+        if leaf[0] in ("value", "fill"):
+            return next(tensors)
+        if leaf[0] == "sum":
+            return functools.reduce(torch.add, [self._computed(part, tensors) for part in leaf[1]])
+        if leaf[0] == "norm":  # on the CPU: it has the same bits for all components
+            return norm_by([self._computed(part, tensors).cpu() for part in leaf[1]]).to(self.device)
+        return leaf[1].to(self.device) if isinstance(leaf[1], torch.Tensor) else leaf[1]
 
 
 def _parts(leaf: Leaf) -> list[Leaf]:
     """The leaves that an operand is computed of."""
     return [part for own in leaf[1] for part in _parts(own)] if leaf[0] in ("norm", "sum") else [leaf]
-
-
-def _computed(leaf: Leaf, tensors: Iterator[torch.Tensor]) -> Any:
-    """An operand's value, of the next tensors."""
-    if leaf[0] in ("value", "fill"):
-        return next(tensors)
-    if leaf[0] in ("norm", "sum"):
-        own = [_computed(part, tensors) for part in leaf[1]]
-        return norm_by(own) if leaf[0] == "norm" else functools.reduce(torch.add, own)
-    return leaf[1]
 
 
 def norm_by(squares: Sequence[torch.Tensor]) -> torch.Tensor:

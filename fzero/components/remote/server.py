@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -10,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from fzero.channels import Address, Connection, Listener, TimedOut
+from fzero.components.remote import gpus
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.link import Way
 from fzero.components.remote.pull import Arrived, Source, lost
@@ -17,6 +19,7 @@ from fzero.components.remote.reach import Reach
 from fzero.components.remote.values import Box, Meta, Name
 
 IDLE = 1e6  # seconds that a reader may ask nothing; its end is noticed at once
+_CPU = torch.device("cpu")
 _log = logging.getLogger("fzero.components")
 
 
@@ -62,14 +65,22 @@ class Server:
         def alive() -> None:
             connection.send(("wait",))
 
+        owner = gpus.Owner()
         try:
             while True:
-                connection.send(answered(self._served, connection.receive(IDLE), alive))
+                request: Any = connection.receive(IDLE)
+                answer: Any = answered(self._served, request, alive)
+                on_one = answer[0] == "answer" and request[0] == "blocks" and gpus.lie_on(answer[1], request[1][1])
+                if not (on_one and owner.give(answer[1], connection.send, lambda: connection.receive(IDLE))):
+                    connection.send(answer)
+                del request, answer
         except OSError:
             connection.close()
         except Exception as error:  # what came is no request
             _log.warning("closed the connection to %s: %r", connection.peer, error, exc_info=True)
             connection.close()
+        finally:
+            owner.close()
 
 
 def answered(served: Served, request: object, alive: Callable[[], None]) -> tuple[str, object]:
@@ -85,7 +96,7 @@ def _answer(served: Served, request: Any, alive: Callable[[], None]) -> object:
     if kind == "metas":
         return [_as_sent(meta) for meta in served.metas(asked, alive)]
     if kind == "blocks":
-        return served.blocks(asked)
+        return served.blocks(asked[0])
     if kind == "trees":
         trees = served.trees(asked, alive)
         return _as_sent(trees) if isinstance(trees, Failure) else ("trees", trees)
@@ -117,20 +128,20 @@ class RemoteSource(Source):
         self._patience = patience
         peer = f"rank {self._rank} of component {self._component!r}"
         self._reach = Reach(address, token, actor, peer, patience, silent)
-        self._idle: list[Way] = []
+        self._idle: list[tuple[Way, gpus.Reader]] = []
         self._left = False
 
     def left(self) -> None:
         """Nothing more will be asked: connections are closed, those that wait for an answer once it has come."""
         self._left = True
         while self._idle:
-            self._idle.pop().close()
+            _close(*self._idle.pop())
 
     def metas(self, names: Sequence[Name]) -> list[Meta | Failure]:
         return [_as_told(each) for each in self._ask("metas", list(names))]
 
-    def blocks(self, wanted: Sequence[tuple[Name, Box | None]]) -> list[torch.Tensor]:
-        return self._ask("blocks", list(wanted))
+    def blocks(self, wanted: Sequence[tuple[Name, Box | None]], device: torch.device = _CPU) -> list[torch.Tensor]:
+        return self._ask("blocks", (list(wanted), gpus.name_of(device)), device)
 
     def trees(self, call: int) -> object:
         sent = self._ask("trees", call)
@@ -140,36 +151,45 @@ class RemoteSource(Source):
         sent = self._ask("arrived", call)
         return sent[1] if sent[0] == "arrived" else _as_told(sent)
 
-    def _ask(self, kind: str, asked: object) -> Any:
-        connection = None
+    def _ask(self, kind: str, asked: object, device: torch.device = _CPU) -> Any:
+        connection, reader = None, gpus.Reader()
         try:
             try:
-                connection = self._idle.pop()
+                connection, reader = self._idle.pop()
             except IndexError:
                 connection = self._reach.way()
+            hear = functools.partial(connection.receive, self._patience)
             connection.send((kind, asked))
             reply: Any = ("wait",)
             while reply[0] == "wait":
-                reply = connection.receive(self._patience)
+                reply = hear()
+            if reply[0] == "offer":
+                taken = reader.take(gpus.Offer(*reply[1]), device, connection.send, hear)
+                reply = hear() if taken is None else ("answer", taken)
         except TimedOut as error:
             if connection is not None:
-                connection.close()
+                _close(connection, reader)
             message = f"rank {self._rank} of component {self._component!r} gave no sign of life: {error}"
             raise Failed(Failure("TimeoutError", message, self._component, self._rank)) from None
         except OSError as error:
             if connection is not None:
-                connection.close()
+                _close(connection, reader)
             raise lost(self._identity, self._component, self._rank, f"cannot be reached ({error})") from None
         except BaseException:  # an interrupt, with an answer on its way
             if connection is not None:
-                connection.close()
+                _close(connection, reader)
             raise
-        self._idle.append(connection)
+        self._idle.append((connection, reader))
         if self._left:
             self.left()
         if reply[0] == "failed":
             raise Failed(Failure(*reply[1]))
         return reply[1]
+
+
+def _close(connection: Way, reader: gpus.Reader) -> None:
+    reader.close()
+    connection.close()
 
 
 def sent_source(

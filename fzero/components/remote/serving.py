@@ -41,6 +41,7 @@ def serve(
         mailbox: by which others can do so where no connection comes about.
     """
     torch.set_num_threads(settings.threads)
+    torch.set_default_dtype(settings.dtype)
     name = f"rank {rank} of {settings.component!r}"
     connection: Way
     if mailbox is None:
@@ -56,7 +57,7 @@ def serve(
     threading.Thread(target=_hear, args=(connection, host, settings), name="fzero-calls", daemon=True).start()
     shared = backend.dist.TCPStore(*store, is_master=False, wait_for_workers=False)
     backend.dist.init_process_group(
-        "gloo",
+        "gloo" if settings.backend == "gloo" else f"cpu:gloo,cuda:{settings.backend}",
         store=shared,
         rank=rank,
         world_size=settings.ranks,

@@ -6,6 +6,7 @@ from collections.abc import Container, Sequence
 
 from fzero.base import pytree
 from fzero.base.arguments import wrong
+from fzero.base.ragged import Ragged
 
 Dims = tuple[tuple[str, ...], ...]  # for each dim the axes that it lies over, the first of them slowest
 
@@ -66,8 +67,9 @@ def need_specs(in_specs: object, out_specs: object) -> None:
             f"remote: got in_specs={in_specs} and out_specs={out_specs}, expected both or neither: where inputs are "
             "cut over axes of a mesh, only fn knows how its outputs lie."
         )
-    if in_specs is not None and not isinstance(in_specs, (tuple, PartitionSpec)):
-        raise wrong("remote", "in_specs", in_specs, "a tuple with a spec for each input, or one for all")
+    if in_specs is not None and (not isinstance(in_specs, (tuple, PartitionSpec)) or isinstance(in_specs, Ragged)):
+        expected = "a tuple with a spec for each input, such as (fz.Ragged(...),), or one fz.PartitionSpec for all"
+        raise wrong("remote", "in_specs", in_specs, expected)
     for argument, specs in (("in_specs", in_specs), ("out_specs", out_specs)):
         for leaf in pytree.leaves(specs):
             if not isinstance(leaf, PartitionSpec):

@@ -12,6 +12,7 @@ import torch
 from fzero.components.remote.digests import Digest
 from fzero.components.remote.failure import Failed, Failure
 from fzero.components.remote.specs import Dims
+from fzero.components.remote.streams import made_here, wait_for
 
 GRACE = 2.0  # seconds at most beyond the timeout, in which a collective that waits as long says what it waited for
 Box = tuple[tuple[int, int], ...]  # of each dim of a tensor, from where to where
@@ -85,12 +86,14 @@ class Record:
         self.trees: object = None  # that it returned, without the tensors
         self.digests: list[tuple[str, Digest]] = []  # of a state or grads, until they were compared
         self.rows: tuple[tuple[object, ...], ...] = ()  # of outputs, as of `share.Rows`
+        self.ready: dict[torch.device, torch.Event] = {}  # by GPU, once its values will be there
         self.metas: dict[int, Meta] = {}  # of its tensors, also once these are freed: cotangents are cut by them
         self._values: dict[int, object] = {}
         self._freed: set[int] = set()
         self._lock = threading.Lock()
 
     def finish(self, values: dict[int, object], failure: Failure | None = None) -> None:
+        self.ready = made_here([value.tensor for value in values.values() if isinstance(value, Piece)])
         with self._lock:
             self.failure = failure
             self.metas = {place: _meta(value) for place, value in values.items() if isinstance(value, Piece)}
@@ -122,6 +125,7 @@ class Values:
         self._records: dict[int, Record] = {}
         self._arrived = threading.Condition()
         self._running: tuple[int, str, float] | None = None
+        self._ran = -1  # the call that was run last
         self._over: Failure | None = None
         self._last = -1  # the call that has arrived last: they come in order
 
@@ -135,7 +139,16 @@ class Values:
 
     def running(self, call: int | None, verb: str = "") -> None:
         """Notes which call runs now, since when."""
+        if call is None and self._running is not None:
+            self._ran = self._running[0]
         self._running = None if call is None else (call, verb, time.monotonic())
+
+    def runs(self, call: int) -> bool | None:
+        """Whether a call that fails elsewhere runs here now; None where nothing of it is still to come."""
+        running, over = self._running, self._over
+        if over is not None or self._ran >= call:
+            return None
+        return running is not None and running[0] == call
 
     def close(self, failure: Failure) -> None:
         """Nothing more will be made: whoever waits is told why."""
@@ -158,6 +171,10 @@ class Values:
             record = self._records.get(call) if place >= 0 else self._records.pop(call, None)
         if record is not None and place >= 0:
             record.free(place)
+
+    def missing(self, call: int) -> Failure | None:
+        """What is told of a call that has not arrived in time; None of one that has."""
+        return None if call <= self._last else self._late(f"call {call} has not arrived")
 
     def record(self, call: int) -> Record:
         """The record of a call that may not have arrived yet."""
@@ -211,7 +228,8 @@ class Values:
 
     def block(self, name: Name, box: Box | None) -> torch.Tensor:
         """A box of a piece; all of it where that is None."""
-        piece = self.get(name)
+        record = self._ended(name[0], lambda: None)
+        piece = record.value(name[1])
         assert isinstance(piece, Piece)
         if version_of(piece.tensor) != piece.version:
             message = (
@@ -219,4 +237,5 @@ class Values:
                 "function that was given it; expected values to stay as they are. Let functions compute new tensors."
             )
             raise Failed(Failure("RuntimeError", message, self.component, self.rank))
+        wait_for(piece.tensor, record.ready)
         return piece.tensor if box is None else cut_to(piece.tensor, box)

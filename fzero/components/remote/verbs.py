@@ -63,6 +63,7 @@ def _init(part: Part, operands: Operands, number: int) -> Results:
 
 def _vjp(part: Part, operands: Operands, number: int) -> Results:
     argnums = operands.options["argnums"]
+    part.need_microbatches(operands)
     own = part.step.vjp(operands.objects["state"], *operands.inputs, argnums=argnums, rng=operands.options["rng"])
     outputs, pullback, *aux = own
     values, skeletons = _returned(part, operands, outputs, *aux)
@@ -122,6 +123,7 @@ def _pull(part: Part, operands: Operands, number: int) -> Results:
 
 
 def _forward(part: Part, operands: Operands, number: int) -> Results:
+    part.need_microbatches(operands)
     out = part.step.forward(operands.objects["state"], *operands.inputs, rng=operands.options["rng"])
     return Results(*_returned(part, operands, *(out if part.step.has_aux else (out,))))
 
@@ -170,6 +172,7 @@ class _Weighted:
 def _step(part: Part, operands: Operands, number: int) -> Results:
     """A whole step of a loss."""
     step, state, rng = part.step, operands.objects["state"], operands.options["rng"]
+    part.need_microbatches(operands)
     weight = part.weight(operands.shares) * part.place.means
     if weight != 1.0:
         step = dataclasses.replace(step, fn=_Weighted(step.fn, weight, step.has_aux))
@@ -268,7 +271,8 @@ def _save(part: Part, operands: Operands, number: int) -> Results:
 
 def _load(part: Part, operands: Operands, number: int) -> Results:
     own = operands.options
-    return Results({0: load(own["path"], part.step, **{name: own[name] for name in own if name != "path"})})
+    options = {name: own[name] for name in own if name != "path"}
+    return Results({0: load(own["path"], part.step, like=part.params, **options)})
 
 
 RUN: dict[str, Callable[[Part, Operands, int], Results]] = {

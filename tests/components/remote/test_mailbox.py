@@ -62,7 +62,7 @@ def test_reports_come_before_the_end() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [b"", b"pickle", ["a list"], (b"", object()), (as_sent(1), np.zeros(3)), (as_sent([LARGE])[0],), None],  # type: ignore[index]
-    ids=str,
+    ids=["nothing", "pickle", "a list", "an object", "another tensor", "no tensor", "None"],
 )
 def test_what_is_no_message_is_refused(wrong: object, host: Host, caplog: pytest.LogCaptureFixture) -> None:
     """A reader is told; the controlling process is not heard any more, as after a message that was cut off."""
@@ -89,9 +89,9 @@ def test_answers(host: Host) -> None:
     record.finish({1: whole(LARGE)})
     kind, ((name, told, *_),) = as_received(mailbox.ask(as_sent(("metas", [(0, 1)]))))
     assert (kind, name, told) == ("answer", "Meta", "block")
-    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", [((0, 1), ((5, 9),))]))))
+    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", ([((0, 1), ((5, 9),))], "")))))
     assert kind == "answer" and block.equal(LARGE[5:9])
-    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", [((0, 1), None)]))))
+    kind, (block,) = as_received(mailbox.ask(as_sent(("blocks", ([((0, 1), None)], "")))))
     assert block.equal(LARGE) and block.data_ptr() != LARGE.data_ptr()
     block.zero_()
     assert LARGE[1] == 1

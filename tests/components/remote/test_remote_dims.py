@@ -255,8 +255,9 @@ def test_specs_that_cannot_be_are_refused_before_anything_runs() -> None:
         P(3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="both or neither"):
         started(P("dp"), None)
-    with pytest.raises(TypeError, match="in_specs"):
-        started(["dp"], P())
+    for no_tuple in (["dp"], fz.Ragged(P("dp"), P("dp"))):  # a NamedTuple of two inputs' specs, too
+        with pytest.raises(TypeError, match="in_specs"):
+            started(no_tuple, P())
     with pytest.raises(TypeError, match="out_specs"):
         started(P("dp"), ("dp",))
     with pytest.raises(ValueError, match=r"out_specs has PartitionSpec\('ep'\), and there is no axis 'ep'"):

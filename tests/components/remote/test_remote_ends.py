@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import functools
 import os
+import signal
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ import remote_builds as builds
 import torch
 
 import fzero as fz
+from fzero.components.remote.failure import error_of
 
 X = torch.ones(4, 3, dtype=torch.float64)
 
@@ -166,3 +169,70 @@ def test_an_interrupted_close_ends_the_ranks(monkeypatch: pytest.MonkeyPatch) ->
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() - begun < 5
         time.sleep(0.02)
+
+
+def _sent_with(send: Callable[[Any], None], early: bool, does: Callable[[], object]) -> Callable[[Any], None]:
+    """A link's send of one call, before or after which something happens."""
+
+    def sent(message: Any) -> None:
+        called = message[0] == "call"
+        if called and early:
+            does()
+        send(message)
+        if called and not early:
+            does()
+
+    return sent
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("early", [True, False])
+@pytest.mark.parametrize("on", ["threads", "processes"])
+def test_an_interrupt_while_a_call_is_sent_costs_nothing(
+    on: str, early: bool, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C waits until all ranks have the call: one that had not would be waited for by the others, for ever."""
+    with fz.remote(functools.partial(builds.built_trouble, stage=1), 2, on, timeout=3) as own:
+        state = own.init()
+        before = own.forward(state, X, "none")
+        fz.fetch(before)
+        link: Any = own.group.links[rank]
+        monkeypatch.setattr(link, "send", _sent_with(link.send, early, lambda: signal.raise_signal(signal.SIGINT)))
+        with pytest.raises(KeyboardInterrupt):
+            own.forward(state, X, "none")
+        monkeypatch.undo()
+        assert fz.fetch(own.forward(state, X, "none")).equal(X) and fz.fetch(before).equal(X)
+        hosts = [one.host for one in own.group.links] if on == "threads" else []  # type: ignore[attr-defined]
+        deadline = time.monotonic() + 2
+        while any(2 in host.values._records for host in hosts):
+            assert time.monotonic() < deadline, "what the call has made is kept"
+            time.sleep(0.02)
+
+
+@pytest.mark.parametrize("on", ["threads", "processes"])
+def test_what_interrupts_a_call_otherwise_ends_the_component(on: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can tell whether the first rank has the call: the others do not wait for it."""
+    with fz.remote(functools.partial(builds.built_trouble, stage=1), 2, on, timeout=3) as own:
+        state = own.init()
+        fz.fetch(own.forward(state, X, "none"))
+
+        def leaves() -> None:
+            raise SystemExit
+
+        link: Any = own.group.links[0]
+        monkeypatch.setattr(link, "send", _sent_with(link.send, False, leaves))
+        with pytest.raises(SystemExit):
+            own.forward(state, X, "none")
+        with pytest.raises(fz.ComponentDied, match="perhaps not got a call"):
+            fz.fetch(own.forward(state, X, "none"))
+
+
+def test_a_call_that_a_rank_has_not_got_is_waited_for_in_time() -> None:
+    with fz.remote(functools.partial(builds.built_trouble, stage=1), 2, "threads", timeout=1) as own:
+        state = own.init()
+        fz.fetch(own.forward(state, X, "none"))
+        first: Any = own.group.links[0]
+        objects = {"state": state.name}
+        first.send(("call", 2, "look", {"objects": objects, "options": {}, "refers": True}, None))
+        with pytest.raises(TimeoutError, match="call 2 has not arrived"):
+            raise error_of(first.host.trees(2))

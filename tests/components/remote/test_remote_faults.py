@@ -110,7 +110,7 @@ def test_a_rank_that_is_left_alone_costs_the_component() -> None:
         begun = time.monotonic()
         with pytest.raises((fz.ComponentDied, ValueError)):
             fz.fetch(own.forward(state, X, "value", 1))
-        with pytest.raises(fz.ComponentDied, match="left alone"):
+        with pytest.raises(fz.ComponentDied, match="the user's own words"):
             while time.monotonic() - begun < 10:
                 fz.fetch(own.forward(state, X, "none", 1))
         assert time.monotonic() - begun < 8

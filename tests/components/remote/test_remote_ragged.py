@@ -98,31 +98,47 @@ def test_the_way_back_is_the_transpose_to_the_last_bit(components: list[Any], da
 
 
 @pytest.mark.parametrize("sizes", [(2, 2), (1, 3), (3, 1)])
-def test_rows_of_a_ranks_examples_over_a_further_axis(sizes: tuple[int, int]) -> None:
-    """Examples over dp, and the rows of each rank's over sp."""
+def test_rows_of_a_ranks_examples_over_a_further_axis(sizes: tuple[int, int], components: list[Any]) -> None:
+    """Examples over dp, and the rows of each rank's over sp, several tensors of them; and on to ranks of other cuts."""
 
     def fn(p: Any, x: fz.Ragged) -> Any:
-        return fz.Ragged(torch.tanh(x.values @ p["w"]), x.lengths)
+        rows, factors = x.values["rows"], x.values["factors"]
+        return fz.Ragged({"out": torch.tanh(rows @ p["w"]) * factors[:, None], "factors": factors}, x.lengths)
 
     def build(rank: int) -> Any:
         mesh = torch.distributed.init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "sp"))
         step = fz.shard_zero2(fz.train_step(fn, fz.sgd(0.1)), mesh, axis=("dp", "sp"))
-        return step, {"w": builds.weights()["in"]}, mesh
+        return step, {"w": builds.weights()["in"][:, :3]}, mesh
 
-    specs = fz.Ragged(P(("dp", "sp")), P("dp"))
-    generator = torch.Generator().manual_seed(0)
+    def both(p1: Any, p2: Any, rows: torch.Tensor) -> Any:
+        out = fn(p1, fz.Ragged({"rows": rows, "factors": factors}, lengths)).values["out"]
+        return builds.ragged(p2, fz.Ragged(out, lengths), scale)["rows"].values
+
+    specs, other = fz.Ragged(P(("dp", "sp")), P("dp")), components[2]
+    drawn = functools.partial(torch.randn, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     with fz.remote(build, sizes[0] * sizes[1], "threads", in_specs=(specs,), out_specs=specs) as own:
-        params = fz.gather(own.init().params)
-        for lengths in ([5, 0, 3, 1, 4], [2, 2], [0, 0, 7]):
-            x = fz.Ragged(torch.randn(sum(lengths), 3, generator=generator, dtype=torch.float64), torch.tensor(lengths))
+        params: Any = [fz.gather(each.init().params) for each in (own, other)]
+        for sizes_of in ([5, 0, 3, 1, 4], [2, 2, 1], [0, 0, 7]):
+            lengths, count, scale = torch.tensor(sizes_of), sum(sizes_of), drawn(len(sizes_of))
+            factors = torch.arange(count)
+            x = fz.Ragged({"rows": drawn(count, 3), "factors": factors}, lengths)
             out, pullback = own.vjp(own.init(), x)
-            ct = torch.randn(sum(lengths), 4, generator=generator, dtype=torch.float64)
-            grads, (ct_x,) = pullback(fz.Ragged(ct, None))
-            expected, (by_params, by_x) = pulled_back(lambda p, v: torch.tanh(v @ p["w"]), ct, params, x.values)
-            need_close(fz.fetch(out.values), expected)
-            assert fz.fetch(out.lengths).equal(x.lengths)
-            need_close(fz.fetch(ct_x.values), by_x)
-            need_close(fz.gather(grads), by_params)
+            more, pull_more = other.vjp(other.init(), fz.Ragged(out.values["out"], out.lengths), scale)
+            ct = drawn(count, 3)
+            g2, (ct_out, _) = pull_more({"rows": fz.Ragged(ct, None), "sums": None, "mean": None})
+            g1, (ct_x,) = pullback(fz.Ragged({"out": ct_out.values, "factors": None}, None))
+            expected, by_inputs = pulled_back(both, ct, *params, x.values["rows"])
+            need_close(fz.fetch(more["rows"].values), expected)
+            assert fz.fetch(out.lengths).equal(lengths) and fz.fetch(out.values["factors"]).equal(factors)
+            need_close((fz.gather(g1), fz.gather(g2), fz.fetch(ct_x.values["rows"])), by_inputs)
+            assert ct_x.values["factors"] is None and ct_x.lengths is None
+
+
+def test_rows_of_rows_are_refused(components: list[Any]) -> None:
+    own, ones = components[1], torch.ones(2, dtype=torch.int64)
+    nested = fz.Ragged({"x": fz.Ragged(torch.ones(2, 3, dtype=torch.float64), ones)}, ones)
+    with pytest.raises(ValueError, match="values that hold another"):
+        own.forward(own.init(), nested, torch.ones(2, dtype=torch.float64))
 
 
 def test_what_is_no_ragged_batch_is_refused(components: list[Any]) -> None:
@@ -164,16 +180,24 @@ def test_microbatches_have_the_rows_of_their_examples(components: list[Any], cou
     x = fz.Ragged(torch.randn(12, 3, generator=generator, dtype=torch.float64), lengths)
     scale = torch.randn(6, generator=generator, dtype=torch.float64)
     params = {"w": torch.randn(3, 3, generator=generator, dtype=torch.float64)}
-    fn = lambda p, x, scale: {k: v for k, v in builds.ragged(p, x, scale).items() if k != "mean"}
+    both = fz.Ragged({"x": x.values, "factors": torch.arange(12), "note": None}, lengths)
+
+    def fn(p: Any, x: fz.Ragged, scale: torch.Tensor) -> Any:
+        assert len(x.values["factors"]) == len(x.values["x"]) == x.lengths.sum() and x.values["note"] is None
+        rows = fz.Ragged(x.values["x"] * x.values["factors"][:, None], x.lengths)
+        return {k: v for k, v in builds.ragged(p, rows, scale).items() if k != "mean"}
+
     step = fz.accumulate(fz.train_step(fn, fz.sgd(0.1)), count)
-    out, pullback = step.vjp(step.init(params), x, scale, argnums=(0, 1))
+    out, pullback = step.vjp(step.init(params), both, scale)
     ct = {"rows": fz.Ragged(torch.randn(12, 3, generator=generator, dtype=torch.float64), None), "sums": None}
     grads, (ct_x, ct_scale) = pullback(ct)
-    rows = lambda p, values, scale: builds.ragged(p, fz.Ragged(values, lengths), scale)["rows"].values
+    rows = lambda p, x, scale: fn(p, fz.Ragged({**both.values, "x": x}, lengths), scale)["rows"].values
     expected, (by_params, by_x, by_scale) = pulled_back(rows, ct["rows"].values, params, x.values, scale)
     need_close(out["rows"].values, expected)
     assert out["rows"].lengths.equal(lengths) and ct_x.lengths is None
-    need_close((ct_x.values, ct_scale), (by_x, by_scale))
+    need_close((ct_x.values["x"], ct_scale), (by_x, by_scale))
     need_close(fz.gather(grads), by_params)
     with pytest.raises(ValueError, match=r"lengths of its examples add up to 12"):
-        fz.accumulate(fz.train_step(fn, fz.sgd(0.1)), 2).vjp(step.init(params), x._replace(values=x.values[1:]), scale)
+        fz.accumulate(fz.train_step(fn, fz.sgd(0.1)), 2).vjp(
+            step.init(params), x._replace(values={"x": x.values[1:]}), scale
+        )

@@ -165,3 +165,51 @@ def test_threads_end_with_the_interpreter(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     done = subprocess.run([sys.executable, "-c", THREADS], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("rows", [3, 5, 6])
+def test_shares_that_some_ranks_cannot_split_cost_the_call_alone(rows: int) -> None:
+    """Into microbatches: all ranks refuse them, or those that can would wait for the others."""
+
+    def build(rank: int) -> Any:
+        return fz.shard_zero3(fz.accumulate(base(), 2, in_dims=(0, None))), builds.weights()
+
+    good, bad = torch.ones(8, 3, dtype=torch.float64), torch.ones(rows, 3, dtype=torch.float64)
+    with fz.remote(build, 2, "threads", timeout=20) as own:
+        state = own.init()
+        begun = time.monotonic()
+        for call in (own, own.vjp, own.forward):
+            with pytest.raises(ValueError, match=r"accumulate: .* microbatches"):
+                fz.fetch(call(state, bad, ("loss",)))
+        assert time.monotonic() - begun < 3
+        fz.fetch(own(state, good, ("loss",)))
+
+
+def test_a_checkpoint_is_held_against_the_params_of_build(tmp_path: Path) -> None:
+    """Of other shapes or names it is refused; a part of it is read, and the rest is what build returned."""
+
+    def with_params(params: Any) -> Any:
+        return fz.remote(lambda rank: (fz.shard_zero1(fz.train_step(_dot, fz.adamw(0.1))), params), 2, "threads")
+
+    ones, x = torch.ones(3, dtype=torch.float64), torch.ones(4, 3, dtype=torch.float64)
+    with with_params({"w": ones, "b": ones[:1]}) as own:
+        state, _ = own(own.init(), x)
+        fz.save(tmp_path / "kept", state)
+        saved = fz.gather(state.params)
+    for params in (
+        {"w": torch.ones(4, dtype=torch.float64), "b": ones[:1]},
+        {"v": ones, "b": ones[:1]},
+        {"b": ones[:1]},
+    ):
+        with with_params(params) as other:
+            with pytest.raises(ValueError, match="kept"):
+                fz.load(tmp_path / "kept", other)
+            other.init()
+    with with_params({"w": ones * 7, "b": ones[:1] * 7}) as other:
+        assert fz.gather(fz.load(tmp_path / "kept", other).params)["w"].equal(saved["w"])
+        part = fz.gather(fz.load(tmp_path / "kept", other, pattern="w").params)
+        assert part["w"].equal(saved["w"]) and part["b"].equal(ones[:1] * 7)
+
+
+def _dot(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"] * p["b"]).mean()

@@ -1,0 +1,170 @@
+"""Graphs of plain autograd that are no chains of layers: the bits of torch.func, or plain torch's numbers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.engine.leaves import Leaves
+from fzero.engine.passes import Passes
+from fzero.testing import assert_trees_equal
+
+F64 = torch.float64
+Params = dict[str, torch.Tensor]
+
+
+def drawn(*shape: int, dtype: torch.dtype = F64, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed)) / 4
+
+
+def grads_of(fn: Callable[..., Any], params: Params, x: torch.Tensor, count: int) -> Params:
+    """The gradient of the mean over microbatches, by one step of sgd."""
+    step = fz.accumulate(fz.train_step(fn, fz.sgd(1.0)), count)
+    state = step.init(params)
+    new, _ = step(state, x)
+    before, after = fz.gather(state.params), fz.gather(new.params)
+    return {name: before[name] - after[name] for name in params}
+
+
+def torch_grads_of(fn: Callable[..., Any], params: Params, x: torch.Tensor, count: int) -> Params:
+    leaves = {name: own.clone().requires_grad_() for name, own in params.items()}
+    for part in x.chunk(count):
+        (fn(leaves, part) / count).backward()
+    return {name: own.grad if own.grad is not None else torch.zeros_like(own) for name, own in leaves.items()}
+
+
+def sparse_of(csr: bool, columns: int) -> torch.Tensor:
+    dense = drawn(192, columns, dtype=torch.float32, seed=3)
+    sparse = (dense * (dense > 0)).to_sparse()
+    return sparse.to_sparse_csr() if csr else sparse
+
+
+# each is called with a square weight, and a batch of so many columns
+LONG = {
+    "a sum": lambda p, x: (x @ p["w"]).sum(),
+    "a sum over rows": lambda p, x: ((x @ p["w"]).sum(0) ** 2).mean(),
+    "a sum over columns": lambda p, x: ((x @ p["w"].t()).sum(1) ** 2).mean(),
+    "an input that is expanded": lambda p, x: ((x[:1].expand(x.shape) @ p["w"]) * x).tanh().mean(),
+    "addmm": lambda p, x: torch.addmm(x[0], x, p["w"]).sum(),
+}
+
+
+@pytest.mark.parametrize("name", list(LONG))
+def test_expanded_operands_of_long_products(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is drawn into memory that has several numbers in one place."""
+    params, x = {"w": drawn(64, 64, dtype=torch.float32)}, drawn(512, 64, dtype=torch.float32, seed=1)
+    got = grads_of(LONG[name], params, x, 2)
+    monkeypatch.setattr(Leaves, "of", staticmethod(lambda *_: None))
+    assert_trees_equal(got, grads_of(LONG[name], params, x, 2))
+
+
+@pytest.mark.parametrize("csr", [False, True])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
+def test_a_weight_beside_a_sparse_tensor(csr: bool, transposed: bool) -> None:
+    fixed = sparse_of(csr, 64)
+
+    def fn(p: Params, x: torch.Tensor) -> torch.Tensor:
+        return (fixed @ (p["w"].t() if transposed else p["w"])).tanh().mean() * x.mean()
+
+    params, x = {"w": drawn(64, 64, dtype=torch.float32)}, drawn(4, 2, dtype=torch.float32, seed=1)
+    torch.testing.assert_close(grads_of(fn, params, x, 2), torch_grads_of(fn, params, x, 2))
+
+
+@pytest.mark.parametrize("compute", [None, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("halved", [False, True])
+def test_an_output_that_is_a_weight_of_a_product(compute: torch.dtype | None, halved: bool) -> None:
+    """It has a cotangent of its own beside the product's; where it was cast, nobody has copied it on its way out."""
+    policy = fz.Policy(param=F64, compute=compute or F64, reduce=F64, grad=F64)
+    step = fz.train_step(lambda p, x: (x @ p["w"], p["w"]), fz.sgd(1.0), policy=policy)
+    passes = Passes(step, step.init({"w": drawn(3, 3)}), 1)
+    x = drawn(2, 3, seed=1).to(compute or F64)
+    returned: Any = passes.forward(0, (x,), (0,))[0]
+    out, weight = returned
+    cotangents = torch.ones_like(out), 3 * torch.ones_like(weight)
+    (passes.inputs if halved else passes.backward)(0, cotangents)
+    if halved:
+        passes.params(0)
+    passes.reduce()
+    want = x.t().double() @ torch.ones(2, 3, dtype=F64) + 3
+    tolerance = 2e-2 if compute is torch.bfloat16 else 1e-6
+    torch.testing.assert_close(fz.gather(passes.grads())["w"], want, rtol=tolerance, atol=tolerance)
+
+
+class PullsWithin(torch.autograd.Function):
+    """The identity, whose backward pulls back through the same graph on its own."""
+
+    @staticmethod
+    def forward(out: torch.Tensor, holder: list[torch.Tensor]) -> torch.Tensor:
+        return out.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.holder = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> Any:  # type: ignore[override]
+        out, begin = ctx.holder
+        (own,) = torch.autograd.grad(out, begin, cotangent, retain_graph=True)
+        return cotangent + own.sum(), None
+
+
+def pulls_within(p: Params, x: torch.Tensor) -> torch.Tensor:
+    begin = (x * p["b"]).tanh()
+    out = (begin @ p["w"]).tanh() @ p["u"]
+    return PullsWithin.apply(out, [out, begin]).tanh().sum()  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_a_backward_that_pulls_back_through_the_graph(count: int) -> None:
+    """What comes by in its pass is none of the gradient."""
+    params = {"w": drawn(5, 5), "u": drawn(5, 5, seed=1), "b": drawn(5, seed=2)}
+    x = drawn(8, 5, seed=3)
+    torch.testing.assert_close(grads_of(pulls_within, params, x, count), torch_grads_of(pulls_within, params, x, count))
+
+
+def test_a_backward_that_pulls_back_in_the_first_half() -> None:
+    params = {"w": drawn(5, 5), "u": drawn(5, 5, seed=1), "b": drawn(5, seed=2)}
+    x = drawn(8, 5, seed=3)
+    found = []
+    for halved in (False, True):
+        step = fz.train_step(pulls_within, fz.sgd(1.0))
+        passes = Passes(step, step.init(params), 1)
+        passes.forward(0, (x,), (0,))
+        (passes.inputs if halved else passes.backward)(0, torch.ones((), dtype=F64))
+        if halved:
+            passes.params(0)
+        passes.reduce()
+        found.append(fz.gather(passes.grads()))
+    assert_trees_equal(found[0], found[1])
+    torch.testing.assert_close(found[0], torch_grads_of(pulls_within, params, x, 1))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_products_that_other_threads_have_computed(count: int) -> None:
+    """Each thread numbers its nodes on its own: numbers say nothing of which node leads to which."""
+
+    def on_a_thread(work: Callable[[], torch.Tensor], before: int) -> torch.Tensor:
+        out = []
+
+        def run() -> None:
+            for _ in range(before):
+                torch.ones((), requires_grad=True).clone()
+            out.append(work())
+
+        thread = threading.Thread(target=run)
+        thread.start()
+        thread.join()
+        return out[0]
+
+    def fn(p: Params, x: torch.Tensor) -> torch.Tensor:
+        hidden = on_a_thread(lambda: x @ p["w"], 500)
+        return on_a_thread(lambda: hidden @ p["u"], 0).tanh().sum()
+
+    params, x = {"w": drawn(5, 5), "u": drawn(5, 5, seed=1)}, drawn(8, 5, seed=3)
+    torch.testing.assert_close(grads_of(fn, params, x, count), torch_grads_of(fn, params, x, count))
