@@ -38,6 +38,13 @@ def remote(
     `fz.fetch` waits; the first call of a kind (shapes, constants) waits for its outputs' tree. An input that is a
     handle of another component comes straight from its ranks.
 
+    Calls and values go by shared memory on one machine, and between machines by TCP. Where a rank of Ray's cannot be
+    connected to, or cannot connect to its controlling process (a firewall that lets Ray's own ports through), Ray's
+    calls and its object store carry the same messages; each such pair is logged once as a warning of
+    "fzero.components", and waiting for a silent port takes 5 seconds for each machine. A small call and its answer
+    take three to four times as long then, and large tensors go at 0.2 to 0.6 of the rate (`benchmarks/remote.py --on
+    processes ray store`). The ranks of one component must reach one another: their process group is gloo's.
+
     A floating scalar is taken for a mean over examples: a sum, a maximum or a ratio of a rank's share would be
     averaged, too. Integers without dims and numbers of Python, which may count a rank's share, are refused where there
     are several, and so are NaN of a batch of which some ranks have no example. What is given may be written to

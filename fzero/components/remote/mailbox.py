@@ -5,14 +5,13 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from typing import Any
 
 from fzero.channels import Address, ChannelError, Closed, TimedOut, connect
 from fzero.channels.connection import SEND_SECONDS
 from fzero.components.remote.failure import failure_of
 from fzero.components.remote.host import Host
 from fzero.components.remote.link import Way
-from fzero.components.remote.reach import CONNECT_SECONDS
+from fzero.components.remote.reach import TRY_SECONDS
 from fzero.components.remote.server import answered
 from fzero.components.remote.through_ray import HELLO, as_received, as_sent
 
@@ -42,7 +41,7 @@ class Mailbox:
         """The way to the controlling process: a connection, or this where none can be opened."""
         way: Way = self
         try:
-            way = connect(address, token, min(CONNECT_SECONDS, timeout), name)
+            way = connect(address, token, min(TRY_SECONDS, timeout), name)
         except ChannelError as error:
             self._why = str(error)
         self._decided.set()
@@ -108,7 +107,7 @@ class Mailbox:
         """The answer to a reader; ("wait",) where there is none in about a second, as it will ask again."""
         host = self._host
         try:
-            request: Any = as_received(sent)
+            request = as_received(sent)
             if request == HELLO or host is None:
                 return _TAKEN if request == HELLO else _WAIT
             return as_sent(answered(host, request, _stop_waiting))

@@ -37,7 +37,9 @@ class RayLink(ChannelLink):
         group: the placement group, which lives as long as the ranks.
     """
 
-    def __init__(self, settings: Settings, rank: int, silent: set[str], actor: Any, running: Any, group: Any) -> None:
+    def __init__(
+        self, settings: Settings, rank: int, silent: set[str], actor: Any, running: object, group: object
+    ) -> None:
         super().__init__(settings, rank, silent)
         self.actor = name_of(settings, rank)
         self._actor, self._running, self._group = actor, running, group
@@ -133,7 +135,7 @@ def start(
                 ).remote()
                 if store is None:
                     store = actor.store.remote()
-                running = actor.run.remote(job, tuple(settings), rank, listener.address, token, store, list(sys.path))
+                running = actor.run.remote(job, settings, rank, listener.address, token, store, list(sys.path))
                 links.append(RayLink(settings, rank, silent, actor, running, group))
             take_all(listener, links, token, settings.timeout, weakly(heard))
     except BaseException:
@@ -164,7 +166,7 @@ class _Rank:
     def run(
         self,
         job: bytes,
-        settings: tuple[Any, ...],
+        settings: Settings,
         rank: int,
         address: Address,
         token: bytes,
@@ -176,8 +178,7 @@ class _Rank:
         sys.path[:] = [*path, *[entry for entry in sys.path if entry not in path]]
         build = lambda: ray.cloudpickle.loads(job)
         try:
-            own = Settings(*settings)
-            serve(build, own, rank, address, token, store, ray.util.get_node_ip_address(), self.mailbox)
+            serve(build, settings, rank, address, token, store, ray.util.get_node_ip_address(), self.mailbox)
         except Exception:
             raise
         except BaseException:  # after which Ray would go on with the actor, and nobody would run its calls

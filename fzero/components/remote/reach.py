@@ -11,7 +11,8 @@ from fzero.channels import Address, ChannelError, Refused, TimedOut, connect
 from fzero.components.remote.link import Way
 from fzero.components.remote.through_ray import HELLO, Asking
 
-CONNECT_SECONDS = 5.0  # that opening a connection may take
+CONNECT_SECONDS = 10.0  # that opening a connection may take
+TRY_SECONDS = 5.0  # the same where there is another way
 _log = logging.getLogger("fzero.components")
 
 
@@ -47,7 +48,7 @@ class Reach:
                 try:
                     if host in self._silent:  # waiting for each of its ranks in turn would take long
                         raise Refused(f"no other port of {host} has answered.")
-                    return connect(self._address, self._token, min(CONNECT_SECONDS, self._patience))
+                    return connect(self._address, self._token, min(TRY_SECONDS, self._patience))
                 except ChannelError as error:
                     self._need_actor(error)
                     if isinstance(error, TimedOut):

@@ -77,13 +77,13 @@ class Server:
         except OSError:
             connection.close()
         except Exception as error:  # what came is no request
-            _log.warning("closed the connection to %s: %r", connection.peer, error)
+            _log.warning("closed the connection to %s: %r", connection.peer, error, exc_info=True)
             connection.close()
         finally:
             owner.close()
 
 
-def answered(served: Served, request: Any, alive: Callable[[], None]) -> tuple[str, object]:
+def answered(served: Served, request: object, alive: Callable[[], None]) -> tuple[str, object]:
     """What a reader is answered, whatever way it came."""
     try:
         return "answer", _answer(served, request, alive)

@@ -14,6 +14,7 @@ import sys
 import threading
 from typing import Any
 
+import numpy as np
 import torch
 
 from fzero.channels import BadMessage, Closed, TimedOut, carried
@@ -47,7 +48,7 @@ def as_sent(message: object) -> object:
     return (data, *[value.numpy() for value in beside]) if beside else data
 
 
-def as_received(sent: Any) -> Any:
+def as_received(sent: object) -> Any:
     """The message again.
 
     Raises:
@@ -59,14 +60,14 @@ def as_received(sent: Any) -> Any:
     return carried.unpack(data, [_memory(array) for array in arrays])
 
 
-def _memory(array: Any) -> torch.Tensor:
+def _memory(array: object) -> torch.Tensor:
     """An array, which may not be written to, as a tensor that nobody writes to; it lives as long as the array."""
-    if str(getattr(array, "dtype", None)) != "uint8" or array.ndim != 1 or not array.flags.c_contiguous:
+    if not isinstance(array, np.ndarray) or array.dtype != np.uint8 or array.ndim != 1 or not array.flags.c_contiguous:
         raise BadMessage(f"a value of type {type(array).__name__} in place of an array of bytes")
     return torch.frombuffer((ctypes.c_char * array.size).from_address(array.ctypes.data), dtype=torch.uint8)
 
 
-def _got(reference: Any, seconds: float, peer: str) -> Any:
+def _got(reference: object, seconds: float, peer: str) -> Any:
     """What a call of an actor returned."""
     _need_ray(peer)
     module = ray()
@@ -145,8 +146,8 @@ class Control:
         self.peer = peer
         self._tell = actor.tell.options(concurrency_group="calls")
         self._report = actor.report.options(concurrency_group="reports")
-        self._sending, self._sent, self._unread = threading.Lock(), 0, collections.deque[Any]()
-        self._awaited: Any = None
+        self._sending, self._sent, self._unread = threading.Lock(), 0, collections.deque[object]()
+        self._awaited: object = None
         self._closed = False
 
     def send(self, message: object, timeout: float = SEND_SECONDS) -> None:

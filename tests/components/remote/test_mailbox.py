@@ -165,7 +165,7 @@ def test_a_reader_tries_once_to_connect(
     first, second = (
         reach.Reach(("", "", "host", 1), b"", "an actor", f"rank {rank}", 60.0, machine) for rank in (3, 4)
     )
-    assert all(isinstance(first.way(), Actor) for _ in range(3)) and tried == [reach.CONNECT_SECONDS]
+    assert all(isinstance(first.way(), Actor) for _ in range(3)) and tried == [reach.TRY_SECONDS]
     assert isinstance(second.way(), Actor) and len(tried) == (1 if silent else 2)
     said = [record.getMessage() for record in caplog.records]
     assert len(said) == 2 and "to rank 3: nobody answered. It goes through Ray's" in said[0] and "to rank 4" in said[1]

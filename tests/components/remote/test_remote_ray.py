@@ -173,7 +173,7 @@ def test_a_port_that_stays_silent_costs_its_time_once(
 ) -> None:
     """As behind a firewall that drops what comes; by a rank's side, for who reads from it here."""
     del cluster
-    monkeypatch.setattr(reach, "CONNECT_SECONDS", 1.0)
+    monkeypatch.setattr(reach, "TRY_SECONDS", 1.0)
     connected = []
     own_connect = reach.connect
     monkeypatch.setattr(reach, "connect", lambda *given: connected.append(given) or own_connect(*given))
