@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
@@ -57,7 +58,8 @@ class Call:
         keep: Callable[[int, object], object] = lambda _, output: output,
     ) -> None:
         self._error: BaseException | None = None
-        self._rest: tuple[Task, Callable[[], None]] | None = None  # of the backward task that was done last
+        self._rests = collections.deque[tuple[Task, Callable[[], None]]]()  # of backward tasks, in their order
+        self._alive = 0  # pullbacks
         self.shares = Shares(1 if places.line is None else places.line.shares, micro)
         parts: Sequence[Sequence[object]] = ()
         try:
@@ -106,8 +108,7 @@ class Call:
                 for other in tasks[place : place + AHEAD]:
                     if other.kind is Kind.RECEIVE:
                         self.line.begin(other)
-            if task.kind is not Kind.SEND:
-                self._go_on()
+            self._go_on(self._room(task))
             leaves = place + 1 < len(tasks) and tasks[place + 1].kind is Kind.SEND
             begun = time.monotonic()
             if self.line is None:
@@ -116,7 +117,8 @@ class Call:
                 self._do_or_say(task, pieces, retain_graph, self.line, leaves)
             if self._records:
                 self.spans.append((task, begun, time.monotonic()))
-        self._go_on()
+            self._alive += (task.kind is Kind.FORWARD) - (task.kind in (Kind.BACKWARD, Kind.PARAMS))
+        self._go_on(0)
         if any(not goes_forward(task) for task in tasks) and self._error is None:
             try:
                 for own in self.passes.values():
@@ -126,19 +128,31 @@ class Call:
                     raise
                 self._error = error
 
-    def _go_on(self) -> None:
-        """Ends a backward task whose cotangents have left."""
-        rest, self._rest = self._rest, None
-        if rest is None or self._error is not None:
-            return
-        task, rest = rest
-        begun = time.monotonic()
-        try:
-            rest()
-        except Exception as error:
-            self._error = error
-        if self._records:
-            self.spans.append((task, begun, time.monotonic()))
+    def _room(self, task: Task) -> int:
+        """How many backward tasks whose cotangents have left may wait with their gradients while a task is done.
+
+        As many as there are places behind which others wait for cotangents, where this place has no more alive with
+        them than the schedule has at some place.
+        """
+        if self.line is None or task.kind in (Kind.INPUTS, Kind.PARAMS):
+            return 0
+        if task.kind is Kind.SEND:
+            return len(self._rests)
+        return min(self.line.most_alive - self._alive - (task.kind is Kind.FORWARD), self.line.places - 1)
+
+    def _go_on(self, room: int) -> None:
+        """Ends backward tasks whose cotangents have left, the first ones first, until few enough wait."""
+        while len(self._rests) > max(room, 0):
+            task, rest = self._rests.popleft()
+            if self._error is not None:
+                continue
+            begun = time.monotonic()
+            try:
+                rest()
+            except Exception as error:
+                self._error = error
+            if self._records:
+                self.spans.append((task, begun, time.monotonic()))
 
     def _do_or_say(self, task: Task, pieces: Pieces, retain_graph: bool, line: Line, leaves: bool) -> None:
         """Does a task; after an error only messages, which say so."""
@@ -178,7 +192,7 @@ class Call:
             if task.kind is Kind.INPUTS:
                 self.flow.inputs(stage, microbatch, cotangent, retain_graph)
             elif leaves and not retain_graph:
-                self._rest = task, self.flow.early(stage, microbatch, cotangent)
+                self._rests.append((task, self.flow.early(stage, microbatch, cotangent)))
             else:
                 self.flow.backward(stage, microbatch, cotangent, retain_graph)
             self.is_intact = self.is_intact and retain_graph

@@ -164,7 +164,7 @@ class Flow:
 
     def early(self, stage: int, microbatch: int, cotangent: object) -> Callable[[], None]:
         """The same in two: what the stage sends back is there first, and what is returned goes on with the gradients,
-        before anything else of this stage."""
+        in the order of the microbatches."""
         rests: list[Callable[[], None]] = []
 
         def pull(component: int, own: object) -> tuple[object, ...]:

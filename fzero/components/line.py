@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -16,6 +17,7 @@ from fzero.components.copies import Noted, need_alike, prints_of
 from fzero.components.mail import Letter, Lost, Mail
 from fzero.components.parcel import Parcel
 from fzero.components.routes import Route, Seat, cut, joined, routes
+from fzero.schedules.check import alive
 from fzero.schedules.task import Schedule, Task
 
 ALL = Letter("all", 0, 0)  # what a rank says to all others at the end of a call
@@ -63,6 +65,15 @@ class Line:
     def call(self) -> int:
         """The number of the call that is running."""
         return self._count
+
+    @functools.cached_property
+    def most_alive(self) -> int:
+        """The most pullbacks that the schedule has alive at once at one place."""
+        return max(alive(tasks) for tasks in self._schedule.places)
+
+    @property
+    def places(self) -> int:
+        return len(self._schedule.places)
 
     def _packed(self, content: object) -> Parcel:
         return Parcel((self._identity, self._count, self._verb, content))

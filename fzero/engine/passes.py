@@ -107,17 +107,17 @@ class Passes:
             return by_input(self._specs[microbatch], flat)
 
     def early(self, microbatch: int, cotangent: object) -> tuple[tuple[object, ...], Callable[[], None]]:
-        """`backward` in two: the inputs' cotangents, and what goes on from there before anything else of this stage."""
+        """`backward` in two: the inputs' cotangents, and what goes on from there, in the order of microbatches."""
         with as_found():
             run = self._runs[microbatch]
             if not isinstance(run, PlainRun):
                 return self.backward(microbatch, cotangent), lambda: None
-            finish, flat = run.pull_early(cotangent, False, self._total if microbatch == self._next else None)
+            finish, flat = run.pull_early(cotangent)
             self._pulled(microbatch, run)
 
         def rest() -> None:
             with as_found():
-                self._add(microbatch, finish())
+                self._add(microbatch, finish(self._total if microbatch == self._next else None))
 
         return by_input(self._specs[microbatch], flat), rest
 

@@ -67,6 +67,9 @@ def _around() -> Iterator[None]:
         raise
 
 
+Finish = Callable[[Mapping[Key, Buffer] | None], dict[Key, Buffer]]
+
+
 class PlainRun(Outcome):
     """A forward by plain autograd. `outputs`, `aux`, and the pullbacks of `Run`.
 
@@ -159,45 +162,47 @@ class PlainRun(Outcome):
                 if not retain_graph:
                     self.drop()
                 return pulled
-            finish, out = self._pulled(cotangent, retain_graph, into, None)
-            return finish(), out
+            self.need_graph()
+            assert self._leaves is not None
+            finish, out = self._pulled(cotangent, retain_graph, _Sums(self._leaves, into))
+            return finish(None), out
 
-    def pull_early(
-        self, cotangent: object, retain_graph: bool, into: Mapping[Key, Buffer] | None
-    ) -> tuple[Callable[[], dict[Key, Buffer]], list[torch.Tensor | None]]:
-        """The same in two: the cotangents of the flat inputs as soon as they are known, and what goes on with those of
-        the primals, before anything else is done with this state or what it was given."""
+    def pull_early(self, cotangent: object) -> tuple[Finish, list[torch.Tensor | None]]:
+        """`pull` in two: the cotangents of the flat inputs, as soon as they are known, and what goes on with those of
+        the primals, given the sums of the microbatches before this one."""
         with self._pulling:
             if _is_transformed(cotangent):
-                grads, out = self.pull(cotangent, retain_graph, into=into)
-                return lambda: grads, out
-            return self._pulled(cotangent, retain_graph, into, [])
+                grads, out = self.pull(cotangent)
+                return lambda _: grads, out
+            return self._pulled(cotangent, False, None)
 
     def _pulled(
-        self, cotangent: object, retain_graph: bool, into: Mapping[Key, Buffer] | None, later: list[Waiting] | None
-    ) -> tuple[Callable[[], dict[Key, Buffer]], list[torch.Tensor | None]]:
+        self, cotangent: object, retain_graph: bool, sums: _Sums | None
+    ) -> tuple[Finish, list[torch.Tensor | None]]:
         with _around():
             real, leaves, cotangents = self._begun(cotangent)
             graph, params = Graph(real), self._params
             weights = self._weights(graph)
-            sums = _Sums(leaves, into)
             own = {weight.number for _, weight in weights}
             others = [i for i in range(len(params)) if i not in own]
             asked = [*self._inputs, *[params[i] for i in others]]
             given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
-            totals = {number: sums.place(number) for number in own}
+            totals = None if sums is None else {number: sums.place(number) for number in own}
+            later: list[Waiting] = []
             found, added = pull(graph, given, asked, weights, totals, retain_graph, later)
             count = len(self._inputs)
             out = self._placed(self._filled(found[:count]))
             if not retain_graph:
-                self._real = None
+                self._real, self._inputs, self._entered, self._again = None, [], [], None
 
-        def finish() -> dict[Key, Buffer]:
+        def finish(into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
             with self._pulling, _around():
-                for waiting in later or ():
-                    waiting.add()
-                sums.add(dict(zip(others, found[count:], strict=True)), added)
-                grads = self._grads(sums)
+                own = _Sums(leaves, into) if sums is None else sums
+                for waiting in later:
+                    waiting.add(*own.place(waiting.weight.number))
+                later.clear()
+                own.add(dict(zip(others, found[count:], strict=True)), added)
+                grads = self._grads(own)
                 if not retain_graph:
                     self.drop()
                 return grads

@@ -48,26 +48,22 @@ class Weight(NamedTuple):
 
 
 class Waiting(NamedTuple):
-    """A weight's cotangent that is not added yet, where it belongs, and how often what it is made of was written to."""
+    """A weight's cotangent that is not added yet, and how often what it is made of was written to."""
 
     weight: Weight
     product: Product
-    place: tuple[torch.Tensor, bool]
     versions: tuple[int, int]
 
-    @classmethod
-    def of(cls, weight: Weight, product: Product, place: tuple[torch.Tensor, bool]) -> Waiting:
-        return cls(weight, product, place, _versions(product))
-
-    def add(self) -> None:
-        """Adds it."""
+    def add(self, total: torch.Tensor, first: bool) -> None:
+        """Adds it to its sum."""
         if _versions(self.product) != self.versions:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: the cotangent of "
                 f"a product, or what was multiplied, of shapes {tuple(self.product.left.shape)} and "
-                f"{tuple(self.product.right.shape)}. A backward may not write to the cotangent that it is given."
+                f"{tuple(self.product.right.shape)}. A backward may not write to the cotangent that it is given, "
+                "nor the function to what it has multiplied."
             )
-        self.weight.add_to(self.product, *self.place)
+        self.weight.add_to(self.product, total, first)
 
 
 def _versions(product: Product) -> tuple[int, int]:
@@ -146,25 +142,25 @@ def pull(
     cotangents: Sequence[torch.Tensor],
     asked: Sequence[torch.Tensor],
     weights: Sequence[tuple[Node, Weight]],
-    totals: Mapping[int, tuple[torch.Tensor, bool]],
+    totals: Mapping[int, tuple[torch.Tensor, bool]] | None,
     retain_graph: bool,
-    later: list[Waiting] | None = None,
+    later: list[Waiting],
 ) -> tuple[list[torch.Tensor | None], set[int]]:
     """The cotangents of the leaves that are asked for, and the numbers of the weights whose were added to their sums.
 
     Args:
         cotangents: of the graph's ends.
         totals: the weights' sums by number, and whether they begin.
-        later: takes what would be added, where that can wait.
+        later: takes what is to be added where there are no sums yet.
     """
     added: set[int] = set()
 
     def add(node: Node, weight: Weight, grad: torch.Tensor) -> None:
         product = weight.product.of(node, grad)
-        if later is None:
+        if totals is not None:
             weight.add_to(product, *totals[weight.number])
         else:
-            later.append(Waiting.of(weight, product, totals[weight.number]))
+            later.append(Waiting(weight, product, _versions(product)))
         added.add(weight.number)
 
     runs: set[Node] = set()

@@ -75,7 +75,7 @@ def check(schedule: Schedule, edges: Iterable[Edge] | None = None) -> Report:
         proof.need_messages(pairs)
     full = schedule.with_messages(pairs)
     return Report(
-        alive=tuple(_alive(tasks) for tasks in full.places),
+        alive=tuple(alive(tasks) for tasks in full.places),
         messages=sum(task.kind is Kind.SEND for tasks in full.places for task in tasks),
         waiting=tuple(_waiting(full.places[place], stage) for stage, place in enumerate(full.homes)),
         order=_order(full),
@@ -244,12 +244,12 @@ def _circle(schedule: Schedule, next_of: Sequence[int]) -> str:
     )
 
 
-def _alive(tasks: Iterable[Task]) -> int:
+def alive(tasks: Iterable[Task]) -> int:
     """The most pullbacks of a place at once."""
-    alive = most = 0
+    own = most = 0
     for task in tasks:
-        alive += (task.kind is Kind.FORWARD) - (task.kind in (Kind.BACKWARD, Kind.PARAMS))
-        most = max(most, alive)
+        own += (task.kind is Kind.FORWARD) - (task.kind in (Kind.BACKWARD, Kind.PARAMS))
+        most = max(most, own)
     return most
 
 
