@@ -4,6 +4,7 @@ import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each that compiles has a pool of processes with torch
 
 import torch
 from hypothesis import HealthCheck, settings
