@@ -150,7 +150,7 @@ def check(
     assert_trees_equal(after, before)
 
 
-@settings(max_examples=max(20, settings().max_examples))
+@settings(max_examples=max(12, settings().max_examples))
 @given(
     first=st.sampled_from(OVER),
     second=st.sampled_from(OVER),
