@@ -231,7 +231,8 @@ def same_on_all_ranks(policy: fz.Policy, stage: int, optimizer: str, world: int,
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_bits_for_every_sharding(scheme: str) -> None:
     want = same_on_all_ranks(SCHEMES[scheme], 0, "clipped", 1)
-    for stage, world in ((3, 1), (1, 2), (2, 2), (3, 2), (3, 4)):
+    others = [(3, 1), (1, 2), (2, 2), (3, 2)]
+    for stage, world in (*(others if NIGHTLY else others[len(scheme) % 2 :: 2]), (3, 4)):
         assert_trees_equal(same_on_all_ranks(SCHEMES[scheme], stage, "clipped", world), want)
 
 
