@@ -32,4 +32,5 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     gc.collect()
+    gc.set_threshold(10_000)  # garbage of tests is soon all there is, and to look for it takes a twentieth of the time
     gc.freeze()  # what is imported is no garbage: tests that collect it look at half a million objects less
