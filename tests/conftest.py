@@ -4,7 +4,9 @@ import gc
 import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # of the processes that tests start, too: the workers take all cores
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # or each that compiles has a pool of processes with torch
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
@@ -19,6 +21,16 @@ settings.register_profile("nightly", max_examples=1000, deadline=None, suppress_
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "ci"))
 
 
+# these start programs and wait for them, up to half a minute each
+LONG = ("test_remote_ray", "test_resuming", "test_examples", "test_notebooks", "test_multimodal", "test_lora")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What is long comes first: no worker is left with it at the end, when the others have nothing to do."""
+    items.sort(key=lambda item: item.path.stem not in LONG)
+
+
 def pytest_collection_finish() -> None:
     gc.collect()
+    gc.set_threshold(10_000)  # garbage of tests is soon all there is, and to look for it takes a twentieth of the time
     gc.freeze()  # what is imported is no garbage: tests that collect it look at half a million objects less

@@ -1,4 +1,4 @@
-"""A training of five steps in any composition of transforms, against the plain float64 step: what every one owes."""
+"""A training of some steps in any composition of transforms, against the plain float64 step: what every one owes."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from reference import adamw_steps
 import fzero as fz
 from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
 
+STEPS = 5 if NIGHTLY else 3
 SCENARIOS: dict[str, Any] = {
     "module": (scenarios.tiny_lm, scenarios.token_batches),
     "unit": (scenarios.stack, scenarios.vector_batches),
@@ -21,7 +22,7 @@ SCENARIOS: dict[str, Any] = {
 SHARDS: dict[int, Any] = {0: lambda step: step, 1: fz.shard_zero1, 2: fz.shard_zero2, 3: fz.shard_zero3}
 
 
-def train(rank: int, scenario: str, chosen: Any, world: int, steps: int = 5) -> Any:
+def train(rank: int, scenario: str, chosen: Any, world: int, steps: int = STEPS) -> Any:
     make, batches = SCENARIOS[scenario]
     loss, params = make()
     step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(1e-2)))
@@ -40,7 +41,7 @@ def train(rank: int, scenario: str, chosen: Any, world: int, steps: int = 5) -> 
 def expected(scenario: str, world: int) -> Any:
     make, batches = SCENARIOS[scenario]
     loss, params = make()
-    return adamw_steps(loss, params, batches(world), 5, max_norm=0.5)
+    return adamw_steps(loss, params, batches(world), STEPS, max_norm=0.5)
 
 
 def check(scenario: str, chosen: Any, world: int, **run: Any) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.nn.utils.prune
+from nightly import NIGHTLY
 from torch import nn
 
 import fzero as fz
@@ -69,7 +70,7 @@ def by_autograd(module: nn.Module) -> dict[str, torch.Tensor]:
     return dict(zip(names, grads, strict=True))
 
 
-FORMS = [(stage, remat) for stage in SHARDS for remat in (False, True)]
+FORMS = [(stage, remat) for stage in SHARDS for remat in (False, True) if NIGHTLY or stage == 3 or remat == stage % 2]
 
 
 def check(module: nn.Module, want: dict[str, torch.Tensor], forms: Any = FORMS) -> None:

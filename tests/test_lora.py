@@ -197,7 +197,8 @@ def test_end_to_end(lora: Any, tmp_path: Path) -> None:
     assert all(lora.is_factor(name) and leaf.dtype == torch.float32 for name, leaf in factors.items())
 
 
-def test_a_base_from_a_folder(lora: Any, tmp_path: Path) -> None:
+def test_a_base_from_a_folder(lora: Any, tmp_path: Path, capsys: Any) -> None:
+    """On a rank that is a thread."""
     args = options(lora)
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -212,7 +213,10 @@ def test_a_base_from_a_folder(lora: Any, tmp_path: Path) -> None:
         )
         transformers.GemmaForCausalLM(config).save_pretrained(tmp_path / "base")  # its head is tied to its embedding
     transformers.ByT5Tokenizer().save_pretrained(tmp_path / "base")  # the one tokenizer that needs no vocabulary
-    stdout, factors = run_example(tmp_path, "--base", str(tmp_path / "base"), "--ranks", "1", "--stage", "0")
+    more = ["--out", str(tmp_path), "--steps", "3", "--base", str(tmp_path / "base"), "--ranks", "1", "--stage", "0"]
+    given = lora.options([*TINY, *more])
+    run_ranks(lambda rank: lora.train(rank, 1, given, lambda: False), 1)
+    stdout, factors = capsys.readouterr().out, load_file(tmp_path / "adapter.safetensors")
     assert "nats per token" in stdout and "base:" not in stdout
     assert len(factors) == 14 and all(leaf.shape.numel() and args.lora_rank in leaf.shape for leaf in factors.values())
 

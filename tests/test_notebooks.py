@@ -10,7 +10,7 @@ from nightly import NIGHTLY, at_length
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # what takes most of the time, and the same of fewer updates; nightly, all are made
-FEWER = {"bytes_per_parameter": {"steps=40": "steps=6", "updates=400": "updates=40", "updates=2000": "updates=40"}}
+FEWER = {"bytes_per_parameter": {"steps=40": "steps=3", "updates=400": "updates=40", "updates=2000": "updates=40"}}
 
 
 LONG = {"axes"}  # what it shows tests/parallel and examples/read_text.py run, too

@@ -42,7 +42,7 @@ def cases(draw: st.DrawFn) -> tuple[int, list[Spec], list[Any]]:
     )
 
 
-@settings(max_examples=max(20, settings().max_examples))
+@settings(max_examples=max(12, settings().max_examples))
 @given(case=cases())
 def test_programs(case: tuple[int, list[Spec], list[Any]]) -> None:
     world, specs, operations = case

@@ -231,7 +231,8 @@ def same_on_all_ranks(policy: fz.Policy, stage: int, optimizer: str, world: int,
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_the_same_bits_for_every_sharding(scheme: str) -> None:
     want = same_on_all_ranks(SCHEMES[scheme], 0, "clipped", 1)
-    for stage, world in ((3, 1), (1, 2), (2, 2), (3, 2), (3, 4)):
+    others = [(3, 1), (1, 2), (2, 2), (3, 2)]
+    for stage, world in (*(others if NIGHTLY else others[len(scheme) % 2 :: 2]), (3, 4)):
         assert_trees_equal(same_on_all_ranks(SCHEMES[scheme], stage, "clipped", world), want)
 
 
@@ -274,7 +275,7 @@ def trained(scheme: str, optimizer: str) -> float:
 
 @pytest.mark.parametrize("scheme", [scheme for scheme in [*SCHEMES, "fp32"] if scheme not in ("exact", "compact24")])
 def test_second_moments_decay(scheme: str) -> None:
-    """1,000 updates with zero gradients at b2 = 0.999, against 0.999**1000; bfloat16 to nearest never moves.
+    """300 updates with zero gradients at b2 = 0.999, nightly 1,000, against that; bfloat16 to nearest never moves.
 
     The two left out keep moments as compact16 does.
     """
@@ -290,13 +291,15 @@ def test_second_moments_decay(scheme: str) -> None:
     state, _ = step.update(state, grads(g))
     before = fz.gather(state.moments.nu)["w"].float()
     zero = torch.zeros(numel)
-    for _ in range(1000):
+    count = 1000 if NIGHTLY else 300
+    for _ in range(count):
         state, _ = step.update(state, grads(zero))
     ratio = (fz.gather(state.moments.nu)["w"].double() / before.double()).mean().item()
     if scheme == "bf16":
         assert ratio == 1.0
     else:
-        assert ratio == pytest.approx(0.999**1000, rel=0.1 if scheme not in ("fp32", "exact, fp32 moments") else 1e-3)
+        near = 1e-3 if scheme in ("fp32", "exact, fp32 moments") else 1e-4 * count
+        assert ratio == pytest.approx(0.999**count, rel=near)
 
 
 @pytest.mark.parametrize("stage", [0, 1, 3])

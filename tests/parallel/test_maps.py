@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from nightly import NIGHTLY
 
 import fzero as fz
 from fzero.base import pytree
@@ -250,8 +251,10 @@ EACH = [
 
 
 @pytest.mark.parametrize("instruction", EACH, ids=lambda own: f"{own.name}-{own.arguments.get('by', '')}")
-@pytest.mark.parametrize("averages", [False, True])
-@pytest.mark.parametrize("backend", ["threads", "processes"])
+@pytest.mark.parametrize(
+    ("backend", "averages"),
+    [("threads", False), ("threads", True), ("processes", False), *([("processes", True)] if NIGHTLY else [])],
+)
 def test_every_map(instruction: Instruction, averages: bool, backend: str) -> None:
     """Between what each rank computes before and after, so that the second derivatives are not zero."""
     before, after = instruction.name in ("copy", "split"), instruction.name in ("sum", "gather")

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import remote_builds as builds
@@ -37,9 +38,10 @@ def loop(on: str) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(6)
     images = torch.randn(4, 5, 3, generator=generator, dtype=torch.float64)
     tokens = torch.randint(0, 4, (4, 5), generator=generator)
+    options = {"strategy": "SPREAD"} if on == "ray" else {}
     with (
         fz.remote(functools.partial(builds.built, stage=3), 2, on, name="vision") as vision,
-        fz.remote(functools.partial(builds.built_head, stage=2), 1, on, name="text") as text,
+        fz.remote(functools.partial(builds.built_head, stage=2), 1, on, name="text", options=options) as text,
     ):
         v_state, t_state = vision.init(), text.init()
         losses = []
@@ -52,26 +54,29 @@ def loop(on: str) -> list[torch.Tensor]:
             v_state, _ = vision.update(v_state, g_v, grad_norm=norm)
             t_state, _ = text.update(t_state, g_t, grad_norm=norm)
             losses.append(loss)
-        return [*fz.fetch(losses), *torch_pytree.tree_leaves(fz.gather((v_state.params, t_state.params)))]
+        out = [*fz.fetch(losses), *torch_pytree.tree_leaves(fz.gather((v_state.params, t_state.params)))]
+        if on == "ray":
+            need_named(text, t_state, y, emb)
+        return out
 
 
 def test_the_same_bits_wherever_it_runs(cluster: None) -> None:
+    """And an actor that dies is named, by the same actors, each of which takes seconds to start."""
     del cluster
     threads, processes, actors = loop("threads"), loop("processes"), loop("ray")
     for x, y, z in zip(threads, processes, actors, strict=True):
         assert torch.equal(x, y) and torch.equal(x, z)
 
 
-def test_an_actor_that_dies_is_named(cluster: None) -> None:
+def need_named(text: Any, state: Any, *batch: object) -> None:
+    begun = time.monotonic()
+    with pytest.raises(fz.ComponentDied, match="ActorDiedError") as died:
+        fz.fetch(text.forward(state, *batch, "kill"))
+    assert (died.value.rank, died.value.component) == (0, "text") and time.monotonic() - begun < 5
+
+
+def test_mistakes_in_options(cluster: None) -> None:
     del cluster
-    with fz.remote(builds.built_trouble, 1, "ray", name="vision", options={"strategy": "SPREAD"}) as own:
-        state = own.init()
-        x = torch.ones(4, 3, dtype=torch.float64)
-        assert fz.fetch(own.forward(state, x, "none", 0)).equal(x)
-        begun = time.monotonic()
-        with pytest.raises(fz.ComponentDied, match="ActorDiedError") as died:
-            fz.fetch(own.forward(state, x, "kill", 0))
-        assert (died.value.rank, died.value.component) == (0, "vision") and time.monotonic() - begun < 5
     with pytest.raises(ValueError, match="expected some of"):
         fz.remote(builds.built_trouble, 1, "ray", options={"cpus": 2})
 
