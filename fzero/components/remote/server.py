@@ -69,11 +69,12 @@ class Server:
         try:
             while True:
                 request: Any = connection.receive(IDLE)
-                answer: Any = answered(self._served, request, alive)
-                on_one = answer[0] == "answer" and request[0] == "blocks" and gpus.lie_on(answer[1], request[1][1])
-                if not (on_one and owner.give(answer[1], connection.send, lambda: connection.receive(IDLE))):
+                answer = answered(self._served, request, alive)
+                tensors = answer[1] if isinstance(answer[1], list) and request[0] == "blocks" else []
+                on_one = gpus.lie_on(tensors, request[1][1]) if tensors else False
+                if not (on_one and owner.give(tensors, connection.send, lambda: connection.receive(IDLE))):
                     connection.send(answer)
-                del request, answer
+                del request, answer, tensors
         except OSError:
             connection.close()
         except Exception as error:  # what came is no request
