@@ -195,9 +195,12 @@ def test_a_port_that_stays_silent_costs_its_time_once(
     assert "to rank 1 of component 'vision': no other port of 127.0.0.1 has answered" in second
 
 
-def test_ray_that_is_shut_down_under_a_component(cluster: None, blocked: None) -> None:
-    """The last test: it takes the cluster away."""
-    del cluster, blocked
+def test_ray_that_is_shut_down_under_a_component(cluster: None) -> None:
+    """The last test: it takes the cluster away.
+
+    Not where values go through Ray: its shutdown may end a process of which a thread is within one of its calls.
+    """
+    del cluster
     own = fz.remote(builds.built_trouble, 1, "ray", name="vision")
     state = own.init()
     x = torch.ones(4, 3, dtype=torch.float64)
