@@ -10,6 +10,7 @@ import optree
 import pytest
 import torch
 import torch.nn.functional as F
+from nightly import at_length
 from processes import start_example
 from safetensors.torch import load_file
 from torch import nn
@@ -189,6 +190,7 @@ def run_example(out: Path, *more: str) -> tuple[str, dict[str, torch.Tensor]]:
     return stdout, load_file(out / "adapter.safetensors")
 
 
+@at_length
 def test_end_to_end(lora: Any, tmp_path: Path) -> None:
     stdout, factors = run_example(tmp_path, "--base-steps", "2", "--remat")
     for words in ("frozen, remat", "no grads and no moments", "after 3 of 3 updates", "with the factors"):

@@ -13,7 +13,7 @@ NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 FEWER = {"bytes_per_parameter": {"steps=40": "steps=3", "updates=400": "updates=40", "updates=2000": "updates=40"}}
 
 
-LONG = {"axes"}  # what it shows tests/parallel and examples/read_text.py run, too
+LONG = {"axes", "bytes_per_parameter"}  # what they show tests/parallel, tests/formats and examples run, too
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ import pytest
 import remote_builds as builds
 import torch
 import torch.utils._pytree as torch_pytree
+from nightly import at_length
 
 import fzero as fz
 from fzero.components.remote import linked, on_ray, reach, through_ray
@@ -142,6 +143,7 @@ def test_the_same_bits_where_no_connection_can_be_opened(
     assert len(said) == 6 and left() == ([], [], 3.0)
 
 
+@at_length
 def test_errors_and_deaths_where_no_connection_can_be_opened(
     cluster: None, blocked: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,6 +175,7 @@ def test_errors_and_deaths_where_no_connection_can_be_opened(
     assert left() == ([], [], 3.0)
 
 
+@at_length
 def test_a_port_that_stays_silent_costs_its_time_once(
     cluster: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -195,6 +198,7 @@ def test_a_port_that_stays_silent_costs_its_time_once(
     assert "to rank 1 of component 'vision': no other port of 127.0.0.1 has answered" in second
 
 
+@at_length
 def test_ray_that_is_shut_down_under_a_component(cluster: None) -> None:
     """The last test: it takes the cluster away.
 
