@@ -100,6 +100,7 @@ class Call:
         if any(not goes_forward(task) for task in tasks):
             if self._pulled:
                 self.flow.begin_again()
+                self._rests.clear()  # of one that was given up
             self._pulled = True
         if self.line is not None:
             self.line.begin_call(verb)
