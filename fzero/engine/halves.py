@@ -74,10 +74,10 @@ class Part:
             elif value.of.grad is not None:
                 value.of.grad = own(value.of.grad, storages)
 
-    def only(self) -> Kept | None:
-        """What the cotangent of this part is computed from, taken, where it is nothing but one node's."""
+    def only(self, edge: Edge) -> Kept | None:
+        """What the cotangent of this part is computed from, taken, where that is only what goes along this edge."""
         (value, *others) = self.values or [None]
-        if value is None or others or not isinstance(value.of, Kept):
+        if value is None or others or not isinstance(value.of, Kept) or value.edge != edge:
             return None
         self.values = []
         return value.of

@@ -19,6 +19,7 @@ from torch.autograd.graph import Node
 
 from fzero.base import private, pytree, texts
 from fzero.base.context import in_differentiated
+from fzero.base.edges import Edge, edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
 from fzero.engine.function import call_function
@@ -40,7 +41,7 @@ class _Rest(NamedTuple):
 
     parts: list[Part]
     found: dict[int, torch.Tensor | None]
-    weights: dict[int, Weight]
+    weights: dict[int, tuple[Weight, Edge]]  # and where its product's node hands its cotangent on to
     retain_graph: bool
 
 
@@ -230,7 +231,8 @@ class PlainRun(Outcome):
             storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
             for part in parts:
                 part.own(storages)  # whoever has these may write to them before the second half
-            self._rest = _Rest(parts, early, {weight.number: weight for _, weight in weights}, retain_graph)
+            products = {weight.number: (weight, edge_of(node, weight.place)) for node, weight in weights}
+            self._rest = _Rest(parts, early, products, retain_graph)
             if not retain_graph:
                 self._real, self._inputs = None, []
             return self._placed(out)
@@ -257,8 +259,8 @@ class PlainRun(Outcome):
             parts, found, weights, retain_graph = rest
             sums, params, added = _Sums(self._leaves, into), self._params, set[int]()
             for part in parts:
-                weight = weights.get(part.params[0]) if len(part.params) == 1 else None
-                kept = part.only() if weight is not None else None
+                weight, edge = weights.get(part.params[0], (None, None)) if len(part.params) == 1 else (None, None)
+                kept = part.only(edge) if edge is not None else None
                 if weight is not None and kept is not None:
                     weight.add_to(kept, *sums.place(weight.number))
                     added.add(weight.number)

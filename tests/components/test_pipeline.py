@@ -321,3 +321,26 @@ def test_containers_of_what_skips() -> None:
         full = fz.gather(expected)
         got = [own["w"] for own in fz.gather(grads)]
         fz.testing.assert_trees_close(got, [full["w"], full["v"], full["u"]], rtol=1e-6)
+
+
+@pytest.mark.parametrize("sides", ["C @ w", "w @ C", "C @ w.T", "(C @ w) @ C"])
+def test_a_weight_that_is_multiplied_before_it_meets_the_input(sides: str) -> None:
+    """Its gradient is not that of the product that the input's is a part of, which waits for the second half."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    C, x, params = draw(4, 4), draw(8, 4), [{"w": draw(4, 4)}, {"w": draw(4, 4)}]
+
+    def first(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return x @ eval(sides, {"C": C, "w": p["w"]})
+
+    def last(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ p["w"]).square().mean()
+
+    leaves = [own["w"].clone().requires_grad_() for own in params]
+    last({"w": leaves[1]}, first({"w": leaves[0]}, x)).backward()
+    for schedule in (fz.schedules.gpipe(2, 2), fz.schedules.zero_bubble(2, 2)):
+        pipe = fz.pipeline([fz.train_step(fn, fz.sgd(0.1)) for fn in (first, last)], schedule)
+        loss, pullback = pipe.vjp(pipe.init(params), x)
+        grads, _ = pullback(torch.ones_like(loss))
+        for own, leaf in zip(fz.gather(grads), leaves, strict=True):
+            torch.testing.assert_close(own["w"], leaf.grad, rtol=1e-10, atol=1e-12)
