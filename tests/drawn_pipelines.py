@@ -18,6 +18,18 @@ KINDS = ("linear", "norm", "residual", "twice", "cast")
 FORMS = ("bare", "tuple", "dict")
 
 
+class Copied(torch.autograd.Function):
+    """A copy, for pullbacks of a test's own: `backward` is a subclass's."""
+
+    @staticmethod
+    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return x.clone()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+
 @dataclass(frozen=True)
 class Stage:
     """One stage's function: how it computes, and in what form it gives and takes.

@@ -20,6 +20,7 @@ from fzero.components.sequences import refusing_cut_sequences
 from fzero.components.shares import Shares
 from fzero.components.wiring import Wiring, default_inputs
 from fzero.engine.batch import by_input
+from fzero.schedules.check import begun_by
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.state.checks import constants
 from fzero.table.microbatch import Microbatches
@@ -118,7 +119,7 @@ class Call:
                 self._do_or_say(task, pieces, retain_graph, self.line, leaves)
             if self._records:
                 self.spans.append((task, begun, time.monotonic()))
-            self._alive += (task.kind is Kind.FORWARD) - (task.kind in (Kind.BACKWARD, Kind.PARAMS))
+            self._alive += begun_by(task)
         self._go_on(0)
         if any(not goes_forward(task) for task in tasks) and self._error is None:
             try:

@@ -244,11 +244,16 @@ def _circle(schedule: Schedule, next_of: Sequence[int]) -> str:
     )
 
 
+def begun_by(task: Task) -> int:
+    """How many more pullbacks are alive behind a task: 1 of a FORWARD, -1 of what ends one."""
+    return (task.kind is Kind.FORWARD) - (task.kind in (Kind.BACKWARD, Kind.PARAMS))
+
+
 def alive(tasks: Iterable[Task]) -> int:
     """The most pullbacks of a place at once."""
     own = most = 0
     for task in tasks:
-        own += (task.kind is Kind.FORWARD) - (task.kind in (Kind.BACKWARD, Kind.PARAMS))
+        own += begun_by(task)
         most = max(most, own)
     return most
 

@@ -9,7 +9,7 @@ from typing import Any
 import optree
 import pytest
 import torch
-from drawn_pipelines import Case, cases, piped
+from drawn_pipelines import Case, Copied, cases, piped
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -238,16 +238,8 @@ def test_refusals() -> None:
         stays(stays.init([w, w]), torch.ones(2))
 
 
-class Fails(torch.autograd.Function):
+class Fails(Copied):
     """Fails in the pullback of a cotangent that is marked by its size."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -8,6 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
+from drawn_pipelines import Copied
 from torch.distributed.device_mesh import init_device_mesh
 
 import fzero as fz
@@ -16,16 +17,8 @@ from fzero.engine.weights import Waiting
 from fzero.testing import RankError, run_ranks
 
 
-class Writing(torch.autograd.Function):
+class Writing(Copied):
     """A backward that writes to the cotangent that it is given, which is another node's, too."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]

@@ -12,7 +12,7 @@ import optree
 import pytest
 import torch
 import torch.distributed as dist
-from drawn_pipelines import Case, Stage, cases, piped
+from drawn_pipelines import Case, Copied, Stage, cases, piped
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from nightly import NIGHTLY
@@ -201,16 +201,8 @@ class Refuses:
         return (out * out).mean() if self.last else out
 
 
-class _Fails(torch.autograd.Function):
+class _Fails(Copied):
     """Fails in the pullback of large cotangents."""
-
-    @staticmethod
-    def forward(x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return x.clone()
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        pass
 
     @staticmethod
     def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
