@@ -7,9 +7,12 @@
 
 A small transformer, cut into stages of equal numbers of blocks, on gloo ranks that are places of a pipeline; AdamW, the
 same weights, batches and microbatches for both, the same schedule on both sides, in three regimes: float32, one
-sequence a microbatch, and bfloat16 autocast over float32 params. Contenders take turns as in step.py; a contender whose
-losses are others does not take part. One line per schedule: the medians of a step in milliseconds, and the median of
-the ratios within each round.
+sequence a microbatch, and bfloat16 autocast over float32 params. Contenders take turns as in step.py, but each has
+processes of its own, as what one asks of malloc decides how the other one's memory lies (with fzero's buffers beside it
+torch's step takes up to a tenth less). With --keep-memory malloc gives nothing back, for both: a matter of the
+environment (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_MAX_), which few set. A contender whose losses are others has no
+place in it. One line per schedule: the medians of a step in milliseconds, and the median of the ratios within each
+round.
 
 --sleeps: stages that do nothing but sleep for known times, on ranks that are places: the whole step, simulated by
 `fz.schedules.simulate` and measured.
@@ -21,6 +24,7 @@ import argparse
 import contextlib
 import statistics
 import sys
+import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -34,7 +38,7 @@ from torch.distributed import pipelining
 
 sys.path.insert(0, str(Path(__file__).parent))
 from contenders import ADAMW, DECAY, LR, Run, Training, loss_of
-from step import Batch, Series, batches, in_turns, quiet, ratio, spawned
+from step import Series, batches, in_turns, quiet, ratio, spawned, spawned_apart
 from transformer import Block, Transformer, rotary_angles
 
 import fzero as fz
@@ -148,30 +152,42 @@ def cases(args: argparse.Namespace) -> dict[str, Case]:
     return {name: Case(args, *case) for name, case in every.items() if name in args.schedules}
 
 
-def measured(rank: int, args: argparse.Namespace, name: str) -> tuple[Series, Series, str]:
-    case, problem = cases(args)[name], ""
-    data = batches(args, 0)
-    runs: dict[str, Run] = {}
-    first: list[Batch] = [next(data) for _ in range(2)]
-    expected: list[float] = []
-    for contender, make in (("fzero", fzero), ("torch", torchs)):
-        own = ""
-        try:
-            with quiet():
-                run = make(case)
-                losses = [run(x, y).item() for x, y in first]
-            expected = expected or losses
-            gap = max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
-            if gap > (1e-4 if args.dtype == "float32" else 2e-2):
-                own = f"computes something else: losses differ by {gap:.1e}"
-            runs[contender] = run
-        except Exception as error:  # whatever a peer raises where it does not run
-            own = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
-        said: list[str] = [""] * args.ranks
-        dist.all_gather_object(said, own)
-        if problem := next(filter(None, said), ""):
-            return {}, {}, f"{contender} {problem}"
-    return *in_turns(runs, data, args), problem
+CONTENDERS: dict[str, Callable[[Case], Run]] = {"fzero": fzero, "torch": torchs}
+
+
+def measured(rank: int, args: argparse.Namespace, what: tuple[str, str, Any]) -> tuple[Series, Series, str]:
+    """The seconds of a contender's steps in each round, its losses, and why it did not run."""
+    name, contender, turns = what
+    data, own, run = batches(args, 0), "", None
+    try:
+        with quiet():
+            run = CONTENDERS[contender](cases(args)[name])
+            for _ in range(2):
+                run(*next(data))
+    except Exception as error:  # whatever a peer raises where it does not run
+        own = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    said: list[str] = [""] * args.ranks
+    dist.all_gather_object(said, own)
+    problem = next(filter(None, said), "")
+    if problem or run is None:
+        turns.abort()
+        return {}, {}, problem
+    with contextlib.suppress(threading.BrokenBarrierError):  # the other one did not run
+        return *in_turns({contender: run}, data, args, list(CONTENDERS), turns.wait), ""
+    return {}, {}, ""
+
+
+def compared(args: argparse.Namespace, name: str) -> tuple[Series, str]:
+    """Both contenders' seconds; and what is wrong."""
+    found = spawned_apart(measured, args, name, list(CONTENDERS), keeps=args.keep_memory)
+    for contender, (_, _, problem) in found.items():
+        if problem:
+            return {}, f"{contender} {problem}"
+    own, other = [found[contender][1][contender] for contender in CONTENDERS]
+    gap = max(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
+    if gap > (1e-4 if args.dtype == "float32" else 2e-2):
+        return {}, f"they compute something else: losses differ by {gap:.1e}"
+    return {contender: found[contender][0][contender] for contender in CONTENDERS}, ""
 
 
 # ---- stages that sleep
@@ -230,6 +246,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default, help=f"default {default}")
     parser.add_argument("--regimes", nargs="*", choices=REGIMES, default=list(REGIMES))
     parser.add_argument("--schedules", nargs="*", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--keep-memory", action="store_true", help="malloc keeps its memory")
     parser.add_argument("--sleeps", action="store_true", help="stages that sleep, simulated and measured")
     parser.add_argument("--sleep", type=float, default=0.02, help="seconds of a forward, default 0.02")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu", dtype="float32"))
@@ -246,7 +263,7 @@ def main() -> None:
         for name in args.schedules:
             own = argparse.Namespace(**{**vars(args), **REGIMES[regime]})
             own.batch = own.rows * own.microbatches
-            times, _, problem = spawned(measured, own, name)
+            times, problem = compared(own, name)
             line = f"{regime:<10}{name:<16}"
             if problem:
                 print(f"{line}did not run: {problem}", flush=True)

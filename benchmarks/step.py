@@ -44,7 +44,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -102,15 +102,30 @@ def timed(rank: int, args: argparse.Namespace, names: Sequence[str]) -> tuple[Se
     return in_turns(runs, batches(args, rank), args)
 
 
-def in_turns(runs: dict[str, Run], data: Iterator[Batch], args: argparse.Namespace) -> tuple[Series, Series]:
-    """Seconds of a step of every contender in each round, and the losses of all steps."""
+def in_turns(
+    runs: dict[str, Run],
+    data: Iterator[Batch],
+    args: argparse.Namespace,
+    names: Sequence[str] = (),
+    turn: Callable[[], object] = lambda: None,
+) -> tuple[Series, Series]:
+    """Seconds of a step of every contender in each round, and the losses of all steps.
+
+    Args:
+        names: of all contenders, where each has processes of its own.
+        turn: waits there until the one before has done its steps.
+    """
     times: Series = {name: [] for name in runs}
     losses: Series = {name: [] for name in runs}
-    order, shuffle = list(runs), random.Random(0)  # whom a contender follows decides in what state it finds the memory
+    # whom a contender follows decides in what state it finds the memory
+    order, shuffle = list(names or runs), random.Random(0)
     for count in range(args.warmup + args.rounds):
         steps = [next(data) for _ in range(args.steps)]
         shuffle.shuffle(order)
         for name in order:
+            turn()
+            if name not in runs:
+                continue
             synchronize(args.device)
             dist.barrier()
             run = runs[name]
@@ -123,6 +138,7 @@ def in_turns(runs: dict[str, Run], data: Iterator[Batch], args: argparse.Namespa
             if count >= args.warmup:
                 times[name].append((time.perf_counter() - begin) / args.steps)
             losses[name] += [loss.item() for loss in found]
+    turn()
     return times, losses
 
 
@@ -180,6 +196,26 @@ def spawned(measure: Any, args: argparse.Namespace, what: Any, keeps: bool = Fal
     with tempfile.TemporaryDirectory() as folder, environment(KEEPS if keeps else {}):
         mp.spawn(on_rank, (measure, args, what, f"file://{folder}/store", results), nprocs=args.ranks)
     return results.get()
+
+
+def spawned_apart(
+    measure: Any, args: argparse.Namespace, what: Any, names: Sequence[str], keeps: bool = False
+) -> dict[str, Any]:
+    """Contender -> what `measure(rank, args, (what, name, turns))` finds on rank 0 of fresh processes of its own.
+
+    They are there at the same time and compute in turns: `turns.wait()` is a barrier of them all.
+    """
+    context = multiprocessing.get_context("spawn")
+    results, turns = {name: context.SimpleQueue() for name in names}, context.Barrier(len(names) * args.ranks)
+    with tempfile.TemporaryDirectory() as folder, environment(KEEPS if keeps else {}):
+        running: list[Any] = []
+        for number, name in enumerate(names):
+            own = (measure, args, (what, name, turns), f"file://{folder}/store{number}", results[name])
+            running.append(mp.spawn(on_rank, own, nprocs=args.ranks, join=False))
+        for each in running:
+            while not each.join():
+                pass
+    return {name: queue.get() for name, queue in results.items()}
 
 
 @contextlib.contextmanager

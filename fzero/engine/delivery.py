@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.engine.schedule import Schedule
 from fzero.table.layout import Key, Layout
 
@@ -113,7 +113,7 @@ class Delivery:
         dtype = use.reduce if self.partial else use.grad
         if total is None:
             numel = self.layout.groups[key].numel // use.axis.size
-            total = torch.zeros(numel, dtype=dtype, device=use.device)
+            total = pages.zeros(numel, dtype, use.device)
         self._delivered.add(key)
         self.receive(key, total.to(dtype))
 

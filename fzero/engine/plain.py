@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from fzero.base import private, pytree, texts
+from fzero.base import pages, private, pytree, texts
 from fzero.base.context import in_differentiated
 from fzero.base.edges import Edge, edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
@@ -363,7 +363,7 @@ class _Sums:
         for key in dict.fromkeys(param.key for param in leaves.params):
             total, use, group = given.get(key), uses[key], self._layout.groups[key]
             if total is None or total.dtype != use.reduce:
-                self.fresh[key] = total = torch.empty(group.numel, dtype=use.reduce, device=use.device)
+                self.fresh[key] = total = pages.empty(group.numel, use.reduce, use.device)
             self._totals[key], self._views[key] = total, group.cut(total)
 
     def place(self, number: int) -> tuple[torch.Tensor, bool]:

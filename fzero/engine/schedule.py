@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.capture.again import Facts
 from fzero.comm import hazards
 from fzero.comm.axis import finish_all
@@ -228,7 +228,7 @@ class Schedule:
         if key in self._reducing or any(other.unit != key.unit for other in self._reducing):
             self.finish_reductions()
         use = self.uses[key]
-        return torch.empty(numel, dtype=use.wire, device=use.device)
+        return pages.empty(numel, use.wire, use.device)
 
     def reduce(self, key: Key, full: torch.Tensor, then: Callable[[torch.Tensor], None]) -> None:
         """Starts to reduce a full cotangent; this rank's share of it is given to `then`, once it is there.

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.base.node import direct, first_order
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire
@@ -56,7 +56,7 @@ class Use(Wire):
     def empty(self) -> torch.Tensor:
         """Memory for the full buffer in compute dtype."""
         numel = self.shard.numel() * (1 if self.whole else self.axis.size)
-        return torch.empty(numel, dtype=self.compute, device=self.device)
+        return pages.empty(numel, self.compute, self.device)
 
     @property
     def trivial(self) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.formats.ops import Ops, TorchOps
 
 GROUP = 32  # elements that share a scale
@@ -101,7 +101,10 @@ class Plain(Format):
         return _times(stored[0], times)
 
     def cast(self, parts: Sequence[T], dtype: torch.dtype) -> T | None:
-        return parts[0].to(dtype)
+        own = parts[0]
+        if own.dtype == dtype or own.requires_grad or private.is_wrapped(own):
+            return own.to(dtype)
+        return pages.copied(own, dtype)
 
     def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
         if not self.rounds or noise is None:
@@ -126,7 +129,7 @@ class Exact(Format):
         """Ties to even, as float32 is cast: in the upper halves they go away from 0."""
         if dtype != torch.bfloat16:
             return None
-        out = torch.empty_like(parts[0])
+        out = pages.empty(parts[0].numel(), parts[0].dtype, parts[0].device)
         for start, stop in chunks(out, 1 << 17):
             bits, remainder = parts[0][start:stop].view(torch.int16), parts[1][start:stop]
             odd = torch.eq(remainder, -(1 << 15), out=torch.empty_like(bits)).bitwise_and_(bits)
@@ -320,7 +323,7 @@ def nbytes(format: Format, numel: int) -> int:
 
 def zeros(format: Format, numel: int, device: torch.device | str) -> tuple[torch.Tensor, ...]:
     """The parts of zeros."""
-    return tuple(torch.zeros(numel // part.every, dtype=part.dtype, device=device) for part in format.parts)
+    return tuple(pages.zeros(numel // part.every, part.dtype, device) for part in format.parts)
 
 
 def entries(form: Format, part: Part, count: int) -> int:
@@ -386,7 +389,7 @@ class Stored:
         quick = self.format.cast(self.parts, dtype)
         if quick is not None:
             return quick
-        out = torch.empty(self.numel(), dtype=dtype, device=self.parts[0].device)
+        out = pages.empty(self.numel(), dtype, self.parts[0].device)
         for start, stop in chunks(out, CHUNK):
             rows = self.format.decode(TorchOps, load(self.format, self.cut(start, stop).parts))
             out[start:stop].view(-1, GROUP).copy_(rows)

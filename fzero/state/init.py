@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import pages, private, pytree
 from fzero.base.arguments import named
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Blocks, decode, encode
@@ -105,7 +105,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         made = {index: slice_of(layout.rows[index], axis, leaf.detach()) for index, leaf in made.items()}
         full = layout.pack(key, made, form.dtype)
         del made
-        own = full if size == group.numel else full.narrow(0, axis.rank * size, size).clone()
+        own = full if size == group.numel else pages.copied(full.narrow(0, axis.rank * size, size))
         place = functools.partial(put, group.row.params.memory, device=full.device, what=f"the params of {key}")
         if group.row.held:
             held[key] = place(as_held(policy, encode(form, full)))

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from fzero.base import pages
 from fzero.formats.formats import ALIGN, Format
 from fzero.table.rows import Row, Rule, Table
 
@@ -219,7 +220,7 @@ class Layout:
         """The full buffer of a group from its leaves, converted to `dtype`, gaps zero."""
         group = self.groups[key]
         leaves = [leaf[slot.leaf].detach() for slot in group.slots]
-        return group.join_into(torch.empty(group.numel, dtype=dtype, device=leaves[0].device), leaves)
+        return group.join_into(pages.empty(group.numel, dtype, leaves[0].device), leaves)
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.base.arguments import as_float64
 from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
@@ -282,7 +282,7 @@ class Update:
         full = held
         if not isinstance(full, torch.Tensor):
             self._finish()  # one at a time, as it lies on the device until it has arrived
-            full = torch.empty(full.numel(), dtype=full.dtype, device=full.device)
+            full = pages.empty(full.numel(), full.dtype, full.device)
         axis, tag = self.old.axis_of(key), f"update of {key}"
         if key in self._on_host and group.row.params.memory == HOST:  # what is computed with is brought from there
             in_8_bits, new = group.row.policy.gather is not None, self.params.finished().placed(key)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 
-from fzero.base import private
+from fzero.base import pages, private
 from fzero.comm.axis import finish_all
 from fzero.state.placing import memory_of, settle
 from fzero.state.sharded import Part, Sharded, group_of
@@ -55,7 +55,7 @@ class Writing:
             return buffer
         if self._donates:
             self._copied(self.tree.layout.groups[group_of(name)].slots[0].path)
-        return buffer.clone()
+        return pages.copied(buffer)
 
     def _names(self, keys: Iterable[Key]) -> list[Name]:
         return [name for key in keys if key in self.entries for name in self.tree.names(key)]
@@ -87,7 +87,7 @@ class Writing:
             for name in names:
                 buffer = buffers.get(name)
                 if isinstance(buffer, torch.Tensor) and private.storage_holders(buffer) > 1:
-                    buffers[name] = buffer.clone()
+                    buffers[name] = pages.copied(buffer)
 
     def close(self, keys: Sequence[Key]) -> None:
         """The buffers of some groups are written: they go where they belong."""
