@@ -37,6 +37,13 @@ def copied(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     return empty(x.numel(), dtype or x.dtype, x.device).view(x.shape).copy_(x)
 
 
+def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`x.to(dtype)`."""
+    if x.dtype == dtype or x.requires_grad or private.is_wrapped(x):
+        return x.to(dtype)
+    return copied(x, dtype)
+
+
 def _in_large_pages(x: torch.Tensor) -> torch.Tensor:
     if x.nbytes >= LEAST and x.device.type == "cpu" and not private.is_fake(x):
         begin = -(-x.data_ptr() // PAGE) * PAGE

@@ -101,10 +101,7 @@ class Plain(Format):
         return _times(stored[0], times)
 
     def cast(self, parts: Sequence[T], dtype: torch.dtype) -> T | None:
-        own = parts[0]
-        if own.dtype == dtype or own.requires_grad or private.is_wrapped(own):
-            return own.to(dtype)
-        return pages.copied(own, dtype)
+        return pages.cast(parts[0], dtype)
 
     def encode(self, o: Ops, x: T, noise: Bits | None) -> list[T]:
         if not self.rounds or noise is None:
