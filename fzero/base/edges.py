@@ -183,7 +183,7 @@ class Kept:
         assert value is not None
         return value
 
-    def add_to(self, place: int, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
+    def add_to(self, place: int, total: torch.Tensor, first: bool, dtype: torch.dtype) -> bool:
         """Adds the cotangent along one edge, which is a product of two matrices, to a sum; once, in place of `give`.
 
         Args:
@@ -191,7 +191,7 @@ class Kept:
             first: whether the sum begins with it, and what is there does not count.
             dtype: that the cotangent is rounded to before.
         """
-        self._take(place).add_to(total, first, dtype)
+        return self._take(place).add_to(total, first, dtype)
         self._end()
 
     def _take(self, place: int) -> Product | _Other:
@@ -250,7 +250,7 @@ class _Other(NamedTuple):
     def value(self) -> torch.Tensor:
         return self.tensor
 
-    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
+    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> bool:
         raise AssertionError("no `Weight` is made of it")
 
 

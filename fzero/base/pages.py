@@ -34,7 +34,7 @@ def zeros(numel: int, dtype: torch.dtype, device: torch.device | str) -> torch.T
 
 def copied(x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
     """A new tensor of one's values, dense, in a dtype."""
-    return empty(x.numel(), dtype or x.dtype, x.device).view(x.shape).copy_(x)
+    return _in_large_pages(torch.empty(x.shape, dtype=dtype or x.dtype, device=x.device)).copy_(x)
 
 
 def cast(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

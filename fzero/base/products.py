@@ -31,22 +31,26 @@ class Product(NamedTuple):
         out = self.left.mm(self.right)
         return times(out.t() if self.transposed else out, self.factor)
 
-    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> None:
+    def add_to(self, total: torch.Tensor, first: bool, dtype: torch.dtype) -> bool:
         """Adds it to a sum of its shape, with the bits that it has if its value is added.
 
         Args:
             first: whether the sum begins with it, and what is there does not count.
             dtype: that its value is rounded to before.
+
+        Returns:
+            Whether this takes less than adding its value, also where the sum does not begin with it.
         """
         own = total.t() if self.transposed else total
         is_dense = self.left.layout == self.right.layout == torch.strided
         if is_dense and self.factor == 1 and self.left.dtype == dtype == total.dtype:
+            alike = _is_alike(self.left, self.right, own)
             if first:
                 torch.mm(self.left, self.right, out=own)
-                return
-            if _is_alike(self.left, self.right, own):
+                return alike
+            if alike:
                 own.addmm_(self.left, self.right)
-                return
+                return True
         value = times(self.left.mm(self.right), self.factor)
         if torch.promote_types(value.dtype, dtype) != dtype or value.device != total.device:
             value = value.to(total.device, dtype)
@@ -54,6 +58,7 @@ class Product(NamedTuple):
             own.copy_(value)
         else:
             own.add_(value)
+        return self.left.dtype != total.dtype  # where it would be cast before
 
 
 def times(x: torch.Tensor, factor: complex) -> torch.Tensor:

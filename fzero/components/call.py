@@ -107,7 +107,7 @@ class Call:
             self.line.begin_call(verb)
         for place, task in enumerate(tasks):
             if self.line is not None and self._error is None:
-                for other in tasks[place : place + AHEAD]:
+                for other in tasks[place + AHEAD - 1 if place else 0 : place + AHEAD]:  # the others have been
                     if other.kind is Kind.RECEIVE:
                         self.line.begin(other)
             self._go_on(self._room(task))

@@ -64,6 +64,18 @@ class _Leaf(torch.Tensor):
         return self.as_subclass(torch.Tensor).detach()
 
 
+class Alias(torch.autograd.Function):
+    """The identity: an input that the function may write to, as one that a graph begins with may not be."""
+
+    @staticmethod
+    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override] - quicker than setup_context
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx: object, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return cotangent
+
+
 class Unfit(Exception):
     """It is no run for plain autograd: compiled code takes no tensor subclass, and a graph no inference tensor."""
 
@@ -82,7 +94,10 @@ class Leaves:
 
     Attributes:
         params: where those lie that are differentiated.
+        keys: of their groups.
         fit: whether the function can be run with them, as far as is known.
+        products: whether some cotangents are products that are added up in a quicker way than by autograd, once that is
+            known.
     """
 
     def __init__(self, traversal: Traversal, axis: Axis) -> None:
@@ -97,6 +112,10 @@ class Leaves:
                 if trains:
                     self.params.append(_Place(key, slot))
         self._views = [views[index] for index in range(len(self.layout.rows))]
+        self._storages = {storage_of(view) for view, *_ in self._views}
+        self.keys = tuple(dict.fromkeys(param.key for param in self.params))
+        self.products: bool | None = None
+        self._cuts: dict[Key, tuple[torch.Tensor, dict[int, torch.Tensor]]] = {}
 
     def made(self) -> list[torch.Tensor]:
         """The leaves of the tree for one microbatch, in their order: what is done to one is no other one's."""
@@ -121,6 +140,13 @@ class Leaves:
             return None
         return Leaves(traversal, state.params.axis)
 
+    def cut(self, key: Key, total: torch.Tensor) -> dict[int, torch.Tensor]:
+        """The leaves of a group's sum, which serves all microbatches."""
+        known = self._cuts.get(key)
+        if known is None or known[0] is not total:
+            known = self._cuts[key] = total, self.layout.groups[key].cut(total)
+        return known[1]
+
     def traversal(self, seed: tuple[int, ...], leaves: Sequence[torch.Tensor]) -> Traversal:
         """Another run over the same buffers."""
         own = self._traversal
@@ -130,9 +156,8 @@ class Leaves:
 
     def given_out(self, outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Outputs without their graph; what lies in the leaves' own memory is copied, as others may write to it."""
-        storages = {storage_of(view) for view, *_ in self._views}
         plain = [x.as_subclass(torch.Tensor).detach() if isinstance(x, _Leaf) else x.detach() for x in outputs]
-        return [x.clone() if storage_of(x) in storages else x for x in plain]
+        return [x.clone() if storage_of(x) in self._storages else x for x in plain]
 
     def check(self, leaves: Sequence[torch.Tensor]) -> None:
         """Refuses what a function did to the leaves themselves."""

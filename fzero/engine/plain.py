@@ -17,15 +17,16 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import Node
 
-from fzero.base import pages, private, pytree, texts
+from fzero.base import private, pytree, texts
 from fzero.base.context import in_differentiated
 from fzero.base.edges import Edge, edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
+from fzero.engine.adding import Adding
 from fzero.engine.function import call_function
 from fzero.engine.halves import Part, Split
-from fzero.engine.leaves import UNFIT, WORDS, Leaves, Unfit, known
-from fzero.engine.outcome import Outcome, no_first_half, split_both, tensors_of
+from fzero.engine.leaves import UNFIT, WORDS, Alias, Leaves, Unfit, known
+from fzero.engine.outcome import Outcome, no_first_half, split_both
 from fzero.engine.run import Run
 from fzero.engine.schedule import Record
 from fzero.engine.weights import Graph, Waiting, Weight, pull
@@ -43,18 +44,6 @@ class _Rest(NamedTuple):
     found: dict[int, torch.Tensor | None]
     weights: dict[int, tuple[Weight, Edge]]  # and where its product's node hands its cotangent on to
     retain_graph: bool
-
-
-class _Alias(torch.autograd.Function):
-    """The identity: an input that the function may write to, as one that a graph begins with may not be."""
-
-    @staticmethod
-    def forward(ctx: object, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override] - quicker than setup_context
-        return x.detach()
-
-    @staticmethod
-    def backward(ctx: object, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return cotangent
 
 
 @contextlib.contextmanager
@@ -113,7 +102,7 @@ class PlainRun(Outcome):
         with torch.enable_grad(), private.outside_inference():
             self._inputs = [flat[place].detach().requires_grad_() for place in self.wanted]
             for place, leaf in zip(self.wanted, self._inputs, strict=True):
-                filled[place] = _Alias.apply(leaf)
+                filled[place] = Alias.apply(leaf)
             arguments = pytree.unflatten(spec, filled)
             try:
                 result = call_function(step, state, leaves.traversal(seed, every), {}, arguments)
@@ -165,7 +154,7 @@ class PlainRun(Outcome):
                 return pulled
             self.need_graph()
             assert self._leaves is not None
-            finish, out = self._pulled(cotangent, retain_graph, _Sums(self._leaves, into))
+            finish, out = self._pulled(cotangent, retain_graph, Adding(self._leaves, into))
             return finish(None), out
 
     def pull_early(self, cotangent: object) -> tuple[Finish, list[torch.Tensor | None]]:
@@ -178,10 +167,12 @@ class PlainRun(Outcome):
             return self._pulled(cotangent, False, None)
 
     def _pulled(
-        self, cotangent: object, retain_graph: bool, sums: _Sums | None
+        self, cotangent: object, retain_graph: bool, sums: Adding | None
     ) -> tuple[Finish, list[torch.Tensor | None]]:
         with _around():
             real, leaves, cotangents = self._begun(cotangent)
+            if sums is not None and leaves.products is False and self._is_unwatched() and sums.takes(self._params):
+                return self._added(real, cotangents, retain_graph, sums)
             graph, params = Graph(real), self._params
             weights = self._weights(graph)
             own = {weight.number for _, weight in weights}
@@ -190,7 +181,7 @@ class PlainRun(Outcome):
             given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
             totals = None if sums is None else {number: sums.place(number) for number in own}
             later: list[Waiting] = []
-            found, added = pull(graph, given, asked, weights, totals, retain_graph, later)
+            found, added, gained = pull(graph, given, asked, weights, totals, retain_graph, later)
             count = len(self._inputs)
             out = self._placed(self._filled(found[:count]))
             if not retain_graph:
@@ -198,11 +189,13 @@ class PlainRun(Outcome):
 
         def finish(into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
             with self._pulling, _around():
-                own = _Sums(leaves, into) if sums is None else sums
-                for waiting in later:
-                    waiting.add(*own.place(waiting.weight.number))
+                own = Adding(leaves, into) if sums is None else sums
+                rest = dict(zip(others, found[count:], strict=True))
+                gains = [waiting.add(*own.place(waiting.weight.number)) for waiting in later]
                 later.clear()
-                own.add(dict(zip(others, found[count:], strict=True)), added)
+                if leaves.products is None:  # those to come have such products, too
+                    leaves.products = gained or any(gains) or any(map(_is_sparse, rest.values()))
+                own.add(rest, added)
                 grads = self._grads(own)
                 if not retain_graph:
                     self.drop()
@@ -257,7 +250,7 @@ class PlainRun(Outcome):
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
             parts, found, weights, retain_graph = rest
-            sums, params, added = _Sums(self._leaves, into), self._params, set[int]()
+            sums, params, added = Adding(self._leaves, into), self._params, set[int]()
             for part in parts:
                 weight, edge = weights.get(part.params[0], (None, None)) if len(part.params) == 1 else (None, None)
                 kept = part.only(edge) if edge is not None else None
@@ -273,9 +266,23 @@ class PlainRun(Outcome):
                 self.drop()
             return grads
 
+    def _added(
+        self, real: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], retain_graph: bool, sums: Adding
+    ) -> tuple[Finish, list[torch.Tensor | None]]:
+        """`_pulled`, where autograd adds up as quickly as anybody."""
+        ends = [(o, c.to(o.dtype)) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
+        found = sums.pull([o for o, _ in ends], [c for _, c in ends], self._params, self._inputs, retain_graph)
+        out = self._placed(self._filled(found))
+        if not retain_graph:
+            self.drop()
+        return lambda _: {}, out
+
     def _weights(self, graph: Graph) -> list[tuple[Node, Weight]]:
         """The weights that may be added to their sums at once, as nobody looks at their cotangents."""
-        return [] if self._hooked or torch.is_anomaly_enabled() else graph.weights(self._params)
+        return graph.weights(self._params) if self._is_unwatched() else []
+
+    def _is_unwatched(self) -> bool:
+        return not (self._hooked or torch.is_anomaly_enabled())
 
     def _run_again(self) -> Run:
         """A run of the same under torch.func: for whoever differentiates the pullback, or maps it."""
@@ -300,7 +307,7 @@ class PlainRun(Outcome):
     def _filled(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         return [torch.zeros_like(x) if g is None else g for g, x in zip(found, self._inputs, strict=True)]
 
-    def _grads(self, sums: _Sums) -> dict[Key, Buffer]:
+    def _grads(self, sums: Adding) -> dict[Key, Buffer]:
         assert self.state is not None and self._leaves is not None
         out: dict[Key, Buffer] = {}
         for key, total in sums.fresh.items():
@@ -312,6 +319,10 @@ class PlainRun(Outcome):
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         self._real = self._rest = self._leaves = self.state = self._again = None
         self._inputs, self._params, self._entered = [], [], []
+
+
+def _is_sparse(x: torch.Tensor | None) -> bool:
+    return x is not None and x.layout != torch.strided
 
 
 def _is_transformed(cotangent: object) -> bool:
@@ -345,40 +356,3 @@ def run_of(
         except Unfit:
             leaves.fit = False
     return own()
-
-
-class _Sums:
-    """Where the cotangents of params are added: sums of earlier microbatches, and those that begin.
-
-    Attributes:
-        fresh: those that begin.
-    """
-
-    def __init__(self, leaves: Leaves, into: Mapping[Key, Buffer] | None) -> None:
-        self._params, self._layout = leaves.params, leaves.layout
-        given, uses = tensors_of(into), leaves.uses
-        self.fresh: dict[Key, torch.Tensor] = {}
-        self._totals: dict[Key, torch.Tensor] = {}
-        self._views: dict[Key, dict[int, torch.Tensor]] = {}
-        for key in dict.fromkeys(param.key for param in leaves.params):
-            total, use, group = given.get(key), uses[key], self._layout.groups[key]
-            if total is None or total.dtype != use.reduce:
-                self.fresh[key] = total = pages.empty(group.numel, use.reduce, use.device)
-            self._totals[key], self._views[key] = total, group.cut(total)
-
-    def place(self, number: int) -> tuple[torch.Tensor, bool]:
-        """Where a param's cotangent belongs, and whether its sum begins."""
-        key, slot = self._params[number]
-        return self._views[key][slot.leaf], key in self.fresh
-
-    def add(self, found: Mapping[int, torch.Tensor | None], added: Collection[int]) -> None:
-        """Adds all cotangents, but for those that were added already."""
-        by_key: dict[Key, list[tuple[torch.Tensor | None, bool]]] = {key: [] for key in self._views}
-        for number, param in enumerate(self._params):
-            by_key[param.key].append((found.get(number), number in added))
-        for key, leaves in by_key.items():
-            group, grads = self._layout.groups[key], [leaf for leaf, _ in leaves]
-            if key in self.fresh:
-                group.join_into(self._totals[key], grads, [is_there for _, is_there in leaves])
-            else:
-                group.add_into(self._totals[key], grads)

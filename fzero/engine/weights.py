@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
@@ -18,6 +19,7 @@ from fzero.base import private, texts
 from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
 from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
+from fzero.engine.leaves import Alias
 
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
 
@@ -38,13 +40,12 @@ class Weight(NamedTuple):
     dtype: torch.dtype
     product: ProductOf
 
-    def add_to(self, product: Product | Kept, total: torch.Tensor, first: bool) -> None:
-        """Adds its cotangent to its sum."""
+    def add_to(self, product: Product | Kept, total: torch.Tensor, first: bool) -> bool:
+        """Adds its cotangent to its sum; tells whether that takes less than what autograd does."""
         own = total.t() if self.transposed else total
         if isinstance(product, Product):
-            product.add_to(own, first, self.dtype)
-        else:
-            product.add_to(self.place, own, first, self.dtype)
+            return product.add_to(own, first, self.dtype)
+        return product.add_to(self.place, own, first, self.dtype)
 
 
 class Waiting(NamedTuple):
@@ -54,8 +55,8 @@ class Waiting(NamedTuple):
     product: Product
     versions: tuple[int, int]
 
-    def add(self, total: torch.Tensor, first: bool) -> None:
-        """Adds it to its sum."""
+    def add(self, total: torch.Tensor, first: bool) -> bool:
+        """As `Weight.add_to`."""
         if _versions(self.product) != self.versions:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: the cotangent of "
@@ -63,11 +64,15 @@ class Waiting(NamedTuple):
                 f"{tuple(self.product.right.shape)}. A backward may not write to the cotangent that it is given, "
                 "nor the function to what it has multiplied."
             )
-        self.weight.add_to(self.product, total, first)
+        return self.weight.add_to(self.product, total, first)
 
 
 def _versions(product: Product) -> tuple[int, int]:
     return private.version(product.left), private.version(product.right)
+
+
+def _is_users(kind: type) -> bool:
+    return issubclass(kind, BackwardCFunction) and getattr(kind, "_forward_cls", None) is not Alias
 
 
 class Graph:
@@ -78,6 +83,7 @@ class Graph:
         roots: their nodes.
         uses: node -> the nodes that lead to it, and the places of their edges.
         leaves: id of a leaf -> its node.
+        native: whether no user's Function pulls anything back, which might write to the cotangent that it is given.
     """
 
     def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
@@ -101,6 +107,7 @@ class Graph:
                 variable = getattr(node, "variable", None)
                 if variable is not None:
                     self.leaves[id(variable)] = node
+        self.native = not any(_is_users(kind) for kind in {*map(type, nodes)})
 
     def weights(self, params: Sequence[torch.Tensor]) -> list[tuple[Node, Weight]]:
         """Those among some leaves that are used in one product each, and its node.
@@ -145,20 +152,24 @@ def pull(
     totals: Mapping[int, tuple[torch.Tensor, bool]] | None,
     retain_graph: bool,
     later: list[Waiting],
-) -> tuple[list[torch.Tensor | None], set[int]]:
-    """The cotangents of the leaves that are asked for, and the numbers of the weights whose were added to their sums.
+) -> tuple[list[torch.Tensor | None], set[int], bool]:
+    """The cotangents of the leaves that are asked for, the numbers of the weights whose were added to their sums, and
+    whether that took less for any than what autograd does.
 
     Args:
         cotangents: of the graph's ends.
         totals: the weights' sums by number, and whether they begin.
         later: takes what is to be added where there are no sums yet.
     """
+    if totals is None and graph.native:
+        return _pulled_first(graph, cotangents, asked, weights, retain_graph, later)
     added: set[int] = set()
+    gains: list[bool] = []
 
     def add(node: Node, weight: Weight, grad: torch.Tensor) -> None:
         product = weight.product.of(node, grad)
         if totals is not None:
-            weight.add_to(product, *totals[weight.number])
+            gains.append(weight.add_to(product, *totals[weight.number]))
         else:
             later.append(Waiting(weight, product, _versions(product)))
         added.add(weight.number)
@@ -196,4 +207,33 @@ def pull(
     for (node, weight), grad in zip(ends, found[len(asked) :], strict=True):
         if grad is not None:
             add(node, weight, grad)
-    return list(found[: len(asked)]), added
+    return list(found[: len(asked)]), added, any(gains)
+
+
+def _pulled_first(
+    graph: Graph,
+    cotangents: Sequence[torch.Tensor],
+    asked: Sequence[torch.Tensor],
+    weights: Sequence[tuple[Node, Weight]],
+    retain_graph: bool,
+    later: list[Waiting],
+) -> tuple[list[torch.Tensor | None], set[int], bool]:
+    """`pull`, where nothing is added yet: one pass, in which nobody is called."""
+    saved = [getattr(node, weight.product.saved) for node, weight in weights]
+    wanted = [*asked, *[GradientEdge(node, 0) for node, _ in weights]]
+    if not wanted or not graph.ends:
+        return [None] * len(asked), set(), False
+    found = torch.autograd.grad(
+        graph.ends,
+        wanted,  # type: ignore[arg-type]
+        cotangents,
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )
+    count, added = len(asked), set[int]()
+    for (_, weight), grad, other in zip(weights, found[count:], saved, strict=True):
+        if grad is not None:
+            product = weight.product.with_saved(grad, other)
+            later.append(Waiting(weight, product, _versions(product)))
+            added.add(weight.number)
+    return list(found[:count]), added, False

@@ -21,7 +21,7 @@ from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
 
-ROW = 1024  # elements
+ROW = 2048  # elements
 
 
 def gather(tree: object) -> Any:

@@ -1,0 +1,88 @@
+"""Where the cotangents of a run's params are added up: to the sums of earlier microbatches, or to those that begin."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Collection, Mapping, Sequence
+
+import torch
+
+from fzero.base import pages
+from fzero.base.hooks import register
+from fzero.engine.leaves import Leaves
+from fzero.engine.outcome import tensors_of
+from fzero.stores.away import Buffer
+from fzero.table.layout import Key
+
+
+class Adding:
+    """The sums of one pullback.
+
+    Args:
+        into: sums of earlier microbatches.
+
+    Attributes:
+        fresh: those that begin.
+    """
+
+    def __init__(self, leaves: Leaves, into: Mapping[Key, Buffer] | None) -> None:
+        self._leaves, self._layout = leaves, leaves.layout
+        given, uses = tensors_of(into), leaves.uses
+        self.fresh: dict[Key, torch.Tensor] = {}
+        self._totals: dict[Key, torch.Tensor] = {}
+        self._views: dict[Key, dict[int, torch.Tensor]] = {}
+        for key in leaves.keys:
+            total, use, group = given.get(key), uses[key], self._layout.groups[key]
+            if total is None or total.dtype != use.reduce:
+                self.fresh[key] = total = pages.empty(group.numel, use.reduce, use.device)
+                self._views[key] = group.cut(total)
+            else:
+                self._views[key] = leaves.cut(key, total)
+            self._totals[key] = total
+
+    def place(self, number: int) -> tuple[torch.Tensor, bool]:
+        """Where a param's cotangent belongs, and whether its sum begins."""
+        key, slot = self._leaves.params[number]
+        return self._views[key][slot.leaf], key in self.fresh
+
+    def add(self, found: Mapping[int, torch.Tensor | None], added: Collection[int]) -> None:
+        """Adds all cotangents, but for those that were added already."""
+        params = self._leaves.params
+        if len(added) == len(params):
+            return
+        by_key: dict[Key, list[tuple[torch.Tensor | None, bool]]] = {key: [] for key in self._views}
+        for number, param in enumerate(params):
+            by_key[param.key].append((found.get(number), number in added))
+        for key, leaves in by_key.items():
+            group, grads = self._layout.groups[key], [leaf for leaf, _ in leaves]
+            if key in self.fresh:
+                group.join_into(self._totals[key], grads, [is_there for _, is_there in leaves])
+            else:
+                group.add_into(self._totals[key], grads)
+
+    def takes(self, params: Sequence[torch.Tensor]) -> bool:
+        """Tells whether autograd can add cotangents of these params by itself."""
+        return not self.fresh and all(self.place(i)[0].dtype == own.dtype for i, own in enumerate(params))
+
+    def pull(
+        self,
+        outputs: Sequence[torch.Tensor],
+        cotangents: Sequence[torch.Tensor],
+        params: Sequence[torch.Tensor],
+        inputs: Sequence[torch.Tensor],
+        retain_graph: bool,
+    ) -> list[torch.Tensor | None]:
+        """The cotangents of inputs; autograd adds those of the params, as they come."""
+        found: list[torch.Tensor | None] = [None] * len(inputs)
+        # as they come: what autograd keeps in `grad` may have other strides
+        handles = [register(x.register_hook, functools.partial(found.__setitem__, i)) for i, x in enumerate(inputs)]
+        try:
+            for number, param in enumerate(params):
+                param.grad = self.place(number)[0]
+            torch.autograd.backward(outputs, cotangents, retain_graph, inputs=[*params, *inputs])
+        finally:
+            for handle in handles:
+                handle.remove()
+            for leaf in (*params, *inputs):
+                leaf.grad = None
+        return found
