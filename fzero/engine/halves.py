@@ -70,9 +70,9 @@ class Part:
         """Copies what lies in these storages, which are other people's, too."""
         for value in self.values:
             if isinstance(value.of, torch.Tensor):
-                value.of = own(value.of, storages)
+                value.of = apart_from(value.of, storages)
             elif value.of.grad is not None:
-                value.of.grad = own(value.of.grad, storages)
+                value.of.grad = apart_from(value.of.grad, storages)
 
     def only(self, edge: Edge) -> Kept | None:
         """What the cotangent of this part is computed from, taken, where that is only what goes along this edge."""
@@ -104,7 +104,7 @@ def _zeros(edge: Edge) -> torch.Tensor:
     return torch.zeros((), dtype=meta.dtype, device=meta.device).expand(tuple(meta.shape))
 
 
-def own(tensor: torch.Tensor, storages: Collection[int]) -> torch.Tensor:
+def apart_from(tensor: torch.Tensor, storages: Collection[int]) -> torch.Tensor:
     """A copy of a tensor in one of these storages, as it lies there: others might be added up in another order."""
     if storage_of(tensor) not in storages:
         return tensor

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from fzero.engine.halves import Part, own
+from fzero.engine.halves import Part, apart_from
 from fzero.table.layout import Key
 
 Collect = Callable[[Key, Sequence["torch.Tensor | None"]], object]
@@ -34,7 +34,7 @@ class Later:
 
     def own(self, storages: Collection[int]) -> None:
         """Copies what lies in these storages, which are other people's, too."""
-        self._found = [None if x is None else own(x, storages) for x in self._found]
+        self._found = [None if x is None else apart_from(x, storages) for x in self._found]
         for part in self._parts:
             part.own(storages)
 

@@ -24,7 +24,7 @@ from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
 from fzero.engine.adding import Adding
 from fzero.engine.function import call_function
-from fzero.engine.halves import Part, Split
+from fzero.engine.halves import Part, Split, apart_from
 from fzero.engine.leaves import UNFIT, WORDS, Alias, Leaves, Unfit, known
 from fzero.engine.outcome import Outcome, no_first_half, split_both
 from fzero.engine.run import Run
@@ -86,7 +86,7 @@ class PlainRun(Outcome):
         super().__init__(state, inputs, argnums, scale)
         self._leaves: Leaves | None = leaves
         self._partial, self._pulling = partial, threading.RLock()
-        self._rest: _Rest | Run | None = None
+        self._rest: _Rest | Run | Finish | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         own = [x for x in flat if isinstance(x, torch.Tensor)]
         if any(x.is_inference() for x in own):
@@ -173,19 +173,42 @@ class PlainRun(Outcome):
             real, leaves, cotangents = self._begun(cotangent)
             if sums is not None and leaves.products is False and self._is_unwatched() and sums.takes(self._params):
                 return self._added(real, cotangents, retain_graph, sums)
-            graph, params = Graph(real), self._params
-            weights = self._weights(graph)
-            own = {weight.number for _, weight in weights}
-            others = [i for i in range(len(params)) if i not in own]
-            asked = [*self._inputs, *[params[i] for i in others]]
-            given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
-            totals = None if sums is None else {number: sums.place(number) for number in own}
-            later: list[Waiting] = []
-            found, added, gained = pull(graph, given, asked, weights, totals, retain_graph, later)
-            count = len(self._inputs)
-            out = self._placed(self._filled(found[:count]))
-            if not retain_graph:
-                self._real, self._inputs, self._entered, self._again = None, [], [], None
+            graph = Graph(real)
+            return self._parted(graph, self._weights(graph), cotangents, retain_graph, sums)
+
+    def _parted(
+        self,
+        graph: Graph,
+        weights: Sequence[tuple[Node, Weight]],
+        cotangents: Sequence[torch.Tensor],
+        retain_graph: bool,
+        sums: Adding | None,
+        apart: bool = False,
+    ) -> tuple[Finish, list[torch.Tensor | None]]:
+        """The cotangents of the flat inputs, and what goes on with those of the primals.
+
+        Args:
+            sums: those of earlier microbatches, where they are known: what goes on has less to do.
+            apart: whether the caller may write to what it has until that is called.
+        """
+        real, leaves, params = self._real, self._leaves, self._params
+        assert real is not None and leaves is not None
+        own = {weight.number for _, weight in weights}
+        others = [i for i in range(len(params)) if i not in own]
+        asked = [*self._inputs, *[params[i] for i in others]]
+        given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
+        totals = None if sums is None else {number: sums.place(number) for number in own}
+        later: list[Waiting] = []
+        found, added, gained = pull(graph, given, asked, weights, totals, retain_graph, later)
+        count = len(self._inputs)
+        out = self._filled(found[:count])
+        if apart:
+            storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
+            later[:] = [waiting.apart_from(storages) for waiting in later]
+            found[count:] = [None if x is None else apart_from(x, storages) for x in found[count:]]
+        out = self._placed(out)
+        if not retain_graph:
+            self._real, self._inputs, self._entered, self._again = None, [], [], None
 
         def finish(into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
             with self._pulling, _around():
@@ -217,7 +240,12 @@ class PlainRun(Outcome):
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         with _around():
             real, _, cotangents = self._begun(cotangent)
-            weights = self._weights(Graph(real))
+            graph = Graph(real)
+            weights = self._weights(graph)
+            known = {weight.number for _, weight in weights}
+            if graph.native and graph.is_light([x for i, x in enumerate(self._params) if i not in known]):
+                self._rest, wanted = self._parted(graph, weights, cotangents, retain_graph, None, True)
+                return wanted
             split = Split(real, self._inputs, self._params)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
@@ -225,6 +253,7 @@ class PlainRun(Outcome):
             for part in parts:
                 part.own(storages)  # whoever has these may write to them before the second half
             products = {weight.number: (weight, edge_of(node, weight.place)) for node, weight in weights}
+            early = {i: None if x is None else apart_from(x, storages) for i, x in early.items()}
             self._rest = _Rest(parts, early, products, retain_graph)
             if not retain_graph:
                 self._real, self._inputs = None, []
@@ -249,6 +278,8 @@ class PlainRun(Outcome):
             if rest is None or self.state is None or self._leaves is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
+            if not isinstance(rest, _Rest):
+                return rest(into)
             parts, found, weights, retain_graph = rest
             sums, params, added = Adding(self._leaves, into), self._params, set[int]()
             for part in parts:

@@ -7,7 +7,7 @@ tensor first, and reads it again; and where autocast has rounded a weight, once 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -19,8 +19,10 @@ from fzero.base import private, texts
 from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
 from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
+from fzero.engine.halves import apart_from
 from fzero.engine.leaves import Alias
 
+_EMBEDDING = "EmbeddingBackward0"
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
 
 
@@ -54,6 +56,12 @@ class Waiting(NamedTuple):
     weight: Weight
     product: Product
     versions: tuple[int, int]
+
+    def apart_from(self, storages: Collection[int]) -> Waiting:
+        """The same, made of nothing in these storages."""
+        left, right = (apart_from(x, storages) for x in (self.product.left, self.product.right))
+        product = self.product._replace(left=left, right=right)
+        return self._replace(product=product, versions=_versions(product))
 
     def add(self, total: torch.Tensor, first: bool) -> bool:
         """As `Weight.add_to`."""
@@ -131,6 +139,11 @@ class Graph:
                     break
                 transposed, cast, uses = transposed is not (name == _T), cast or name == _CAST, self.uses[node]
         return out
+
+    def is_light(self, params: Iterable[torch.Tensor]) -> bool:
+        """Tells whether no product is behind the cotangents of some params: they take little time beside those."""
+        matrices = [self.leaves[id(x)] for x in params if x.ndim > 1 and id(x) in self.leaves]
+        return all(name_of(user) == _EMBEDDING for node in matrices for user, _ in self.uses[node])
 
     def above(self, nodes: Iterable[Node], seen: set[Node]) -> None:
         """Adds these nodes, and all that lead to them, to those that were seen."""
