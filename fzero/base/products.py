@@ -52,6 +52,8 @@ class Product(NamedTuple):
                 own.addmm_(self.left, self.right)
                 return True
         value = times(self.left.mm(self.right), self.factor)
+        if value.is_complex() and not dtype.is_complex:
+            value = value.real  # of a real leaf that was cast
         if torch.promote_types(value.dtype, dtype) != dtype or value.device != total.device:
             value = value.to(total.device, dtype)
         if first:

@@ -187,8 +187,9 @@ class Flow:
 
     def params(self, stage: int, microbatch: int) -> None:
         """The second half: the gradients."""
-        for component in (stage, *self.wires.shared_at[stage]):
-            self.passes[component].params(microbatch)
+        with in_stage(stage, microbatch):
+            for component in (stage, *self.wires.shared_at[stage]):
+                self.passes[component].params(microbatch)
 
     def _back(
         self, stage: int, microbatch: int, cotangent: object, pull: Callable[[int, object], tuple[object, ...]]

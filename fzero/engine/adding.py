@@ -60,6 +60,13 @@ class Adding:
             else:
                 group.add_into(self._totals[key], grads)
 
+    def add_strays(self, params: Sequence[torch.Tensor]) -> None:
+        """Adds what a backward within the pullback has found by itself, as checkpoints that save nothing do."""
+        for number, param in enumerate(params):
+            if param.grad is not None:
+                self.place(number)[0].add_(param.grad)
+                param.grad = None
+
     def takes(self, params: Sequence[torch.Tensor]) -> bool:
         """Tells whether autograd can add cotangents of these params by itself."""
         return not self.fresh and all(self.place(i)[0].dtype == own.dtype for i, own in enumerate(params))
@@ -74,8 +81,15 @@ class Adding:
     ) -> list[torch.Tensor | None]:
         """The cotangents of inputs; autograd adds those of the params, as they come."""
         found: list[torch.Tensor | None] = [None] * len(inputs)
+
+        def note(place: int, grad: torch.Tensor) -> None:
+            before = found[place]  # there, where a backward within this one has come by, too
+            found[place] = grad if before is None else before + grad
+
+        if not outputs or not (params or inputs):
+            return found
         # as they come: what autograd keeps in `grad` may have other strides
-        handles = [register(x.register_hook, functools.partial(found.__setitem__, i)) for i, x in enumerate(inputs)]
+        handles = [register(x.register_hook, functools.partial(note, i)) for i, x in enumerate(inputs)]
         try:
             for number, param in enumerate(params):
                 param.grad = self.place(number)[0]

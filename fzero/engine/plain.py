@@ -219,6 +219,7 @@ class PlainRun(Outcome):
                 if leaves.products is None:  # those to come have such products, too
                     leaves.products = gained or any(gains) or any(map(_is_sparse, rest.values()))
                 own.add(rest, added)
+                own.add_strays(self._params)
                 grads = self._grads(own)
                 if not retain_graph:
                     self.drop()
@@ -246,7 +247,7 @@ class PlainRun(Outcome):
             if graph.native and graph.is_light([x for i, x in enumerate(self._params) if i not in known]):
                 self._rest, wanted = self._parted(graph, weights, cotangents, retain_graph, None, True)
                 return wanted
-            split = Split(real, self._inputs, self._params)
+            split = Split(real, self._inputs, self._params, copies=not graph.native)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
             storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
@@ -292,6 +293,7 @@ class PlainRun(Outcome):
                 pulled = part.pull([params[i] for i in part.params], retain_graph)
                 found.update(zip(part.params, pulled, strict=True))
             sums.add(found, added)
+            sums.add_strays(self._params)
             grads = self._grads(sums)
             if not retain_graph:
                 self.drop()
@@ -336,7 +338,12 @@ class PlainRun(Outcome):
         return self._real is None
 
     def _filled(self, found: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
-        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, self._inputs, strict=True)]
+        out: list[torch.Tensor] = []
+        for grad, x in zip(found, self._inputs, strict=True):
+            own = [each for each in (grad, x.grad) if each is not None]  # as `Adding.add_strays`
+            x.grad = None
+            out.append(functools.reduce(torch.add, own) if own else torch.zeros_like(x))
+        return out
 
     def _grads(self, sums: Adding) -> dict[Key, Buffer]:
         assert self.state is not None and self._leaves is not None

@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private, texts
 from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
-from fzero.base.hooks import Pass, register, running
+from fzero.base.hooks import Copies, Pass, register, running
 from fzero.base.products import Product
 from fzero.engine.halves import apart_from
 from fzero.engine.leaves import Alias
@@ -203,6 +203,7 @@ def pull(
                 add(node, weight, grads[0])
 
         handles.append(register(node.register_prehook, before))
+    copies = Copies(() if graph.native else asked, own)
     found: Sequence[torch.Tensor | None] = [None] * (len(asked) + len(ends))
     try:
         if found and graph.ends:
@@ -220,7 +221,7 @@ def pull(
     for (node, weight), grad in zip(ends, found[len(asked) :], strict=True):
         if grad is not None:
             add(node, weight, grad)
-    return list(found[: len(asked)]), added, any(gains)
+    return [copies.found.get(i, x) for i, x in enumerate(found[: len(asked)])], added, any(gains)
 
 
 def _pulled_first(

@@ -47,7 +47,7 @@ def test_large_buffers_of_a_run_ask_for_large_pages() -> None:
 def test_values_are_those_of_any_tensor(numel: int) -> None:
     x = torch.randn(numel)
     for own in (pages.copied(x), pages.empty(numel, torch.float32, "cpu").copy_(x)):
-        assert torch.equal(own, x) and own.data_ptr() != x.data_ptr() or not numel
+        assert (torch.equal(own, x) and own.data_ptr() != x.data_ptr()) or not numel
     assert torch.equal(pages.cast(x, torch.bfloat16), x.to(torch.bfloat16)) and pages.cast(x, x.dtype) is x
     assert torch.equal(pages.zeros(numel, torch.float64, "cpu"), torch.zeros(numel, dtype=torch.float64))
 
