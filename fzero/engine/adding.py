@@ -84,7 +84,7 @@ class Adding:
 
         def note(place: int, grad: torch.Tensor) -> None:
             before = found[place]  # there, where a backward within this one has come by, too
-            found[place] = grad if before is None else before + grad
+            found[place] = grad.clone() if before is None else before + grad  # some backward may write to it later on
 
         if not outputs or not (params or inputs):
             return found

@@ -120,6 +120,8 @@ class PlainRun(Outcome):
             if torch.is_autocast_enabled(state.params.device.type):
                 torch.clear_autocast_cache()  # the caller's would hold on to leaves
         leaves.check(every)
+        for leaf in (*self._params, *self._inputs):
+            leaf.grad = None  # what the function has pulled back by itself is not of this pullback
         self._need_apart(flat, versions)
         self._real: Sequence[torch.Tensor] | None = outputs.leaves[0]
         real, rest, aux = (leaves.given_out(own) for own in (*outputs.leaves, others.leaves[0]))
@@ -183,13 +185,11 @@ class PlainRun(Outcome):
         cotangents: Sequence[torch.Tensor],
         retain_graph: bool,
         sums: Adding | None,
-        apart: bool = False,
     ) -> tuple[Finish, list[torch.Tensor | None]]:
         """The cotangents of the flat inputs, and what goes on with those of the primals.
 
         Args:
             sums: those of earlier microbatches, where they are known: what goes on has less to do.
-            apart: whether the caller may write to what it has until that is called.
         """
         real, leaves, params = self._real, self._leaves, self._params
         assert real is not None and leaves is not None
@@ -202,7 +202,7 @@ class PlainRun(Outcome):
         found, added, gained = pull(graph, given, asked, weights, totals, retain_graph, later)
         count = len(self._inputs)
         out = self._filled(found[:count])
-        if apart:
+        if sums is None:  # whoever has these may write to them until it goes on
             storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
             later[:] = [waiting.apart_from(storages) for waiting in later]
             found[count:] = [None if x is None else apart_from(x, storages) for x in found[count:]]
@@ -245,7 +245,7 @@ class PlainRun(Outcome):
             weights = self._weights(graph)
             known = {weight.number for _, weight in weights}
             if graph.native and graph.is_light([x for i, x in enumerate(self._params) if i not in known]):
-                self._rest, wanted = self._parted(graph, weights, cotangents, retain_graph, None, True)
+                self._rest, wanted = self._parted(graph, weights, cotangents, retain_graph, None)
                 return wanted
             split = Split(real, self._inputs, self._params, copies=not graph.native)
             pulled, early, parts = split.pull(cotangents, retain_graph)

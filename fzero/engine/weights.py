@@ -59,20 +59,25 @@ class Waiting(NamedTuple):
 
     def apart_from(self, storages: Collection[int]) -> Waiting:
         """The same, made of nothing in these storages."""
+        self._need_unwritten()
         left, right = (apart_from(x, storages) for x in (self.product.left, self.product.right))
         product = self.product._replace(left=left, right=right)
         return self._replace(product=product, versions=_versions(product))
 
     def add(self, total: torch.Tensor, first: bool) -> bool:
         """As `Weight.add_to`."""
+        self._need_unwritten()
+        return self.weight.add_to(self.product, total, first)
+
+    def _need_unwritten(self) -> None:
         if _versions(self.product) != self.versions:
             raise RuntimeError(
                 f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: the cotangent of "
                 f"a product, or what was multiplied, of shapes {tuple(self.product.left.shape)} and "
                 f"{tuple(self.product.right.shape)}. A backward may not write to the cotangent that it is given, "
-                "nor the function to what it has multiplied."
+                "nor the function to what it has multiplied while microbatches of it wait for their pullbacks, as in a "
+                "pipeline over ranks."
             )
-        return self.weight.add_to(self.product, total, first)
 
 
 def _versions(product: Product) -> tuple[int, int]:

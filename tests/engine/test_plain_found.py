@@ -164,7 +164,8 @@ def test_a_backward_that_writes_to_its_cotangent_changes_no_other_one(count: int
 
 
 @pytest.mark.parametrize("count", [1, 2])
-def test_who_writes_to_a_cotangent_between_the_halves_changes_no_gradient(count: int) -> None:
+@pytest.mark.parametrize("how", ["early", "halves"])
+def test_who_writes_to_a_cotangent_between_the_halves_changes_no_gradient(count: int, how: str) -> None:
     def fn(p: dict[str, Tensor], x: Tensor) -> Tensor:
         return x @ p["w"] + p["b"]
 
@@ -174,8 +175,31 @@ def test_who_writes_to_a_cotangent_between_the_halves_changes_no_gradient(count:
 
     params, x = {"w": drawn(3, 3), "b": drawn(6 // count, 3, seed=1)}, drawn(6, 3, seed=2)
     right, _ = pulled(fn, params, x, count, "backward", lambda *_: None)
-    found, _ = pulled(fn, params, x, count, "halves", write)
+    found, _ = pulled(fn, params, x, count, how, write)
     near(found, right)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("how", HOW)
+def test_an_input_s_cotangent_may_be_a_backward_s_workspace(count: int, how: str) -> None:
+    class Same(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # type: ignore[override]
+            return WORK.setdefault(cotangent.shape, torch.empty_like(cotangent)).copy_(cotangent)
+
+    step = fz.train_step(lambda p, x: (Same.apply(x) * p["w"]).square().sum(), fz.sgd(1.0))
+    params, x = {"w": drawn(3)}, drawn(6, 3, seed=2)
+    passes = Passes(step, step.init(params), count)
+    for i, part in enumerate(x.chunk(count)):
+        passes.forward(i, (part,), (0,))
+    one = torch.ones((), dtype=DTYPE)
+    pull = {"backward": passes.backward, "early": lambda i, ct: passes.early(i, ct)[0], "halves": passes.inputs}[how]
+    own = [pull(i, one)[0] for i in range(count)]
+    torch.testing.assert_close(torch.cat(own), 2 * x * params["w"].square())  # type: ignore[arg-type]
 
 
 def _stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
