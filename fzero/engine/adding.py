@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Collection, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -11,6 +12,7 @@ from fzero.base import pages
 from fzero.base.hooks import register
 from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import tensors_of
+from fzero.engine.weights import Waiting
 from fzero.stores.away import Buffer
 from fzero.table.layout import Key
 
@@ -100,3 +102,31 @@ class Adding:
             for leaf in (*params, *inputs):
                 leaf.grad = None
         return found
+
+
+class Waits(NamedTuple):
+    """What one pass has found of the cotangents of params, and is to be added to their sums.
+
+    Attributes:
+        found: by number; those in `added`, and products that wait, are not among them.
+        gained: whether adding some of them took less than what autograd does.
+        sums: those of earlier microbatches, where they were known.
+    """
+
+    found: dict[int, torch.Tensor | None]
+    added: set[int]
+    gained: bool
+    later: list[Waiting]
+    sums: Adding | None
+    retain_graph: bool
+
+    def add_to(self, sums: Adding) -> bool:
+        """Adds all of it; tells whether those of other microbatches are better added in this way, too."""
+        gains = [waiting.add(*sums.place(waiting.weight.number)) for waiting in self.later]
+        self.later.clear()
+        sums.add(self.found, self.added)
+        return self.gained or any(gains) or any(map(_is_sparse, self.found.values()))
+
+
+def _is_sparse(x: torch.Tensor | None) -> bool:
+    return x is not None and x.layout != torch.strided

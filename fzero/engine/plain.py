@@ -22,7 +22,7 @@ from fzero.base.context import in_differentiated
 from fzero.base.edges import Edge, edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
-from fzero.engine.adding import Adding
+from fzero.engine.adding import Adding, Waits
 from fzero.engine.function import call_function
 from fzero.engine.halves import Part, Split, apart_from
 from fzero.engine.leaves import UNFIT, WORDS, Alias, Leaves, Unfit, known
@@ -86,7 +86,7 @@ class PlainRun(Outcome):
         super().__init__(state, inputs, argnums, scale)
         self._leaves: Leaves | None = leaves
         self._partial, self._pulling = partial, threading.RLock()
-        self._rest: _Rest | Run | Finish | None = None
+        self._rest: _Rest | Waits | Run | None = None
         flat, spec = pytree.flatten(tuple(inputs))
         own = [x for x in flat if isinstance(x, torch.Tensor)]
         if any(x.is_inference() for x in own):
@@ -176,7 +176,8 @@ class PlainRun(Outcome):
             if sums is not None and leaves.products is False and self._is_unwatched() and sums.takes(self._params):
                 return self._added(real, cotangents, retain_graph, sums)
             graph = Graph(real)
-            return self._parted(graph, self._weights(graph), cotangents, retain_graph, sums)
+            waits, out = self._parted(graph, self._weights(graph), cotangents, retain_graph, sums)
+            return functools.partial(self._finish, waits), out
 
     def _parted(
         self,
@@ -185,8 +186,8 @@ class PlainRun(Outcome):
         cotangents: Sequence[torch.Tensor],
         retain_graph: bool,
         sums: Adding | None,
-    ) -> tuple[Finish, list[torch.Tensor | None]]:
-        """The cotangents of the flat inputs, and what goes on with those of the primals.
+    ) -> tuple[Waits, list[torch.Tensor | None]]:
+        """What waits of the cotangents of the primals, and those of the flat inputs.
 
         Args:
             sums: those of earlier microbatches, where they are known: what goes on has less to do.
@@ -210,22 +211,23 @@ class PlainRun(Outcome):
         if not retain_graph:
             self._real, self._inputs, self._entered, self._again = None, [], [], None
 
-        def finish(into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
-            with self._pulling, _around():
-                own = Adding(leaves, into) if sums is None else sums
-                rest = dict(zip(others, found[count:], strict=True))
-                gains = [waiting.add(*own.place(waiting.weight.number)) for waiting in later]
-                later.clear()
-                if leaves.products is None:  # those to come have such products, too
-                    leaves.products = gained or any(gains) or any(map(_is_sparse, rest.values()))
-                own.add(rest, added)
-                own.add_strays(self._params)
-                grads = self._grads(own)
-                if not retain_graph:
-                    self.drop()
-                return grads
+        rest = dict(zip(others, found[count:], strict=True))
+        return Waits(rest, added, gained, later, sums, retain_graph), out
 
-        return finish, out
+    def _finish(self, waits: Waits, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
+        """What goes on: adds what waits to the sums of the microbatches before."""
+        with self._pulling, _around():
+            leaves = self._leaves
+            assert leaves is not None
+            sums = Adding(leaves, into) if waits.sums is None else waits.sums
+            quick = waits.add_to(sums)
+            if leaves.products is None:  # those to come have such products, too
+                leaves.products = quick
+            sums.add_strays(self._params)
+            grads = self._grads(sums)
+            if not waits.retain_graph:
+                self.drop()
+            return grads
 
     def pull_inputs(self, cotangent: object, retain_graph: bool = False) -> list[torch.Tensor | None]:
         """The first half of `pull`: the cotangents of the flat inputs, and what the second half needs is kept."""
@@ -279,8 +281,8 @@ class PlainRun(Outcome):
             if rest is None or self.state is None or self._leaves is None:
                 raise RuntimeError(no_first_half("this forward"))
             self.state.params  # noqa: B018 - a donated state says so
-            if not isinstance(rest, _Rest):
-                return rest(into)
+            if isinstance(rest, Waits):
+                return self._finish(rest, into)
             parts, found, weights, retain_graph = rest
             sums, params, added = Adding(self._leaves, into), self._params, set[int]()
             for part in parts:
@@ -357,10 +359,6 @@ class PlainRun(Outcome):
         """Forgets the graph and the state: a used pullback holds nothing, so a donated state's buffers are free."""
         self._real = self._rest = self._leaves = self.state = self._again = None
         self._inputs, self._params, self._entered = [], [], []
-
-
-def _is_sparse(x: torch.Tensor | None) -> bool:
-    return x is not None and x.layout != torch.strided
 
 
 def _is_transformed(cotangent: object) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -200,6 +202,22 @@ def test_an_input_s_cotangent_may_be_a_backward_s_workspace(count: int, how: str
     pull = {"backward": passes.backward, "early": lambda i, ct: passes.early(i, ct)[0], "halves": passes.inputs}[how]
     own = [pull(i, one)[0] for i in range(count)]
     torch.testing.assert_close(torch.cat(own), 2 * x * params["w"].square())  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("how", ["early", "halves"])
+def test_who_gives_up_between_the_halves_leaves_nothing(how: str) -> None:
+    step = fz.train_step(lambda p, x: (x @ p["w"]).square().sum(), fz.sgd(1.0))
+    passes = Passes(step, step.init({"w": drawn(3, 3)}), 1)
+    passes.forward(0, (drawn(6, 3),), (0,))
+    run = weakref.ref(passes._runs[0])
+    gc.collect()
+    gc.disable()
+    try:
+        left = (passes.early if how == "early" else passes.inputs)(0, torch.ones((), dtype=DTYPE))
+        del passes, left
+        assert run() is None
+    finally:
+        gc.enable()
 
 
 def _stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
