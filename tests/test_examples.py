@@ -284,8 +284,11 @@ def test_a_resumed_run_is_one_that_was_never_stopped(tmp_path: Path) -> None:
     assert fz.load_extra(newest[0]) == fz.load_extra(newest[1])
 
 
-def test_bad_options_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_options_are_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     monkeypatch.syspath_prepend(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)  # where no run of the example's is kept
     with pytest.raises(SystemExit) as info:
         example("train_lm").options([*TINY, "--stage", "0"])
     assert info.value.code == 2 and "stage 0" in capsys.readouterr().err

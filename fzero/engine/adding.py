@@ -50,7 +50,7 @@ class Adding:
     def add(self, found: Mapping[int, torch.Tensor | None], added: Collection[int]) -> None:
         """Adds all cotangents, but for those that were added already."""
         params = self._leaves.params
-        if len(added) == len(params):
+        if len(added) == len(params) and not self.fresh:  # of those that begin the gaps are to be filled, too
             return
         by_key: dict[Key, list[tuple[torch.Tensor | None, bool]]] = {key: [] for key in self._views}
         for number, param in enumerate(params):

@@ -8,12 +8,14 @@ import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 import fzero as fz
+from fzero.base import pages
 from fzero.engine.passes import Passes
 
 DTYPE = torch.float64
@@ -218,6 +220,30 @@ def test_who_gives_up_between_the_halves_leaves_nothing(how: str) -> None:
         assert run() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("count", [1, 2])
+def test_gaps_between_leaves_are_zeros(how: str, count: int) -> None:
+    """Where sums lie in memory that others have left full of large numbers."""
+    step = fz.train_step(lambda p, x: (x @ p["w"] @ p["v"]).square().sum(), fz.sgd(1.0))
+    full = lambda numel, dtype, device: torch.full((numel,), 1e240, dtype=dtype, device=device)
+    with mock.patch.object(pages, "empty", full):
+        passes = Passes(step, step.init({"w": drawn(3, 3), "v": drawn(3, 3, seed=1)}), count)
+        for i, part in enumerate(drawn(6, 3, seed=2).chunk(count)):
+            output, _ = passes.forward(i, (part,), (0,))
+            ct = torch.ones_like(output)  # type: ignore[arg-type]
+            if how == "early":
+                passes.early(i, ct)[1]()
+            else:
+                (passes.backward if how == "backward" else passes.inputs)(i, ct)
+            if how == "halves":
+                passes.params(i)
+        passes.reduce()
+        grads = passes.grads()
+    for buffer in grads.locals().values():
+        assert buffer.abs().max() < 1e6
+        assert (buffer != 0).sum() <= 18
 
 
 def _stage(p: dict[str, Tensor], x: Tensor) -> Tensor:
