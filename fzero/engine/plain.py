@@ -204,15 +204,13 @@ class PlainRun(Outcome):
         count = len(self._inputs)
         out = self._filled(found[:count])
         if sums is None:  # whoever has these may write to them until it goes on
-            storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
+            storages = self._storages(real, cotangents, out)
             later[:] = [waiting.apart_from(storages) for waiting in later]
             found[count:] = [None if x is None else apart_from(x, storages) for x in found[count:]]
-        out = self._placed(out)
         if not retain_graph:
             self._real, self._inputs, self._entered, self._again = None, [], [], None
-
         rest = dict(zip(others, found[count:], strict=True))
-        return Waits(rest, added, gained, later, sums, retain_graph), out
+        return Waits(rest, added, gained, later, sums, retain_graph), self._placed(out)
 
     def _finish(self, waits: Waits, into: Mapping[Key, Buffer] | None) -> dict[Key, Buffer]:
         """What goes on: adds what waits to the sums of the microbatches before."""
@@ -252,7 +250,7 @@ class PlainRun(Outcome):
             split = Split(real, self._inputs, self._params, copies=not graph.native)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
-            storages = {storage_of(x) for x in (*cotangents, *out, *self._inputs, *real)}
+            storages = self._storages(real, cotangents, out)
             for part in parts:
                 part.own(storages)  # whoever has these may write to them before the second half
             products = {weight.number: (weight, edge_of(node, weight.place)) for node, weight in weights}
@@ -346,6 +344,10 @@ class PlainRun(Outcome):
             x.grad = None
             out.append(functools.reduce(torch.add, own) if own else torch.zeros_like(x))
         return out
+
+    def _storages(self, *values: Sequence[torch.Tensor]) -> set[int]:
+        """Of the flat inputs, and of other tensors that somebody else has."""
+        return {storage_of(x) for own in (*values, self._inputs) for x in own}
 
     def _grads(self, sums: Adding) -> dict[Key, Buffer]:
         assert self.state is not None and self._leaves is not None

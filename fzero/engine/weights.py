@@ -209,17 +209,8 @@ def pull(
 
         handles.append(register(node.register_prehook, before))
     copies = Copies(() if graph.native else asked, own)
-    found: Sequence[torch.Tensor | None] = [None] * (len(asked) + len(ends))
     try:
-        if found and graph.ends:
-            wanted = [*asked, *[GradientEdge(node, 0) for node, _ in ends]]
-            found = torch.autograd.grad(
-                graph.ends,
-                wanted,  # type: ignore[arg-type]
-                cotangents,
-                retain_graph=retain_graph,
-                allow_unused=True,
-            )
+        found = _passed(graph, cotangents, asked, ends, retain_graph)
     finally:
         for handle in handles:
             handle.remove()
@@ -239,16 +230,7 @@ def _pulled_first(
 ) -> tuple[list[torch.Tensor | None], set[int], bool]:
     """`pull`, where nothing is added yet: one pass, in which nobody is called."""
     saved = [getattr(node, weight.product.saved) for node, weight in weights]
-    wanted = [*asked, *[GradientEdge(node, 0) for node, _ in weights]]
-    if not wanted or not graph.ends:
-        return [None] * len(asked), set(), False
-    found = torch.autograd.grad(
-        graph.ends,
-        wanted,  # type: ignore[arg-type]
-        cotangents,
-        retain_graph=retain_graph,
-        allow_unused=True,
-    )
+    found = _passed(graph, cotangents, asked, weights, retain_graph)
     count, added = len(asked), set[int]()
     for (_, weight), grad, other in zip(weights, found[count:], saved, strict=True):
         if grad is not None:
@@ -256,3 +238,23 @@ def _pulled_first(
             later.append(Waiting(weight, product, _versions(product)))
             added.add(weight.number)
     return list(found[:count]), added, False
+
+
+def _passed(
+    graph: Graph,
+    cotangents: Sequence[torch.Tensor],
+    asked: Sequence[torch.Tensor],
+    weights: Sequence[tuple[Node, Weight]],
+    retain_graph: bool,
+) -> Sequence[torch.Tensor | None]:
+    """The cotangents of leaves, and behind them those of the products of some weights, by one pass of autograd."""
+    wanted = [*asked, *[GradientEdge(node, 0) for node, _ in weights]]
+    if not wanted or not graph.ends:
+        return [None] * len(wanted)
+    return torch.autograd.grad(
+        graph.ends,
+        wanted,  # type: ignore[arg-type]
+        cotangents,
+        retain_graph=retain_graph,
+        allow_unused=True,
+    )

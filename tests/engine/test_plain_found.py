@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from drawn_pipelines import Copied
 from torch import Tensor
 
 import fzero as fz
@@ -57,12 +58,8 @@ class Workspace(torch.autograd.Function):
         return cotangent @ w.t(), work
 
 
-class Writes(torch.autograd.Function):
-    """The identity, whose backward writes to the cotangent that it is given, as it should not."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-        return x.clone()
+class Writes(Copied):
+    """A backward that writes to the cotangent that it is given, as it should not."""
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # type: ignore[override]
@@ -186,11 +183,7 @@ def test_who_writes_to_a_cotangent_between_the_halves_changes_no_gradient(count:
 @pytest.mark.parametrize("count", [1, 2])
 @pytest.mark.parametrize("how", HOW)
 def test_an_input_s_cotangent_may_be_a_backward_s_workspace(count: int, how: str) -> None:
-    class Same(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:  # type: ignore[override]
-            return x.clone()
-
+    class Same(Copied):
         @staticmethod
         def backward(ctx: Any, cotangent: Tensor) -> Tensor:  # type: ignore[override]
             return WORK.setdefault(cotangent.shape, torch.empty_like(cotangent)).copy_(cotangent)
