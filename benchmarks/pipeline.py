@@ -3,6 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py                   # some minutes
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --ranks 4
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --regimes bf16 --schedules 1F1B
+    OMP_NUM_THREADS=1 python benchmarks/pipeline.py --alone           # and what no pipeline can be faster than
     OMP_NUM_THREADS=1 python benchmarks/pipeline.py --sleeps          # idle time as simulated and as measured
 
 A small transformer, cut into stages of equal numbers of blocks, on gloo ranks that are places of a pipeline; AdamW, the
@@ -13,6 +14,11 @@ torch's step takes up to a tenth less). With --keep-memory malloc gives nothing 
 environment (MALLOC_TRIM_THRESHOLD_, MALLOC_MMAP_MAX_), which few set. A contender whose losses are others has no
 place in it. One line per schedule: the medians of a step in milliseconds, and the median of the ratios within each
 round.
+
+--alone: a third contender, the step without communication: plain PyTorch on each rank, its own stages' forwards and
+backwards in the schedule's order, on activations and cotangents that are at hand, and the same optimizer. Nobody waits
+for anybody but at the end of the step, so that its ratio to torch's step is what a pipeline without any cost of its own
+and without idle time would reach.
 
 --sleeps: stages that do nothing but sleep for known times, on ranks that are places: the whole step, simulated by
 `fz.schedules.simulate` and measured.
@@ -42,7 +48,8 @@ from step import Series, batches, in_turns, quiet, ratio, spawned, spawned_apart
 from transformer import Block, Transformer, rotary_angles
 
 import fzero as fz
-from fzero.schedules import Schedule
+from fzero.schedules import Kind, Schedule
+from fzero.schedules.task import COTANGENT
 
 REGIMES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -131,6 +138,35 @@ def torchs(case: Case) -> Run:
     return run
 
 
+def alone(case: Case) -> Run:
+    """The work of a rank's stages, and nothing else."""
+    stages = case.stages()
+    own = [stages[stage] for stage in case.own]
+    params = [param for stage in own for param in stage.parameters()]
+    optimizer = torch.optim.AdamW(params, LR, weight_decay=DECAY, fused=True)
+    tasks = [task for task in case.schedule.places[dist.get_rank()] if task.kind in (Kind.FORWARD, *COTANGENT)]
+    given = torch.randn(case.args.rows, case.args.context, case.args.width, generator=torch.Generator().manual_seed(1))
+
+    def run(x: Tensor, y: Tensor) -> Tensor:
+        split, targets = x.chunk(case.schedule.microbatches), y.chunk(case.schedule.microbatches)
+        outputs: dict[tuple[int, int], Tensor] = {}
+        for kind, stage, microbatch, _ in tasks:
+            if kind is Kind.FORWARD:
+                first, last = stage == 0, stage == len(stages) - 1
+                with case.autocast():
+                    out = stages[stage](split[microbatch] if first else given.clone().requires_grad_())
+                    outputs[stage, microbatch] = loss_of(out, targets[microbatch]) if last else out
+            else:
+                out = outputs.pop((stage, microbatch))
+                out.backward(torch.ones_like(out) / case.schedule.microbatches if out.dim() == 0 else given)
+        optimizer.step()
+        optimizer.zero_grad()
+        dist.barrier()
+        return torch.zeros(())
+
+    return run
+
+
 def of_one(kind: Any) -> Callable[[Sequence[Any], int], Any]:
     return lambda stages, count: kind(stages[0], count, loss_fn=loss_of)
 
@@ -152,7 +188,7 @@ def cases(args: argparse.Namespace) -> dict[str, Case]:
     return {name: Case(args, *case) for name, case in every.items() if name in args.schedules}
 
 
-CONTENDERS: dict[str, Callable[[Case], Run]] = {"fzero": fzero, "torch": torchs}
+CONTENDERS: dict[str, Callable[[Case], Run]] = {"fzero": fzero, "torch": torchs, "alone": alone}
 
 
 def measured(rank: int, args: argparse.Namespace, what: tuple[str, str, Any]) -> tuple[Series, Series, str]:
@@ -173,21 +209,21 @@ def measured(rank: int, args: argparse.Namespace, what: tuple[str, str, Any]) ->
         turns.abort()
         return {}, {}, problem
     with contextlib.suppress(threading.BrokenBarrierError):  # the other one did not run
-        return *in_turns({contender: run}, data, args, list(CONTENDERS), turns.wait), ""
+        return *in_turns({contender: run}, data, args, args.contenders, turns.wait), ""
     return {}, {}, ""
 
 
 def compared(args: argparse.Namespace, name: str) -> tuple[Series, str]:
-    """Both contenders' seconds; and what is wrong."""
-    found = spawned_apart(measured, args, name, list(CONTENDERS), keeps=args.keep_memory)
+    """All contenders' seconds; and what is wrong."""
+    found = spawned_apart(measured, args, name, args.contenders, keeps=args.keep_memory)
     for contender, (_, _, problem) in found.items():
         if problem:
             return {}, f"{contender} {problem}"
-    own, other = [found[contender][1][contender] for contender in CONTENDERS]
+    own, other = [found[contender][1][contender] for contender in ("fzero", "torch")]
     gap = max(abs(a - b) / abs(b) for a, b in zip(own, other, strict=True))
     if gap > (1e-4 if args.dtype == "float32" else 2e-2):
         return {}, f"they compute something else: losses differ by {gap:.1e}"
-    return {contender: found[contender][0][contender] for contender in CONTENDERS}, ""
+    return {contender: found[contender][0][contender] for contender in args.contenders}, ""
 
 
 # ---- stages that sleep
@@ -247,9 +283,11 @@ def main() -> None:
     parser.add_argument("--regimes", nargs="*", choices=REGIMES, default=list(REGIMES))
     parser.add_argument("--schedules", nargs="*", choices=names, default=names, metavar="NAME")
     parser.add_argument("--keep-memory", action="store_true", help="malloc keeps its memory")
+    parser.add_argument("--alone", action="store_true", help="also the step without communication")
     parser.add_argument("--sleeps", action="store_true", help="stages that sleep, simulated and measured")
     parser.add_argument("--sleep", type=float, default=0.02, help="seconds of a forward, default 0.02")
     args = parser.parse_args(namespace=argparse.Namespace(device="cpu", dtype="float32"))
+    args.contenders = list(CONTENDERS)[: 3 if args.alone else 2]
     print(" ".join(f"{name}={getattr(args, name)}" for name in sizes))
     print(f"CPU: {torch.backends.cpu.get_cpu_capability()}", flush=True)
     if args.sleeps:
@@ -258,7 +296,8 @@ def main() -> None:
             said, found = spawned(slept, args, name)
             print(f"{name:<14}{said * 1e3:>12.1f}{found * 1e3:>12.1f}{found / said:>8.3f}", flush=True)
         return
-    print(f"{'':<26}{'fzero':>10}{'torch':>10}{'fzero / torch':>15}   (milliseconds of a step; target {TARGET})")
+    head = f"{'':<26}{'fzero':>10}{'torch':>10}{'fzero / torch':>15}" + f"{'alone / torch':>15}" * args.alone
+    print(f"{head}   (milliseconds of a step; target {TARGET})")
     for regime in args.regimes:
         for name in args.schedules:
             own = argparse.Namespace(**{**vars(args), **REGIMES[regime]})
@@ -269,7 +308,8 @@ def main() -> None:
                 print(f"{line}did not run: {problem}", flush=True)
                 continue
             medians = [statistics.median(times[contender]) * 1e3 for contender in ("fzero", "torch")]
-            print(f"{line}{medians[0]:>10.1f}{medians[1]:>10.1f}{ratio(times, 'fzero', 'torch'):>15.3f}", flush=True)
+            line += f"{medians[0]:>10.1f}{medians[1]:>10.1f}{ratio(times, 'fzero', 'torch'):>15.3f}"
+            print(line + (f"{ratio(times, 'alone', 'torch'):>15.3f}" if args.alone else ""), flush=True)
 
 
 if __name__ == "__main__":
