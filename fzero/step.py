@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,12 +13,23 @@ import torch
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
 from fzero.base.context import in_differentiated
+from fzero.base.follow import below_unless
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
 from fzero.engine.passes import evaluated
 from fzero.state.beyond import here
-from fzero.state.checks import check_grads, check_optimizer, check_state, constants, need_derivatives, refuse_captured
+from fzero.state.checks import (
+    can_follow_here,
+    check_grads,
+    check_optimizer,
+    check_state,
+    constants,
+    follows_step,
+    goes_on,
+    need_derivatives,
+    refuse_captured,
+)
 from fzero.state.init import init_state
 from fzero.state.placing import settle
 from fzero.state.sharded import Sharded
@@ -56,8 +68,13 @@ class Step(Spec):
         """
         seed = need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
-        (params,) = constants("step.init", params=params)
-        with as_found(), private.of_normal_tensors(), private.below_transforms():
+        follows = goes_on(params)
+        (params,) = (params,) if follows else constants("step.init", params=params)
+        with (
+            as_found(),
+            private.of_normal_tensors(),
+            contextlib.nullcontext() if follows else private.below_transforms(),
+        ):
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
             return state
@@ -93,13 +110,15 @@ class Step(Spec):
         """
         check_state(self, state)
         rng = need_int(rng, "step.forward", "rng")
-        state, inputs = constants("step.forward", state=state, inputs=here(inputs))
-        refuse_captured("step.forward", self.fn)
+        inputs = here(inputs)
+        if not (follows := can_follow_here(self, state, inputs)):
+            state, inputs = constants("step.forward", state=state, inputs=inputs)
+            refuse_captured("step.forward", self.fn)
         micro = self.microbatches
         pairs = []
-        with as_found(), private.outside_inference(), torch.no_grad():
+        with as_found(), private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
-                pairs.append(evaluated(self, state, part, seed_of(state, rng, i)))
+                pairs.append(evaluated(self, state, part, seed_of(state, rng, i), follows))
             outputs, auxes = zip(*pairs, strict=True)
             need_alike(state.params.axis, scalars_in(outputs), "step.forward")
         return (micro.merge(outputs), micro.merge(auxes, "aux")) if self.has_aux else micro.merge(outputs)
@@ -120,8 +139,9 @@ class Step(Spec):
         rng = need_int(rng, "step", "rng")
         need_derivatives("step")
         inputs, cotangent = here((inputs, cotangent))
-        state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
-        refuse_captured("step", self.fn)
+        if not can_follow_here(self, state, inputs, cotangent):
+            state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
+            refuse_captured("step", self.fn)
         with as_found():
             if self.fusion is not None and private.level() == 0 and not in_differentiated():
                 return fused_call(self, state, inputs, cotangent, rng)
@@ -132,7 +152,7 @@ class Step(Spec):
                 total = sum_of(total, grads)
                 del grads
             assert total is not None
-            if self.microbatches.count > 1:
+            if self.microbatches.count > 1 and not batch.followed:
                 reduce_whole(state.params, total)
             sharded = grads_of(self, state, as_grads(state.layout, total), batch.times)
             del total
@@ -152,16 +172,18 @@ class Step(Spec):
         check_optimizer(self, state)
         grad_norm = here(grad_norm)
         need_norm(grad_norm, "step.update")
-        state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
-        with as_found(), private.of_normal_tensors(), private.below_transforms():
+        if not (follows := follows_step(self, state, "step.update", grads, grad_norm)):
+            state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
+        with as_found(), private.of_normal_tensors(), below_unless(follows):
             return apply_update(self, state, grads, grad_norm)
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
         check_grads(self, state, grads)
-        state, grads = constants("step.add_grads", state=state, grads=grads)
+        if not (follows := goes_on(state, grads)):
+            state, grads = constants("step.add_grads", state=state, grads=grads)
         kept, layout = state.grads, state.layout
-        with as_found(), private.of_normal_tensors(), private.below_transforms():
+        with as_found(), private.of_normal_tensors(), below_unless(follows):
             own: dict[Key, Buffer] = {}
             for key in grads.groups:
                 new = grads.local(key).to(layout.groups[key].row.policy.reduce, copy=True)

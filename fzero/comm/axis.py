@@ -12,6 +12,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
+from fzero.base import private
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained, need_alike
@@ -288,7 +289,8 @@ class Axis:
 
     def _by_all(self, text: str, what: str, group: Group) -> list[str]:
         gather = self._announced("exchange", what, torch.empty(0, device="cpu"), group)(backend.gather_strings)
-        heard = [own.partition("\n") for own in gather(f"{what}\n{text}", group)]
+        with private.below_transforms():  # words are nothing that one could go on through
+            heard = [own.partition("\n") for own in gather(f"{what}\n{text}", group)]
         need_alike([verb for verb, _, _ in heard], group)
         return [own for _, _, own in heard]
 

@@ -97,6 +97,51 @@ class Wire:
         return _Linear.apply(self.reduce_scatter, self.gather, full)
 
 
+class _Followed(torch.autograd.Function):
+    """`apply(back, tensor)`: the identity, whose transpose is `back`, a differentiable function itself."""
+
+    @staticmethod
+    def forward(back: _Map, tensor: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return tensor.clone()
+
+    @staticmethod
+    def setup_context(ctx: private.Context, inputs: Sequence[object], output: object) -> None:
+        ctx.back = inputs[0]
+
+    @staticmethod
+    def backward(ctx: private.Context, cotangent: torch.Tensor) -> object:  # type: ignore[override]
+        return None, ctx.back(cotangent)
+
+    @staticmethod
+    def jvp(ctx: private.Context, _: object, tangent: torch.Tensor) -> object:  # type: ignore[override]
+        return _Followed.apply(ctx.back, tangent)
+
+    @staticmethod
+    def vmap(info: object, in_dims: Sequence[int], back: _Map, tensor: torch.Tensor) -> tuple[object, int]:  # type: ignore[override]
+        return _Followed.apply(back, tensor.movedim(in_dims[1], -1)), -1
+
+
+def meaned(axis: Axis, local: torch.Tensor) -> torch.Tensor:
+    """The mean over the ranks that hold different data, as a differentiable function of this rank's value."""
+    mean = functools.partial(axis.mean, tag="a mean over ranks")
+    return _Linear.apply(mean, mean, local)
+
+
+def in_shards(axis: Axis, value: torch.Tensor) -> torch.Tensor:
+    """What all ranks have alike, for a computation with shards: its cotangents there are summed over them."""
+    return _Followed.apply(functools.partial(summed, axis), value) if axis.size > 1 else value
+
+
+def in_pieces(axis: Axis, value: torch.Tensor) -> torch.Tensor:
+    """The same for a computation with the pieces that ranks of a tensor axis hold of leaves."""
+    return _Followed.apply(functools.partial(summed_pieces, axis), value) if axis.size > 1 else value
+
+
+def on_data(axis: Axis, value: torch.Tensor) -> torch.Tensor:
+    """What all ranks have alike, for a computation with each rank's own data: its cotangents are those of the mean."""
+    return _Followed.apply(functools.partial(meaned, axis), value) if axis.ranks > 1 else value
+
+
 def summed(axis: Axis, part: torch.Tensor) -> torch.Tensor:
     """The sum over shards, replicated, as a differentiable function of this rank's part."""
     total, mean = (functools.partial(each, tag="global_norm") for each in (axis.sum, axis.mean))

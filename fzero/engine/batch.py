@@ -9,7 +9,9 @@ import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import need_bool
+from fzero.base.follow import any_follows, follows, is_transformed
 from fzero.base.interrupts import as_found
+from fzero.comm.linear import meaned
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.function import sums_whole
 from fzero.engine.leaves import Leaves
@@ -40,7 +42,7 @@ def sum_of(total: Sums | None, grads: Sums) -> Sums:
         return grads
     for key in grads:
         old, new = tensor_of(total[key]), tensor_of(grads[key])
-        total[key] = put_again(total[key], old + new if old.requires_grad else old.add_(new))
+        total[key] = put_again(total[key], old + new if any_follows((old, new)) or old.requires_grad else old.add_(new))
     return total
 
 
@@ -89,6 +91,7 @@ class Batch:
 
     Attributes:
         times: by what to divide the sum of the gradients.
+        followed: whether a transform may go on through this call: each microbatch's cotangents are reduced then.
     """
 
     def __init__(
@@ -99,7 +102,7 @@ class Batch:
         self._losses: list[torch.Tensor] = []
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
-        self.times = 1.0
+        self.times, self.followed = 1.0, is_transformed()
 
     def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
         step, state, micro = self._step, self._state, self._step.microbatches
@@ -109,7 +112,7 @@ class Batch:
         for i, part in enumerate(micro.split(self._inputs)):
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
-            unreduced = several and not last
+            unreduced = several and not last and not self.followed
             run = run_of(leaves, step, state, part, (), seed, scale, unreduced=unreduced, fused=last, partial=several)
             outputs, run.outputs = run.outputs, None
             alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
@@ -136,7 +139,8 @@ class Batch:
             scalars, self._scalars = self._scalars, []
             need_alike(self._axis, scalars, "step")
             return {}
-        loss = self._axis.mean(mean_of(self._losses), "the loss")
+        loss = mean_of(self._losses)
+        loss = meaned(self._axis, loss) if follows(loss) else self._axis.mean(loss, "the loss")
         need_alike(self._axis, scalars_in(loss), "step", "a loss")  # whose mean all have, so that all fail
         return {"loss": loss}
 

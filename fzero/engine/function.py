@@ -51,6 +51,10 @@ def traversal_of(
         row = params.layout.groups[key].row
         policy = row.policy
         assert policy.param and policy.compute and policy.reduce and policy.grad
+        if params.follows(key):
+            primal, uses[key] = _followed(params, key, axis)
+            (fixed if row.frozen else primals)[key] = primal
+            continue
         later = unreduced and sums_whole(params, key)
         held = params.held_entries.get(key) if key not in params.stale else None
         shard = params.placed(key) if key in params.entries else _stand_in(params, key)
@@ -81,6 +85,26 @@ def traversal_of(
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
     return Traversal(params.layout, table, uses, seed, params.device.type, params.axis), primals, fixed
+
+
+def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]:
+    """This rank's slice of a group that a transform goes on through, and its use, of which nothing is at hand."""
+    row, value = params.layout.groups[key].row, params.local(key)
+    policy = row.policy
+    assert policy.compute and policy.reduce and policy.grad
+    primal = value if row.frozen else value.to(policy.reduce)  # the dtype that its cotangents are summed in
+    plain = primal if private.is_mapped(primal) else private.unwrapped(primal)
+    use = Use(
+        tag=key,
+        axis=axis if row.cuts else axis.uncut,
+        shard=Placed(Plain(primal.dtype), (plain,)),
+        device=params.device,
+        compute=policy.compute,
+        reduce=policy.reduce,
+        grad=policy.grad,
+        wire=policy.wire,
+    )
+    return primal, use
 
 
 def sums_whole(params: Sharded, key: Key) -> bool:

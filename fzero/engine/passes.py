@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -22,10 +23,16 @@ from fzero.stores.put import put_again
 from fzero.table.spec import Spec
 
 
-def evaluated(step: Spec, state: TrainState, inputs: Sequence[object], seed: tuple[int, ...]) -> tuple[object, object]:
-    """(outputs, aux) of one run of the step's function without gradients."""
-    with private.outside_inference(), torch.no_grad():
-        traversal, primals, fixed = traversal_of(step, state, seed, derived=False)
+def evaluated(
+    step: Spec, state: TrainState, inputs: Sequence[object], seed: tuple[int, ...], follows: bool = False
+) -> tuple[object, object]:
+    """(outputs, aux) of one run of the step's function, of which gradients are taken by a transform around it only.
+
+    Args:
+        follows: whether one may be.
+    """
+    with private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
+        traversal, primals, fixed = traversal_of(step, state, seed, derived=follows)
         return split_result(step, call_function(step, state, traversal, {**primals, **fixed}, inputs))
 
 

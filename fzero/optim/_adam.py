@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.follow import root
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import Elementwise, need_hypers
-from fzero.table.optimizer import GradientTransformation, Schedule
+from fzero.optim.base import Elementwise, is_some, known, need_hypers
+from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
 class AdamState(NamedTuple):
@@ -24,12 +25,13 @@ class AdamState(NamedTuple):
 
 
 def adamw(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.01
+    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01
 ) -> GradientTransformation:
     """Adam with decoupled weight decay, as torch.optim.AdamW: p - lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * p).
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates.
+        lr: learning rate, or a schedule of the number of applied updates. It and the other numbers may be 0-d tensors,
+            by which torch.func differentiates an update and what comes after it.
         b1, b2: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, multiplied by the learning rate.
@@ -45,7 +47,7 @@ def adamw(
 
 
 def adam(
-    lr: float | Schedule, b1: float = 0.9, b2: float = 0.999, eps: float = 1e-8, weight_decay: float = 0.0
+    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.0
 ) -> GradientTransformation:
     """Adam; a weight decay is added to the gradient, as in torch.optim.Adam.
 
@@ -59,7 +61,7 @@ def adam(
 
 
 def _adam(
-    lr: float | Schedule, b1: float, b2: float, eps: float, weight_decay: float, decoupled: bool
+    lr: Number | Schedule, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
 ) -> GradientTransformation:
     unit, least = "a number in [0, 1)", "at least 0"
     who = "adamw" if decoupled else "adam"
@@ -67,12 +69,12 @@ def _adam(
 
     own = _Adam(b1, b2, eps, weight_decay, decoupled)
     return Elementwise(
-        "adamw, no decay" if decoupled and not weight_decay else who,
+        "adamw, no decay" if decoupled and not is_some(weight_decay) else who,
         lr,
         AdamState,
         (False, True),
         own.direction,
-        _decoupled if decoupled else _coupled if weight_decay else _undecayed,
+        _decoupled if decoupled else _coupled if is_some(weight_decay) else _undecayed,
         own.hyper,
         own.kernel,
         generated=True,  # torch's takes three times as long on CPU as what the formula becomes
@@ -82,19 +84,21 @@ def _adam(
 
 @dataclass(frozen=True)
 class _Adam:
-    b1: float
-    b2: float
-    eps: float
-    weight_decay: float
+    b1: Number
+    b2: Number
+    eps: Number
+    weight_decay: Number
     decoupled: bool
 
-    def direction(self, now: float, count: int, grads: object, mu: object, nu: object) -> tuple[object, object, object]:
+    def direction(
+        self, now: Number, count: int, grads: object, mu: object, nu: object
+    ) -> tuple[object, object, object]:
         b1, b2, eps = self.b1, self.b2, self.eps
         mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
         nu = pytree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, grads)
 
         def one(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return -now * (m / (1 - b1**count)) / ((v / (1 - b2**count)).sqrt() + eps)
+            return -now * (m / (1 - b1**count)) / (root(v / (1 - b2**count)) + eps)
 
         return pytree.map(one, mu, nu), mu, nu
 
@@ -102,15 +106,16 @@ class _Adam:
         self, now: float, count: int, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor
     ) -> None:
         fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
+        b1, b2, decay, eps = map(known, (self.b1, self.b2, self.weight_decay, self.eps))
         fused(
-            [p], [g], [m], [v], [], [torch.tensor(float(count), device=p.device)], lr=now, beta1=self.b1,
-            beta2=self.b2, weight_decay=self.weight_decay, eps=self.eps, amsgrad=False, maximize=False,
+            [p], [g], [m], [v], [], [torch.tensor(float(count), device=p.device)], lr=now, beta1=b1,
+            beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
-        b1, b2, decay = self.b1, self.b2, self.weight_decay
+        b1, b2, decay, eps = map(known, (self.b1, self.b2, self.weight_decay, self.eps))
         decay, root = 1 - now * decay if self.decoupled else decay, (1 - b2**count) ** 0.5
-        return b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), self.eps * root
+        return b1, 1 - b1, b2, (1 - b2) ** 0.5, decay, -now * root / (1 - b1**count), eps * root
 
 
 def _moments(g: T, h: Sequence[T], m: Load, v: Load, times: T | float = 1.0) -> tuple[T, T]:

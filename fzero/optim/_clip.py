@@ -8,13 +8,15 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
+from fzero.base.follow import follows
 from fzero.optim.base import need_hypers
+from fzero.state.entered import entered
 from fzero.state.gather import global_norm
 from fzero.state.sharded import Sharded
-from fzero.table.optimizer import GradientTransformation
+from fzero.table.optimizer import GradientTransformation, Number
 
 
-def clip_by_global_norm(max_norm: float) -> GradientTransformation:
+def clip_by_global_norm(max_norm: Number) -> GradientTransformation:
     """Multiplies every gradient by min(1, max_norm / norm), norm over all leaves and all their shards.
 
     Args:
@@ -33,7 +35,7 @@ def clip_by_global_norm(max_norm: float) -> GradientTransformation:
 
 
 def _scaled(
-    max_norm: float,
+    max_norm: Number,
     grads: object,
     state: object,
     params: object = None,
@@ -42,13 +44,25 @@ def _scaled(
     joint_norm: object = None,
 ) -> tuple[object, object]:
     norm = joint_norm if joint_norm is not None else grad_norm if grad_norm is not None else global_norm(grads)
-    factor = torch.clamp(max_norm / as_float64(norm), max=1.0)
+    norm = as_float64(norm)
+    if follows(norm) or follows(max_norm):
+        return _multiplied(grads, torch.where(norm == 0, 1.0, max_norm / torch.where(norm == 0, 1.0, norm))), state
+    factor = torch.clamp(max_norm / norm, max=1.0)
     if isinstance(grads, Sharded):
         return grads.scaled(1.0 if private.is_fake(factor) else float(factor)), state
     return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads), state
 
 
-def clip_by_value(max_value: float) -> GradientTransformation:
+def _multiplied(grads: object, ratio: torch.Tensor) -> object:
+    """The gradients times min(1, ratio), differentiable by both; a ratio of zeros is as if they had passed."""
+    factor = ratio.clamp(max=1.0)
+    if not isinstance(grads, Sharded):
+        return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads)
+    parts = {key: grads.local(key) for key in grads.groups}
+    return grads.with_buffers({key: g * entered(grads, key, factor).to(g.device, g.dtype) for key, g in parts.items()})
+
+
+def clip_by_value(max_value: Number) -> GradientTransformation:
     """Clamps every element of the gradients to [-max_value, max_value].
 
     Example:
@@ -61,8 +75,18 @@ def clip_by_value(max_value: float) -> GradientTransformation:
     return GradientTransformation(_nothing, functools.partial(_clamped, max_value), by_leaf=True, blank=True)
 
 
-def _clamped(max_value: float, grads: object, state: object, params: object = None) -> tuple[object, object]:
-    return pytree.map(lambda g: g.clamp(-max_value, max_value), grads), state
+def _clamped(max_value: Number, grads: object, state: object, params: object = None) -> tuple[object, object]:
+    if isinstance(grads, Sharded) and isinstance(max_value, torch.Tensor) and follows(max_value):
+        bounds = {key: entered(grads, key, max_value) for key in grads.groups}
+        own = {key: _within(grads.local(key), bound) for key, bound in bounds.items()}
+        return grads.with_buffers(own), state
+    return pytree.map(lambda g: _within(g, max_value), grads), state
+
+
+def _within(g: torch.Tensor, bound: Number) -> torch.Tensor:
+    if not isinstance(bound, torch.Tensor):
+        return g.clamp(-bound, bound)
+    return g.clamp(-bound.to(g.dtype), bound.to(g.dtype))
 
 
 def _nothing(params: object) -> tuple[()]:

@@ -15,7 +15,7 @@ from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.moments import apart
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation
+from fzero.table.optimizer import GradientTransformation, Number
 
 States = tuple[object, ...]
 
@@ -72,7 +72,7 @@ class _Chain:
     def label(self, path: str) -> str:
         return "+".join(member.label(path) for member in self.members if member.label is not None)
 
-    def metrics(self, states: States) -> dict[str, float]:
+    def metrics(self, states: States) -> dict[str, Number]:
         pairs = zip(self.members, states, strict=True)
         return {k: x for member, state in pairs if member.metrics for k, x in member.metrics(state).items()}
 
@@ -202,14 +202,14 @@ class _Partition:
         member = self.table[pattern]
         return f"{member.label(path)} ({pattern})" if member.label else pattern
 
-    def metrics(self, states: Mapping[str, object]) -> dict[str, float]:
+    def metrics(self, states: Mapping[str, object]) -> dict[str, Number]:
         """A name with one value for all as it is, otherwise once per pattern."""
         found = {pattern: m.metrics(states[pattern]) if m.metrics else {} for pattern, m in self.table.items()}
-        out: dict[str, float] = {}
+        out: dict[str, Number] = {}
         for name in sorted({name for each in found.values() for name in each}):
             values = {pattern: each[name] for pattern, each in found.items() if name in each}
             out[name] = next(iter(values.values()))
-            if len(set(values.values())) > 1:
+            if len(set(values.values())) > 1:  # of tensors each counts as another one
                 out.update({f"{name}/{pattern}": value for pattern, value in values.items()})
         return out
 

@@ -9,8 +9,8 @@ from typing import NamedTuple
 from fzero.base import pytree
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import Elementwise, need_hypers
-from fzero.table.optimizer import GradientTransformation, Schedule
+from fzero.optim.base import Elementwise, known, need_hypers
+from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
 class LionState(NamedTuple):
@@ -20,11 +20,14 @@ class LionState(NamedTuple):
     mu: object
 
 
-def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: float = 0.0) -> GradientTransformation:
+def lion(
+    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.99, weight_decay: Number = 0.0
+) -> GradientTransformation:
     """p - lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p), then m = b2 * m + (1 - b2) * g.
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates; about a tenth of AdamW's.
+        lr: learning rate, or a schedule of the number of applied updates; about a tenth of AdamW's. It and the other
+            numbers may be 0-d tensors, by which torch.func differentiates an update and what comes after it.
         b1, b2: interpolation for the update, decay of the momentum.
         weight_decay: decoupled, multiplied by the learning rate.
 
@@ -45,17 +48,18 @@ def lion(lr: float | Schedule, b1: float = 0.9, b2: float = 0.99, weight_decay: 
 
 @dataclass(frozen=True)
 class _Lion:
-    b1: float
-    b2: float
-    weight_decay: float
+    b1: Number
+    b2: Number
+    weight_decay: Number
 
-    def direction(self, now: float, count: int, grads: object, mu: object) -> tuple[object, object]:
+    def direction(self, now: Number, count: int, grads: object, mu: object) -> tuple[object, object]:
         b1, b2 = self.b1, self.b2
         updates = pytree.map(lambda m, g: -now * (b1 * m + (1 - b1) * g).sign(), mu, grads)
         return updates, pytree.map(lambda m, g: b2 * m + (1 - b2) * g, mu, grads)
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
-        return self.b1, 1 - self.b1, self.b2, 1 - self.b2, 1 - now * self.weight_decay, now
+        b1, b2, decay = map(known, (self.b1, self.b2, self.weight_decay))
+        return b1, 1 - b1, b2, 1 - b2, 1 - now * decay, now
 
 
 def _formula(o: Ops, h: Sequence[T], p: T, g: T, m: Load) -> tuple[T, T]:

@@ -1,47 +1,48 @@
-"""Schedules: functions from the number of applied updates to a learning rate."""
+"""Schedules: functions from the number of applied updates to a learning rate; of numbers, or of 0-d tensors."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 
-from fzero.base.arguments import need_int, need_number
+from fzero.base.arguments import need_int
+from fzero.table.needs import need_scalar
+from fzero.table.optimizer import Number, Schedule
 
 
-def constant(lr: float) -> Callable[[int], float]:
+def constant(lr: Number) -> Schedule:
     """One rate for all updates.
 
     Example:
         >>> fz.constant(0.1)(1000)
         0.1
     """
-    need_number(lr, "constant", "lr")
+    need_scalar(lr, "constant", "lr")
     return functools.partial(_constant, lr)
 
 
-def _constant(lr: float, count: int) -> float:
+def _constant(lr: Number, count: int) -> Number:
     return lr
 
 
-def linear(start: float, end: float, steps: int) -> Callable[[int], float]:
+def linear(start: Number, end: Number, steps: int) -> Schedule:
     """From `start` to `end` in `steps` updates, then `end`.
 
     Example:
         >>> fz.linear(1.0, 0.0, 4)(1)
         0.75
     """
-    need_number(start, "linear", "start")
-    need_number(end, "linear", "end")
+    need_scalar(start, "linear", "start")
+    need_scalar(end, "linear", "end")
     need_int(steps, "linear", "steps", "a number of updates", least=1)
     return functools.partial(_linear, start, end, steps)
 
 
-def _linear(start: float, end: float, steps: int, count: int) -> float:
+def _linear(start: Number, end: Number, steps: int, count: int) -> Number:
     return end if count >= steps else start + (end - start) * count / steps
 
 
-def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Callable[[int], float]:
+def warmup_cosine(peak: Number, warmup: int, total: int, end: Number = 0.0) -> Schedule:
     """Linear warm-up to `peak` over `warmup` updates, then a half cosine down to `end` at `total` (SGDR, 2017).
 
     The first update already has rate `peak / warmup`, not zero.
@@ -51,8 +52,8 @@ def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
         >>> schedule(0), schedule(9), round(schedule(59), 3), schedule(200)
         (0.1, 1.0, 0.5, 0.0)
     """
-    need_number(peak, "warmup_cosine", "peak")
-    need_number(end, "warmup_cosine", "end")
+    need_scalar(peak, "warmup_cosine", "peak")
+    need_scalar(end, "warmup_cosine", "end")
     need_int(warmup, "warmup_cosine", "warmup", "a number of updates")
     need_int(total, "warmup_cosine", "total", "a number of updates")
     if not 0 <= warmup <= total:
@@ -61,7 +62,7 @@ def warmup_cosine(peak: float, warmup: int, total: int, end: float = 0.0) -> Cal
     return functools.partial(_warmup_cosine, peak, warmup, total, end)
 
 
-def _warmup_cosine(peak: float, warmup: int, total: int, end: float, count: int) -> float:
+def _warmup_cosine(peak: Number, warmup: int, total: int, end: Number, count: int) -> Number:
     if count < warmup:
         return peak * (count + 1) / warmup
     progress = min(1.0, (count - warmup + 1) / max(1, total - warmup))

@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_number
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import Elementwise, need_hypers
-from fzero.table.optimizer import GradientTransformation, Schedule
+from fzero.optim.base import Elementwise, is_some, known, need_hypers
+from fzero.table.needs import need_scalar
+from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
 class SgdState(NamedTuple):
@@ -23,11 +23,12 @@ class SgdState(NamedTuple):
     momentum: object = None
 
 
-def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float = 0.0) -> GradientTransformation:
+def sgd(lr: Number | Schedule, momentum: Number | None = None, weight_decay: Number = 0.0) -> GradientTransformation:
     """p - lr * b with b = momentum * b + g, as torch.optim.SGD; the weight decay is added to the gradient.
 
     Args:
-        lr: learning rate, or a schedule of the number of applied updates.
+        lr: learning rate, or a schedule of the number of applied updates. It and the other numbers may be 0-d tensors,
+            by which torch.func differentiates an update and what comes after it.
         momentum: None keeps no buffer.
         weight_decay: coupled, as in torch.
 
@@ -39,8 +40,9 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
     """
     need_hypers("sgd", weight_decay=(weight_decay, "a number"))
     if momentum is not None:
-        need_number(momentum, "sgd", "momentum", "a number or None")
-    own, moments = _Sgd(momentum or 0.0, weight_decay), (False,) if momentum else ()
+        need_scalar(momentum, "sgd", "momentum", "a number, a 0-d floating tensor or None")
+    moved = 0.0 if momentum is None else momentum
+    own, moments = _Sgd(moved, weight_decay), (False,) if is_some(moved) else ()
     return Elementwise(
         "sgd", lr, SgdState, moments, own.direction, _formula, own.hyper, own.kernel, coupled=weight_decay
     ).transformation
@@ -48,11 +50,11 @@ def sgd(lr: float | Schedule, momentum: float | None = None, weight_decay: float
 
 @dataclass(frozen=True)
 class _Sgd:
-    momentum: float
-    weight_decay: float
+    momentum: Number
+    weight_decay: Number
 
-    def direction(self, now: float, count: int, grads: object, buffer: object) -> tuple[object, object]:
-        if self.momentum:
+    def direction(self, now: Number, count: int, grads: object, buffer: object) -> tuple[object, object]:
+        if is_some(self.momentum):
             grads = buffer = pytree.map(lambda b, g: self.momentum * b + g, buffer, grads)
         return pytree.map(lambda g: -now * g, grads), buffer
 
@@ -65,7 +67,7 @@ class _Sgd:
         p.add_(g, alpha=-now)
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
-        return self.weight_decay, self.momentum, now
+        return known(self.weight_decay), known(self.momentum), now
 
 
 def _formula(o: Ops, h: Sequence[T], p: T, g: T, *buffer: Load) -> tuple[T, ...]:

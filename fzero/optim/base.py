@@ -11,14 +11,16 @@ from typing import Any, TypeVar
 import torch
 
 from fzero.base import pytree
-from fzero.base.arguments import need_number
+from fzero.base.follow import any_follows, follows
+from fzero.base.rebound import rebound, tensors_held
 from fzero.formats.bits import Counters
 from fzero.kernels.onepass import Formula, math_dtype, run, write
+from fzero.state.entered import cuts, entered
 from fzero.state.moments import zeros_like
 from fzero.state.sharded import Draw, Sharded, map_trees
 from fzero.table.layout import Key
-from fzero.table.needs import need_rate
-from fzero.table.optimizer import GradientTransformation, Schedule
+from fzero.table.needs import need_rate, need_scalar, numbers_in
+from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 Tree = TypeVar("Tree")
 Kept = tuple[pytree.Count, *tuple[object, ...]]  # an optimizer's state: applied updates, moments
@@ -31,20 +33,32 @@ _RANGES: dict[str, Callable[[float], bool]] = {
 }
 
 
-def need_hypers(who: str, **hypers: tuple[float, str]) -> None:
+def need_hypers(who: str, **hypers: tuple[Number, str]) -> None:
     """Refuses a hyper-parameter of a wrong kind, or out of the range that is given with it."""
     for argument, (value, expected) in hypers.items():
-        need_number(value, who, argument)
-        if not _RANGES[expected](value):
+        need_scalar(value, who, argument, f"{expected}, or a 0-d floating tensor")
+        if not all(map(_RANGES[expected], numbers_in(value))):
             raise ValueError(f"{who}({argument}=...): got {value}, expected {expected}.")
 
 
-def _rate(lr: float | Schedule, count: int) -> float:
-    """The learning rate of the update after `count` applied ones."""
+def _rate(lr: Number | Schedule, count: int) -> Number:
+    """The learning rate of the update after `count` applied ones; a tensor where a transform goes on through it."""
     now = lr(count) if callable(lr) else lr
     if not isinstance(now, float):
         need_rate(now, "the optimizer")  # a schedule may make anything
-    return float(now)
+    return now if follows(now) else float(now)
+
+
+def known(number: Number) -> float:
+    """A number of an update in place, which none of an optimizer's tensors come to."""
+    assert not isinstance(number, torch.Tensor)
+    return number
+
+
+def _as_number(x: torch.Tensor) -> float:
+    """A tensor that an optimizer was made with, and that is a constant here, as a number."""
+    (number,) = numbers_in(x)
+    return number
 
 
 @dataclass(frozen=True)
@@ -55,7 +69,7 @@ class Elementwise:
 
     Args:
         name: of its column in the table; up to a comma, its function's.
-        lr: learning rate, or a schedule of the number of applied updates.
+        lr: learning rate, or a schedule of the number of applied updates. It and other numbers may be 0-d tensors.
         state: `state(count, *moments)`.
         nonnegative: for each moment whether it never is negative.
         direction: `direction(now, count, grads, *moments) -> (updates, *moments)`, on trees.
@@ -69,7 +83,7 @@ class Elementwise:
     """
 
     name: str
-    lr: float | Schedule
+    lr: Number | Schedule
     state: Callable[..., Kept]
     nonnegative: Sequence[bool]
     direction: Callable[..., tuple[object, ...]]
@@ -77,11 +91,22 @@ class Elementwise:
     hyper: Callable[[float, int], Sequence[float]]
     kernel: Callable[..., None] | None = None
     generated: bool = False
-    coupled: float = 0.0
-    decoupled: float = 0.0
+    coupled: Number = 0.0
+    decoupled: Number = 0.0
 
     def __post_init__(self) -> None:
         need_rate(self.lr, self.name.partition(",")[0])
+
+    @functools.cached_property
+    def _tensors(self) -> list[torch.Tensor]:
+        """Those that it was made with, but for a schedule's own."""
+        own = {id(x) for x in tensors_held(self.lr)} if callable(self.lr) else set[int]()
+        return [x for x in tensors_held(self) if id(x) not in own]
+
+    def _in_numbers(self) -> Elementwise:
+        """The same of numbers, but for a schedule, which may ask its tensors for anything."""
+        own = {id(x) for x in self._tensors}
+        return rebound(self, lambda x: _as_number(x) if id(x) in own else x)
 
     @property
     def transformation(self) -> GradientTransformation:
@@ -93,11 +118,33 @@ class Elementwise:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
 
     def update(self, grads: object, old: Kept, params: object = None) -> tuple[object, Kept]:
+        if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows(tensors_held(self)):
+            return self._update(grads, old, params)
+        # each group by itself, as its slices say over which ranks the cotangents of numbers are summed
+        updates: dict[object, torch.Tensor] = {}
+        moments: list[dict[object, torch.Tensor]] = [{} for _ in old[1:]]
+        new = old
+        for key in grads.groups:
+            of_group = [tree.only([key]) if isinstance(tree, Sharded) else tree for tree in (grads, *old[1:], params)]
+            here = rebound(self, lambda x, key=key: entered(grads, key, x) if follows(x) else x)
+            own, new = here._update(of_group[0], self.state(old[0], *of_group[1:-1]), of_group[-1])
+            assert isinstance(own, Sharded)
+            updates |= own.locals()
+            for buffers, tree in zip(moments, new[1:], strict=True):
+                if isinstance(tree, Sharded):
+                    buffers |= tree.locals()
+        trees = [
+            tree.with_buffers(buffers) if isinstance(tree, Sharded) else tree
+            for tree, buffers in zip(new[1:], moments, strict=True)
+        ]
+        return grads.with_buffers(updates), self.state(new[0], *trees)
+
+    def _update(self, grads: object, old: Kept, params: object) -> tuple[object, Kept]:
         now, count = _rate(self.lr, old[0].value), old[0].value + 1
-        if self.coupled:
+        if is_some(self.coupled):
             grads = pytree.map(lambda g, p: g + self.coupled * p, grads, params)
         updates, *moments = self.direction(now, count, grads, *old[1:])
-        if self.decoupled:
+        if is_some(self.decoupled):
             updates = pytree.map(lambda u, p: u - now * self.decoupled * p, updates, params)
         return updates, self.state(pytree.Count(count), *moments)
 
@@ -107,7 +154,9 @@ class Elementwise:
             updates, new = self.update(wide_grads, self.state(old[0], *wide), wide_params)
             pytree.map(torch.Tensor.copy_, (params, old[1:]), (pytree.map(torch.add, wide_params, updates), new[1:]))
             return self.state(new[0], *old[1:])
-        now, count = _rate(self.lr, old[0].value), old[0].value + 1
+        if self._tensors:
+            return self._in_numbers().fused(params, grads, old)
+        now, count = known(_rate(self.lr, old[0].value)), old[0].value + 1
         one = functools.partial(self.kernel, now, count) if self.kernel else None
         numbers, draw = (1.0 / grads.scale, *self.hyper(now, count)), params.draw or Draw(0, 0)
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
@@ -122,8 +171,13 @@ class Elementwise:
     def label(self, path: str) -> str:
         return self.name
 
-    def metrics(self, old: Kept) -> dict[str, float]:
+    def metrics(self, old: Kept) -> dict[str, Number]:
         return {"lr": _rate(self.lr, old[0].value)}
+
+
+def is_some(number: Number) -> bool:
+    """False for the number zero; a tensor may be another one."""
+    return isinstance(number, torch.Tensor) or bool(number)
 
 
 def values(tree: Tree) -> Tree:

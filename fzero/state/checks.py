@@ -1,13 +1,13 @@
 """Checks of the values that a verb receives, before anything is communicated.
 
-No verb but a pullback can be transformed: what torch.func differentiates or maps, it would take for a constant.
+Some cannot be transformed: what torch.func differentiates or maps, they would take for a constant.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -15,9 +15,13 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
+from fzero.base.follow import is_transformed
+from fzero.base.rebound import tensors_held
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer
+from fzero.stores.disk import Disk
+from fzero.table.rows import Row
 from fzero.table.spec import Spec, need_step
 
 
@@ -116,7 +120,7 @@ def _entries(tree: Sharded) -> list[Buffer]:
 
 def constants(who: str, **arguments: object) -> list[Any]:
     """The arguments with tensors as they are to everybody: none may take part in a transform around this call."""
-    if not (private.transforms() or in_differentiated()):
+    if not is_transformed():
         return list(arguments.values())
     out = []
     for argument, tree in arguments.items():
@@ -128,11 +132,89 @@ def constants(who: str, **arguments: object) -> list[Any]:
     return out
 
 
-def _refuse_transformed(who: str, argument: str, tensor: torch.Tensor) -> None:
-    """Refuses a tensor that a transform differentiates or maps."""
+def goes_on(*trees: object) -> bool:
+    """Tells whether a transform, or the pullback of the step whose function runs, goes on through some arguments."""
+    return is_transformed() and any(
+        transform_of(tensor) is not None for tree in trees for _, tensor in _named_tensors(tree)
+    )
+
+
+def follows_step(step: Spec, state: TrainState, who: str, *trees: object) -> bool:
+    """Tells whether a transform goes on through what a verb is given, or what its step's optimizer was made with.
+
+    Raises:
+        TypeError: it does, and the step or its state does what has no derivative; naming what to leave out.
+    """
+    if not is_transformed():
+        return False
+    given = state, tensors_held(step.optimizer), *trees
+    if not goes_on(*given):
+        return False
+    need_derivative(step, state.layout.rows, who, *given)
+    return True
+
+
+def need_derivative(step: Spec, rows: Sequence[Row], who: str, *trees: object) -> None:
+    """Refuses a step that has none, where a transform goes on through some trees."""
+    if why := _without_derivative(step, rows):
+        raise TypeError(
+            f"{who}: got {', '.join(_taking(*trees)[:1])}, and {why[0]}, which has no derivative and cannot be mapped; "
+            f"expected a step without it under torch.func. {why[1]}"
+        )
+
+
+def can_follow_here(step: Spec, state: TrainState, *trees: object) -> bool:
+    """Tells whether a transform may go on through a run of this step's function, and nothing in the step is in its way.
+
+    What it closes over may be hidden; but inside torch.no_grad() only what is seen to be mapped, or pushed forward, is
+    no constant.
+    """
+    if not is_transformed() or _without_derivative(step, state.layout.rows):
+        return False
+    return torch.is_grad_enabled() or goes_on(state, tensors_held(step.fn), tensors_held(step.optimizer), *trees)
+
+
+def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | None:
+    """What of a step and its states has no derivative, and what to do; None where all has one."""
+    if step.donates:
+        return "the step donates its states (fz.donate)", "Leave fz.donate out."
+    for row in rows:
+        policy, leaf = row.policy, f"leaf {row.path!r}"
+        coded = not policy.param_format.plain or isinstance(policy.moment, str)
+        if coded or policy.rounding != "nearest":
+            what = "encoded" if coded else "rounded stochastically"
+            return (
+                f"the states of {leaf} are {what} ({policy})",
+                "Leave it out: plain dtypes have derivatives.",
+            )
+        if policy.gather is not None:
+            return f"{leaf} is gathered in 8 bits ({policy})", "Leave gather='8-bit' out of its policy."
+        if any(isinstance(memory, Disk) for memory in row.memories):
+            return f"states of {leaf} lie on a disk (fz.offload)", "Leave fz.Disk out; 'host' has derivatives."
+    return None
+
+
+def _taking(*trees: object) -> list[str]:
+    """The tensors in some trees that a transform goes on through, in words."""
+    return [
+        f"{name or 'a tensor'} that {transform} transforms"
+        for tree in trees
+        for name, tensor in _named_tensors(tree)
+        if (transform := transform_of(tensor)) is not None
+    ]
+
+
+def transform_of(tensor: torch.Tensor) -> str | None:
+    """What goes on through a tensor here, in words."""
     transform = private.transform_of(tensor)
     if transform is None and in_differentiated() and tensor.requires_grad:
-        transform = "the pullback of the step whose function runs"
+        return "the pullback of the step whose function runs"
+    return transform
+
+
+def _refuse_transformed(who: str, argument: str, tensor: torch.Tensor) -> None:
+    """Refuses a tensor that a transform differentiates or maps."""
+    transform = transform_of(tensor)
     if transform is not None:
         instead = (
             "Call it outside of vmap, with the whole batch; for every example's gradient, call fz.per_example_grads."
@@ -157,7 +239,7 @@ def need_derivatives(who: str) -> None:
 
 def refuse_captured(who: str, fn: object) -> None:
     """Refuses the same in what a function closes over, in its closure, its defaults, or bound by functools.partial."""
-    if not (private.transforms() or in_differentiated()):
+    if not is_transformed():
         return
     fn = getattr(fn, "__func__", fn)
     names = ("__defaults__", "__kwdefaults__", *(("args", "keywords") if isinstance(fn, functools.partial) else ()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -11,12 +12,13 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64, named
+from fzero.base.follow import below_unless, follows, root
 from fzero.base.interrupts import as_found
 from fzero.comm.axis import Axis
 from fzero.comm.linear import Wire, summed, summed_pieces
 from fzero.comm.pieces import gathered
 from fzero.state.beyond import Distant, Measurable
-from fzero.state.checks import check_buffers, constants
+from fzero.state.checks import check_buffers, constants, goes_on
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
 from fzero.state.whole import whole_of
@@ -53,8 +55,9 @@ def gather(tree: object) -> Any:
             f"gather: got tree={named(tree)}, {'which holds a whole state' if whole else 'in which no tree is sharded'}"
             "; expected state.params, grads, state.moments, or a pytree that holds such trees."
         )
-    (tree,) = constants("fz.gather", tree=tree)
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    if not (follows := goes_on(tree)):
+        (tree,) = constants("fz.gather", tree=tree)
+    with as_found(), private.of_normal_tensors(), below_unless(follows):
         return map_trees(_gather_one, tree)
 
 
@@ -78,8 +81,8 @@ def _gather_one(tree: Sharded) -> object:
     _need_whole_alike(tree)
     for key in tree.groups:
         own, axis, tag = tree.local(key), tree.axis_of(key), f"gather of {key}"
-        follows = own.requires_grad and torch.is_grad_enabled()  # plain autograd follows the shards
-        full = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own) if follows else axis.gather(own, tag)
+        wire = Wire(tag, axis, own.dtype, own.dtype, own.dtype)
+        full = wire.spread(own) if follows(own) else axis.gather(own, tag)
         for index, view in tree.layout.groups[key].views(full).items():
             row = tree.layout.rows[index]
             leaf = whole_of(row, axis, view) if row.slices is not None else view
@@ -110,7 +113,7 @@ def global_norm(*trees: object) -> torch.Tensor:
         if isinstance(node, Distant):
             return node.norm_with(trees)
     # leaf by leaf, so that several components have the norm of one that has all of their leaves
-    return sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]).sqrt()
+    return root(sum_by_leaf([square for squares in measured(trees) for square in squares.unbind()]))
 
 
 def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None = None) -> Iterator[torch.Tensor]:
@@ -136,10 +139,17 @@ def measured(trees: Sequence[object], distant: Callable[[Distant], Any] | None =
                 )
 
 
+@contextlib.contextmanager
+def _to_measure(grads: Sharded, argument: str) -> Iterator[Sharded]:
+    if not (follows := goes_on(grads)):
+        (grads,) = constants("fz.global_norm", **{argument: grads})
+    with as_found(), private.of_normal_tensors(), below_unless(follows):
+        yield grads
+
+
 def squares_by_leaf(grads: Sharded, argument: str = "grads") -> torch.Tensor:
     """The sum of squares over all shards of each leaf that has any, in leaf order, float64: [leaves]."""
-    (own,) = constants("fz.global_norm", **{argument: grads})
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with _to_measure(grads, argument) as own:
         return over_ranks(squares_of(own), own)
 
 
@@ -152,8 +162,7 @@ def sum_by_leaf(squares: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, dict[int, torch.Tensor]]:
     """The sum of squares over all leaves and shards, a 0-d float64 tensor, and `squares_of` them."""
-    (own,) = constants("fz.global_norm", **{argument: grads})
-    with as_found(), private.of_normal_tensors(), private.below_transforms():
+    with _to_measure(grads, argument) as own:
         squares = squares_of(own)
         return sum_of_squares(squares, own), squares
 
@@ -210,15 +219,14 @@ def over_ranks(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tens
     total = dict(squares)
     if cut:
         parts = torch.stack([squares[leaf] for leaf in cut])
-        follows = parts.requires_grad and torch.is_grad_enabled()
-        parts = summed(like.axis, parts) if follows else like.axis.sum(parts, "global_norm")
+        parts = summed(like.axis, parts) if follows(parts) else like.axis.sum(parts, "global_norm")
         total.update(zip(cut, parts.unbind(), strict=True))
     over = like.axis.tensor
     if over is not None and over.size > 1 and total:
         leaves = sorted(total)
         parts = torch.stack([total[leaf] for leaf in leaves])
         sliced = [place for place, leaf in enumerate(leaves) if like.layout.rows[leaf].slices is not None]
-        if (parts.requires_grad and torch.is_grad_enabled()) or private.is_wrapped(parts):
+        if follows(parts):
             summed_up = summed_pieces(over, parts) if sliced else parts
         else:
             every = gathered(over, parts.unsqueeze(0), 0, [1] * over.size, "global_norm")

@@ -14,6 +14,8 @@ from fzero.base import pages, private, pytree
 from fzero.base.arguments import named
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Blocks, decode, encode
+from fzero.state.checks import goes_on, need_derivative
+from fzero.state.entered import held_of, slice_in
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
 from fzero.state.train_state import TrainState
@@ -90,6 +92,14 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     axis = step.axis().of_component(step.name)
     rows = step.rows(specs, frozen_leaves(structure), hints_of(structure))
     layout = Layout.build(rows, axis.size, axis.place_on_tensor)
+    if follows := goes_on(leaves):
+        need_derivative(step, rows, "step.init", leaves)
+        if sync:
+            raise TypeError(
+                "step.init: got sync=True and params that a transform goes on through, expected sync=False there: what "
+                "other ranks hold would have no derivative. Give all ranks the same params."
+            )
+    empty = Sharded(layout, axis, structure, {}, kind="params")
     check_tables(step, layout, axis, f"seed {seed} sync {sync}")
     buffers: dict[object, Buffer] = {}
     held: dict[Key, Buffer] = {}
@@ -102,6 +112,13 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
             made[slot.leaf] = axis.broadcast(own, f"leaf {slot.path!r}")
         if (axis.ranks > 1 or axis.place_on_tensor[1] > 1) and not sync:
             said += [f"{slot.path} with checksum {checksum(made[slot.leaf])}" for slot in group.slots]
+        if follows:
+            own = slice_in(empty, key, made, form.dtype)
+            if group.row.held:
+                held[key] = held_of(empty.axis_of(key), own.to(policy.compute), f"init of {key}")
+            if group.row.beside:
+                buffers[key] = own
+            continue
         made = {index: slice_of(layout.rows[index], axis, leaf.detach()) for index, leaf in made.items()}
         full = layout.pack(key, made, form.dtype)
         del made
@@ -117,7 +134,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         "The params",
         "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
     )
-    tree = Sharded(layout, axis, structure, buffers, held, kind="params")
+    tree = empty.replaced(buffers=buffers, held=held)
     return TrainState(tree, None, init_moments(step, tree), init_extras(step, tree), 0, seed, step.signature)
 
 
@@ -154,7 +171,8 @@ def _made(leaf: object, spec: Leaf) -> torch.Tensor:
 def checksum(leaf: torch.Tensor) -> int:
     if private.is_fake(leaf):
         return 0
-    data = leaf.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
+    with private.below_transforms():
+        data = private.unwrapped(leaf).detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
     return zlib.crc32(data)  # type: ignore[arg-type]
 
 

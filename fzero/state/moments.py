@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.formats.formats import zeros
 from fzero.state.placing import placed
 from fzero.state.sharded import Sharded, is_sharded, map_trees, part_names, trees_of
@@ -77,9 +77,13 @@ def apart(tree: object, *others: object) -> Any:
     nodes = pytree.flatten(others, is_leaf=is_sharded)[0]
     buffers = [(*x.entries.values(), *x.held_entries.values()) if is_sharded(x) else (x,) for x in nodes]
     # what is away shares memory with nothing, and is not brought to be asked
-    taken = {x.untyped_storage()._cdata for own in buffers for x in own if isinstance(x, torch.Tensor)}
-    shares = lambda x: isinstance(x, torch.Tensor) and x.untyped_storage()._cdata in taken
-    return pytree.map(lambda x: x.clone() if shares(x) else x, tree)
+    taken = {_memory(x) for own in buffers for x in own} - {None}
+    return pytree.map(lambda x: x.clone() if _memory(x) in taken else x, tree)
+
+
+def _memory(x: object) -> object:
+    """The storage of a tensor, None for what has none that could be overwritten."""
+    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and not private.is_wrapped(x) else None
 
 
 def to_moment_dtype(moments: object) -> object:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 
 from fzero.base import pytree
+from fzero.base.follow import any_follows, is_transformed
 from fzero.comm.axis import Axis
 from fzero.formats.bits import _GOLDEN, Counters, Scattered, _signed
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
@@ -173,6 +174,10 @@ class Sharded(Mapping[str, torch.Tensor]):
             return shown(buffer)
         stored = self.stored(key)
         return stored.to(stored.dtype)
+
+    def follows(self, key: Key) -> bool:
+        """Tells whether a transform goes on through this rank's slice of a group."""
+        return is_transformed() and any_follows((*self.placed(key).parts, self.held_entries.get(key)))
 
     def locals(self) -> dict[Key, torch.Tensor]:
         return {key: self.local(key) for key in self.groups}

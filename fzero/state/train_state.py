@@ -157,20 +157,22 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 
 
 def _flatten(state: TrainState) -> tuple[tuple[object, ...], pytree.Unseen]:
-    # numbers are no leaves of a state
-    extra = pytree.Split(state.extra, lambda node: is_sharded(node) or pytree.is_tensor(node), is_leaf=is_sharded)
-    (trees,), extra.leaves = extra.leaves, []
-    kept = () if state.grads is None else (state.grads,)  # torch's pytrees would take None for a leaf
-    unseen = pytree.Unseen((state.step, state.seed, state.signature, extra))
-    return (state.params, state.moments, tuple(trees), *kept), unseen
+    # numbers are no leaves of a state, nor is None, which torch's pytrees would take for one
+    held = [state.moments, state.extra]
+    rest = pytree.Split(held, lambda node: is_sharded(node) or pytree.is_tensor(node), is_leaf=is_sharded)
+    (trees,), rest.leaves = rest.leaves, []
+    kept = () if state.grads is None else (state.grads,)
+    unseen = pytree.Unseen((state.step, state.seed, state.signature, rest))
+    return (state.params, tuple(trees), *kept), unseen
 
 
 def _unflatten(unseen: pytree.Unseen, children: tuple[Any, ...]) -> TrainState:
     state = object.__new__(TrainState)
-    state._params, state._moments, trees, *kept = children
+    state._params, trees, *kept = children
     state._grads = kept[0] if kept else None
-    state.step, state.seed, state.signature, extra = unseen.value
-    state._extra, state._dead, state._overwritten = extra.join(trees), None, None
+    state.step, state.seed, state.signature, rest = unseen.value
+    state._moments, state._extra = rest.join(trees)
+    state._dead = state._overwritten = None
     return state
 
 

@@ -6,6 +6,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import named
+from fzero.base.follow import follows
 from fzero.base.refusals import noting
 from fzero.stores.away import Away, Buffer
 from fzero.stores.disk import Disk
@@ -36,7 +37,8 @@ def put(memory: Memory, tensor: torch.Tensor, device: torch.device, what: str, s
         what: words for errors, such as "moments of unit 'blocks.0'".
         shared: whether it is the caller's all the same, who may write to it.
     """
-    if memory == DEVICE or tensor.is_meta or private.is_fake(tensor):  # which have no values
+    # those of the last two have no values, and of the first nobody but its transform knows how to copy it
+    if memory == DEVICE or follows(tensor) or tensor.is_meta or private.is_fake(tensor):
         return tensor
     with noting():
         if isinstance(memory, Disk):

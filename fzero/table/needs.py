@@ -6,6 +6,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_number, wrong
+from fzero.base.context import in_differentiated
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Spec
 
@@ -25,19 +26,34 @@ def need_function(fn: object, who: str) -> None:
 
 def need_rate(lr: object, who: str) -> None:
     """A learning rate: a number, a 0-d tensor, or a schedule."""
-    expected = "a number, or a schedule: a function of the number of applied updates"
-    if isinstance(lr, torch.Tensor):
-        if lr.ndim or not lr.is_floating_point():
-            raise wrong(who, "lr", lr, expected)
-        if private.is_differentiated(lr):
-            raise TypeError(
-                f"{who}: got lr=a tensor that is differentiated, expected a number: no gradient flows into an update. "
-                "Pass lr.detach()."
-            )
-    elif not callable(lr):
-        need_number(lr, who, "lr", expected)
-    elif is_component(lr):
+    expected = "a number, a 0-d floating tensor, or a schedule: a function of the number of applied updates"
+    if is_component(lr):
         raise wrong(who, "lr", lr, expected)
+    if isinstance(lr, torch.Tensor) or not callable(lr):
+        need_scalar(lr, who, "lr", expected)
+
+
+def need_scalar(value: object, who: str, argument: str, expected: str = "a number or a 0-d floating tensor") -> None:
+    """A number, or a 0-d tensor, which a transform may go on through, but not plain autograd."""
+    if not isinstance(value, torch.Tensor):
+        need_number(value, who, argument, expected)
+        return
+    if value.ndim or not value.is_floating_point():
+        raise wrong(who, argument, value, expected)
+    if value.requires_grad and not private.transforms() and not in_differentiated():
+        raise TypeError(
+            f"{who}: got {argument}=a tensor that plain autograd differentiates, expected one that it does not: no "
+            "gradient of loss.backward() flows into an update. Differentiate the whole by torch.func.grad, or pass "
+            f"{argument}.detach()."
+        )
+
+
+def numbers_in(value: object) -> list[float]:
+    """The numbers that a number or a 0-d tensor is, several where it is mapped over."""
+    if not isinstance(value, torch.Tensor):
+        return [value]  # type: ignore[list-item] - checked before
+    with private.below_transforms():
+        return private.unwrapped(value).detach().double().view(-1).tolist()
 
 
 def need_optimizer(optimizer: object, who: str, argument: str = "optimizer") -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-Schedule = Callable[[int], float]
+import torch
+
+Number = float | torch.Tensor  # a 0-d one
+Schedule = Callable[[int], Number]
 
 
 class GradientTransformation(NamedTuple):
@@ -33,7 +36,7 @@ class GradientTransformation(NamedTuple):
     update: Callable[..., tuple[Any, Any]]
     fused: Callable[..., Any] | None = None
     label: Callable[[str], str] | None = None
-    metrics: Callable[..., dict[str, float]] | None = None
+    metrics: Callable[..., dict[str, Number]] | None = None
     by_leaf: bool = False
     needs: str = ""
     scales: bool = False

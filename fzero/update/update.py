@@ -17,6 +17,7 @@ from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
 from fzero.optim.base import call_fused, call_update, values, write_values
+from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
 from fzero.state.placing import memory_of
@@ -28,6 +29,7 @@ from fzero.stores.put import HOST
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 from fzero.update.beside import Beside, spare_cores
+from fzero.update.followed import followed_update
 from fzero.update.writing import Writing
 
 Squares = tuple[torch.Tensor, Mapping[int, torch.Tensor]]  # over all leaves and shards, and of this rank's parts
@@ -41,6 +43,8 @@ def apply_update(
     Args:
         squares: of these grads, which then have those that the state keeps in them (`with_kept`).
     """
+    if follows_step(step, state, "step.update", grads, grad_norm):
+        return followed_update(step, state, with_kept(state, grads), grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
         return _applied(step, own, grads, grad_norm, squares)
 

@@ -1,0 +1,127 @@
+"""Functions and values that hold tensors, with others in their place: closures, partials, methods, dataclasses."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
+
+T = TypeVar("T")
+Lift = Callable[[torch.Tensor], object]
+
+
+def rebound(value: T, lift: Lift) -> T:
+    """The value with `lift(tensor)` for every tensor that it holds; the value itself where that changes nothing.
+
+    What a function holds is what it closes over, its defaults, and what functools.partial has bound; a method's is what
+    its object holds, which is a dataclass. Objects of other classes are left alone.
+    """
+    new = {id(tensor): (tensor, lift(tensor)) for tensor in tensors_held(value)}
+    if all(lifted is tensor for tensor, lifted in new.values()):
+        return value
+    return _Copies(new).of(value)  # type: ignore[return-value]
+
+
+def tensors_held(value: object) -> list[torch.Tensor]:
+    """The tensors that `rebound` finds, each once."""
+    found: list[torch.Tensor] = []
+    todo, seen = [value], {id(value): value}
+    for each in todo:  # which grows
+        if isinstance(each, torch.Tensor):
+            found.append(each)
+            continue
+        for child in _children(each):
+            if id(child) not in seen:
+                seen[id(child)] = child
+                todo.append(child)
+    return found
+
+
+def _children(value: object) -> Iterator[object]:
+    if isinstance(value, types.FunctionType):
+        yield from [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
+        yield from (value.__defaults__, value.__kwdefaults__)
+    elif isinstance(value, types.MethodType):
+        yield value.__self__
+    elif isinstance(value, functools.partial):
+        yield from (value.func, value.args, value.keywords)
+    elif type(value) is dict:
+        yield from value.values()
+    elif isinstance(value, (tuple, list)):
+        yield from value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        yield from [getattr(value, name) for name in _fields(value)]
+
+
+def _fields(value: DataclassInstance) -> list[str]:
+    return [each.name for each in dataclasses.fields(value) if hasattr(value, each.name)]
+
+
+def _is_empty(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return True
+    return False
+
+
+class _Copies:
+    """Copies of what holds anything, each once, as functions may close over themselves and share what they hold."""
+
+    def __init__(self, tensors: dict[int, tuple[object, object]]) -> None:
+        self._known: dict[int, tuple[object, object]] = {
+            **tensors
+        }  # id -> what it is of, which is kept, and the new value
+
+    def of(self, value: object) -> object:
+        if id(value) not in self._known:
+            self._known[id(value)] = value, value
+            self._known[id(value)] = value, self._made(value)
+        return self._known[id(value)][1]
+
+    def _made(self, value: object) -> object:
+        if isinstance(value, types.FunctionType) and any(True for _ in _children(value)):
+            return self._function(value)
+        if isinstance(value, types.MethodType):
+            own = self.of(value.__self__)
+            return value if own is value.__self__ else types.MethodType(value.__func__, own)
+        if isinstance(value, functools.partial):
+            keywords = {name: self.of(x) for name, x in value.keywords.items()}
+            return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)  # type: ignore[arg-type]
+        if type(value) is dict:
+            return {key: self.of(x) for key, x in value.items()}
+        if isinstance(value, (tuple, list)):
+            new = [self.of(x) for x in value]
+            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)  # type: ignore[arg-type]
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
+            return self._dataclass(value)
+        return value
+
+    def _dataclass(self, value: DataclassInstance) -> object:
+        old = {name: getattr(value, name) for name in _fields(value)}
+        new = {name: self.of(x) for name, x in old.items()}
+        if all(new[name] is old[name] for name in old):
+            return value
+        out = object.__new__(type(value))  # what was checked of the first values holds of these
+        for name, x in new.items():
+            object.__setattr__(out, name, x)
+        return out
+
+    def _function(self, fn: types.FunctionType) -> types.FunctionType:
+        cells = tuple([types.CellType() for _ in fn.__closure__ or ()])
+        out = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells or None)
+        self._known[id(fn)] = fn, out
+        for new, old in zip(cells, fn.__closure__ or (), strict=True):
+            if not _is_empty(old):
+                new.cell_contents = self.of(old.cell_contents)
+        out.__defaults__, out.__kwdefaults__ = self.of(fn.__defaults__), self.of(fn.__kwdefaults__)
+        out.__dict__.update(fn.__dict__)
+        out.__qualname__, out.__module__ = fn.__qualname__, fn.__module__
+        return out

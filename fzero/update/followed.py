@@ -1,0 +1,102 @@
+"""An update that a transform goes on through: the optimizer's formula in torch's operations, on this rank's slices."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from fzero.base import private
+from fzero.base.arguments import as_float64
+from fzero.base.follow import root
+from fzero.base.rebound import tensors_held
+from fzero.optim.base import call_update, values
+from fzero.state.checks import transform_of
+from fzero.state.entered import cuts, held_of
+from fzero.state.gather import squares_in
+from fzero.state.moments import next_extra, to_moment_dtype
+from fzero.state.sharded import Sharded, map_trees
+from fzero.state.train_state import TrainState
+from fzero.table.optimizer import GradientTransformation
+from fzero.table.spec import Spec
+
+Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
+
+
+def followed_update(
+    step: Spec, state: TrainState, grads: Sharded, grad_norm: object, known: Mapping[str, object]
+) -> tuple[TrainState, dict[str, object]]:
+    """The next state and the metrics, as differentiable functions of the state, the grads and the optimizer's tensors.
+
+    Args:
+        grads: with those that the state keeps.
+        known: the metrics that do not depend on them.
+    """
+    _refuse_of_others(step.optimizer, state.params)
+    norm = root(squares_in(grads)[0])
+    extra: dict[str, object] = {"grad_norm": norm}
+    if grad_norm is not None:
+        extra["joint_norm"] = as_float64(grad_norm)
+    applied = _applied([as_float64(x) for x in extra.values()])
+    skipped = ~applied if isinstance(applied, torch.Tensor) else torch.tensor(not applied, device="cpu")
+    metrics = {"grad_norm": norm, **known, "skipped": skipped}
+    params, moments, count = state.params, state.moments, state.step
+    if applied is not False:
+        own = params.only(params.layout.trainable)
+        updates, new = call_update(step.optimizer, grads, moments, values(own), extra)
+        params, count = _stepped(params, own, values(updates), applied), count + 1
+        moments = map_trees(lambda tree, old: _kept(tree, old, applied), to_moment_dtype(new), moments)
+    others = {each.name: next_extra(each, state.extra[each.name], params, _alike(applied)) for each in step.extras}
+    return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
+
+
+def _applied(norms: list[torch.Tensor]) -> Applied:
+    """Whether these norms are finite; where that differs between the members of a map, of each of them."""
+    finite = torch.stack([torch.isfinite(norm) for norm in norms]).all(0)
+    every = private.unwrapped(finite)
+    with private.below_transforms():
+        if bool(every.all()):
+            return True
+        return finite if bool(every.any()) else False
+
+
+def _alike(applied: Applied) -> bool:
+    """Whether an update was applied, for what knows of no members: it was to some of them."""
+    return applied is not False
+
+
+def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    return torch.where(applied, new, old) if isinstance(applied, torch.Tensor) else new
+
+
+def _stepped(params: Sharded, own: Sharded, updates: Sharded, applied: Applied) -> Sharded:
+    """The params with their updates, in the dtypes that they are stored in, also those that are held in full."""
+    buffers, held = dict(params.buffers), dict(params.held)
+    for key in own.groups:
+        old = own.local(key)
+        shard = _chosen(applied, (values(own).local(key) + updates.local(key)).to(old.dtype), old)
+        if key in buffers:
+            buffers[key] = shard
+        if key in held:
+            held[key] = held_of(params.axis_of(key), shard.to(held[key].dtype), f"update of {key}")
+    return params.replaced(buffers=buffers, held=held, stale=params.stale - set(own.groups))
+
+
+def _kept(new: Sharded, old: Sharded, applied: Applied) -> Sharded:
+    """A tree of moments after an update, of the kind that it was."""
+    own = {key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups}
+    return old.over(own)
+
+
+def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> None:
+    """Refuses tensors in an optimizer of the user's own where ranks have slices: nobody says how they meet these."""
+    if not cuts(params) or optimizer.update.__module__.startswith("fzero."):
+        return
+    held = [(x, how) for x in tensors_held(optimizer) if (how := transform_of(x)) is not None]
+    if held:
+        raise TypeError(
+            f"step.update: the optimizer holds a tensor of shape {tuple(held[0][0].shape)} that {held[0][1]} "
+            "transforms, and each rank has a slice of the leaves, so that its derivative would be a part of the whole "
+            "one; expected an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, or a step "
+            "that is not sharded."
+        )
