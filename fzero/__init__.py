@@ -51,6 +51,7 @@ from fzero.plan import plot_plan as plot_plan
 from fzero.plot_schedule import plot_schedule as plot_schedule
 from fzero.remote import fetch as fetch
 from fzero.remote import remote as remote
+from fzero.scan import scan as scan
 from fzero.state.gather import gather as gather
 from fzero.state.gather import global_norm as global_norm
 from fzero.state.sharded import Sharded as Sharded

@@ -22,7 +22,19 @@ WINGS = (
     *("capture", "engine", "parallel", "modules", "update", "checkpoint", "compat", "components"),
 )
 TOP = (
-    *("step", "unit", "functional", "derivatives", "convert", "bandwidth", "traffic", "plotting", "plan", "fits"),
+    *(
+        "step",
+        "scan",
+        "unit",
+        "functional",
+        "derivatives",
+        "convert",
+        "bandwidth",
+        "traffic",
+        "plotting",
+        "plan",
+        "fits",
+    ),
     *("plot_schedule", "pipeline", "remote"),
 )
 FILES = sorted(ROOT.rglob("*.py"))

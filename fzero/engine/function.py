@@ -3,23 +3,28 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.context import during
+from fzero.base.follow import is_transformed
 from fzero.base.node import active
+from fzero.base.rebound import rebound, tensors_held
 from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.notes import followed, notes
 from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watching_run
 from fzero.comm.axis import Axis
+from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.formats.formats import Plain
+from fzero.state.checks import transform_of
+from fzero.state.init import checksum
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
@@ -120,6 +125,27 @@ def _stand_in(params: Sharded, key: Key) -> Placed:
     return Placed(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
+def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
+    """The function, in which what it closes over and a transform goes on through has the derivatives of the mean.
+
+    On every rank, as all ranks have it alike: what is each rank's own is an input.
+
+    Raises:
+        ValueError: on every rank, where they do not.
+    """
+    if axis.ranks == 1 or not is_transformed():
+        return fn
+    captured = {id(x): x for x in tensors_held(fn) if transform_of(x) is not None}
+    if not captured:
+        return fn
+    axis.check_same(
+        "\n".join([f"a tensor of shape {tuple(x.shape)} with checksum {checksum(x)}" for x in captured.values()]),
+        "What fn closes over and torch.func goes on through",
+        "Give each rank's own as an input of the step, behind the state.",
+    )
+    return rebound(fn, lambda x: on_data(axis, x) if id(x) in captured else x)
+
+
 def _given_out(x: object) -> object:
     return read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
 
@@ -152,7 +178,7 @@ def call_function(
     with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             with heard(), during(notes, known), follow:
-                out = step.fn(tree, *inputs)
+                out = _alike(step.fn, state.params.axis)(tree, *inputs)
         except RuntimeError as error:
             refuse_outside(error)
             raise

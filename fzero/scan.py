@@ -1,0 +1,255 @@
+"""fz.scan: many steps as one differentiable function, whose derivative keeps few states and runs the rest again."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch.utils import _pytree as torch_pytree
+
+from fzero.base import pytree
+from fzero.base.arguments import named, need_int, wrong
+from fzero.base.follow import is_transformed
+from fzero.base.node import Op, Tensors, active, apply, first_order
+from fzero.base.pytree import is_real
+from fzero.base.rebound import rebound, tensors_held
+from fzero.state.checks import need_derivative, transform_of
+from fzero.state.train_state import TrainState
+from fzero.step import Step
+from fzero.table.spec import need_step
+
+_Kept = tuple[list[torch.Tensor], torch_pytree.TreeSpec]  # a state taken apart
+Batch = tuple[object, ...]
+
+
+def scan(
+    step: Step, state: TrainState, batches: object, remat_every: int | None = None
+) -> tuple[TrainState, dict[str, object]]:
+    """Applies a step to one batch after the other: `state, metrics = step(state, *batch)`, as one function.
+
+    torch.func differentiates it by the state, the batches, and the tensors that the step's optimizer and function were
+    made with. Reverse-mode keeps the state before every `remat_every`-th step, and the batches; the states between are
+    made again, and one step at a time is differentiated. So memory grows with the square root of the number of steps
+    where every part has that many (Chen et al. 2016), for one more run of all steps.
+
+    Args:
+        step: any step whose derivative there is.
+        state: before the first step.
+        batches: a list of batches, each a tuple of the step's inputs, or one input; or a tuple of inputs, tensors or
+            trees of them, whose leading dim is that of steps.
+        remat_every: how many steps lie between two kept states; the square root of their number by default.
+
+    Returns:
+        The state after the last step, and the metrics of all steps: each as a tensor [steps, ...].
+
+    Raises:
+        TypeError: batches of another kind, metrics that are no tensors or numbers.
+        ValueError: no batches, or inputs of different lengths.
+
+    Example:
+        >>> def trained(lr):
+        ...     step = fz.train_step(lambda p, x: ((p["w"] - x) ** 2).sum(), fz.sgd(lr))
+        ...     state, metrics = fz.scan(step, step.init({"w": torch.zeros(2)}), [torch.ones(2)] * 9)
+        ...     return step.forward(state, torch.ones(2))
+        >>> round(torch.func.grad(trained)(torch.tensor(0.01)).item(), 3)
+        -27.26
+    """
+    need_step(step, "scan")
+    split = _split(batches)
+    every = (
+        math.isqrt(len(split) - 1) + 1 if remat_every is None else need_int(remat_every, "scan", "remat_every", least=1)
+    )
+    found: list[dict[str, object]] = []
+    for begin in range(0, len(split), every):
+        part = split[begin : begin + every]
+        state, metrics = _part(step, state, part) if is_transformed() else _run(step, state, part)
+        found.append(metrics)
+    return state, _joined(found, torch.cat)
+
+
+def _split(batches: object) -> list[Batch]:
+    """The inputs of each step."""
+    if isinstance(batches, list):
+        if not batches:
+            raise ValueError("scan: got batches=[], expected at least one batch.")
+        return [batch if isinstance(batch, tuple) else (batch,) for batch in batches]
+    if isinstance(batches, torch.Tensor):
+        batches = (batches,)
+    expected = "a list of batches, each a tuple of inputs, or a tuple of inputs with a leading dim of steps"
+    if not isinstance(batches, tuple) or not batches or any(isinstance(each, tuple) for each in batches):
+        raise wrong("scan", "batches", batches, expected)
+    names, leaves, spec = pytree.named_leaves(batches)
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            raise TypeError(f"scan: got input {name}={named(leaf)}, expected tensors with a leading dim of steps.")
+    lengths = {name: leaf.shape[0] for name, leaf in zip(names, leaves, strict=True)}
+    if len(set(lengths.values())) != 1 or not min(lengths.values()):
+        raise ValueError(f"scan: got inputs of {lengths} steps, expected the same number in all, at least one.")
+    return [pytree.unflatten(spec, own) for own in zip(*[leaf.unbind() for leaf in leaves], strict=True)]
+
+
+def _run(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
+    found: list[dict[str, object]] = []
+    for batch in batches:
+        state, metrics = step(state, *batch)
+        found.append(pytree.map(_as_tensor, metrics))
+    return state, _joined(found, torch.stack)
+
+
+def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor]) -> dict[str, object]:
+    """The metrics of several steps."""
+    return pytree.map(lambda *each: join(each), *parts)
+
+
+# ---- a part, between two kept states
+
+
+def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
+    """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
+    leaves, spec = torch_pytree.tree_flatten(state)
+    held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if transform_of(x) is not None}
+    flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
+    given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
+    need_derivative(step, state.layout.rows, "scan", given)
+    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type)
+    out = apply(op, active(given), *given)
+    assert op.spec is not None
+    return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
+
+
+class _Steps(Op):
+    """Some steps, from the tensors of the first state to those of the last one and of the metrics.
+
+    Its tensors are those of the state, what the step was made with, and those of each batch.
+
+    Args:
+        spec: of the first state, which has `count` tensors.
+        held: the ids of what the step was made with, and a transform goes on through.
+        batches: each without its tensors.
+
+    Attributes:
+        spec: that of the last state, once it has run.
+    """
+
+    name = "fz.scan"
+
+    def __init__(
+        self,
+        step: Step,
+        spec: torch_pytree.TreeSpec,
+        count: int,
+        held: Sequence[int],
+        batches: Sequence[pytree.Split],
+        device: str,
+    ) -> None:
+        super().__init__(self._all, None, device)
+        self._step, self._first, self._count, self._held, self._batches = step, spec, count, held, batches
+        ends = itertools.accumulate([len(batch.places[0]) for batch in batches], initial=count + len(held))
+        self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
+        self.spec: torch_pytree.TreeSpec | None = None
+        self._metrics: pytree.Spec | None = None
+
+    def metrics(self, leaves: Sequence[torch.Tensor]) -> dict[str, object]:
+        assert self._metrics is not None
+        return pytree.unflatten(self._metrics, leaves)
+
+    def _made(self, held: Sequence[torch.Tensor]) -> Step:
+        """The step, with other tensors in the place of those that it was made with."""
+        new = dict(zip(self._held, held, strict=True))
+        optimizer, fn = rebound((self._step.optimizer, self._step.fn), lambda x: new.get(id(x), x))
+        return dataclasses.replace(self._step, optimizer=optimizer, fn=fn)
+
+    def _one(
+        self, step: Step, number: int, spec: torch_pytree.TreeSpec, leaves: Sequence[torch.Tensor], batch: Tensors
+    ) -> tuple[list[torch.Tensor], torch_pytree.TreeSpec, list[torch.Tensor]]:
+        """A step: the tensors and the structure of the next state, and the metrics."""
+        state = torch_pytree.tree_unflatten(leaves, spec)
+        state, metrics = step(state, *self._batches[number].join(batch))
+        flat, self._metrics = pytree.flatten(pytree.map(_as_tensor, metrics))
+        return (*torch_pytree.tree_flatten(state), flat)
+
+    def _states(self, tensors: Tensors) -> list[_Kept]:
+        """The state before each step."""
+        step = self._made(tensors[self._count : self._bounds[0][0]])
+        out: list[_Kept] = [(list(tensors[: self._count]), self._first)]
+        for number, (begin, end) in enumerate(self._bounds[:-1]):
+            leaves, spec, _ = self._one(step, number, out[-1][1], out[-1][0], tensors[begin:end])
+            out.append((leaves, spec))
+        return out
+
+    def _all(self, *tensors: torch.Tensor) -> Tensors:
+        step = self._made(tensors[self._count : self._bounds[0][0]])
+        leaves, spec, found = list(tensors[: self._count]), self._first, list[list[torch.Tensor]]()
+        for number, (begin, end) in enumerate(self._bounds):  # of the states one is alive at a time
+            leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
+            found.append(metrics)
+        self.spec = spec
+        return (*leaves, *[torch.stack(each) for each in zip(*found, strict=True)])
+
+    def transposed(self, count: int, wanted: Sequence[int], real: Sequence[int]) -> Op:
+        general = super().transposed(count, wanted, real)
+
+        def fn(*args: torch.Tensor) -> Tensors:
+            if not first_order():
+                return general.fn(*args)
+            return self._pulled(args[:count], wanted, dict(zip(real, args[count:], strict=True)))
+
+        op = self.derived(fn)
+        op.unused = general.unused
+        return op
+
+    def _pulled(self, tensors: Tensors, wanted: Sequence[int], cotangents: Mapping[int, torch.Tensor]) -> Tensors:
+        """The cotangents of the wanted tensors: from the last step to the first, whose states are made again."""
+        count, start = self._count, self._bounds[0][0]
+        states = self._states(tensors)
+        of_state = {place: cotangents[place] for place in range(count) if place in cotangents}
+        totals = dict[int, torch.Tensor]()
+        for number, (begin, end) in reversed([*enumerate(self._bounds)]):
+            leaves, spec = states.pop()
+            own = (*leaves, *tensors[count:start], *tensors[begin:end])
+            places = [*range(start), *range(begin, end)]
+            moving = [i for i, x in enumerate(own) if is_real(x) and (i < count or places[i] in wanted)]
+            of_metrics = {place: x[number] for place, x in cotangents.items() if place >= count}
+            found = self._pulled_one(number, spec, own, moving, {**of_state, **of_metrics})
+            of_state = {i: x for i, x in found.items() if i < count}
+            for i, x in found.items():
+                if i >= count:
+                    totals[places[i]] = totals[places[i]] + x if places[i] in totals else x
+        totals |= of_state
+        return tuple(totals[i] if i in totals else torch.zeros_like(tensors[i]) for i in wanted)
+
+    def _pulled_one(
+        self,
+        number: int,
+        spec: torch_pytree.TreeSpec,
+        tensors: Tensors,
+        moving: Sequence[int],
+        cotangents: Mapping[int, torch.Tensor],
+    ) -> dict[int, torch.Tensor]:
+        """The cotangents of those tensors of one step that move, by place."""
+        count, held = self._count, len(self._held)
+
+        def forward(*primals: torch.Tensor) -> Tensors:
+            own = list(tensors)
+            for place, primal in zip(moving, primals, strict=True):
+                own[place] = primal
+            step = self._made(own[count : count + held])
+            leaves, _, metrics = self._one(step, number, spec, own[:count], tuple(own[count + held :]))
+            out = (*leaves, *metrics)
+            return tuple(out[place] for place in cotangents)
+
+        _, pull = torch.func.vjp(forward, *[tensors[i] for i in moving])  # type: ignore[misc]
+        with torch.no_grad():
+            found = pull(tuple(cotangents.values()), retain_graph=False, create_graph=False)
+        return dict(zip(moving, found, strict=True))
+
+
+def _as_tensor(value: object) -> torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        return value
+    if not isinstance(value, (int, float)):
+        raise TypeError(f"scan: got a metric, or aux, of {named(value)}, expected tensors or numbers.")
+    return torch.tensor(value, device="cpu")
