@@ -55,7 +55,7 @@ def scan(
         ...     state, metrics = fz.scan(step, step.init({"w": torch.zeros(2)}), [torch.ones(2)] * 9)
         ...     return step.forward(state, torch.ones(2))
         >>> round(torch.func.grad(trained)(torch.tensor(0.01)).item(), 3)
-        -27.26
+        -51.071
     """
     need_step(step, "scan")
     split = _split(batches)

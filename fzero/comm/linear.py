@@ -123,6 +123,8 @@ class _Followed(torch.autograd.Function):
 
 def meaned(axis: Axis, local: torch.Tensor) -> torch.Tensor:
     """The mean over the ranks that hold different data, as a differentiable function of this rank's value."""
+    if axis.ranks == 1:
+        return local
     mean = functools.partial(axis.mean, tag="a mean over ranks")
     return _Linear.apply(mean, mean, local)
 

@@ -108,6 +108,7 @@ def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]
         reduce=policy.reduce,
         grad=policy.grad,
         wire=policy.wire,
+        followed=True,
     )
     return primal, use
 

@@ -94,12 +94,17 @@ class Traversal:
                 for slot in group.slots:
                     out[slot.leaf] = self._handle(key, slot, primal)
             else:
-                views = _full(self, key, True, primal)
+                if self.uses[key].followed:  # by torch's own operations, which cost least under several levels
+                    views = tuple(group.views(self.uses[key].apply(primal)).values())
+                else:
+                    views = _full(self, key, True, primal)
                 primal = views[0]
                 for slot, view in zip(group.slots, views, strict=True):
                     out[slot.leaf] = view
                     self.origins[id(view)] = slot.leaf
-            if differentiated and primal.grad_fn is not None:  # without one there will be no pullback
+            if (
+                differentiated and primal.grad_fn is not None and not self.uses[key].followed
+            ):  # without one there will be no pullback
                 self.nodes[key] = weakref.ref(primal.grad_fn)
         return [out[index] for index in range(len(self.layout.rows))]
 

@@ -33,6 +33,7 @@ class Use(Wire):
             dtype than the shard is stored in, or it is encoded.
         held: the full buffer in compute dtype, where it is at hand (ZeRO-1 and 2).
         whole: whether every rank has the full buffer, in a memory that it is brought from.
+        followed: whether a transform around the run goes on through the shard.
     """
 
     shard: Placed
@@ -42,6 +43,7 @@ class Use(Wire):
     gather8: bool = False
     held: torch.Tensor | None = None
     whole: bool = False
+    followed: bool = False
 
     def value(self) -> torch.Tensor:
         """The full buffer in compute dtype: what is at hand or stored where it is that already, otherwise a new one."""
@@ -105,6 +107,8 @@ class Use(Wire):
         """The full buffer as a differentiable function of the shard."""
         if self.trivial:
             return primal
+        if self.followed:
+            return primal.to(self.compute) if self.axis.ranks == 1 else self.spread(primal)
         return _value(self, primal)
 
 

@@ -177,7 +177,11 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def follows(self, key: Key) -> bool:
         """Tells whether a transform goes on through this rank's slice of a group."""
-        return is_transformed() and any_follows((*self.placed(key).parts, self.held_entries.get(key)))
+        if not is_transformed():
+            return False
+        # not the slice of a full buffer, as any operation's result is of the transform that is active
+        parts = [self.entries[name] for name in self.names(key)] if key in self.entries else []
+        return any_follows((*parts, self.held_entries.get(key)))
 
     def locals(self) -> dict[Key, torch.Tensor]:
         return {key: self.local(key) for key in self.groups}

@@ -1,0 +1,257 @@
+"""A whole run as one function of params and of an optimizer's numbers, by plain torch in one process and by a step.
+
+Of a few updates and everything that a step gives out on the way: losses, norms, the gathered params, a loss afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import scenarios
+import torch
+from torch.utils import _pytree as pytree
+
+import fzero as fz
+from fzero.testing import strategies
+
+F64 = torch.float64
+SCENARIOS: dict[str, Any] = {
+    "module": (lambda: scenarios.tiny_lm(width=4, blocks=1), scenarios.token_batches),
+    "unit": (
+        lambda: scenarios.stack(blocks=2, width=3),
+        lambda n, **seed: scenarios.vector_batches(n, width=3, **seed),
+    ),
+}
+# lr, weight decay, largest norm, a number that the function closes over
+NUMBERS = tuple(torch.tensor(x, dtype=F64) for x in (0.05, 0.1, 0.7, 1.3))
+
+
+def mapped(fn: Callable[..., Any], *trees: Any) -> Any:
+    return pytree.tree_map(fn, *trees)
+
+
+def clipped(grads: Any, most: torch.Tensor) -> Any:
+    norm = torch.stack([g.square().sum() for g in pytree.tree_leaves(grads)]).sum().sqrt()
+    factor = torch.clamp(most / norm, max=1.0)
+    return mapped(lambda g: g * factor, grads)
+
+
+# each: (plain(params, grads, two moments, count, numbers) -> (params, moments), the optimizer)
+Plain = Callable[..., Any]
+
+
+def plain_sgd(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    return mapped(lambda p, g: p - lr * (g + decay * p), p, g), m
+
+
+def plain_momentum(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    moved = mapped(lambda b, g, p: 0.8 * b + g + decay * p, m[0], g, p)
+    return mapped(lambda p, b: p - lr * b, p, moved), (moved, m[1])
+
+
+def root(v: torch.Tensor) -> torch.Tensor:
+    """The direction has a derivative where the gradient is zero, as that of an unused leaf, if torch's root has none."""
+    return torch.where(v > 0, torch.where(v > 0, v, 1.0).sqrt(), 0.0)
+
+
+def adapted(g: Any, m: Any, count: int) -> Any:
+    first = mapped(lambda a, g: 0.9 * a + 0.1 * g, m[0], g)
+    second = mapped(lambda a, g: 0.99 * a + 0.01 * g * g, m[1], g)
+    way = mapped(lambda a, v: (a / (1 - 0.9**count)) / (root(v / (1 - 0.99**count)) + 1e-3), first, second)
+    return way, (first, second)
+
+
+def plain_adamw(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    way, new = adapted(g, m, count)
+    return mapped(lambda p, u: p - lr * (u + decay * p), p, way), new
+
+
+def plain_adam(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    way, new = adapted(mapped(lambda g, p: g + decay * p, g, p), m, count)
+    return mapped(lambda p, u: p - lr * u, p, way), new
+
+
+def plain_lion(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    new = mapped(lambda p, a, g: p - lr * ((0.9 * a + 0.1 * g).sign() + decay * p), p, m[0], g)
+    return new, (mapped(lambda a, g: 0.99 * a + 0.01 * g, m[0], g), m[1])
+
+
+def plain_clipped(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    return plain_momentum(p, clipped(g, most), m, count, lr, decay, most)
+
+
+def plain_clamped(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    return plain_adamw(p, mapped(lambda g: g.clamp(-most, most), g), m, count, lr, decay, most)
+
+
+def plain_scheduled(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    return plain_sgd(p, g, m, count, lr + (most - lr) * (count - 1) / 4, decay, most)
+
+
+def is_bias(path: Any) -> bool:
+    return str(getattr(path[-1], "key", "")).endswith(("b", "bias"))
+
+
+def plain_parted(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    """Biases by sgd, the rest as AdamW."""
+    new, moments = plain_adamw(p, g, m, count, lr, decay, most)
+    biases = mapped(lambda p, g: p - 0.1 * most * g, p, g)
+    return pytree.tree_map_with_path(lambda path, x, y: y if is_bias(path) else x, new, biases), moments
+
+
+def adamw(lr: Any, decay: Any) -> Any:
+    return fz.adamw(lr, 0.9, 0.99, 1e-3, weight_decay=decay)
+
+
+OPTIMIZERS: dict[str, tuple[Plain, Callable[..., Any]]] = {
+    "sgd": (plain_sgd, lambda lr, decay, most: fz.sgd(lr, weight_decay=decay)),
+    "momentum": (plain_momentum, lambda lr, decay, most: fz.sgd(lr, momentum=0.8, weight_decay=decay)),
+    "adamw": (plain_adamw, lambda lr, decay, most: adamw(lr, decay)),
+    "adam": (plain_adam, lambda lr, decay, most: fz.adam(lr, 0.9, 0.99, 1e-3, weight_decay=decay)),
+    "lion": (plain_lion, lambda lr, decay, most: fz.lion(lr, weight_decay=decay)),
+    "clipped": (
+        plain_clipped,
+        lambda lr, decay, most: fz.chain(
+            fz.clip_by_global_norm(most), fz.sgd(lr, momentum=torch.tensor(0.8, dtype=F64), weight_decay=decay)
+        ),
+    ),
+    "clamped": (plain_clamped, lambda lr, decay, most: fz.chain(fz.clip_by_value(most), adamw(lr, decay))),
+    "parted": (
+        plain_parted,
+        lambda lr, decay, most: fz.partition({"*.b|*bias": fz.sgd(0.1 * most), "*": adamw(lr, decay)}),
+    ),
+    "scheduled": (plain_scheduled, lambda lr, decay, most: fz.sgd(fz.linear(lr, most, 4), weight_decay=decay)),
+}
+
+
+def in_one_process(scenario: str, optimizer: str, steps: int, ranks: int) -> Callable[..., torch.Tensor]:
+    """`objective(params, *NUMBERS)`."""
+    make, batches = SCENARIOS[scenario]
+    loss, update = make()[0], OPTIMIZERS[optimizer][0]
+    given, later = batches(ranks), batches(ranks, seed=5)
+
+    def mean(p: Any, data: Any, times: torch.Tensor) -> torch.Tensor:
+        return times * torch.stack([loss(p, *batch) for batch in data]).mean()
+
+    def objective(p: Any, lr: Any, decay: Any, most: Any, times: Any) -> torch.Tensor:
+        zeros = mapped(torch.zeros_like, p)
+        moments, total = (zeros, zeros), torch.zeros((), dtype=F64)
+        for count in range(1, steps + 1):
+            grads, value = torch.func.grad_and_value(mean)(p, given, times)
+            norm = torch.stack([g.square().sum() for g in pytree.tree_leaves(grads)]).sum().sqrt()
+            total = total + 0.3 * value + 0.1 * norm
+            p, moments = update(p, grads, moments, count, lr, decay, most)
+        return total + mean(p, later, times) + cubes(p)
+
+    return objective
+
+
+def cubes(p: Any) -> torch.Tensor:
+    return 0.01 * torch.stack([(x**3).sum() for x in pytree.tree_leaves(p)]).sum()
+
+
+def by_steps(
+    scenario: str, optimizer: str, steps: int, ranks: int, rank: int, chosen: Any, how: str
+) -> Callable[..., torch.Tensor]:
+    """The same by a step.
+
+    Args:
+        how: an update is done: "step", "vjp" (`vjp`, a pullback, `add_grads` and `update`), "scan".
+    """
+    make, batches = SCENARIOS[scenario]
+    loss = make()[0]
+    given, later = batches(ranks)[rank], batches(ranks, seed=5)[rank]
+
+    def objective(p: Any, lr: Any, decay: Any, most: Any, times: Any) -> torch.Tensor:
+        def fn(p: Any, *batch: Any) -> torch.Tensor:
+            return times * loss(p, *batch)
+
+        step = strategies.apply(fz.train_step(fn, OPTIMIZERS[optimizer][1](lr, decay, most)), chosen)
+        state, total = step.init(p), torch.zeros((), dtype=F64)
+        if how == "scan":
+            state, metrics = fz.scan(step, state, [given] * steps, remat_every=2)
+            total = 0.3 * metrics["loss"].sum() + 0.1 * metrics["grad_norm"].sum()
+        for _ in range(0 if how == "scan" else steps):
+            if how == "step":
+                state, metrics = step(state, *given)
+                total = total + 0.3 * metrics["loss"] + 0.1 * metrics["grad_norm"]
+            else:
+                value, pullback = step.vjp(state, *given, argnums=())
+                grads, _ = pullback(torch.ones_like(value))
+                total = total + 0.3 * value + 0.1 * fz.global_norm(grads)
+                state, _ = step.update(step.add_grads(state, half(grads)), half(grads))
+        return total + step.forward(state, *later) + cubes(fz.gather(state.params))
+
+    return objective
+
+
+def half(grads: Any) -> Any:
+    return pytree.tree_map(lambda x: x / 2, grads)
+
+
+def along(tree: Any, seed: int) -> Any:
+    generator = torch.Generator().manual_seed(seed)
+    return mapped(lambda x: torch.randn(x.shape, generator=generator, dtype=x.dtype), tree)
+
+
+def dot(tree: Any, other: Any) -> torch.Tensor:
+    pairs = zip(pytree.tree_leaves(tree), pytree.tree_leaves(other), strict=True)
+    return torch.stack([(x * y).sum() for x, y in pairs]).sum()
+
+
+EVERY = (0, 1, 2, 3, 4)
+LRS = torch.tensor([0.02, 0.1], dtype=F64)
+
+
+def grad(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.grad(f, EVERY)(*args)
+
+
+def pushed(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.jvp(f, args, along(args, 1))
+
+
+def grad_of_grad(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.grad(lambda *a: dot(torch.func.grad(f, EVERY)(*a), along(args, 2)), EVERY)(*args)
+
+
+def pushed_grad(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.jvp(torch.func.grad(f, EVERY), args, along(args, 3))[1]
+
+
+def over_rates(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.vmap(lambda lr: f(args[0], lr, *args[2:]))(LRS)
+
+
+def over_params(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.vmap(lambda p: f(p, *args[1:]))(mapped(lambda x: torch.stack([x, 0.5 * x]), args[0]))
+
+
+def grads_over_rates(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.vmap(lambda lr: torch.func.grad(f, EVERY)(args[0], lr, *args[2:]))(LRS)
+
+
+def grad_over_rates(f: Callable[..., Any], args: Any) -> Any:
+    return torch.func.grad(lambda *a: torch.func.vmap(lambda lr: f(a[0], lr, *a[2:]))(LRS).sum(), EVERY)(*args)
+
+
+TRANSFORMS = {
+    each.__name__: each
+    for each in (
+        *(grad, pushed, grad_of_grad, pushed_grad),
+        *(over_rates, over_params, grads_over_rates, grad_over_rates),
+    )
+}
+# what differs between ranks, whose mean is that of the whole: values, which are of each rank's own loss
+OF_RANK = ("pushed", "over_rates", "over_params")
+
+
+def on_rank(rank: int, scenario: str, optimizer: str, steps: int, ranks: int, chosen: Any, how: str, name: str) -> Any:
+    args = SCENARIOS[scenario][0]()[1], *NUMBERS
+    return TRANSFORMS[name](by_steps(scenario, optimizer, steps, ranks, rank, chosen, how), args)
+
+
+def wanted(scenario: str, optimizer: str, steps: int, ranks: int, name: str) -> Any:
+    args = SCENARIOS[scenario][0]()[1], *NUMBERS
+    return TRANSFORMS[name](in_one_process(scenario, optimizer, steps, ranks), args)
