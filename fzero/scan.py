@@ -12,11 +12,11 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import pytree
 from fzero.base.arguments import named, need_int, wrong
-from fzero.base.follow import is_transformed
+from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
 from fzero.base.rebound import rebound, tensors_held
-from fzero.state.checks import need_derivative, transform_of
+from fzero.state.checks import need_derivative
 from fzero.state.train_state import TrainState
 from fzero.step import Step
 from fzero.table.spec import need_step
@@ -110,7 +110,7 @@ def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor
 def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
     """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
     leaves, spec = torch_pytree.tree_flatten(state)
-    held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if transform_of(x) is not None}
+    held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if follows(x)}
     flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
     given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
     need_derivative(step, state.layout.rows, "scan", given)
@@ -134,7 +134,7 @@ class _Steps(Op):
         spec: that of the last state, once it has run.
     """
 
-    name = "fz.scan"
+    name, plain = "fz.scan", False  # steps take what plain autograd differentiates for constants
 
     def __init__(
         self,

@@ -26,6 +26,11 @@ def any_follows(tensors: Iterable[object]) -> bool:
     return any(map(follows, tensors))
 
 
+def is_pushed(tensor: torch.Tensor) -> bool:
+    """Tells whether a derivative goes forward with a tensor, which torch.no_grad() does not end."""
+    return private.transform_of(tensor) in ("torch.func.jvp", "torch.autograd.forward_ad")
+
+
 def is_transformed() -> bool:
     """Tells whether anything could go on through a value here, but for plain autograd outside of all functions."""
     return private.transforms() or in_differentiated()

@@ -134,9 +134,14 @@ def constants(who: str, **arguments: object) -> list[Any]:
 
 def goes_on(*trees: object) -> bool:
     """Tells whether a transform, or the pullback of the step whose function runs, goes on through some arguments."""
-    return is_transformed() and any(
-        transform_of(tensor) is not None for tree in trees for _, tensor in _named_tensors(tree)
-    )
+    if not is_transformed():
+        return False
+    if private.traces():
+        raise TypeError(
+            "fzero: got a call that is traced into a graph (torch.func.linearize, make_fx), expected one of values, as "
+            "what ranks exchange and what is written in place is no part of such a graph. Take torch.func.jvp."
+        )
+    return any(transform_of(tensor) is not None for tree in trees for _, tensor in _named_tensors(tree))
 
 
 def follows_step(step: Spec, state: TrainState, who: str, *trees: object) -> bool:
@@ -171,7 +176,8 @@ def can_follow_here(step: Spec, state: TrainState, *trees: object) -> bool:
     """
     if not is_transformed() or _without_derivative(step, state.layout.rows):
         return False
-    return torch.is_grad_enabled() or goes_on(state, tensors_held(step.fn), tensors_held(step.optimizer), *trees)
+    seen = goes_on(state, tensors_held(step.fn), tensors_held(step.optimizer), *trees)
+    return seen or torch.is_grad_enabled()
 
 
 def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | None:

@@ -152,6 +152,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "units": (lambda v: fz.train_step(loss, fz.sgd(0.1), units=v), {"a string", "None"}),
         "has_aux": (lambda v: fz.train_step(loss, fz.sgd(0.1), has_aux=v), {"a bool"}),
     },
+    "scan": {
+        "step": (lambda v: fz.scan(v, STATE, [X]), {"a step"}),
+        "state": (lambda v: fz.scan(STEP, v, [X]), {"a state"}),
+        "batches": (lambda v: fz.scan(STEP, STATE, [X] if isinstance(v, list) else v), {"a list", "a tensor"}),
+        "remat_every": (lambda v: fz.scan(STEP, STATE, [X, X], v), {"None", "an int"}),
+    },
     "with_fn": {
         "step": (lambda v: fz.with_fn(v, loss), {"a step"}),
         "fn": (lambda v: fz.with_fn(STEP, v), {"a function", "a class"}),
