@@ -218,12 +218,12 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage; 0 shards nothing")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tasks")
     args = parser.parse_args(argv)
-    world = int(os.environ.get("WORLD_SIZE", args.ranks))
+    world = int(os.environ.get("WORLD_SIZE", 0))
     if args.seed < 0:
         parser.error("--seed must not be negative")
     if args.stage == 0 and args.ranks > 1:
         parser.error(f"stage 0 shards and averages nothing, so it needs --ranks 1; got {args.ranks} ranks")
-    if args.ranks != world:
+    if world and args.ranks != world:
         parser.error(f"--ranks {args.ranks}, but torchrun started {world}; leave --ranks out")
     if args.shots % args.ranks:
         parser.error(f"--shots must be a multiple of --ranks, so that shares are equal; got {args.shots}, {args.ranks}")
