@@ -129,10 +129,8 @@ def main(args: argparse.Namespace) -> int:
     rows = zip(lrs.tolist(), curve[-1].tolist(), apart, apart_losses, strict=True)
     for i, (lr, loss, of_params, of_losses) in enumerate(rows):
         print(f"{lr:>13.1e} {args.seed + i % args.seeds:>5} {loss:>14.4f} {of_params:>13.1e} {of_losses:>13.1e}")
-    print(
-        "\nlargest difference between a member and its single run, where a large learning rate multiplies what rounding"
-    )
-    print(f"begins: params {max(apart):.1e}, losses {max(apart_losses):.1e}")
+    print("\nlargest difference between a member and its single run, where a large learning rate multiplies what")
+    print(f"rounding begins: params {max(apart):.1e}, losses {max(apart_losses):.1e}")
     print(f"{count} models at once {together:.2f} s, one by one {alone:.2f} s: {together / alone:.2f} of it")
     args.out.mkdir(parents=True, exist_ok=True)
     at = sorted({*range(0, args.steps, args.eval_every), args.steps})
