@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from launch import add_numbers, parser_of
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 import fzero as fz
@@ -72,8 +72,8 @@ def stack(states: list[fz.TrainState]) -> fz.TrainState:
     return tree_map(lambda *buffers: torch.stack(buffers), *states)
 
 
-def unstack(state: fz.TrainState, count: int) -> list[fz.TrainState]:
-    return [tree_map(lambda buffer, i=i: buffer[i], state) for i in range(count)]
+def unstack(state: fz.TrainState) -> list[fz.TrainState]:
+    return [tree_map(lambda buffer, i=i: buffer[i], state) for i in range(len(tree_leaves(state)[0]))]
 
 
 def update(lr: Tensor, state: fz.TrainState, *batch: Tensor) -> tuple[fz.TrainState, Tensor]:
@@ -114,7 +114,7 @@ def main(args: argparse.Namespace) -> int:
 
     alone, apart, apart_losses = 0.0, [], []
     of_members = torch.stack(losses, 1)  # [members, updates]
-    pairs = list(zip(lrs.tolist(), starts, unstack(state, count), of_members, strict=True))
+    pairs = list(zip(lrs.tolist(), starts, unstack(state), of_members, strict=True))
     for lr, single, member, own in tqdm(pairs, desc="one by one", unit="model", mininterval=interval):
         step, losses = step_of(lr), []
         began = time.perf_counter()

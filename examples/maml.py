@@ -72,20 +72,20 @@ def regressor(width: int, generator: torch.Generator) -> nn.Module:
 
 
 class Maml:
-    """Params before adaptation, and their update, over steps that may be sharded.
+    """Gradients and updates of what adaptation begins with, as functions of a state of `outer`.
 
     Attributes:
         inner: the step that adapts.
-        outer: the step over the same params whose state is trained; its function is never run.
+        outer: the step over the same params whose optimizer updates them; its function is never run.
+        params: that both begin with.
     """
 
     def __init__(self, module: nn.Module, args: argparse.Namespace) -> None:
-        self.apply, params = fz.functional(module)
+        self.apply, self.params = fz.functional(module)
         shard = SHARD[args.stage]
         self.inner = shard(fz.train_step(self.loss, fz.sgd(args.inner_lr)))
         self.outer = shard(fz.train_step(self.loss, fz.adamw(args.lr, weight_decay=0.0)))
-        self.inner_steps = args.inner_steps
-        self.start, self.state = self.inner.init(params), self.outer.init(params)
+        self.start, self.inner_steps = self.inner.init(self.params), args.inner_steps
 
     def loss(self, params: Any, x: Tensor, y: Tensor) -> Tensor:
         return (self.apply(params, x) - y).square().mean()
@@ -101,14 +101,13 @@ class Maml:
     def meta_loss(self, params: fz.Sharded, tasks: Tasks, steps: int) -> Tensor:
         return torch.vmap(functools.partial(self.query_loss, params, steps))(*tasks).mean()
 
-    def grads(self, tasks: Tasks) -> tuple[fz.Sharded, Tensor]:
+    def grads(self, state: fz.TrainState, tasks: Tasks) -> tuple[fz.Sharded, Tensor]:
         """Those of the mean loss over ranks, cut as the params are; this rank's loss."""
-        return torch.func.grad_and_value(self.meta_loss)(self.state.params, tasks, self.inner_steps)
+        return torch.func.grad_and_value(self.meta_loss)(state.params, tasks, self.inner_steps)
 
-    def update(self, tasks: Tasks) -> Tensor:
-        grads, loss = self.grads(tasks)
-        self.state, _ = self.outer.update(self.state, grads)
-        return loss
+    def update(self, state: fz.TrainState, tasks: Tasks) -> tuple[fz.TrainState, Tensor]:
+        grads, loss = self.grads(state, tasks)
+        return self.outer.update(state, grads)[0], loss
 
 
 # ---- the same by plain torch in one process
@@ -153,6 +152,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     say: Callable[..., None] = print if rank == 0 else lambda *_: None
     module = regressor(args.width, torch.Generator().manual_seed(args.seed)).to(device)
     maml, plain = Maml(module, args), PlainMaml(module, args)
+    state = maml.outer.init(maml.params)
     held_out = random_tasks(args.eval_tasks, args.shots, torch.Generator().manual_seed(args.seed + 1), device)
 
     def tasks_of(update: int) -> Tasks:
@@ -164,18 +164,18 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         dist.all_reduce(loss)
         return loss.item() / ranks
 
-    def look(what: str) -> None:
+    def look(what: str, state: fz.TrainState) -> None:
         """Prints query losses on held-out tasks, before and after adaptation, and those of plain torch."""
         own = held_out.share(rank, ranks)
-        ours = [mean(maml.meta_loss(maml.state.params, own, steps)) for steps in (0, args.inner_steps)]
+        ours = [mean(maml.meta_loss(state.params, own, steps)) for steps in (0, args.inner_steps)]
         theirs = [plain.meta_loss(plain.params, held_out, steps).item() for steps in (0, args.inner_steps)]
-        for who, (before, after) in ((f"fzero, {ranks} ranks", ours), ("plain torch", theirs)):
+        for who, (before, after) in ((f"fzero, {ranks} rank{'s' * (ranks > 1)}", ours), ("plain torch", theirs)):
             say(f"{what:<14} {who:<14} {before:>18.12f} {after:>18.12f}")
 
     say(f"query loss of {args.eval_tasks} held-out tasks, before and after {args.inner_steps} steps of SGD:\n")
-    look("random weights")
+    look("random weights", state)
     tasks = tasks_of(0)
-    ours, theirs = fz.gather(maml.grads(tasks.share(rank, ranks))[0]), plain.grads(tasks)[0]
+    ours, theirs = fz.gather(maml.grads(state, tasks.share(rank, ranks))[0]), plain.grads(tasks)[0]
     size = max(grad.abs().max().item() for grad in theirs.values())
     apart = max((ours[name] - grad).abs().max().item() for name, grad in theirs.items())
 
@@ -183,15 +183,15 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     interval = 0.5 if sys.stderr.isatty() else 10
     with tqdm(total=args.steps, desc="MAML", unit="update", disable=rank != 0, mininterval=interval) as bar:
         while done < args.steps and not any_rank(stop(), device):
-            loss = maml.update(tasks_of(done).share(rank, ranks))
+            state, loss = maml.update(state, tasks_of(done).share(rank, ranks))
             bar.set_postfix_str(f"query loss {loss.item():.3f}", refresh=False)
             bar.update()
             done += 1
     seconds = time.perf_counter() - began
     for update in range(done):
         plain.update(tasks_of(update))
-    look("meta-trained")
-    trained = fz.gather(maml.state.params)
+    look("meta-trained", state)
+    trained = fz.gather(state.params)
     say(f"\nmeta-gradients: the largest difference from plain torch's is {apart:.1e}, the largest entry {size:.1e}")
     apart = max((trained[name] - param).abs().max().item() for name, param in plain.params.items())
     say(f"params: after {done} of {args.steps} updates the largest difference is {apart:.1e}")
@@ -210,10 +210,10 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("tasks", 25, "sinusoids of an update"),
         ("shots", 10, "points of a sinusoid to adapt to, and as many to be judged by"),
         ("inner-steps", 5, "steps of adaptation, all of them differentiated"),
-        ("steps", 80, "updates of what adaptation begins with"),
+        ("steps", 60, "updates of what adaptation begins with"),
         ("eval-tasks", 100, "held-out sinusoids"),
         ("inner-lr", 0.01, "learning rate of adaptation"),
-        ("lr", 1.5e-2, "learning rate of the updates"),
+        ("lr", 2e-2, "learning rate of the updates"),
     )
     parser.add_argument("--stage", type=int, default=3, choices=sorted(SHARD), help="ZeRO stage; 0 shards nothing")
     parser.add_argument("--seed", type=int, default=0, help="of weights and tasks")
