@@ -59,9 +59,9 @@ def scan(
     """
     need_step(step, "scan")
     split = _split(batches)
-    every = (
-        math.isqrt(len(split) - 1) + 1 if remat_every is None else need_int(remat_every, "scan", "remat_every", least=1)
-    )
+    if remat_every is None:
+        remat_every = math.isqrt(len(split) - 1) + 1
+    every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[dict[str, object]] = []
     for begin in range(0, len(split), every):
         part = split[begin : begin + every]
@@ -79,12 +79,12 @@ def _split(batches: object) -> list[Batch]:
     if isinstance(batches, torch.Tensor):
         batches = (batches,)
     expected = "a list of batches, each a tuple of inputs, or a tuple of inputs with a leading dim of steps"
-    if not isinstance(batches, tuple) or not batches or any(isinstance(each, tuple) for each in batches):
+    if type(batches) is not tuple or not batches or any(isinstance(each, tuple) for each in batches):
         raise wrong("scan", "batches", batches, expected)
     names, leaves, spec = pytree.named_leaves(batches)
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            raise TypeError(f"scan: got input {name}={named(leaf)}, expected tensors with a leading dim of steps.")
+            raise TypeError(f"scan: got batches[{name}]={named(leaf)}, expected tensors with a leading dim of steps.")
     lengths = {name: leaf.shape[0] for name, leaf in zip(names, leaves, strict=True)}
     if len(set(lengths.values())) != 1 or not min(lengths.values()):
         raise ValueError(f"scan: got inputs of {lengths} steps, expected the same number in all, at least one.")
