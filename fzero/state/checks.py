@@ -136,12 +136,16 @@ def goes_on(*trees: object) -> bool:
     """Tells whether a transform, or the pullback of the step whose function runs, goes on through some arguments."""
     if not is_transformed():
         return False
+    _refuse_traces()
+    return any(transform_of(tensor) is not None for tree in trees for tensor in _tensors(tree))
+
+
+def _refuse_traces() -> None:
     if private.traces():
         raise TypeError(
             "fzero: got a call that is traced into a graph (torch.func.linearize, make_fx), expected one of values, as "
             "what ranks exchange and what is written in place is no part of such a graph. Take torch.func.jvp."
         )
-    return any(transform_of(tensor) is not None for tree in trees for _, tensor in _named_tensors(tree))
 
 
 def follows_step(step: Spec, state: TrainState, who: str, *trees: object) -> bool:
@@ -176,8 +180,10 @@ def can_follow_here(step: Spec, state: TrainState, *trees: object) -> bool:
     """
     if not is_transformed() or _without_derivative(step, state.layout.rows):
         return False
-    seen = goes_on(state, tensors_held(step.fn), tensors_held(step.optimizer), *trees)
-    return seen or torch.is_grad_enabled()
+    _refuse_traces()
+    if torch.is_grad_enabled():
+        return True
+    return goes_on(state, tensors_held(step.fn), tensors_held(step.optimizer), *trees)
 
 
 def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | None:
@@ -261,6 +267,12 @@ def refuse_captured(who: str, fn: object) -> None:
 
 def _no_container(node: object) -> bool:
     return not isinstance(node, (dict, tuple, list))
+
+
+def _tensors(tree: object) -> Iterator[torch.Tensor]:
+    """The tensors of a tree, those that its buffers are among them."""
+    for node in pytree.flatten(tree, is_leaf=is_sharded)[0]:
+        yield from [x for x in (_entries(node) if is_sharded(node) else (node,)) if isinstance(x, torch.Tensor)]
 
 
 def _named_tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:

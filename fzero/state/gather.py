@@ -198,6 +198,8 @@ def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
     """Leaf -> the sum of squares of this rank's part of it."""
     if tree.away and len(tree.groups) > 1:  # never all of them on the device
         return {leaf: square for key in tree.groups for leaf, square in squares_of(tree.only([key])).items()}
+    if any(map(tree.follows, tree.groups)):
+        return _followed(tree)
     pieces = [(slot.leaf, piece) for key in tree.groups for slot, piece in tree.pieces(key)]
     if not pieces:
         return {}
@@ -206,6 +208,16 @@ def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
         square = tree.scale * tree.scale
         squares = squares / square if 0.0 < square < math.inf else squares / tree.scale / tree.scale
     return dict(zip([leaf for leaf, _ in pieces], squares.unbind(), strict=True))
+
+
+def _followed(tree: Sharded) -> dict[int, torch.Tensor]:
+    """The same where a transform goes on through the tree: a few operations for each group, and one for each leaf."""
+    out: dict[int, torch.Tensor] = {}
+    for key in tree.groups:
+        squares = (tree.local(key).to(torch.float64) / tree.scale).square()
+        pieces = tree.layout.cut(key, tree.rank_of(key), squares)
+        out |= {slot.leaf: piece.sum() for slot, piece in zip(tree.layout.groups[key].slots, pieces, strict=True)}
+    return out
 
 
 def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:
