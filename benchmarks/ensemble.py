@@ -24,6 +24,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -54,7 +55,7 @@ class Fzero:
         self.step = fz.train_step(self.loss, fz.adamw(RATE))
         self.states = [self.step.init(fz.functional(each)[1]) for each in modules]
         self.run = {"runs": self.one_by_one, "vmap": self.mapped, "rates": self.with_rates}[how]
-        self.stacked = None if how == "runs" else fz.stack(self.states)
+        self.stacked: Any = None if how == "runs" else fz.stack(self.states)
         self.rates = torch.full((len(modules),), RATE)
 
     def one_by_one(self, x: torch.Tensor, y: torch.Tensor) -> None:
@@ -64,8 +65,8 @@ class Fzero:
         self.stacked, _ = torch.vmap(self.step)(self.stacked, x, y)
 
     def with_rates(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        def one(rate: torch.Tensor, *given: object) -> object:
-            return fz.train_step(self.loss, fz.adamw(rate))(*given)  # type: ignore[arg-type]
+        def one(rate: torch.Tensor, *given: Any) -> Any:
+            return fz.train_step(self.loss, fz.adamw(rate))(*given)
 
         self.stacked, _ = torch.vmap(one)(self.rates, self.stacked, x, y)
 
