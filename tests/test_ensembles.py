@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -118,7 +119,8 @@ def test_every_verb(chosen: Any, world: int, optimizer: str, data: str) -> None:
             states[0] if dims[0] is None else fz.stack(states),
             *(pairs[0] if dims[1] is None else stacked(pairs)),
         )
-        *found, new = torch.vmap(lambda *args: by_verbs(step, *args), in_dims=dims)(*given)
+        run: Any = torch.vmap(functools.partial(by_verbs, step), in_dims=dims)
+        *found, new = run(*given)
         wanted = [by_verbs(step, state, *pair) for state, pair in zip(states, pairs, strict=True)]
         for i, (*want, single) in enumerate(wanted):
             own = pytree.tree_map(lambda x, i=i: x[i], found)
