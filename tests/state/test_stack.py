@@ -100,17 +100,16 @@ def test_there_and_back(chosen: Any, world: int, policy: str, members: int, keep
         assert len(set(memory)) == len(memory)
         for found, want in zip(back, states, strict=True):
             same(found, want)
-            kinds = [
-                [
-                    {name: type(x) for name, x in tree.entries.items()}
-                    for tree in trees_of((s.params, s.grads, s.moments))
-                ]
-                for s in (found, want)
-            ]
-            assert kinds[0] == kinds[1]  # put back where they lay
+            assert kinds(found) == kinds(want)  # put back where they lay
             same(step(found.replace(seed=want.seed), x, y)[0], step(want, x, y)[0])
 
     run_ranks(rank_main, world)
+
+
+def kinds(state: fz.TrainState) -> list[list[type]]:
+    """Of every buffer in which memory it lies."""
+    trees = trees_of((state.params, state.grads, state.moments))
+    return [[type(x) for own in (tree.entries, tree.held_entries) for x in own.values()] for tree in trees]
 
 
 def plain(state: fz.TrainState) -> list[torch.Tensor]:
