@@ -112,6 +112,7 @@ class Step(Spec):
         rng = need_int(rng, "step.forward", "rng")
         inputs = here(inputs)
         if not (follows := can_follow_here(self, state, inputs)):
+            follows_step(self, state, "step.forward", inputs)  # which says what of the step is in the way
             state, inputs = constants("step.forward", state=state, inputs=inputs)
             refuse_captured("step.forward", self.fn)
         micro = self.microbatches
@@ -140,6 +141,7 @@ class Step(Spec):
         need_derivatives("step")
         inputs, cotangent = here((inputs, cotangent))
         if not can_follow_here(self, state, inputs, cotangent):
+            follows_step(self, state, "step", inputs, cotangent)
             state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
             refuse_captured("step", self.fn)
         with as_found():

@@ -116,9 +116,12 @@ def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]
 
 
 def sums_whole(params: Sharded, key: Key) -> bool:
-    """Tells whether a group's gradients are summed over microbatches unreduced, as no rank keeps a slice."""
+    """Tells whether a group's gradients are summed over microbatches unreduced, as no rank keeps a slice.
+
+    Nor gathers one: a full buffer that is stale is made of the slices in each run, over the ranks that reduce.
+    """
     grads = params.layout.groups[key].row.grads
-    return grads is not None and not grads.cuts and params.axis.ranks > 1
+    return grads is not None and not grads.cuts and params.axis.ranks > 1 and key not in params.stale
 
 
 def _stand_in(params: Sharded, key: Key) -> Placed:

@@ -150,6 +150,7 @@ def _to_measure(grads: Sharded, argument: str) -> Iterator[Sharded]:
 def squares_by_leaf(grads: Sharded, argument: str = "grads") -> torch.Tensor:
     """The sum of squares over all shards of each leaf that has any, in leaf order, float64: [leaves]."""
     with _to_measure(grads, argument) as own:
+        check_buffers("global_norm", argument, own)
         return over_ranks(squares_of(own), own)
 
 

@@ -84,6 +84,8 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "step": (lambda v: fz.convert(STATE, v), {"a step"}),
         "lossy": (lambda v: fz.convert(STATE, STEP, v), {"a bool"}),
     },
+    "stack": {"states": (lambda v: fz.stack([v]) if isinstance(v, fz.TrainState) else fz.stack(v), {"a state"})},
+    "unstack": {"state": (lambda v: fz.unstack(fz.stack([v]) if v is STATE else v), {"a state"})},
     "hvp": {
         "step": (lambda v: fz.hvp(v, STATE, GRADS, X), {"a step"}),
         "state": (lambda v: fz.hvp(STEP, v, GRADS, X), {"a state"}),
