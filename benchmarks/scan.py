@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 python benchmarks/scan.py                    # a minute or two
     OMP_NUM_THREADS=1 python benchmarks/scan.py --steps 100 --widths 64
 
-The first table: the gradient by the learning rate through a run of AdamW steps of a small network, its time as a multiple
-of the run without a derivative, and the memory that it takes at most, in states (params and moments).
+The first table: the gradient by the learning rate through a run of AdamW steps of a small network, its time as a
+multiple of the run without a derivative, and the memory that it takes at most, in states (params and moments).
 The second one: a meta-gradient through five inner steps of SGD (MAML), second order, and the same by
 torch.func.functional_call and torch.func.grad; by width of the network. Medians of the ratios within each round.
 """

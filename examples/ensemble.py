@@ -24,7 +24,6 @@ import torch
 import torch.nn.functional as F
 from launch import add_numbers, parser_of
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 from tqdm import tqdm
 
 import fzero as fz
@@ -67,15 +66,6 @@ def step_of(lr: float | Tensor) -> fz.Step:
 # ---- all at once, and one by one
 
 
-def stack(states: list[fz.TrainState]) -> fz.TrainState:
-    """One state whose buffers have a leading dim of members."""
-    return tree_map(lambda *buffers: torch.stack(buffers), *states)
-
-
-def unstack(state: fz.TrainState) -> list[fz.TrainState]:
-    return [tree_map(lambda buffer, i=i: buffer[i], state) for i in range(len(tree_leaves(state)[0]))]
-
-
 def update(lr: Tensor, state: fz.TrainState, *batch: Tensor) -> tuple[fz.TrainState, Tensor]:
     """What is mapped: of one member an update at its own learning rate, which is why the step is made here."""
     state, metrics = step_of(lr)(state, *batch)
@@ -97,7 +87,7 @@ def main(args: argparse.Namespace) -> int:
 
     update_all = torch.vmap(update, in_dims=(0, 0, None, None))
     look_at_all = torch.vmap(look, in_dims=(0, 0, None, None))
-    stacked = stack(starts)
+    stacked = fz.stack(starts)
     update_all(lrs, stacked, *batches[0])  # what torch does once, it has done
     step_of(0.0)(starts[0], *batches[0])
 
@@ -114,7 +104,7 @@ def main(args: argparse.Namespace) -> int:
 
     alone, apart, apart_losses = 0.0, [], []
     of_members = torch.stack(losses, 1)  # [members, updates]
-    pairs = list(zip(lrs.tolist(), starts, unstack(state), of_members, strict=True))
+    pairs = list(zip(lrs.tolist(), starts, fz.unstack(state), of_members, strict=True))
     for lr, single, member, own in tqdm(pairs, desc="one by one", unit="model", mininterval=interval):
         step, losses = step_of(lr), []
         began = time.perf_counter()
