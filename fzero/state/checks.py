@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -148,7 +148,7 @@ def _refuse_traces() -> None:
         )
 
 
-def follows_step(step: Spec, state: TrainState, who: str, *trees: object) -> bool:
+def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -> bool:
     """Tells whether a transform goes on through what a verb is given, or what its step's optimizer was made with.
 
     Raises:
@@ -156,19 +156,20 @@ def follows_step(step: Spec, state: TrainState, who: str, *trees: object) -> boo
     """
     if not is_transformed():
         return False
-    given = state, tensors_held(step.optimizer), *trees
-    if not goes_on(*given):
+    given = {"state": state, "optimizer": tensors_held(step.optimizer), **arguments}
+    if not goes_on(*given.values()):
         return False
-    need_derivative(step, state.layout.rows, who, *given)
+    need_derivative(step, state.layout.rows, who, **given)
     return True
 
 
-def need_derivative(step: Spec, rows: Sequence[Row], who: str, *trees: object) -> None:
-    """Refuses a step that has none, where a transform goes on through some trees."""
+def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: object) -> None:
+    """Refuses a step that has none, where a transform goes on through some arguments."""
     if why := _without_derivative(step, rows):
+        got = next(iter(_taking(arguments)), "what a transform goes on through")
         raise TypeError(
-            f"{who}: got {', '.join(_taking(*trees)[:1])}, and {why[0]}, which has no derivative and cannot be mapped; "
-            f"expected a step without it under torch.func. {why[1]}"
+            f"{who}: got {got}, and {why[0]}, which has no derivative and cannot be mapped; expected a step without it "
+            f"under torch.func. {why[1]}"
         )
 
 
@@ -206,11 +207,11 @@ def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | No
     return None
 
 
-def _taking(*trees: object) -> list[str]:
-    """The tensors in some trees that a transform goes on through, in words."""
+def _taking(arguments: Mapping[str, object]) -> list[str]:
+    """The tensors in some arguments that a transform goes on through, in words."""
     return [
-        f"{name or 'a tensor'} that {transform} transforms"
-        for tree in trees
+        f"{f'{argument} ({name})' if name else argument} that {transform} transforms"
+        for argument, tree in arguments.items()
         for name, tensor in _named_tensors(tree)
         if (transform := transform_of(tensor)) is not None
     ]

@@ -43,7 +43,7 @@ def apply_update(
     Args:
         squares: of these grads, which then have those that the state keeps in them (`with_kept`).
     """
-    if follows_step(step, state, "step.update", grads, grad_norm):
+    if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
         grads = with_kept(state, grads) if squares is None else grads
         return followed_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
