@@ -47,7 +47,7 @@ def root(x: torch.Tensor) -> torch.Tensor:
     What it meets there is zero too (the first moment of a gradient that is zero, gradients of norm zero), so that this
     is the derivative of the whole, where torch's own root would make no number of it.
     """
-    if not (follows(x) or x.requires_grad):
+    if not private.is_differentiated(x):  # a map alone needs nothing of it
         return x.sqrt()
     zero = x == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())
