@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.utils import _pytree as torch_pytree
 
-from fzero.base import private, pytree
+from fzero.base import pytree
 from fzero.base.arguments import named, need_int, wrong
 from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
 from fzero.base.rebound import rebound, tensors_held
-from fzero.state.checks import need_derivative
+from fzero.state.checks import need_derivative, transform_of
 from fzero.state.train_state import TrainState
 from fzero.step import Step
 from fzero.table.spec import need_step
@@ -109,15 +109,15 @@ def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor
 
 def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
     """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
-    if private.forward_mode() and not private.level():
-        raise TypeError(
-            "scan: got a call inside torch.autograd.forward_ad.dual_level(), expected torch.func.jvp, whose levels nest: "
-            "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
-        )
     leaves, spec = torch_pytree.tree_flatten(state)
     held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if follows(x)}
     flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
     given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
+    if any(transform_of(x) == "torch.autograd.forward_ad" for x in given):
+        raise TypeError(
+            "scan: got tensors of torch.autograd.forward_ad, expected those of torch.func.jvp, whose levels nest: "
+            "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
+        )
     need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=batches)
     op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type)
     out = apply(op, active(given), *given)
