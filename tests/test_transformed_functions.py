@@ -178,7 +178,7 @@ def test_it_is_right(name: str, transform: str) -> None:
     slope = (fn(x + h) - fn(x - h)) / (2 * h)
     for each in (AROUND, NESTED):
         if name == "scan" and transform == "torch.autograd.forward_ad":
-            with pytest.raises(TypeError, match=r"scan: got .* expected torch\.func\.jvp"):
+            with pytest.raises(TypeError, match=r"scan: got .* expected those of torch\.func\.jvp"):
                 each[transform](fn, x)
             continue
         got = each[transform](fn, x)
