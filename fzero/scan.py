@@ -15,7 +15,7 @@ from fzero.base.arguments import named, need_int, wrong
 from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
-from fzero.base.rebound import rebound, tensors_held
+from fzero.base.rebound import rebound, tensors_held, tensors_hidden
 from fzero.state.checks import need_derivative, transform_of
 from fzero.state.train_state import TrainState
 from fzero.step import Step
@@ -112,6 +112,13 @@ def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[Trai
     leaves, spec = torch_pytree.tree_flatten(state)
     held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if follows(x)}
     flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
+    for x in tensors_hidden((step.optimizer, step.fn)):
+        if follows(x):
+            raise ValueError(
+                f"scan: the step comes to a tensor of shape {tuple(x.shape)}, which a transform goes on through, by an "
+                "object, a class or a global, where another run would not see it; expected one that its function "
+                "closes over, or that its optimizer was made with. Say w = holder.w outside of the function."
+            )
     given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
     if any(transform_of(x) == "torch.autograd.forward_ad" for x in given):
         raise TypeError(

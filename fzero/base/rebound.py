@@ -31,13 +31,23 @@ def rebound(value: T, lift: Lift) -> T:
 
 def tensors_held(value: object) -> list[torch.Tensor]:
     """The tensors that `rebound` finds, each once."""
+    return _found(value, _children)
+
+
+def tensors_hidden(value: object) -> list[torch.Tensor]:
+    """Tensors that functions among a value come to without holding them: by objects, classes and globals."""
+    held = {id(x) for x in tensors_held(value)}
+    return [x for x in _found(value, _reached) if id(x) not in held]
+
+
+def _found(value: object, children: Callable[[object], Iterator[object]]) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     todo, seen = [value], {id(value): value}
     for each in todo:  # which grows
         if isinstance(each, torch.Tensor):
             found.append(each)
             continue
-        for child in _children(each):
+        for child in children(each):
             if id(child) not in seen:
                 seen[id(child)] = child
                 todo.append(child)
@@ -58,6 +68,21 @@ def _children(value: object) -> Iterator[object]:
         yield from value
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
         yield from [getattr(value, name) for name in _fields(value)]
+
+
+def _reached(value: object) -> Iterator[object]:
+    yield from _children(value)
+    if isinstance(value, types.FunctionType):
+        names = [name for name in value.__code__.co_names if name in value.__globals__]
+        yield from [value.__globals__[name] for name in names]
+    elif isinstance(value, type) or not isinstance(value, (torch.nn.Module, types.ModuleType)):
+        if not _is_of_library(value):
+            yield from dict(getattr(value, "__dict__", {})).values()
+
+
+def _is_of_library(value: object) -> bool:
+    name = value.__module__ if isinstance(value, type) else type(value).__module__
+    return str(name).partition(".")[0] in ("builtins", "torch", "fzero", "optree", "numpy")
 
 
 def _fields(value: DataclassInstance) -> list[str]:

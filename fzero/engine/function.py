@@ -12,7 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
-from fzero.base.rebound import rebound, tensors_held
+from fzero.base.rebound import rebound, tensors_held, tensors_hidden
 from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.notes import followed, notes
@@ -142,6 +142,13 @@ def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
     if axis.ranks == 1:
         return fn
     captured = {id(x): x for x in tensors_held(fn) if transform_of(x) is not None}
+    for x in tensors_hidden(fn):
+        if (transform := transform_of(x)) is not None:
+            raise ValueError(
+                f"step: fn comes to a tensor of shape {tuple(x.shape)} that {transform} transforms by an object, a "
+                "class or a global, where it cannot be given the derivatives of the mean over ranks; expected one that "
+                "fn closes over. Say w = holder.w outside of fn and use w in it, or pass it as an input."
+            )
     if not captured:
         return fn
     axis.check_same(

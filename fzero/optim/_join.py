@@ -49,6 +49,13 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
     )
 
 
+def members_of(optimizer: GradientTransformation) -> list[GradientTransformation]:
+    """Those that an optimizer is joined of, itself where it is not."""
+    own = getattr(optimizer.update, "__self__", None)
+    joined = own.members if isinstance(own, _Chain) else own.table.values() if isinstance(own, _Partition) else None
+    return [optimizer] if joined is None else [each for member in joined for each in members_of(member)]
+
+
 @dataclass(frozen=True)
 class _Chain:
     members: tuple[GradientTransformation, ...]

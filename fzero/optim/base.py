@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -120,7 +121,8 @@ class Elementwise:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
 
     def update(self, grads: object, old: Kept, params: object = None) -> tuple[object, Kept]:
-        if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows(tensors_held(self)):
+        now = _rate(self.lr, old[0].value)
+        if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows((now, *self._tensors)):
             return self._update(grads, old, params)
         # each group by itself, as its slices say over which ranks the cotangents of numbers are summed
         updates: dict[object, torch.Tensor] = {}
@@ -128,7 +130,10 @@ class Elementwise:
         new = old
         for key in grads.groups:
             of_group = [tree.only([key]) if isinstance(tree, Sharded) else tree for tree in (grads, *old[1:], params)]
-            here = rebound(self, lambda x, key=key: entered(grads, key, x) if follows(x) else x)
+            # a schedule is asked before: what it computes with all ranks have alike
+            here = rebound(
+                dataclasses.replace(self, lr=now), lambda x, key=key: entered(grads, key, x) if follows(x) else x
+            )
             own, new = here._update(of_group[0], self.state(old[0], *of_group[1:-1]), of_group[-1])
             assert isinstance(own, Sharded)
             updates |= own.locals()

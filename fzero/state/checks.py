@@ -16,7 +16,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.follow import is_transformed
-from fzero.base.rebound import tensors_held
+from fzero.base.rebound import tensors_held, tensors_hidden
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer
@@ -156,7 +156,8 @@ def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -
     """
     if not is_transformed():
         return False
-    given = {"state": state, "optimizer": tensors_held(step.optimizer), **arguments}
+    held = [*tensors_held(step.optimizer), *tensors_hidden(step.optimizer)]
+    given = {"state": state, "optimizer": held, **arguments}
     if not goes_on(*given.values()):
         return False
     need_derivative(step, state.layout.rows, who, **given)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
 from fzero.base.follow import root
-from fzero.base.rebound import tensors_held
+from fzero.base.rebound import tensors_held, tensors_hidden
+from fzero.optim._join import members_of
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.entered import cuts, held_of
@@ -97,11 +98,17 @@ def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) ->
     return pytree.map(one, new, old, is_leaf=is_sharded) if isinstance(applied, torch.Tensor) else new
 
 
+def _is_of_library(update: Callable[..., object]) -> bool:
+    return getattr(update, "func", update).__module__.startswith("fzero.")
+
+
 def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> None:
     """Refuses tensors in an optimizer of the user's own where ranks have slices: nobody says how they meet these."""
-    if not cuts(params) or optimizer.update.__module__.startswith("fzero."):
+    if not cuts(params):
         return
-    held = [(x, how) for x in tensors_held(optimizer) if (how := transform_of(x)) is not None]
+    others = [each for each in members_of(optimizer) if not _is_of_library(each.update)]
+    tensors = (*tensors_held(others), *tensors_hidden(others))
+    held = [(x, how) for x in tensors if (how := transform_of(x)) is not None]
     if held:
         raise TypeError(
             f"step.update: the optimizer holds a tensor of shape {tuple(held[0][0].shape)} that {held[0][1]} "
