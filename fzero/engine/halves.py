@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
-from fzero.base.hooks import Copies, Pass, keeping, register, running
+from fzero.base.hooks import Pass, keeping, register, running
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
 
@@ -126,7 +126,6 @@ class Split:
         params: leaves, like the inputs.
         units: nodes that hand on cotangents by themselves -> their numbers, and along how many of their first edges.
         shapes_only: the params may be read in the first half only.
-        copies: a Function's backward may write to what it is given.
     """
 
     def __init__(
@@ -136,9 +135,7 @@ class Split:
         params: Sequence[torch.Tensor],
         units: Mapping[Node, tuple[int, int]] | None = None,
         shapes_only: bool = False,
-        copies: bool = False,
     ) -> None:
-        self._copies = copies
         self._outputs, self._inputs, self._params = outputs, inputs, params
         self._regions = Regions(outputs, inputs, params, units, shapes_only)
 
@@ -170,7 +167,6 @@ class Split:
         asked = [*self._inputs, *[self._params[i] for i in self._regions.early]]
         found: list[torch.Tensor | None] = [None] * len(asked)
         own = Pass(dict.fromkeys(edge[0] for edge in self._regions.roots if edge is not None))
-        copies = Copies(asked if self._copies else (), own)
         handles = self._watch(parts, own)
         try:
             if live and asked:
@@ -185,7 +181,6 @@ class Split:
         for part in parts.values():
             for value in part.values:
                 value.need_unwritten()
-        found = [copies.found.get(i, x) for i, x in enumerate(found)]
         early = dict(zip(self._regions.early, found[len(self._inputs) :], strict=True))
         return found[: len(self._inputs)], early, list(parts.values())
 

@@ -80,8 +80,37 @@ class Unfit(Exception):
     """It is no run for plain autograd: compiled code takes no tensor subclass, and a graph no inference tensor."""
 
 
-WORDS = ("_Leaf", "Multiple dispatch failed", texts.INFERENCE)  # of the errors that say so
 UNFIT = object()
+
+
+def says_unfit(error: BaseException) -> bool:
+    """Tells whether an error is one of those by which torch says so, and not the user's, whatever he says in it."""
+    text = str(error)
+    if isinstance(error, TypeError) and text.startswith("Multiple dispatch failed for 'torch"):
+        return True
+    by_compiler = type(error).__module__.startswith("torch.") and _Leaf.__name__ in text
+    return by_compiler or texts.says(error, texts.INFERENCE)
+
+
+def need_apart(flat: Sequence[object], wanted: Sequence[int], versions: Sequence[int]) -> None:
+    """Refuses a write to an input that shares its memory with another one, whose graph does not show it.
+
+    Args:
+        wanted: places of the inputs that are differentiated.
+        versions: theirs before the function ran.
+    """
+    for place, before in zip(wanted, versions, strict=True):
+        own = flat[place]
+        assert isinstance(own, torch.Tensor)
+        if private.version(own) == before:
+            continue
+        others = [x for i, x in enumerate(flat) if i != place and isinstance(x, torch.Tensor)]
+        if any(storage_of(x) == storage_of(own) for x in others if x.layout == own.layout == torch.strided):
+            raise ValueError(
+                f"step: the function writes in place to an input, of shape {tuple(own.shape)}, that shares its "
+                "memory with another input, and both are differentiated. Write to a copy: x = x.clone(), or use "
+                "the operation that is not in place."
+            )
 
 
 class _Place(NamedTuple):
