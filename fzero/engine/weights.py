@@ -17,7 +17,7 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private, texts
-from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
+from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, is_users, name_of
 from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
 from fzero.engine.halves import apart_from
@@ -85,12 +85,8 @@ def _versions(product: Product) -> tuple[int, int]:
     return private.version(product.left), private.version(product.right)
 
 
-def _is_users(kind: type) -> bool:
-    """Tells whether nodes of a type are a Function's: in Python, as operators of torch.library are, or in C++."""
-    if issubclass(kind, BackwardCFunction):
-        return getattr(kind, "_forward_cls", None) is not Alias
-    # of CopySlices, a write to a view, only C++ sees what has written
-    return kind.__name__ in ("CppFunction", "CopySlices")
+def _is_torchs(kind: type) -> bool:
+    return getattr(kind, "_forward_cls", None) is Alias or not (issubclass(kind, BackwardCFunction) or is_users(kind))
 
 
 class Graph:
@@ -118,7 +114,7 @@ class Graph:
                 if other is not None and other not in seen:
                     seen.add(other)
                     append(other)
-        self.native = not any(_is_users(kind) for kind in {*map(type, nodes)})
+        self.native = all(map(_is_torchs, {*map(type, nodes)}))
 
     @functools.cached_property
     def uses(self) -> dict[Node, list[tuple[Node, int]]]:
