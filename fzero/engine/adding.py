@@ -117,7 +117,8 @@ def pull_back(
     try:
         if outputs:
             torch.autograd.backward(outputs, cotangents, retain_graph, inputs=asked)
-        return [None if x.grad is None else x.grad.detach() for x in params], found
+        own = [x.grad for x in params] if asked is None else []
+        return [None if x is None else x.detach() for x in own], found
     finally:
         for handle in handles:
             handle.remove()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ class _Leaf(torch.Tensor):
     """A param as the function gets it: a tensor whose writes count, also those to its `data`, or are refused."""
 
     fzero_path = ""
+    fzero_begins = False  # whether a run's graph begins with it
 
     # none, so that operations on it cost no more
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
@@ -92,6 +93,23 @@ def says_unfit(error: BaseException) -> bool:
     return by_compiler or texts.says(error, texts.INFERENCE)
 
 
+def need_own(variables: Iterable[object], params: Sequence[torch.Tensor]) -> None:
+    """Refuses a graph that leads to the params of another run.
+
+    Args:
+        variables: with which the graph begins.
+        params: of the run that has made it.
+    """
+    own = {id(x) for x in params}
+    for x in variables:
+        if isinstance(x, _Leaf) and x.fzero_begins and id(x) not in own:
+            raise ValueError(
+                f"step: the function goes on from what another run of it (another microbatch, or step) has computed of "
+                f"leaf {x.fzero_path!r}, to which no gradient would go back. Keep h.detach() from one run to the next, "
+                "or compute both in one."
+            )
+
+
 def need_apart(flat: Sequence[object], wanted: Sequence[int], versions: Sequence[int]) -> None:
     """Refuses a write to an input that shares its memory with another one, whose graph does not show it.
 
@@ -151,7 +169,7 @@ class Leaves:
         out: list[torch.Tensor] = []
         for view, trains, path in self._views:
             leaf = torch.Tensor._make_subclass(_Leaf, view, trains)
-            leaf.fzero_path = path
+            leaf.fzero_path, leaf.fzero_begins = path, True
             out.append(leaf)
         return out
 

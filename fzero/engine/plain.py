@@ -157,7 +157,7 @@ class PlainRun(Outcome):
     ) -> tuple[Finish, list[torch.Tensor | None]]:
         with _around():
             real, leaves, cotangents = self._begun(cotangent)
-            graph = Graph(real)
+            graph = Graph(real, self._params)
             if not self._is_torchs(graph):
                 waits, out = self._as_torch(graph, cotangents, retain_graph, sums)
             elif sums is not None and leaves.products is False and sums.takes(self._params):
@@ -251,7 +251,7 @@ class PlainRun(Outcome):
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         with _around():
             real, _, cotangents = self._begun(cotangent)
-            graph = Graph(real)
+            graph = Graph(real, self._params)
             if not self._is_torchs(graph):
                 self._rest, wanted = self._as_torch(graph, cotangents, retain_graph, None)
                 return wanted

@@ -21,9 +21,9 @@ from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, is_users, name_o
 from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
 from fzero.engine.halves import apart_from
-from fzero.engine.leaves import Alias
+from fzero.engine.leaves import Alias, need_own
 
-_EMBEDDING = "EmbeddingBackward0"
+_LEAF, _EMBEDDING = "AccumulateGrad", "EmbeddingBackward0"
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
 
 
@@ -85,6 +85,7 @@ def _versions(product: Product) -> tuple[int, int]:
     return private.version(product.left), private.version(product.right)
 
 
+@functools.lru_cache(256)
 def _is_torchs(kind: type) -> bool:
     return getattr(kind, "_forward_cls", None) is Alias or not (issubclass(kind, BackwardCFunction) or is_users(kind))
 
@@ -92,43 +93,49 @@ def _is_torchs(kind: type) -> bool:
 class Graph:
     """The graph that leads from outputs to leaves. To be dropped with it.
 
+    Args:
+        params: of the run that has made it.
+
+    Raises:
+        ValueError: it leads to other runs' params, too, which nobody would look at.
+
     Attributes:
         ends: the outputs that depend on anything.
         roots: their nodes.
-        uses: node -> the nodes that lead to it, and the places of their edges.
         leaves: id of a leaf -> its node.
         native: whether all nodes are torch's own, which write to nothing that anybody else has.
     """
 
-    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, outputs: Iterable[torch.Tensor], params: Sequence[torch.Tensor]) -> None:
         self.ends = [o for o in outputs if o.requires_grad]
+        self._edges: list[tuple[Node, Sequence[tuple[Node | None, int]]]] = []
         nodes = [o.grad_fn if o.grad_fn is not None else get_gradient_edge(o).node for o in self.ends]  # of a leaf
         self.roots = dict.fromkeys(nodes)
         nodes = list(self.roots)
-        seen, append = set(nodes), nodes.append
-        self._edges: list[tuple[Node, Sequence[tuple[Node | None, int]]]] = []
+        seen, append, add = set(nodes), nodes.append, self._edges.append
+        variables: dict[Node, torch.Tensor] = {}
         for node in nodes:  # which grows
-            following = node.next_functions
-            self._edges.append((node, following))
+            if type(node).__name__ == _LEAF:
+                variables[node] = node.variable  # type: ignore[attr-defined]
+                continue
+            add((node, following := node.next_functions))
             for other, _ in following:
                 if other is not None and other not in seen:
                     seen.add(other)
                     append(other)
         self.native = all(map(_is_torchs, {*map(type, nodes)}))
+        self.leaves = {id(variable): node for node, variable in variables.items()}
+        need_own(variables.values(), params)
 
     @functools.cached_property
     def uses(self) -> dict[Node, list[tuple[Node, int]]]:
-        uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node, _ in self._edges}
+        """Node -> the nodes that lead to it, and the places of their edges."""
+        uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
         for node, following in self._edges:
             for k, (other, _) in enumerate(following):
                 if other is not None:
-                    uses[other].append((node, k))
+                    uses.setdefault(other, []).append((node, k))
         return uses
-
-    @functools.cached_property
-    def leaves(self) -> dict[int, Node]:
-        ends = [(getattr(node, "variable", None), node) for node, following in self._edges if not following]
-        return {id(variable): node for variable, node in ends if variable is not None}
 
     def weights(self, params: Sequence[torch.Tensor]) -> list[tuple[Node, Weight]]:
         """Those among some leaves that are used in one product each, and its node."""

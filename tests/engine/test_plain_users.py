@@ -15,6 +15,7 @@ from drawn_pipelines import Copied
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 import fzero as fz
 from fzero.engine.passes import Passes
@@ -202,6 +203,7 @@ FUNCTIONS: dict[str, Callable[[Params, Tensor], Tensor]] = {
     "assigns": lambda p, x: Assigns.apply(x @ p["a"], p["b"]),
     "a backward within": lambda p, x: Within.apply(x @ p["a"], p["b"]),
     "a backward of nothing": of_nothing,
+    "a checkpoint": lambda p, x: checkpoint(lambda h: h @ p["b"], x @ p["a"], use_reentrant=True),
     "a hook in place": lambda p, x: hooked(lambda g: g.mul_(2), x @ p["a"]) + x @ p["b"],
     "a hook with a workspace": lambda p, x: hooked(double, hooked(double, x @ p["a"]) @ p["b"]),
     "a hook of the input": lambda p, x: hooked(double, x + 0 * p["a"].sum()) @ p["a"] @ p["b"],
@@ -292,8 +294,8 @@ def test_operators_in_cpp_are_users() -> None:
     library.define("same(Tensor x) -> Tensor")
     library.impl("same", lambda x: x.detach().clone(), "CPU")
     x = torch.ones(3, requires_grad=True)
-    assert Graph([x * 2]).native
-    assert not Graph([torch.ops.fzero_tests_cpp.same(x * 2) * 2]).native
+    assert Graph([x * 2], []).native
+    assert not Graph([torch.ops.fzero_tests_cpp.same(x * 2) * 2], []).native
 
 
 @pytest.mark.parametrize("how", ["backward", "early", "halves"])
@@ -328,3 +330,25 @@ def test_users_errors_are_their_own(error: Exception) -> None:
     with pytest.raises(type(error), match=str(error)):
         step(step.init(PARAMS), X)
     assert len(calls) == 1
+
+
+@pytest.mark.parametrize("detached", [True, False])
+@pytest.mark.parametrize("name", ["native", "a workspace"])
+def test_what_is_kept_from_one_microbatch_to_the_next_is_detached(name: str, detached: bool) -> None:
+    kept: list[Tensor] = []
+    inner = FUNCTIONS.get(name, lambda p, x: x @ p["a"] @ p["b"])
+
+    def fn(p: Params, x: Tensor) -> Tensor:
+        h = inner(p, x) + (kept.pop() if kept else 0)
+        kept.append(h.detach() if detached else h)
+        return torch.tanh(h).square().sum()
+
+    step = fz.accumulate(fz.train_step(fn, fz.sgd(1.0)), 2)
+    state = step.init(PARAMS)
+    if not detached:
+        with pytest.raises(ValueError, match="another run of it"):
+            step(state, X)
+        return
+    found = {name: PARAMS[name] - leaf for name, leaf in fz.gather(step(state, X)[0].params).items()}
+    kept.clear()
+    torch.testing.assert_close(found, expected(fn, 2)[0], rtol=1e-10, atol=1e-12)
