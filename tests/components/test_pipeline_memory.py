@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from drawn_pipelines import Copied
 
 import fzero as fz
 from fzero.components.parcel import Parcel, opened
@@ -24,9 +25,9 @@ def params(seed: int) -> dict[str, torch.Tensor]:
 X = torch.arange(8.0, dtype=torch.float64).view(4, 2) / 8
 
 
-def pipe_of(fns: Stages, groups: Any, **wires: Any) -> tuple[Any, Any]:
+def pipe_of(fns: Stages, groups: Any, schedule: Any = fz.schedules.gpipe, **wires: Any) -> tuple[Any, Any]:
     steps = [fz.train_step(fn, fz.sgd(1.0)) for fn in fns]
-    pipe = fz.pipeline(steps, fz.schedules.gpipe(len(fns), 2), groups=groups, **wires)
+    pipe = fz.pipeline(steps, schedule(len(fns), 2), groups=groups, **wires)
     return pipe, pipe.init([params(i) for i in range(len(fns))])
 
 
@@ -98,9 +99,9 @@ def test_a_stage_may_not_write_to_what_was_handed_on_where_others_take_it(name: 
     run_ranks(functools.partial(refused, name=name, alone=False), len(CASES[name][0]), backend="processes")
 
 
-def equal(fns: Stages, whole: Callable[..., torch.Tensor]) -> None:
+def equal(fns: Stages, whole: Callable[..., torch.Tensor], schedule: Any = fz.schedules.gpipe) -> None:
     loss, grads = plain(whole, len(fns))
-    for own, found in everywhere(fns):
+    for own, found in everywhere(fns, schedule=schedule):
         assert own == pytest.approx(loss, rel=1e-12)
         torch.testing.assert_close(found, grads, rtol=1e-12, atol=1e-14)
 
@@ -186,3 +187,36 @@ def fails(rank: int) -> tuple[str, float]:
 def test_an_error_without_words_is_told() -> None:
     (words, seconds), _ = run_ranks(fails, 2, backend="processes", timeout=60)
     assert "Wordless: its words failed with RuntimeError" in words and seconds < 30
+
+
+WORK = torch.empty(2, 2, dtype=torch.float64)
+
+
+class Doubled(Copied):
+    """Its backward returns memory that the next microbatch's writes to."""
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.mul(cotangent, 2, out=WORK)
+
+
+def begins(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.tanh(x @ p["w"])
+
+
+def doubles(p: Any, h: torch.Tensor) -> torch.Tensor:
+    return Doubled.apply(h @ p["w"])
+
+
+def doubles_first(p: Any, h: torch.Tensor) -> torch.Tensor:
+    return Doubled.apply(h) @ p["w"]
+
+
+def squares(p: Any, h: torch.Tensor) -> torch.Tensor:
+    return (h @ p["w"]).square().mean()
+
+
+@pytest.mark.parametrize("middle", [doubles, doubles_first])
+@pytest.mark.parametrize("schedule", [fz.schedules.gpipe, fz.schedules.one_f_one_b, fz.schedules.zero_bubble])
+def test_a_backward_may_use_its_memory_again(schedule: Any, middle: Any) -> None:
+    equal((begins, middle, squares), lambda ps, x: squares(ps[2], middle(ps[1], begins(ps[0], x))), schedule)
