@@ -55,6 +55,8 @@ from fzero.scan import scan as scan
 from fzero.state.gather import gather as gather
 from fzero.state.gather import global_norm as global_norm
 from fzero.state.sharded import Sharded as Sharded
+from fzero.state.stack import stack as stack
+from fzero.state.stack import unstack as unstack
 from fzero.state.train_state import TrainState as TrainState
 from fzero.step import Step as Step
 from fzero.step import train_step as train_step

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.arguments import named, need_str
 from fzero.base.context import during, one_by_one
 from fzero.base.interrupts import as_found
@@ -40,6 +40,7 @@ class Tape:
     def __call__(self, *inputs: object) -> Any:
         """The outputs, with a graph that `backward` and `torch.autograd.grad` walk."""
         need_derivatives("the model of fz.tape")
+        _refuse_transforms("the model of fz.tape")
         with as_found():
             traversal, _, _ = traversal_of(self._step, self._state, seed_of(self._state, self._calls, 0))
             self._calls += 1
@@ -73,10 +74,19 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
         tensor([1., 1.])
     """
     need_derivatives("fz.tape")
+    _refuse_transforms("fz.tape")
     with as_found():
         made = Tape(step, state)
     with torch.enable_grad():  # alone, as it may be left at another time and place, by a generator or a task
         yield made
+
+
+def _refuse_transforms(who: str) -> None:
+    if private.transforms():
+        raise TypeError(
+            f"{who}: got a call inside a transform of torch.func, or of forward mode, expected one outside: a tape is "
+            "plain autograd's. Call step.vjp, step.forward or the step itself, which such transforms go through."
+        )
 
 
 def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:

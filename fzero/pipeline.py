@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -10,9 +11,11 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_int, need_norm, wrong
+from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.components.call import Call, Others, goes_forward, need_constants, need_one_place, told
 from fzero.components.flow import Passes as StagePasses
+from fzero.components.followed import constants_of, goes_on_through
 from fzero.components.joint import updated
 from fzero.components.line import Line
 from fzero.components.losses import Losses
@@ -21,7 +24,7 @@ from fzero.components.places import AllPlaces, line_over, need_groups
 from fzero.components.pullback import PipelinePullback
 from fzero.components.remote.component import RemoteComponent
 from fzero.components.saved import load_parts
-from fzero.components.stages import DistantStage, LocalStage, timeline_of
+from fzero.components.stages import DistantStage, LocalStage, Stage, need_stages, timeline_of
 from fzero.components.wiring import Number, Wiring, wiring
 from fzero.schedules.check import check
 from fzero.schedules.task import Schedule, Task
@@ -158,13 +161,13 @@ class Pipeline:
 
         def begun() -> Call:
             self._check(state, "pipeline.forward")
-            own, given = constants("pipeline.forward", state=state, inputs=here(inputs))
-            for c in self._here:
-                self._stages[c].check_captured("pipeline.forward")
+            known = {"inputs": here(inputs)}
+            own, given = constants_of(self._own, self._line is None, "pipeline.forward", state, known)
             return self._call(own, given, None, rng)
 
         call = told(self._others, "forward", goes_forward, begun)
-        with as_found(), private.outside_inference(), torch.no_grad():
+        mode = contextlib.nullcontext() if is_transformed() else torch.no_grad()  # a stage's own runs say it too
+        with as_found(), private.outside_inference(), mode:
             call.run("forward", goes_forward, lambda _: None)
             outputs, aux = call.known(lambda: (call.merged(call.flow.outputs, "outputs"), self._aux(call)))
         return (outputs, aux) if self._has_aux else outputs
@@ -216,6 +219,8 @@ class Pipeline:
             self._check_grads(state, grads)
             norm = here(grad_norm)
             need_norm(norm, "pipeline.update")
+            if self._followed(state, grads, norm):
+                return state, grads, norm
             return tuple(constants("pipeline.update", state=state, grads=grads, grad_norm=norm))
 
         try:
@@ -263,6 +268,14 @@ class Pipeline:
         for c in self._here:
             self._stages[c].check(state[c], f"{who}, component {c}")
 
+    @property
+    def _own(self) -> dict[int, Stage]:
+        return {c: self._stages[c] for c in self._here}
+
+    def _followed(self, state: PipelineState, *trees: object) -> bool:
+        """Tells whether a transform goes on through all components, which run here."""
+        return self._line is None and goes_on_through(self._own, self.steps, state, trees)
+
     def _check_grads(self, state: PipelineState, grads: object) -> None:
         if not isinstance(grads, PerStage) or len(grads) != len(state):
             raise wrong("pipeline.update", "grads", grads, "the first value that a pullback of this pipeline returned")
@@ -288,9 +301,8 @@ class Pipeline:
     def _updated(
         self, state: PipelineState, grads: PerStage, grad_norm: object
     ) -> tuple[PipelineState, dict[str, Any]]:
-        with as_found(), private.of_normal_tensors(), private.below_transforms():
-            own = {c: self._stages[c] for c in self._here}
-            return updated(own, state, grads, grad_norm, self._places)
+        with as_found(), private.of_normal_tensors(), below_unless(self._followed(state, grads, grad_norm)):
+            return updated(self._own, state, grads, grad_norm, self._places)
 
     def _aux(self, call: Call) -> object:
         return call.merged(call.flow.auxes, "aux") if self._has_aux else None
@@ -305,9 +317,8 @@ class Pipeline:
             for c in self._here:
                 self._stages[c].check_step(state[c])
             need_derivatives("pipeline")
-            own, given, ct = constants(
-                "pipeline", state=state, **dict(zip(("inputs", "cotangent"), here((inputs, cotangent)), strict=True))
-            )
+            both: dict[str, object] = dict(zip(("inputs", "cotangent"), here((inputs, cotangent)), strict=True))
+            own, given, ct = constants_of(self._own, self._line is None, "pipeline", state, both)
             losses = Losses(self._micro, ct, 1 if self._line is None else self._line.shares)
             return self._call(own, given, (), rng, True, records, losses.note), losses
 
@@ -372,26 +383,7 @@ def pipeline(
     if not isinstance(schedule, Schedule):
         raise wrong("pipeline", "schedule", schedule, "a schedule, as fz.schedules.one_f_one_b(stages, microbatches)")
     wires = wiring(len(steps), schedule.stages, inputs, skips, shared)
-    for c, step in enumerate(steps):
-        if isinstance(step, RemoteComponent):
-            if groups is not None:
-                raise ValueError(
-                    f"pipeline: got steps[{c}], a component on ranks of its own, and groups, expected groups=None: "
-                    "places that are ranks of a process group have steps. Drive all stages from one process."
-                )
-            continue
-        if not isinstance(step, Step):
-            raise wrong("pipeline", f"steps[{c}]", step, "a step, such as fz.train_step makes, or what fz.remote made")
-        if step.microbatches.count > 1:
-            raise ValueError(
-                f"pipeline: got steps[{c}] with fz.accumulate(..., {step.microbatches.count}), expected none: the "
-                f"schedule says how many microbatches there are, {schedule.microbatches}. Leave accumulate out."
-            )
-        if step.has_aux and c != schedule.stages - 1:
-            raise ValueError(
-                f"pipeline: got steps[{c}] with has_aux=True, expected that of the last stage alone, "
-                f"{schedule.stages - 1}. Return what it has to say as an output that the next stage hands on."
-            )
+    need_stages(steps, schedule, groups is not None)
     need_in_dims(in_dims, "pipeline")
     need_groups(groups, schedule)
     return Pipeline(steps, schedule, wires, in_dims, groups)

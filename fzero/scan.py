@@ -12,7 +12,7 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import pytree
 from fzero.base.arguments import named, need_int, wrong
-from fzero.base.follow import is_transformed
+from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
 from fzero.base.rebound import rebound, tensors_held
@@ -59,9 +59,9 @@ def scan(
     """
     need_step(step, "scan")
     split = _split(batches)
-    every = (
-        math.isqrt(len(split) - 1) + 1 if remat_every is None else need_int(remat_every, "scan", "remat_every", least=1)
-    )
+    if remat_every is None:
+        remat_every = math.isqrt(len(split) - 1) + 1
+    every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[dict[str, object]] = []
     for begin in range(0, len(split), every):
         part = split[begin : begin + every]
@@ -79,12 +79,12 @@ def _split(batches: object) -> list[Batch]:
     if isinstance(batches, torch.Tensor):
         batches = (batches,)
     expected = "a list of batches, each a tuple of inputs, or a tuple of inputs with a leading dim of steps"
-    if not isinstance(batches, tuple) or not batches or any(isinstance(each, tuple) for each in batches):
+    if type(batches) is not tuple or not batches or any(isinstance(each, tuple) for each in batches):
         raise wrong("scan", "batches", batches, expected)
     names, leaves, spec = pytree.named_leaves(batches)
     for name, leaf in zip(names, leaves, strict=True):
         if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            raise TypeError(f"scan: got input {name}={named(leaf)}, expected tensors with a leading dim of steps.")
+            raise TypeError(f"scan: got batches[{name}]={named(leaf)}, expected tensors with a leading dim of steps.")
     lengths = {name: leaf.shape[0] for name, leaf in zip(names, leaves, strict=True)}
     if len(set(lengths.values())) != 1 or not min(lengths.values()):
         raise ValueError(f"scan: got inputs of {lengths} steps, expected the same number in all, at least one.")
@@ -110,10 +110,15 @@ def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor
 def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
     """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
     leaves, spec = torch_pytree.tree_flatten(state)
-    held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if transform_of(x) is not None}
+    held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if follows(x)}
     flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
     given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
-    need_derivative(step, state.layout.rows, "scan", given)
+    if any(transform_of(x) == "torch.autograd.forward_ad" for x in given):
+        raise TypeError(
+            "scan: got tensors of torch.autograd.forward_ad, expected those of torch.func.jvp, whose levels nest: "
+            "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
+        )
+    need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=batches)
     op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type)
     out = apply(op, active(given), *given)
     assert op.spec is not None
@@ -134,7 +139,7 @@ class _Steps(Op):
         spec: that of the last state, once it has run.
     """
 
-    name = "fz.scan"
+    name, plain = "fz.scan", False  # steps take what plain autograd differentiates for constants
 
     def __init__(
         self,

@@ -12,8 +12,7 @@ import torch
 
 from fzero.base import private
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
-from fzero.base.context import in_differentiated
-from fzero.base.follow import below_unless
+from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
@@ -103,15 +102,14 @@ class Step(Spec):
     def forward(self, state: TrainState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the step has aux.
 
-        None flows into the inputs either: what plain autograd differentiates counts as a constant.
-
-        Raises:
-            TypeError: torch.func differentiates or maps what it is given: use `vjp`, or pass `x.detach()`.
+        None flows into the inputs either: what plain autograd differentiates counts as a constant. A transform of
+        torch.func goes through it as through any function.
         """
         check_state(self, state)
         rng = need_int(rng, "step.forward", "rng")
         inputs = here(inputs)
         if not (follows := can_follow_here(self, state, inputs)):
+            follows_step(self, state, "step.forward", inputs=inputs)  # which says what of the step is in the way
             state, inputs = constants("step.forward", state=state, inputs=inputs)
             refuse_captured("step.forward", self.fn)
         micro = self.microbatches
@@ -126,6 +124,9 @@ class Step(Spec):
     def __call__(self, state: TrainState, *inputs: object, cotangent: object = None, rng: int = 0) -> Any:
         """One update: `(new state, metrics)`.
 
+        Transforms of torch.func go through it, by the state, the inputs, the cotangent, and tensors that the optimizer
+        or the function was made with; gradients by what all ranks have alike are those of the mean over ranks.
+
         Args:
             inputs: this rank's share of the batch.
             cotangent: of the outputs, where they are not a scalar loss.
@@ -133,6 +134,10 @@ class Step(Spec):
         Returns:
             The next state, and 0-d tensors "loss" (mean over microbatches and ranks), "grad_norm" (of the mean
             gradient, before clipping), "lr", "skipped", ..., and "aux" where the step has aux.
+
+        Raises:
+            TypeError: such a transform goes through a step that has no derivative: of encoded or stochastically rounded
+                states, of states on a disk, with fz.donate; the error names which.
         """
         check_state(self, state)
         check_optimizer(self, state)
@@ -140,10 +145,11 @@ class Step(Spec):
         need_derivatives("step")
         inputs, cotangent = here((inputs, cotangent))
         if not can_follow_here(self, state, inputs, cotangent):
+            follows_step(self, state, "step", inputs=inputs, cotangent=cotangent)
             state, inputs, cotangent = constants("step", state=state, inputs=inputs, cotangent=cotangent)
             refuse_captured("step", self.fn)
         with as_found():
-            if self.fusion is not None and private.level() == 0 and not in_differentiated():
+            if self.fusion is not None and not is_transformed():
                 return fused_call(self, state, inputs, cotangent, rng)
             batch, total = Batch(self, state, inputs, cotangent, rng), None
             for run, ct in batch:
@@ -172,7 +178,7 @@ class Step(Spec):
         check_optimizer(self, state)
         grad_norm = here(grad_norm)
         need_norm(grad_norm, "step.update")
-        if not (follows := follows_step(self, state, "step.update", grads, grad_norm)):
+        if not (follows := follows_step(self, state, "step.update", grads=grads, grad_norm=grad_norm)):
             state, grads, grad_norm = constants("step.update", state=state, grads=grads, grad_norm=grad_norm)
         with as_found(), private.of_normal_tensors(), below_unless(follows):
             return apply_update(self, state, grads, grad_norm)

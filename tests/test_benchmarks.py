@@ -65,6 +65,12 @@ def test_node() -> None:
 
 
 @at_length
+def test_ensemble() -> None:
+    out = run("ensemble.py", *"--members 3 --width 8 --layers 2 --batch 4 --rounds 2 --steps 1 --warmup 0".split())
+    assert "all end with the same params" in out and "vmap, rates" in out
+
+
+@at_length
 def test_axes() -> None:
     peers = ("torch TP", "torch TP, sequence", "fzero TP", "fzero TP, pure", "fzero TP, sequence", "fzero ZeRO-3")
     sizes = "--width 32 --heads 2 --kv-heads 2 --vocabulary 16 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1"

@@ -179,6 +179,66 @@ def test_needles_stand_where_their_digits_are_asked_for(
     assert int((tokens == ord("x")).sum()) == tokens.numel() - 6 * len(said)
 
 
+# ---- maml.py
+
+FEW_TASKS = "--width 4 --tasks 3 --shots 2 --inner-steps 2 --steps 2 --eval-tasks 3".split()
+
+
+@pytest.mark.parametrize(("ranks", "stage"), [(1, 0), (1, 3), (2, 1), (2, 2), (2, 3)])
+def test_meta_gradients_are_those_of_plain_torch(ranks: int, stage: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also after an update of both."""
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    module = example("maml")
+    args = module.options([*FEW_TASKS, "--ranks", str(ranks), "--stage", str(stage)])
+    draw = lambda seed: module.random_tasks(3, 2, torch.Generator().manual_seed(seed), torch.device("cpu"))
+
+    def rank_main(rank: int) -> None:
+        regressor = module.regressor(4, torch.Generator().manual_seed(0))
+        maml, plain = module.Maml(regressor, args), module.PlainMaml(regressor, args)
+        state = maml.outer.init(maml.params)
+        for seed in (0, 1):
+            grads, _ = maml.grads(state, draw(seed).share(rank, ranks))
+            want, _ = plain.grads(draw(seed))
+            assert any(grad.abs().max() > 0.01 for grad in want.values())
+            assert_trees_close(dict(fz.gather(grads)), want, rtol=1e-10)
+            state, _ = maml.update(state, draw(seed).share(rank, ranks))
+            plain.update(draw(seed))
+        assert_trees_close(dict(fz.gather(state.params)), plain.params, rtol=1e-10)
+
+    run_ranks(rank_main, ranks)
+
+
+def test_maml_says_how_far_it_is_from_plain_torch() -> None:
+    process = start_example("maml.py", *FEW_TASKS)
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    losses = re.findall(r"^(?:random weights|meta-trained) .*? ([\d.]+) +([\d.]+)$", stdout, re.M)
+    assert len(losses) == 4 and losses[0] == losses[1] != losses[2] == losses[3], stdout
+    apart = re.findall(r"largest difference.* is ([\d.e+-]+)", stdout)
+    assert len(apart) == 2 and all(float(each) < 1e-12 for each in apart), stdout
+
+
+def test_shares_of_points_must_be_equal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    with pytest.raises(SystemExit) as info:
+        example("maml").options(["--ranks", "3"])
+    assert info.value.code == 2 and "got 10, 3" in capsys.readouterr().err
+
+
+# ---- ensemble.py
+
+
+def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
+    tiny = "--rates 3 --seeds 2 --width 4 --batch 8 --steps 5 --eval-every 2".split()
+    process = start_example("ensemble.py", *tiny, "--out", str(tmp_path))
+    stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == 0 and "Traceback" not in stderr, stderr
+    rows = re.findall(r"^ +([\d.e-]+) +([01]) +([\d.]+) +([\d.e-]+) +([\d.e-]+)$", stdout, re.M)
+    assert len(rows) == 6 and len({loss for _, _, loss, *_ in rows}) == 6, stdout
+    assert all(float(params) < 1e-12 and float(losses) < 1e-12 for *_, params, losses in rows), stdout
+    assert "6 models at once" in stdout and (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
 # ---- train_lm.py
 
 

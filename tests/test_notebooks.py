@@ -10,7 +10,10 @@ from nightly import NIGHTLY, at_length
 
 NOTEBOOKS = sorted((Path(__file__).parent.parent / "notebooks").glob("*.ipynb"))
 # what takes most of the time, and the same of fewer updates; nightly, all are made
-FEWER = {"bytes_per_parameter": {"steps=40": "steps=3", "updates=400": "updates=40", "updates=2000": "updates=40"}}
+FEWER = {
+    "bytes_per_parameter": {"steps=40": "steps=3", "updates=400": "updates=40", "updates=2000": "updates=40"},
+    "step_is_a_function": {"DESCENTS, ROUNDS = 20, 12": "DESCENTS, ROUNDS = 2, 2"},
+}
 
 
 LONG = {"axes", "bytes_per_parameter"}  # what they show tests/parallel, tests/formats and examples run, too

@@ -6,14 +6,12 @@ import functools
 from typing import Any
 
 import pytest
-import torch
 import whole_runs
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.utils import _pytree as pytree
 
 import fzero as fz
-from fzero.testing import assert_trees_close, run_ranks, strategies
+from fzero.testing import run_ranks, strategies
 
 pytestmark = pytest.mark.usefixtures("hazards")  # races show
 
@@ -27,12 +25,7 @@ def check(scenario: str, optimizer: str, steps: int, ranks: int, chosen: Any, ho
         whole_runs.on_rank,
         scenario=scenario, optimizer=optimizer, steps=steps, ranks=ranks, chosen=chosen, how=how, name=name,
     )  # fmt: skip
-    found = run_ranks(case, ranks, **run)
-    if name in whole_runs.OF_RANK:
-        found = [pytree.tree_map(lambda *each: torch.stack(each).mean(0), *found)]
-    size = max(x.abs().max().item() for x in pytree.tree_leaves(want))
-    for each in found:
-        assert_trees_close(each, want, rtol=1e-10, atol=1e-11 * size)
+    whole_runs.assert_found(run_ranks(case, ranks, **run), want, name)
 
 
 @given(

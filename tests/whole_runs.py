@@ -5,6 +5,7 @@ Of a few updates and everything that a step gives out on the way: losses, norms,
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 import fzero as fz
-from fzero.testing import strategies
+from fzero.testing import assert_trees_close, strategies
 
 F64 = torch.float64
 SCENARIOS: dict[str, Any] = {
@@ -51,7 +52,7 @@ def plain_momentum(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most
 
 
 def root(v: torch.Tensor) -> torch.Tensor:
-    """The direction has a derivative where the gradient is zero, as that of an unused leaf, if torch's root has none."""
+    """The direction has a derivative where a gradient is zero, as that of an unused leaf, if torch's root has none."""
     return torch.where(v > 0, torch.where(v > 0, v, 1.0).sqrt(), 0.0)
 
 
@@ -125,11 +126,13 @@ OPTIMIZERS: dict[str, tuple[Plain, Callable[..., Any]]] = {
 }
 
 
-def in_one_process(scenario: str, optimizer: str, steps: int, ranks: int) -> Callable[..., torch.Tensor]:
-    """`objective(params, *NUMBERS)`."""
-    make, batches = SCENARIOS[scenario]
-    loss, update = make()[0], OPTIMIZERS[optimizer][0]
-    given, later = batches(ranks), batches(ranks, seed=5)
+def in_one_process(loss: Any, optimizer: str, steps: int, given: list[Any], later: list[Any]) -> Any:
+    """`objective(params, *NUMBERS)`.
+
+    Args:
+        given, later: the batches of all ranks, of the updates and of the loss afterwards.
+    """
+    update = OPTIMIZERS[optimizer][0]
 
     def mean(p: Any, data: Any, times: torch.Tensor) -> torch.Tensor:
         return times * torch.stack([loss(p, *batch) for batch in data]).mean()
@@ -151,23 +154,19 @@ def cubes(p: Any) -> torch.Tensor:
     return 0.01 * torch.stack([(x**3).sum() for x in pytree.tree_leaves(p)]).sum()
 
 
-def by_steps(
-    scenario: str, optimizer: str, steps: int, ranks: int, rank: int, chosen: Any, how: str
-) -> Callable[..., torch.Tensor]:
-    """The same by a step.
+def by_steps(loss: Any, optimizer: str, steps: int, given: Any, later: Any, transform: Any, how: str) -> Any:
+    """The same by a step on one rank.
 
     Args:
+        transform: gives a step with others around it.
         how: an update is done: "step", "vjp" (`vjp`, a pullback, `add_grads` and `update`), "scan".
     """
-    make, batches = SCENARIOS[scenario]
-    loss = make()[0]
-    given, later = batches(ranks)[rank], batches(ranks, seed=5)[rank]
 
     def objective(p: Any, lr: Any, decay: Any, most: Any, times: Any) -> torch.Tensor:
         def fn(p: Any, *batch: Any) -> torch.Tensor:
             return times * loss(p, *batch)
 
-        step = strategies.apply(fz.train_step(fn, OPTIMIZERS[optimizer][1](lr, decay, most)), chosen)
+        step = transform(fz.train_step(fn, OPTIMIZERS[optimizer][1](lr, decay, most)))
         state, total = step.init(p), torch.zeros((), dtype=F64)
         if how == "scan":
             state, metrics = fz.scan(step, state, [given] * steps, remat_every=2)
@@ -248,10 +247,28 @@ OF_RANK = ("pushed", "over_rates", "over_params")
 
 
 def on_rank(rank: int, scenario: str, optimizer: str, steps: int, ranks: int, chosen: Any, how: str, name: str) -> Any:
-    args = SCENARIOS[scenario][0]()[1], *NUMBERS
-    return TRANSFORMS[name](by_steps(scenario, optimizer, steps, ranks, rank, chosen, how), args)
+    make, batches = SCENARIOS[scenario]
+    loss, params = make()
+    given, later = batches(ranks)[rank], batches(ranks, seed=5)[rank]
+    transform = functools.partial(strategies.apply, chosen=chosen)
+    return TRANSFORMS[name](by_steps(loss, optimizer, steps, given, later, transform, how), (params, *NUMBERS))
 
 
 def wanted(scenario: str, optimizer: str, steps: int, ranks: int, name: str) -> Any:
-    args = SCENARIOS[scenario][0]()[1], *NUMBERS
-    return TRANSFORMS[name](in_one_process(scenario, optimizer, steps, ranks), args)
+    make, batches = SCENARIOS[scenario]
+    loss, params = make()
+    plain = in_one_process(loss, optimizer, steps, batches(ranks), batches(ranks, seed=5))
+    return TRANSFORMS[name](plain, (params, *NUMBERS))
+
+
+def assert_found(found: list[Any], want: Any, name: str) -> None:
+    """Holds what ranks have found against what one process has.
+
+    Args:
+        found: by data rank.
+    """
+    if name in OF_RANK:
+        found = [mapped(lambda *each: torch.stack(each).mean(0), *found)]
+    size = max(x.abs().max().item() for x in pytree.tree_leaves(want))
+    for each in found:
+        assert_trees_close(each, want, rtol=1e-10, atol=1e-11 * size)

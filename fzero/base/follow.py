@@ -26,6 +26,11 @@ def any_follows(tensors: Iterable[object]) -> bool:
     return any(map(follows, tensors))
 
 
+def is_pushed(tensor: torch.Tensor) -> bool:
+    """Tells whether a derivative goes forward with a tensor, which torch.no_grad() does not end."""
+    return private.transform_of(tensor) in ("torch.func.jvp", "torch.autograd.forward_ad")
+
+
 def is_transformed() -> bool:
     """Tells whether anything could go on through a value here, but for plain autograd outside of all functions."""
     return private.transforms() or in_differentiated()
@@ -42,7 +47,7 @@ def root(x: torch.Tensor) -> torch.Tensor:
     What it meets there is zero too (the first moment of a gradient that is zero, gradients of norm zero), so that this
     is the derivative of the whole, where torch's own root would make no number of it.
     """
-    if not (follows(x) or x.requires_grad):
+    if not private.is_differentiated(x):  # a map alone needs nothing of it
         return x.sqrt()
     zero = x == 0
     return torch.where(zero, 0.0, torch.where(zero, 1.0, x).sqrt())

@@ -43,6 +43,7 @@ class Op:
     name = "a unit"
     joint: Mapping[int, frozenset[int]] = {}  # an output -> those that depend on it inside
     reduced = 0  # how many of the tensors, the first, have cotangents that ranks reduce together
+    plain = True  # whether plain autograd, which is quicker than torch.func, may differentiate what it runs
     stand_ins: Mapping[int, torch.Tensor] = {}  # what is saved in the place of some tensors
     unused: Collection[int] = ()  # tensors that no output of a transposed op depended on, once it has run
 
@@ -73,7 +74,7 @@ class Op:
     def derived(self, fn: Callable[..., Tensors]) -> Op:
         op = Op(fn, self.seed, self.device)
         op.autocast, op.default_dtype, op.reduced = self.autocast, self.default_dtype, self.reduced
-        op.averaged = self.averaged
+        op.averaged, op.plain = self.averaged, self.plain
         return op
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
@@ -112,7 +113,7 @@ class Op:
                 return tuple(out[i] for i in real)
 
             primals = [args[i] for i in wanted]
-            if first_order():
+            if first_order() and self.plain:
                 try:
                     found = pulled(forward, primals, args[count:])
                 except RuntimeError as error:

@@ -46,8 +46,13 @@ def of_normal_tensors() -> AbstractContextManager[object]:
 
 
 def dispatch_modes() -> bool:
-    """Tells whether a mode looks at every operator, as one that traces them does, for which values do not exist."""
+    """Tells whether a mode looks at every operator, as one that traces them does."""
     return torch._C._len_torch_dispatch_stack() > 0  # type: ignore[attr-defined]
+
+
+def traces() -> bool:
+    """Tells whether operators are traced into a graph, as torch.func.linearize and make_fx do."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None  # type: ignore[attr-defined]
 
 
 _shared_level = False  # whether rank threads share a level of forward mode, which then says nothing
@@ -60,11 +65,7 @@ def forward_mode() -> bool:
 
 @contextlib.contextmanager
 def shared_forward_mode() -> Iterator[None]:
-    """Inside, threads may call torch.func.jvp at the same time.
-
-    Forward mode has one level for the whole process, which the first torch.func.jvp enters and, by a count that is the
-    process's too, leaves: under the feet of the others. Here it lasts until the end, and the count is out of reach.
-    """
+    """Inside, threads may call torch.func.jvp at once: of the process's one level none enters or leaves another's."""
     global _shared_level
     from torch._functorch import eager_transforms
 
@@ -128,8 +129,8 @@ def _operand(x: object, level: int) -> object:
 def direct(function: Any) -> Any:
     """`apply` of a torch.autograd.Function, quick under a single vjp.
 
-    There torch makes a class for each call and goes through every level's rules; here one class serves all calls, which
-    takes 0.03 ms a node instead of 0.27 (benchmarks/node.py). Its `needs_input_grad` has one more entry in front.
+    There torch makes a class for each call; here one serves all, which takes 0.03 ms a node instead of 0.27
+    (benchmarks/node.py). Its `needs_input_grad` has one more entry in front.
     """
 
     class Direct(torch.autograd.function._SingleLevelFunction):
@@ -226,19 +227,16 @@ def below(tensor: torch.Tensor) -> bool:
 
 
 def is_differentiated(tensor: torch.Tensor) -> bool:
-    """Tells whether any reverse-mode level needs this tensor.
-
-    `requires_grad` shows only the outermost wrapper, so every level is unwrapped.
-    """
+    """Tells whether any level needs this tensor's derivative; `requires_grad` shows only that of the outermost one."""
     if not (tensor.is_floating_point() or tensor.is_complex()):
         return False
     while True:
-        dead = _functorch.is_functorch_wrapped_tensor(tensor) and not is_wrapped(tensor)
-        if tensor.requires_grad and not dead:
+        alive = is_wrapped(tensor)
+        if (alive or not is_wrapper(tensor)) and (tensor.requires_grad or _is_dual(tensor, max(level_of(tensor), 0))):
             return True
-        if not (dead or is_wrapped(tensor)):
+        if not is_wrapper(tensor):
             return False
-        tensor = _functorch.get_unwrapped(tensor)
+        tensor = inner(tensor)
 
 
 def node_of(ctx: object) -> object:
@@ -259,8 +257,7 @@ def transforms() -> bool:
 def transform_of(tensor: torch.Tensor) -> str | None:
     """The active transform that this tensor takes part in, by its name; None for one that is a constant to all.
 
-    A tensor that is wrapped but not differentiated, such as `x.detach()` inside torch.func.grad or all of them inside
-    torch.no_grad() there, is a constant. Plain autograd, which wraps nothing, is no transform.
+    So is one that is wrapped but not differentiated, as of `x.detach()`. Plain autograd is no transform.
     """
     keys, records, mode = {}, {}, torch.is_grad_enabled()
     for each in reversed(_functorch.get_interpreter_stack() or ()):  # from the innermost
@@ -282,7 +279,9 @@ def transform_of(tensor: torch.Tensor) -> str | None:
 
 def _is_dual(tensor: torch.Tensor, at: int) -> bool:
     """Tells whether a tensor of a level has a tangent; as the innermost level is asked, those inside are set aside."""
-    if torch.autograd.forward_ad._current_level < 0:
+    if torch.autograd.forward_ad._current_level < 0 or _functorch.is_batchedtensor(tensor):
+        return False
+    if tensor.is_nested or tensor.layout != torch.strided:
         return False
     with below_transforms(at):
         return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None

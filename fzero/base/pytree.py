@@ -79,11 +79,18 @@ def map_leaves(fn: Callable[[object], object], tree: object) -> object:
 
 
 class Split:
-    """A tree taken apart by kinds of leaves, for `join`: those of no kind are kept here."""
+    """A tree taken apart by kinds of leaves, for `join`: those of no kind are kept here.
 
-    def __init__(self, tree: object, *kinds: Test, is_leaf: Test | None = None) -> None:
+    Args:
+        like: of a tree that had other leaves at the same places, whose kinds hold where it is of one structure.
+    """
+
+    def __init__(self, tree: object, *kinds: Test, is_leaf: Test | None = None, like: Split | None = None) -> None:
         leaves, self.spec = flatten(tree, is_leaf)
-        self._kinds = [next((i for i, is_kind in enumerate(kinds) if is_kind(leaf)), None) for leaf in leaves]
+        if like is not None and like.spec == self.spec:
+            self._kinds = like._kinds
+        else:
+            self._kinds = [next((i for i, is_kind in enumerate(kinds) if is_kind(leaf)), None) for leaf in leaves]
         self._others = [leaf if kind is None else None for leaf, kind in zip(leaves, self._kinds, strict=True)]
         self.places = [[place for place, kind in enumerate(self._kinds) if kind == i] for i in range(len(kinds))]
         self.leaves: list[list[Any]] = [[leaves[place] for place in places] for places in self.places]

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import torch
 
-from fzero.base import texts
+from fzero.base import private, texts
 from fzero.base.context import variable
 
 Error = TypeVar("Error", bound=BaseException)
@@ -49,6 +49,11 @@ class heard:
         _said.reset(self.token)
         if self.said and error is not self.said[0]:
             raise self.said[0]
+
+
+def of_derivatives() -> tuple[str, ...]:
+    """The words of torch's refusals of what a derivative, or a derivative's derivative, cannot do."""
+    return texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)
 
 
 def is_ours(error: BaseException) -> bool:

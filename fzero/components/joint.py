@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+from fzero.base import private
+from fzero.base.arguments import as_float64
+from fzero.base.follow import root
 from fzero.components.parts import PerStage, PipelineState, Places
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Norm
@@ -49,9 +52,10 @@ def updated(
         # computed where it is needed, of what the others have
         norm: Any = Norm([every[c] for c in sorted(every)])
     else:
-        norm = sum_by_leaf([x for c in sorted(every) for x in every[c].unbind()]).sqrt()
+        norm = sum_by_leaf([x for c in sorted(every) for x in every[c].unbind()])
+        norm = root(norm)
     # one that is not finite skips all, whatever they are to be clipped by
-    clip = norm if grad_norm is None or not bool(torch.isfinite(fetch(norm))) else grad_norm
+    clip = norm if grad_norm is None else _chosen(fetch(norm), grad_norm)
     found: dict[int, dict[str, Any]] = {}
     new: dict[int, Any] = {}
     try:
@@ -66,12 +70,27 @@ def updated(
     return PipelineState([new.get(c) for c in range(len(state))], places), metrics
 
 
-def _metrics(found: Mapping[int, Mapping[str, Any]]) -> dict[str, Any]:
+def _chosen(norm: torch.Tensor, given: object) -> object:
+    """The norm that is given, where the components' own one is finite."""
+    if private.is_mapped(norm):
+        return torch.where(torch.isfinite(norm), as_float64(given), norm)
+    return given if bool(torch.isfinite(norm)) else norm
+
+
+def _alike(value: object, first: object) -> bool:
+    """Tells whether a metric is the same in two components, and for all members of a map."""
+    if not (isinstance(value, torch.Tensor) and isinstance(first, torch.Tensor)):
+        return bool(value == first)
+    with private.below_transforms():
+        return bool((private.unwrapped(value) == private.unwrapped(first)).all())
+
+
+def _metrics(found: Mapping[int, Mapping[str, object]]) -> dict[str, object]:
     """The components' metrics by name; those that differ between them with the component's number."""
-    out: dict[str, Any] = {}
+    out: dict[str, object] = {}
     for name in dict.fromkeys(name for own in found.values() for name in own if name != "grad_norm"):
         values = {c: own[name] for c, own in found.items() if name in own}
         first = next(iter(values.values()))
-        alike = all(bool(value == first) for value in values.values())
+        alike = all(_alike(value, first) for value in values.values())
         out |= {name: first} if alike else {f"{name}.{c}": value for c, value in values.items()}
     return out

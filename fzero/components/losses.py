@@ -7,7 +7,9 @@ from typing import Any
 import torch
 
 from fzero.base import pytree
+from fzero.base.follow import follows
 from fzero.comm.axis import Axis
+from fzero.comm.linear import meaned
 from fzero.components.remote.component import fetch
 from fzero.components.remote.handle import Value
 from fzero.components.shares import Shares
@@ -67,7 +69,8 @@ class Losses:
             for loss in losses:
                 self._need_exact(scalar_loss(loss, WHO))
             return mean_of(losses)
-        return axis.mean(mean_of(losses), "the loss")
+        loss = mean_of(losses)
+        return meaned(axis, loss) if follows(loss) else axis.mean(loss, "the loss")
 
     def _need_exact(self, loss: torch.Tensor) -> None:
         """Refuses a loss whose cotangent its dtype does not hold, which was a fraction of it all the same."""

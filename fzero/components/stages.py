@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from fzero.base.arguments import wrong
 from fzero.components.call import Call
 from fzero.components.flow import Passes as StagePasses
 from fzero.components.remote.component import RemoteComponent, fetch
@@ -14,7 +15,7 @@ from fzero.components.remote.handle import RemoteState, RemoteTree, Value
 from fzero.engine.passes import Passes
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.schedules.timeline import Timeline
-from fzero.state.checks import check_grads, check_optimizer, check_state, refuse_captured
+from fzero.state.checks import can_follow_here, check_grads, check_optimizer, check_state, refuse_captured
 from fzero.state.gather import over_ranks, squares_of
 from fzero.table.spec import Spec
 from fzero.update.update import apply_update, known_metrics, with_kept
@@ -55,6 +56,7 @@ class Stage(Protocol):
     def check(self, state: State, who: str) -> None: ...
     def check_step(self, state: State) -> None: ...
     def check_captured(self, who: str) -> None: ...
+    def follows(self, state: State, trees: object) -> bool: ...
     def check_grads(self, state: State, grads: object, argument: str) -> None: ...
     def passes(self, state: State, count: int, rng: int, at_once: bool) -> StagePasses: ...
     def weighed(self, state: State, grads: Grads) -> Weighed: ...
@@ -112,10 +114,12 @@ class LocalStage:
 
     def check_step(self, state: State) -> None:
         check_optimizer(self.step, state)
-        self.check_captured("pipeline")
 
     def check_captured(self, who: str) -> None:
         refuse_captured(who, self.step.fn)
+
+    def follows(self, state: State, trees: object) -> bool:
+        return can_follow_here(self.step, state, trees)
 
     def check_grads(self, state: State, grads: object, argument: str) -> None:
         check_grads(self.step, state, grads, argument)
@@ -164,6 +168,9 @@ class DistantStage:
     def check_captured(self, who: str) -> None:
         pass  # its function closes over nothing of this process
 
+    def follows(self, state: State, trees: object) -> bool:
+        return False
+
     def check_grads(self, state: RemoteState, grads: object, argument: str) -> None:
         self.component._need_grads(grads, argument)
 
@@ -203,3 +210,31 @@ def timeline_of(call: Call, stages: Sequence[Stage], schedule: Schedule) -> Time
     for seat, spans in zip(call.line.seats, said, strict=True):
         places.setdefault(seat.place, [(seat.place, Task(*task), start, end) for task, start, end in spans])
     return Timeline([span for spans in places.values() for span in spans], "measured")
+
+
+def need_stages(steps: Sequence[object], schedule: Schedule, grouped: bool) -> None:
+    """Refuses what is no component, or none that can be a stage.
+
+    Args:
+        grouped: whether places are ranks of a process group.
+    """
+    for c, step in enumerate(steps):
+        if isinstance(step, RemoteComponent):
+            if grouped:
+                raise ValueError(
+                    f"pipeline: got steps[{c}], a component on ranks of its own, and groups, expected groups=None: "
+                    "places that are ranks of a process group have steps. Drive all stages from one process."
+                )
+            continue
+        if not isinstance(step, Spec):
+            raise wrong("pipeline", f"steps[{c}]", step, "a step, such as fz.train_step makes, or what fz.remote made")
+        if step.microbatches.count > 1:
+            raise ValueError(
+                f"pipeline: got steps[{c}] with fz.accumulate(..., {step.microbatches.count}), expected none: the "
+                f"schedule says how many microbatches there are, {schedule.microbatches}. Leave accumulate out."
+            )
+        if step.has_aux and c != schedule.stages - 1:
+            raise ValueError(
+                f"pipeline: got steps[{c}] with has_aux=True, expected that of the last stage alone, "
+                f"{schedule.stages - 1}. Return what it has to say as an output that the next stage hands on."
+            )

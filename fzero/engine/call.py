@@ -15,6 +15,7 @@ import torch
 
 from fzero.base import private, refusals, texts
 from fzero.base.context import during
+from fzero.base.follow import is_pushed
 from fzero.capture.again import Again, Facts, Unread
 from fzero.capture.containers import Container, Content, is_same
 from fzero.capture.contents import replaced, tensors_in
@@ -139,8 +140,8 @@ class Call:
         """
         primals = self.primals.values()
         tensors = (*primals, *self.reach.tensors)
-        records = torch.is_grad_enabled()
-        wanted = [i for i, tensor in enumerate(tensors) if records and private.is_differentiated(tensor)]
+        needs = private.is_differentiated if torch.is_grad_enabled() else is_pushed
+        wanted = [i for i, tensor in enumerate(tensors) if needs(tensor)]
         derived = bool(wanted) or any(private.is_wrapped(tensor) for tensor in tensors)
         copied = self.facts.mutated | self.facts.returned
         if derived and (self.first or copied):
@@ -253,7 +254,7 @@ class Call:
             else:  # whoever catches it finds what the function had done
                 changed = [c for c, _ in self.reach.changes()]
                 self.reach.leave([c for c in changed if self.reach.entered(c) is c.found])
-            if texts.says(error, *_refused()):
+            if texts.says(error, *refusals.of_derivatives()):
                 raise TypeError(refusals.twice(self.unit, error)) from error
             raise
         if before is not None:
@@ -312,7 +313,7 @@ class Call:
 
     def _holds_tensors(self, error: Exception) -> bool:
         """Tells whether tensors leave the node with an error, in it or in what the function had changed before."""
-        if texts.says(error, texts.WRITES_LEAF, *_refused()):
+        if texts.says(error, texts.WRITES_LEAF, *refusals.of_derivatives()):
             return False  # dealt with elsewhere
         changed = [list(now.values()) for _, now in self.reach.changes()]
         return next(tensors_in([error, *changed], self.reach.knows), None) is not None
@@ -393,8 +394,3 @@ class Call:
         if isinstance(self._result[0], BaseException) and self._raises:
             raise self._result[0]
         return built(self._result[0], tensors)
-
-
-def _refused() -> tuple[str, ...]:
-    """The words of torch's refusals of what a derivative, or a derivative's derivative, cannot do."""
-    return texts.REFUSED if private.level() else (texts.SAVED_HOOKS,)

@@ -89,7 +89,9 @@ def traversal_of(
             whole=whole is not None,
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
-    return Traversal(params.layout, table, uses, seed, params.device.type, params.axis), primals, fixed
+    traversal = Traversal(params.layout, table, uses, seed, params.device.type, params.axis)
+    traversal.fn = _alike(step.fn, params.axis) if is_transformed() else None
+    return traversal, primals, fixed
 
 
 def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]:
@@ -114,9 +116,12 @@ def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]
 
 
 def sums_whole(params: Sharded, key: Key) -> bool:
-    """Tells whether a group's gradients are summed over microbatches unreduced, as no rank keeps a slice."""
+    """Tells whether a group's gradients are summed over microbatches unreduced, as no rank keeps a slice.
+
+    Nor gathers one: a full buffer that is stale is made of the slices in each run, over the ranks that reduce.
+    """
     grads = params.layout.groups[key].row.grads
-    return grads is not None and not grads.cuts and params.axis.ranks > 1
+    return grads is not None and not grads.cuts and params.axis.ranks > 1 and key not in params.stale
 
 
 def _stand_in(params: Sharded, key: Key) -> Placed:
@@ -134,7 +139,7 @@ def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
     Raises:
         ValueError: on every rank, where they do not.
     """
-    if axis.ranks == 1 or not is_transformed():
+    if axis.ranks == 1:
         return fn
     captured = {id(x): x for x in tensors_held(fn) if transform_of(x) is not None}
     if not captured:
@@ -179,7 +184,7 @@ def call_function(
     with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             with heard(), during(notes, known), follow:
-                out = _alike(step.fn, state.params.axis)(tree, *inputs)
+                out = (traversal.fn or step.fn)(tree, *inputs)
         except RuntimeError as error:
             refuse_outside(error)
             raise

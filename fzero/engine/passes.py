@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 
 from fzero.base import private, pytree
+from fzero.base.follow import is_transformed
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
@@ -16,6 +17,7 @@ from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import split_result
 from fzero.engine.plain import PlainRun, run_of
 from fzero.engine.run import Run
+from fzero.state.checks import can_follow_here
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import tensor_of
@@ -54,7 +56,7 @@ class Passes:
 
     def __init__(self, step: Spec, state: TrainState, count: int, rng: int = 0, at_once: bool = True) -> None:
         self._step, self._state, self._rng, self.count = step, state, rng, count
-        self._at_once, self._unreduced = at_once, at_once and count > 1
+        self._at_once, self._unreduced = at_once, at_once and count > 1 and not is_transformed()
         self._like, self.scale = grads_of(step, state, {}), scale_of(step, state)
         self._runs: dict[int, Run | PlainRun] = {}
         self._leaves, self._forwards = Leaves.of(step, state, self._unreduced), 0
@@ -150,7 +152,8 @@ class Passes:
 
     def outputs(self, microbatch: int, inputs: Sequence[object]) -> tuple[object, object]:
         """(outputs, aux) of one microbatch without gradients."""
-        return evaluated(self._step, self._state, inputs, seed_of(self._state, self._rng, microbatch))
+        seed = seed_of(self._state, self._rng, microbatch)
+        return evaluated(self._step, self._state, inputs, seed, can_follow_here(self._step, self._state, inputs))
 
     def _add(self, microbatch: int, grads: Sums) -> None:
         self._early[microbatch] = grads

@@ -44,9 +44,11 @@ def need_hypers(who: str, **hypers: tuple[Number, str]) -> None:
 def _rate(lr: Number | Schedule, count: int) -> Number:
     """The learning rate of the update after `count` applied ones; a tensor where a transform goes on through it."""
     now = lr(count) if callable(lr) else lr
+    if follows(now):  # of each element, perhaps (`entered`)
+        return now
     if not isinstance(now, float):
         need_rate(now, "the optimizer")  # a schedule may make anything
-    return now if follows(now) else float(now)
+    return float(now)
 
 
 def known(number: Number) -> float:

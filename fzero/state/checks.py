@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -134,12 +134,21 @@ def constants(who: str, **arguments: object) -> list[Any]:
 
 def goes_on(*trees: object) -> bool:
     """Tells whether a transform, or the pullback of the step whose function runs, goes on through some arguments."""
-    return is_transformed() and any(
-        transform_of(tensor) is not None for tree in trees for _, tensor in _named_tensors(tree)
-    )
+    if not is_transformed():
+        return False
+    _refuse_traces()
+    return any(transform_of(tensor) is not None for tree in trees for tensor in _tensors(tree))
 
 
-def follows_step(step: Spec, state: TrainState, who: str, *trees: object) -> bool:
+def _refuse_traces() -> None:
+    if private.traces():
+        raise TypeError(
+            "fzero: got a call that is traced into a graph (torch.func.linearize, make_fx), expected one of values, as "
+            "what ranks exchange and what is written in place is no part of such a graph. Take torch.func.jvp."
+        )
+
+
+def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -> bool:
     """Tells whether a transform goes on through what a verb is given, or what its step's optimizer was made with.
 
     Raises:
@@ -147,19 +156,20 @@ def follows_step(step: Spec, state: TrainState, who: str, *trees: object) -> boo
     """
     if not is_transformed():
         return False
-    given = state, tensors_held(step.optimizer), *trees
-    if not goes_on(*given):
+    given = {"state": state, "optimizer": tensors_held(step.optimizer), **arguments}
+    if not goes_on(*given.values()):
         return False
-    need_derivative(step, state.layout.rows, who, *given)
+    need_derivative(step, state.layout.rows, who, **given)
     return True
 
 
-def need_derivative(step: Spec, rows: Sequence[Row], who: str, *trees: object) -> None:
-    """Refuses a step that has none, where a transform goes on through some trees."""
+def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: object) -> None:
+    """Refuses a step that has none, where a transform goes on through some arguments."""
     if why := _without_derivative(step, rows):
+        got = next(iter(_taking(arguments)), "what a transform goes on through")
         raise TypeError(
-            f"{who}: got {', '.join(_taking(*trees)[:1])}, and {why[0]}, which has no derivative and cannot be mapped; "
-            f"expected a step without it under torch.func. {why[1]}"
+            f"{who}: got {got}, and {why[0]}, which has no derivative and cannot be mapped; expected a step without it "
+            f"under torch.func. {why[1]}"
         )
 
 
@@ -171,7 +181,10 @@ def can_follow_here(step: Spec, state: TrainState, *trees: object) -> bool:
     """
     if not is_transformed() or _without_derivative(step, state.layout.rows):
         return False
-    return torch.is_grad_enabled() or goes_on(state, tensors_held(step.fn), tensors_held(step.optimizer), *trees)
+    _refuse_traces()
+    if torch.is_grad_enabled():
+        return True
+    return goes_on(state, tensors_held(step.fn), tensors_held(step.optimizer), *trees)
 
 
 def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | None:
@@ -194,11 +207,11 @@ def _without_derivative(step: Spec, rows: Sequence[Row]) -> tuple[str, str] | No
     return None
 
 
-def _taking(*trees: object) -> list[str]:
-    """The tensors in some trees that a transform goes on through, in words."""
+def _taking(arguments: Mapping[str, object]) -> list[str]:
+    """The tensors in some arguments that a transform goes on through, in words."""
     return [
-        f"{name or 'a tensor'} that {transform} transforms"
-        for tree in trees
+        f"{f'{argument} ({name})' if name else argument} that {transform} transforms"
+        for argument, tree in arguments.items()
         for name, tensor in _named_tensors(tree)
         if (transform := transform_of(tensor)) is not None
     ]
@@ -255,6 +268,12 @@ def refuse_captured(who: str, fn: object) -> None:
 
 def _no_container(node: object) -> bool:
     return not isinstance(node, (dict, tuple, list))
+
+
+def _tensors(tree: object) -> Iterator[torch.Tensor]:
+    """The tensors of a tree, those that its buffers are among them."""
+    for node in pytree.flatten(tree, is_leaf=is_sharded)[0]:
+        yield from [x for x in (_entries(node) if is_sharded(node) else (node,)) if isinstance(x, torch.Tensor)]
 
 
 def _named_tensors(tree: object) -> Iterator[tuple[str, torch.Tensor]]:

@@ -20,13 +20,27 @@ def entered(tree: Sharded, key: Key, value: torch.Tensor) -> torch.Tensor:
     """A value that is the same on all ranks, for a computation with this rank's slice of a group.
 
     Computed with as it is, every rank would have the part of its derivative that goes through its own slice.
+
+    Returns:
+        The value; once for each element of the slice where only some of its leaves are cut over the tensor axis.
     """
-    row, over = tree.layout.groups[key].row, tree.axis.tensor
-    if row.cuts:
+    group, rows = tree.layout.groups[key], tree.layout.rows
+    if group.row.cuts:
         value = in_shards(tree.axis, value)
-    if row.slices is not None and over is not None:
-        value = in_pieces(over, value)
-    return value
+    of_leaf = {slot: _of_leaf(tree, slot.leaf, value) for slot in group.slots}
+    if len({rows[slot.leaf].slices is None for slot in group.slots}) == 1:
+        return next(iter(of_leaf.values()))
+    parts, end = list[torch.Tensor](), 0
+    for slot, start, stop in tree.layout.pieces(key, tree.rank_of(key)):
+        parts += [value.expand(start - end), of_leaf[slot].expand(stop - start)]
+        end = stop
+    return torch.cat([*parts, value.expand(tree.layout.shard_numel(key) - end)])
+
+
+def _of_leaf(tree: Sharded, leaf: int, value: torch.Tensor) -> torch.Tensor:
+    """What all ranks have alike, for a computation with this rank's pieces of a leaf, or with the whole one."""
+    over = tree.axis.tensor
+    return value if over is None or tree.layout.rows[leaf].slices is None else in_pieces(over, value)
 
 
 def cuts(tree: Sharded) -> bool:
@@ -36,8 +50,9 @@ def cuts(tree: Sharded) -> bool:
 
 def slice_in(tree: Sharded, key: Key, leaves: Mapping[int, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
     """This rank's slice of a group, as a differentiable function of its whole leaves, which all ranks have alike."""
-    group, rows = tree.layout.groups[key], tree.layout.rows
-    own = [slice_of(rows[s.leaf], tree.axis, entered(tree, key, leaves[s.leaf])).to(dtype) for s in group.slots]
+    group, rows, axis = tree.layout.groups[key], tree.layout.rows, tree.axis
+    whole = {s.leaf: in_shards(axis, leaves[s.leaf]) if group.row.cuts else leaves[s.leaf] for s in group.slots}
+    own = [slice_of(rows[leaf], axis, _of_leaf(tree, leaf, value)).to(dtype) for leaf, value in whole.items()]
     size = tree.layout.shard_numel(key)
     return group.joined(own, dtype, own[0].device).narrow(0, tree.rank_of(key) * size, size)
 

@@ -150,6 +150,7 @@ def _to_measure(grads: Sharded, argument: str) -> Iterator[Sharded]:
 def squares_by_leaf(grads: Sharded, argument: str = "grads") -> torch.Tensor:
     """The sum of squares over all shards of each leaf that has any, in leaf order, float64: [leaves]."""
     with _to_measure(grads, argument) as own:
+        check_buffers("global_norm", argument, own)
         return over_ranks(squares_of(own), own)
 
 
@@ -198,6 +199,8 @@ def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
     """Leaf -> the sum of squares of this rank's part of it."""
     if tree.away and len(tree.groups) > 1:  # never all of them on the device
         return {leaf: square for key in tree.groups for leaf, square in squares_of(tree.only([key])).items()}
+    if any(map(tree.follows, tree.groups)):
+        return _followed(tree)
     pieces = [(slot.leaf, piece) for key in tree.groups for slot, piece in tree.pieces(key)]
     if not pieces:
         return {}
@@ -206,6 +209,16 @@ def squares_of(tree: Sharded) -> dict[int, torch.Tensor]:
         square = tree.scale * tree.scale
         squares = squares / square if 0.0 < square < math.inf else squares / tree.scale / tree.scale
     return dict(zip([leaf for leaf, _ in pieces], squares.unbind(), strict=True))
+
+
+def _followed(tree: Sharded) -> dict[int, torch.Tensor]:
+    """The same where a transform goes on through the tree: a few operations for each group, and one for each leaf."""
+    out: dict[int, torch.Tensor] = {}
+    for key in tree.groups:
+        squares = (tree.local(key).to(torch.float64) / tree.scale).square()
+        pieces = tree.layout.cut(key, tree.rank_of(key), squares)
+        out |= {slot.leaf: piece.sum() for slot, piece in zip(tree.layout.groups[key].slots, pieces, strict=True)}
+    return out
 
 
 def sum_of_squares(squares: Mapping[int, torch.Tensor], like: Sharded) -> torch.Tensor:

@@ -93,7 +93,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
     rows = step.rows(specs, frozen_leaves(structure), hints_of(structure))
     layout = Layout.build(rows, axis.size, axis.place_on_tensor)
     if follows := goes_on(leaves):
-        need_derivative(step, rows, "step.init", leaves)
+        need_derivative(step, rows, "step.init", params=params)
         if sync:
             raise TypeError(
                 "step.init: got sync=True and params that a transform goes on through, expected sync=False there: what "

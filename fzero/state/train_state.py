@@ -32,7 +32,18 @@ class TrainState:
         seed: of everything random in this run.
     """
 
-    __slots__ = ("_dead", "_extra", "_grads", "_moments", "_overwritten", "_params", "seed", "signature", "step")
+    __slots__ = (
+        "_dead",
+        "_extra",
+        "_grads",
+        "_moments",
+        "_overwritten",
+        "_params",
+        "_rest",
+        "seed",
+        "signature",
+        "step",
+    )
 
     def __init__(
         self,
@@ -159,11 +170,16 @@ _FIELDS: dict[str, tuple[type | tuple[type, ...], str]] = {
 def _flatten(state: TrainState) -> tuple[tuple[object, ...], pytree.Unseen]:
     # numbers are no leaves of a state, nor is None, which torch's pytrees would take for one
     held = [state.moments, state.extra]
-    rest = pytree.Split(held, lambda node: is_sharded(node) or pytree.is_tensor(node), is_leaf=is_sharded)
+    like = getattr(state, "_rest", None)
+    rest = pytree.Split(held, _is_child, is_leaf=is_sharded, like=like)
     (trees,), rest.leaves = rest.leaves, []
     kept = () if state.grads is None else (state.grads,)
     unseen = pytree.Unseen((state.step, state.seed, state.signature, rest))
     return (state.params, tuple(trees), *kept), unseen
+
+
+def _is_child(node: object) -> bool:
+    return is_sharded(node) or pytree.is_tensor(node)
 
 
 def _unflatten(unseen: pytree.Unseen, children: tuple[Any, ...]) -> TrainState:
@@ -172,6 +188,8 @@ def _unflatten(unseen: pytree.Unseen, children: tuple[Any, ...]) -> TrainState:
     state._grads = kept[0] if kept else None
     state.step, state.seed, state.signature, rest = unseen.value
     state._moments, state._extra = rest.join(trees)
+    if not all(map(_is_child, trees)):  # it holds a map's dims, say, and has as many leaves as it had of tensors
+        state._rest = rest
     state._dead = state._overwritten = None
     return state
 

@@ -166,6 +166,11 @@ class Spec:
         """The name of its function."""
         return getattr(self.fn, "__name__", type(self.fn).__name__)
 
+    @property
+    def __name__(self) -> str:
+        """The same: torch.vmap asks for it once for every output, and else takes the time of a whole repr."""
+        return self.name
+
     def axis(self) -> Axis:
         """The mesh axis, looked up now."""
         sharding, over = self.sharding, self.tensor_axis

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
 from fzero.base.follow import root
 from fzero.base.rebound import tensors_held
@@ -15,10 +15,10 @@ from fzero.state.checks import transform_of
 from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
 from fzero.state.moments import next_extra, to_moment_dtype
-from fzero.state.sharded import Sharded, map_trees
+from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
 from fzero.table.optimizer import GradientTransformation
-from fzero.table.spec import Spec
+from fzero.table.spec import Extra, Spec
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
@@ -46,7 +46,7 @@ def followed_update(
         updates, new = call_update(step.optimizer, grads, moments, values(own), extra)
         params, count = _stepped(params, own, values(updates), applied), count + 1
         moments = map_trees(lambda tree, old: _kept(tree, old, applied), to_moment_dtype(new), moments)
-    others = {each.name: next_extra(each, state.extra[each.name], params, _alike(applied)) for each in step.extras}
+    others = {each.name: _next_extra(each, state.extra[each.name], params, applied) for each in step.extras}
     return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 
 
@@ -58,11 +58,6 @@ def _applied(norms: list[torch.Tensor]) -> Applied:
         if bool(every.all()):
             return True
         return finite if bool(every.any()) else False
-
-
-def _alike(applied: Applied) -> bool:
-    """Whether an update was applied, for what knows of no members: it was to some of them."""
-    return applied is not False
 
 
 def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
@@ -86,6 +81,20 @@ def _kept(new: Sharded, old: Sharded, applied: Applied) -> Sharded:
     """A tree of moments after an update, of the kind that it was."""
     own = {key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups}
     return old.over(own)
+
+
+def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) -> object:
+    """An entry of the state after an update; of members that skip it the tensors stay, as numbers are all members'."""
+
+    def one(after: object, before: object) -> object:
+        if is_sharded(after) and is_sharded(before):
+            return after.over({key: _chosen(applied, after.local(key), before.local(key)) for key in after.groups})
+        if isinstance(after, torch.Tensor) and isinstance(before, torch.Tensor):
+            return _chosen(applied, after, before)
+        return after
+
+    new = next_extra(extra, old, params, applied is not False)
+    return pytree.map(one, new, old, is_leaf=is_sharded) if isinstance(applied, torch.Tensor) else new
 
 
 def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> None:

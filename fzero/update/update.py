@@ -43,8 +43,9 @@ def apply_update(
     Args:
         squares: of these grads, which then have those that the state keeps in them (`with_kept`).
     """
-    if follows_step(step, state, "step.update", grads, grad_norm):
-        return followed_update(step, state, with_kept(state, grads), grad_norm, known_metrics(step, state))
+    if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
+        grads = with_kept(state, grads) if squares is None else grads
+        return followed_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
         return _applied(step, own, grads, grad_norm, squares)
 

@@ -84,6 +84,8 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "step": (lambda v: fz.convert(STATE, v), {"a step"}),
         "lossy": (lambda v: fz.convert(STATE, STEP, v), {"a bool"}),
     },
+    "stack": {"states": (lambda v: fz.stack([v]) if isinstance(v, fz.TrainState) else fz.stack(v), {"a state"})},
+    "unstack": {"state": (lambda v: fz.unstack(fz.stack([v]) if v is STATE else v), {"a state"})},
     "hvp": {
         "step": (lambda v: fz.hvp(v, STATE, GRADS, X), {"a step"}),
         "state": (lambda v: fz.hvp(STEP, v, GRADS, X), {"a state"}),
@@ -151,6 +153,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "policy": (lambda v: fz.train_step(loss, fz.sgd(0.1), v), {"a policy", "None"}),
         "units": (lambda v: fz.train_step(loss, fz.sgd(0.1), units=v), {"a string", "None"}),
         "has_aux": (lambda v: fz.train_step(loss, fz.sgd(0.1), has_aux=v), {"a bool"}),
+    },
+    "scan": {
+        "step": (lambda v: fz.scan(v, STATE, [X]), {"a step"}),
+        "state": (lambda v: fz.scan(STEP, v, [X]), {"a state"}),
+        "batches": (lambda v: fz.scan(STEP, STATE, [X] if isinstance(v, list) else v), {"a list", "a tensor"}),
+        "remat_every": (lambda v: fz.scan(STEP, STATE, [X, X], v), {"None", "an int"}),
     },
     "with_fn": {
         "step": (lambda v: fz.with_fn(v, loss), {"a step"}),

@@ -15,7 +15,9 @@ import pytest
 import torch
 import torch.utils.checkpoint
 from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from fzero.base import hooks, private, texts, thread_state
 
@@ -425,3 +427,17 @@ def test_whether_a_mode_looks_at_every_operator() -> None:
     assert not private.dispatch_modes()
     with Looks():
         assert private.dispatch_modes()
+
+
+def test_traces() -> None:
+    seen = []
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        seen.append(private.traces())
+        return x * 2
+
+    fn(torch.ones(2))
+    make_fx(fn)(torch.ones(2))
+    with FlopCounterMode(display=False):
+        fn(torch.ones(2))
+    assert seen == [False, True, False]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fzero as fz
-from fzero.testing import run_ranks
+from fzero.testing import assert_trees_equal, run_ranks
 
 PARAMS = {"w": torch.ones(2)}
 
@@ -129,4 +129,24 @@ def test_what_is_mapped_is_the_same_at_every_stage_and_from_every_file(
 
     mapped_by: Any = optree.tree_map
     x = torch.linspace(1.0, 3.0, 200)
+    run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("stage", [fz.shard_zero1, fz.shard_zero2])
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_mapped_beside_its_slices_accumulates(stage: Any, fused: bool) -> None:
+    """Microbatches' gradients are summed unreduced where the full params are at hand, which they are no more."""
+
+    def rank_main(rank: int) -> None:
+        policy = fz.Policy(param=torch.float32, compute=torch.bfloat16)
+        step = fz.accumulate(stage(fz.train_step(lambda p, x: (p["w"] * x).sum().float(), fz.adamw(0.1), policy)), 2)
+        step = fz.fuse_update(step) if fused else step
+        state = step.init({"w": torch.linspace(0.0, 1.0, 200)})
+        mapped: Any = optree.tree_map(torch.clone, state)
+        x = torch.full((2, 200), rank + 1.0, dtype=torch.bfloat16)
+        assert mapped.params.stale and not state.params.stale
+        (new, metrics), (want, expected) = step(mapped, x), step(state, x)
+        assert_trees_equal((new, metrics), (want, expected))
+        assert not new.params.stale
+
     run_ranks(rank_main, 2)

@@ -1,0 +1,239 @@
+"""fz.stack and fz.unstack: states of one step as one whose tensors have a leading dim, for torch.vmap, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from fzero.base import pages, private, pytree
+from fzero.base.arguments import named, wrong
+from fzero.base.follow import any_follows, below_unless
+from fzero.base.interrupts import as_found
+from fzero.state.checks import constants, goes_on
+from fzero.state.moments import placed_moments
+from fzero.state.placing import placed, settle
+from fzero.state.sharded import Sharded, group_of, is_sharded
+from fzero.state.train_state import TrainState
+from fzero.stores.away import Away, Buffer, tensor_of
+from fzero.table.layout import Key
+
+_STATES = "a list of states that steps' init returned"
+
+
+def stack(states: Sequence[TrainState]) -> TrainState:
+    """The states of an ensemble as one, over which `torch.vmap(step)` runs: every tensor gets a leading dim.
+
+    On every rank this rank's buffers are stacked; nothing is sent. What is offloaded is read: the result lies on the
+    device. `torch.vmap(step)(stacked, x, y)` gives every member its own part of the inputs, and
+    `torch.vmap(step, in_dims=(0, None, None))` the same ones to all. Members share the numbers of a state: its
+    step, the optimizer's counts, the loss scale, and the seed, which is the first one's; random numbers are drawn for
+    each member or once for all as `randomness=` of torch.vmap says. A member whose gradient is not finite keeps its
+    tensors (`metrics["skipped"]` says which), while the numbers go on as they do for the others.
+
+    Args:
+        states: at least one, of the same step over the same leaves, which have had the same number of updates.
+
+    Returns:
+        A new state, its buffers [members, elements], which only torch.vmap and `unstack` take. Encoded states can be
+        stacked, but no step over them mapped.
+
+    Raises:
+        TypeError: something that is no state of a step.
+        ValueError: no states at all, or one differs from the first by more than tensors' values and its seed.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: ((p["w"] * x) ** 2).sum(), fz.sgd(0.1))
+        >>> stacked = fz.stack([step.init({"w": torch.full((1,), w)}) for w in (1.0, 2.0, 3.0)])
+        >>> stacked, metrics = torch.vmap(step, in_dims=(0, None))(stacked, torch.ones(1))
+        >>> metrics["loss"]
+        tensor([1., 4., 9.])
+        >>> [fz.gather(state.params)["w"].item() for state in fz.unstack(stacked)]
+        [0.800000011920929, 1.600000023841858, 2.4000000953674316]
+    """
+    if not isinstance(states, (list, tuple)):
+        raise wrong("stack", "states", states, _STATES)
+    for place, state in enumerate(states):
+        if not isinstance(state, TrainState):
+            raise wrong("stack", f"states[{place}]", state, "a state that a step's init returned")
+    if not states:
+        raise ValueError(f"stack: got states={states}, expected at least one. Give it {_STATES}.")
+    if not (goes := goes_on(states)):
+        (states,) = constants("fz.stack", states=states)
+    with as_found(), private.of_normal_tensors(), below_unless(goes):
+        first, *others = map(_Taken, states)
+        for place, other in enumerate(others, 1):
+            for name, own, its in _differences(first, other):
+                raise ValueError(
+                    f"stack: {name} of states[{place}] is not that of states[0]: got {its}, expected {own}. The "
+                    "members of an ensemble are states of one step over the same leaves, after as many updates."
+                )
+        return first.with_tensors(_stacked, *others)
+
+
+def unstack(state: TrainState) -> list[TrainState]:
+    """The states that were stacked, each with tensors of its own; where a step says offloaded, they are put there.
+
+    Args:
+        state: what `stack` returned, or torch.vmap of a step over it.
+
+    Returns:
+        As many states as the leading dim says. All have the stacked state's seed: `replace(seed=...)` gives another.
+
+    Raises:
+        TypeError: it is no state.
+        ValueError: it is not stacked.
+
+    Example:
+        >>> step = fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(0.1))
+        >>> states = [step.init({"w": torch.full((2,), w)}) for w in (1.0, 2.0)]
+        >>> fz.gather(fz.unstack(fz.stack(states))[1].params)["w"]
+        tensor([2., 2.])
+    """
+    if not isinstance(state, TrainState):
+        raise wrong("unstack", "state", state, "a state that fz.stack returned")
+    if not (goes := goes_on(state)):
+        (state,) = constants("fz.unstack", state=state)
+    with as_found(), private.of_normal_tensors(), below_unless(goes):
+        taken = _Taken(state)
+        count = taken.members()
+        return [_settled(taken.with_tensors(functools.partial(_member, place))) for place in range(count)]
+
+
+class _Taken:
+    """A state taken apart into what it keeps, by names: sharded trees, tensors, numbers."""
+
+    def __init__(self, state: TrainState) -> None:
+        self.state = state
+        fields = {"params": state.params, "grads": state.grads, "moments": state.moments, "extra": dict(state.extra)}
+        self.names, self.items, self.spec = pytree.named_leaves(fields, _is_item)
+
+    def members(self) -> int:
+        """How many states are stacked in this one."""
+        count = 0
+        for name, item in zip(self.names, self.items, strict=True):
+            for entry, x, dims in _tensors(item):
+                there = x.shape[0] if isinstance(x, torch.Tensor) and x.ndim >= dims else 0
+                if not there or there != (count or there):
+                    raise ValueError(
+                        f"unstack: state.{name}{entry}: got {named(x)}, expected a tensor with a leading dim of "
+                        f"{count or 'its'} members. Give it what fz.stack returned, or torch.vmap of a step over that."
+                    )
+                count = there
+        return count
+
+    def with_tensors(self, fn: Callable[[Sequence[Buffer]], torch.Tensor], *others: _Taken) -> TrainState:
+        """The state with `fn` of each of its tensors and those at its place in others."""
+        items = []
+        for own, *its in zip(self.items, *[other.items for other in others], strict=True):
+            if is_sharded(own):
+                items.append(_tree_with(fn, own, its))
+            else:
+                items.append(fn((own, *its)) if isinstance(own, torch.Tensor) else own)
+        return self.state.replace(**pytree.unflatten(self.spec, items))
+
+
+def _is_item(node: object) -> bool:
+    return is_sharded(node) or isinstance(node, pytree.Count)
+
+
+def _tree_with(fn: Callable[[Sequence[Buffer]], torch.Tensor], tree: Sharded, others: Sequence[Sharded]) -> Sharded:
+    trees = (tree, *others)
+    return tree.replaced(
+        buffers={name: fn([each.entries[name] for each in trees]) for name in tree.entries},
+        held={name: fn([each.held_entries[name] for each in trees]) for name in tree.held_entries},
+        stale=frozenset[Key]().union(*[each.stale for each in trees]),
+    )
+
+
+def _tensors(item: object) -> Iterator[tuple[str, Buffer, int]]:
+    """The tensors of an item, each with words for it, and how many dims it has at least where it is stacked."""
+    if isinstance(item, torch.Tensor):
+        yield "", item, 1
+    elif is_sharded(item):
+        for name, x in (*item.entries.items(), *item.held_entries.items()):
+            yield f" (leaf {item.layout.groups[group_of(name)].slots[0].path!r} and its group)", x, 2
+
+
+def _stacked(places: Sequence[Buffer]) -> torch.Tensor:
+    """One tensor of all members', in memory of its own."""
+    tensors = [tensor_of(x) for x in places]
+    if any_follows(tensors):
+        return torch.stack(tensors)
+    first = tensors[0]
+    out = pages.empty(len(tensors) * first.numel(), first.dtype, first.device).view(len(tensors), *first.shape)
+    for place, x in zip(out, tensors, strict=True):
+        place.copy_(x)
+    return out
+
+
+def _member(place: int, stacked: Sequence[Buffer]) -> torch.Tensor:
+    """One member's part of a stacked tensor, in memory of its own."""
+    (x,) = map(tensor_of, stacked)
+    return x[place].clone(memory_format=torch.contiguous_format)
+
+
+def _settled(state: TrainState) -> TrainState:
+    """The state, its buffers where its rows say."""
+
+    def one(tree: Sharded, kind: str) -> Sharded:
+        tree = placed(tree, kind)
+        return tree.replaced(held={key: settle(tree, key, kind, x) for key, x in tree.held.items()})
+
+    grads = state.grads and one(state.grads, "grads")
+    return state.replace(params=one(state.params, "params"), grads=grads, moments=placed_moments(state.moments))
+
+
+# ---- what members have alike
+
+Difference = tuple[str, object, object]  # its name, and both values
+
+
+def _differences(own: _Taken, its: _Taken) -> Iterator[Difference]:
+    """What keeps a state from being stacked on another one, the first of it first."""
+    ours, theirs = own.state, its.state
+    yield from _unequal("the step", ours.step, theirs.step)
+    yield from _unequal("the signature", ours.signature, theirs.signature)
+    for row, other in itertools.zip_longest(ours.layout.rows, theirs.layout.rows):
+        if row is None or other is None:
+            yield "the number of leaves", len(ours.layout.rows), len(theirs.layout.rows)
+        elif row != other:
+            yield from _unequal("the path of a leaf", row.path, other.path)
+            for name in [field.name for field in dataclasses.fields(row) if field.compare]:
+                yield from _unequal(f"the {name} of leaf {row.path!r}", getattr(row, name), getattr(other, name))
+    yield from _unequal("the mesh axis", ours.params.axis, theirs.params.axis)
+    yield from _unequal("the structure of the params", ours.params.structure, theirs.params.structure)
+    yield from _unequal("the structure of grads, moments and extra", own.spec, its.spec)
+    for name, *items in zip(own.names, own.items, its.items, strict=True):
+        yield from _differing(f"state.{name}", *items)
+
+
+def _unequal(name: str, own: object, its: object) -> Iterator[Difference]:
+    if own != its:
+        yield name, own, its
+
+
+def _differing(name: str, own: object, its: object) -> Iterator[Difference]:
+    """What differs between two items, but for tensors' values."""
+    if type(own) is not type(its):
+        yield name, named(own), named(its)
+    elif isinstance(own, Sharded) and isinstance(its, Sharded):
+        yield from _unequal(f"the kind of {name}", own.kind, its.kind)
+        yield from _unequal(f"the scale of {name}", own.scale, its.scale)
+        entries = [([*tree.entries], [*tree.held_entries]) for tree in (own, its)]
+        if entries[0] != entries[1] or own.layout != its.layout:
+            yield f"the leaves of {name}", [*own], [*its]
+    elif isinstance(own, pytree.Count) and isinstance(its, pytree.Count):
+        yield from _unequal(name, own.value, its.value)
+    elif not isinstance(own, torch.Tensor):
+        yield from _unequal(name, own, its)
+    for (entry, x, _), (_, y, _) in zip(_tensors(own), _tensors(its), strict=True):
+        if _form(x) != _form(y):
+            yield f"{name}{entry}", named(x), named(y)
+
+
+def _form(x: Buffer) -> object:
+    return x.dtype, (x.numel(),) if isinstance(x, Away) else tuple(x.shape), x.device
