@@ -47,6 +47,17 @@ def is_python(node: Node) -> bool:
     return isinstance(node, torch.autograd.function.BackwardCFunction)
 
 
+def is_users(kind: type) -> bool:
+    """Tells whether nodes of a type are a Function's, but for this library's: they may write to what they are given.
+
+    It is one in Python, as operators of torch.library are, or in C++; of CopySlices, a write to a view, only C++ sees
+    what has written.
+    """
+    if issubclass(kind, torch.autograd.function.BackwardCFunction):
+        return not getattr(kind, "_forward_cls", kind).__module__.startswith("fzero.")
+    return kind.__name__ in ("CppFunction", "CopySlices")
+
+
 # native nodes that compute what is asked for along each edge, with the same bits whatever is asked for along others
 SEPARABLE = frozenset(
     f"{name}Backward0"

@@ -54,23 +54,6 @@ class Pass:
             self.number = running()
 
 
-class Copies:
-    """What arrives at leaves in one pass, in memory of its own: some backward may write to the tensor itself later on.
-
-    Attributes:
-        found: by the leaves' numbers.
-    """
-
-    def __init__(self, leaves: Iterable[torch.Tensor], own: Pass) -> None:
-        self._pass = own
-        self.found: dict[int, torch.Tensor] = {}
-        own.handles += [register(x.register_hook, functools.partial(self._note, i)) for i, x in enumerate(leaves)]
-
-    def _note(self, number: int, grad: torch.Tensor) -> None:
-        if self._pass.number == running():
-            self.found[number] = grad.clone()
-
-
 def has_posthooks(node: graph.Node) -> bool:
     """Tells whether somebody has registered a hook on a node of a graph that sees, and may change, what it hands on."""
     handle = register(node.register_hook, lambda *_: None)  # which leads to all of the node's

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import pickle
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
 
 from fzero.base import pytree
+from fzero.capture.handle import storage_of
 
 ALIGN = 64  # bytes, at which tensors begin, so that they can be viewed where they arrived
 HEAD = 16  # bytes: how many there are in all, and how many of them the header has
@@ -26,10 +28,10 @@ class Parcel:
         leaves, spec = pytree.flatten(tree)
         self.tensors: list[tuple[int, torch.Tensor]] = []
         kept: list[object] = []
-        sizes = 0
+        sizes, storages = 0, dict[int, int]()
         for leaf in leaves:
             if isinstance(leaf, torch.Tensor) and leaf.device.type == "meta":
-                kept.append((-1, leaf.dtype, tuple(leaf.shape), tuple(range(leaf.ndim))))
+                kept.append(tuple(_Sent(-1, leaf.dtype, tuple(leaf.shape), tuple(range(leaf.ndim)), -1)))
             elif isinstance(leaf, torch.Tensor) and leaf.layout != torch.strided:
                 raise TypeError(
                     f"pipeline: got a tensor of layout {leaf.layout} and shape {tuple(leaf.shape)}, expected a dense "
@@ -39,8 +41,9 @@ class Parcel:
                 # in the order in which it lies in memory: sums over it are then formed in the same order there
                 order = _order(leaf)
                 own = leaf.detach().permute(order).contiguous()
+                storage = storages.setdefault(storage_of(leaf) or id(leaf), sizes)
                 self.tensors.append((sizes, own))
-                kept.append((sizes, own.dtype, tuple(own.shape), order))
+                kept.append(tuple(_Sent(sizes, own.dtype, tuple(own.shape), order, storage)))
                 sizes += _aligned(own.numel() * own.element_size())
             else:
                 kept.append((leaf,))
@@ -72,11 +75,50 @@ def total_of(buffer: torch.Tensor) -> int:
 
 
 def opened(buffer: torch.Tensor) -> Any:
-    """The tree; its tensors are views of the buffer."""
+    """The tree, in the buffer's memory: tensors that had one storage have one again, others each have their own."""
     length = int(buffer[8:HEAD].view(torch.int64))
     spec, kept = pickle.loads(buffer[HEAD : HEAD + length].numpy().tobytes())
     start = _aligned(HEAD + length)
-    return pytree.unflatten(spec, [entry[0] if len(entry) == 1 else _view(buffer, start, *entry) for entry in kept])
+    entries = [entry[0] if len(entry) == 1 else _Sent(*entry) for entry in kept]
+    ends: dict[int, int] = {}
+    for entry in entries:
+        if isinstance(entry, _Sent):
+            ends[entry.storage] = max(ends.get(entry.storage, 0), entry.place + entry.size)
+    own = {begin: _storage(buffer, start + begin, end - begin) for begin, end in ends.items() if end > begin >= 0}
+    return pytree.unflatten(spec, [x.of(own) if isinstance(x, _Sent) else x for x in entries])
+
+
+class _Sent(NamedTuple):
+    """A tensor as the header has it.
+
+    Attributes:
+        place: in bytes; negative for one without memory.
+        order: its dims as they lie in memory.
+        storage: the place of the first tensor of its storage.
+    """
+
+    place: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    storage: int
+
+    @property
+    def size(self) -> int:
+        return self.dtype.itemsize * torch.Size(self.shape).numel()
+
+    def of(self, storages: Mapping[int, torch.Tensor]) -> torch.Tensor:
+        back = sorted(range(len(self.order)), key=self.order.__getitem__)
+        if 0 in self.shape or self.place < 0:
+            device = "meta" if self.place < 0 else "cpu"
+            return torch.empty(self.shape, dtype=self.dtype, device=device).permute(back)
+        place = self.place - self.storage
+        own = storages[self.storage][place : place + self.size]
+        return own.view(self.dtype).view(self.shape).permute(back)
+
+
+def _storage(buffer: torch.Tensor, begin: int, size: int) -> torch.Tensor:
+    return torch.frombuffer(buffer.numpy(), dtype=torch.uint8, offset=begin, count=size)
 
 
 def _order(x: torch.Tensor) -> tuple[int, ...]:
@@ -84,21 +126,6 @@ def _order(x: torch.Tensor) -> tuple[int, ...]:
     every = tuple(range(x.ndim))
     order = tuple(sorted(every, key=lambda dim: -x.stride(dim)))
     return order if x.permute(order).is_contiguous() else every
-
-
-def _view(
-    buffer: torch.Tensor,
-    start: int,
-    place: int,
-    dtype: torch.dtype,
-    shape: tuple[int, ...],
-    order: tuple[int, ...],
-) -> torch.Tensor:
-    back = sorted(range(len(order)), key=order.__getitem__)
-    if 0 in shape or place < 0:
-        return torch.empty(shape, dtype=dtype, device="meta" if place < 0 else buffer.device).permute(back)
-    size = dtype.itemsize * torch.Size(shape).numel()
-    return buffer[start + place : start + place + size].view(dtype).view(shape).permute(back)
 
 
 def _aligned(size: int) -> int:

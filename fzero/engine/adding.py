@@ -82,26 +82,48 @@ class Adding:
         retain_graph: bool,
     ) -> list[torch.Tensor | None]:
         """The cotangents of inputs; autograd adds those of the params, as they come."""
-        found: list[torch.Tensor | None] = [None] * len(inputs)
+        if not (params or inputs):
+            return []
+        for number, param in enumerate(params):
+            param.grad = self.place(number)[0]
+        return pull_back(outputs, cotangents, params, inputs, retain_graph, [*params, *inputs])[1]
 
-        def note(place: int, grad: torch.Tensor) -> None:
+
+def pull_back(
+    outputs: Sequence[torch.Tensor],
+    cotangents: Sequence[torch.Tensor],
+    params: Sequence[torch.Tensor],
+    inputs: Sequence[torch.Tensor],
+    retain_graph: bool,
+    asked: Sequence[torch.Tensor] | None = None,
+) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]]:
+    """What torch's own `backward` leaves in the `grad` of params, which it empties, and the cotangents of inputs.
+
+    With nothing else asked for it is the user's: all Functions run, hooks of every kind are called, and what they
+    assign to `grad` counts.
+
+    Args:
+        asked: leaves; without them all that there are, also those that the function closes over.
+    """
+    found: list[torch.Tensor | None] = [None] * len(inputs)
+
+    def note(place: int, grad: torch.Tensor | None) -> None:
+        if grad is not None:
             before = found[place]  # there, where a backward within this one has come by, too
             found[place] = grad.clone() if before is None else before + grad  # some backward may write to it later on
 
-        if not outputs or not (params or inputs):
-            return found
-        # as they come: what autograd keeps in `grad` may have other strides
-        handles = [register(x.register_hook, functools.partial(note, i)) for i, x in enumerate(inputs)]
-        try:
-            for number, param in enumerate(params):
-                param.grad = self.place(number)[0]
-            torch.autograd.backward(outputs, cotangents, retain_graph, inputs=[*params, *inputs])
-        finally:
-            for handle in handles:
-                handle.remove()
-            for leaf in (*params, *inputs):
-                leaf.grad = None
-        return found
+    # as they come: what autograd keeps in `grad` may have other strides
+    handles = [register(x.register_hook, functools.partial(note, i)) for i, x in enumerate(inputs)]
+    try:
+        if outputs:
+            torch.autograd.backward(outputs, cotangents, retain_graph, inputs=asked)
+        own = [x.grad for x in params] if asked is None else []
+        return [None if x is None else x.detach() for x in own], found
+    finally:
+        for handle in handles:
+            handle.remove()
+        for leaf in (*params, *inputs):
+            leaf.grad = None
 
 
 class Waits(NamedTuple):

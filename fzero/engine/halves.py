@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private
 from fzero.base.edges import Edge, Grads, Kept, along, edge_of, is_python, meta_of
-from fzero.base.hooks import Copies, Pass, keeping, register, running
+from fzero.base.hooks import Pass, keeping, register, running
 from fzero.capture.handle import storage_of
 from fzero.engine.regions import Region, Regions
 
@@ -30,6 +30,9 @@ class _Value:
     place: int = 0
 
     def __post_init__(self) -> None:
+        self.note()
+
+    def note(self) -> None:
         self._version = self._now()[1]
 
     def _now(self) -> tuple[tuple[int, ...], int]:
@@ -37,16 +40,17 @@ class _Value:
         return ((), 0) if own is None else (tuple(own.shape), private.version(private.unwrapped(own)))
 
     def need_unwritten(self) -> None:
-        """Refuses that a backward has written to it since: in one pass it might have been used before."""
+        """Refuses that somebody has written to it since: in one pass it might have been used before."""
         shape, version = self._now()
         if version != self._version:
             raise ValueError(
-                f"pullback: the backward of an autograd.Function (or a hook) writes in place to a cotangent of shape "
-                f"{shape} that another one needs later, as this is pulled back in two halves. Return another tensor: "
-                "grad * 2, not grad.mul_(2)."
+                f"pullback: the backward of an autograd.Function, or a hook, writes to a cotangent of shape {shape} "
+                "that another one needs later, as this is pulled back in two halves. Return a tensor that nobody "
+                "writes to: grad * 2, not grad.mul_(2) nor torch.mul(grad, 2, out=memory)."
             )
 
     def take(self) -> torch.Tensor:
+        self.need_unwritten()
         return self.of.give(self.place) if isinstance(self.of, Kept) else self.of
 
 
@@ -73,12 +77,14 @@ class Part:
                 value.of = apart_from(value.of, storages)
             elif value.of.grad is not None:
                 value.of.grad = apart_from(value.of.grad, storages)
+            value.note()
 
     def only(self, edge: Edge) -> Kept | None:
         """What the cotangent of this part is computed from, taken, where that is only what goes along this edge."""
         (value, *others) = self.values or [None]
         if value is None or others or not isinstance(value.of, Kept) or value.edge != edge:
             return None
+        value.need_unwritten()
         self.values = []
         return value.of
 
@@ -126,7 +132,9 @@ class Split:
         params: leaves, like the inputs.
         units: nodes that hand on cotangents by themselves -> their numbers, and along how many of their first edges.
         shapes_only: the params may be read in the first half only.
-        copies: a Function's backward may write to what it is given.
+
+    Attributes:
+        native: as of `Regions`.
     """
 
     def __init__(
@@ -136,11 +144,10 @@ class Split:
         params: Sequence[torch.Tensor],
         units: Mapping[Node, tuple[int, int]] | None = None,
         shapes_only: bool = False,
-        copies: bool = False,
     ) -> None:
-        self._copies = copies
         self._outputs, self._inputs, self._params = outputs, inputs, params
         self._regions = Regions(outputs, inputs, params, units, shapes_only)
+        self.native = self._regions.native
 
     def is_alone(self, unit: Node) -> bool:
         """Tells whether nothing else uses the params that a unit hands on cotangents of by itself."""
@@ -170,7 +177,6 @@ class Split:
         asked = [*self._inputs, *[self._params[i] for i in self._regions.early]]
         found: list[torch.Tensor | None] = [None] * len(asked)
         own = Pass(dict.fromkeys(edge[0] for edge in self._regions.roots if edge is not None))
-        copies = Copies(asked if self._copies else (), own)
         handles = self._watch(parts, own)
         try:
             if live and asked:
@@ -185,7 +191,6 @@ class Split:
         for part in parts.values():
             for value in part.values:
                 value.need_unwritten()
-        found = [copies.found.get(i, x) for i, x in enumerate(found)]
         early = dict(zip(self._regions.early, found[len(self._inputs) :], strict=True))
         return found[: len(self._inputs)], early, list(parts.values())
 

@@ -57,11 +57,29 @@ class Late:
 
     Args:
         alone: numbers of those whose leaves nothing else uses.
+
+    Attributes:
+        waits: whether anything may; not any more once a user's Function acts, which might write to it.
     """
 
     def __init__(self, alone: Collection[int] = ()) -> None:
         self.alone = alone
         self.units: dict[int, Later] = {}
+        self.waits = True
+
+    def settle(self, collect: Collect) -> None:
+        """Hands on what waits, and nothing will."""
+        self.waits = False
+        for unit in self.units.values():
+            unit.pull(collect)
+        self.units.clear()
+
+    def put(self, number: int, unit: Later, collect: Collect, at_once: bool) -> None:
+        """Takes what is left of a unit; where that may not wait, or is better not kept, hands it on."""
+        if at_once or not self.waits:
+            unit.pull(collect)
+        else:
+            self.units[number] = unit
 
     def own(self, storages: Collection[int]) -> None:
         for unit in self.units.values():

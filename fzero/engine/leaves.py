@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,6 +26,7 @@ class _Leaf(torch.Tensor):
     """A param as the function gets it: a tensor whose writes count, also those to its `data`, or are refused."""
 
     fzero_path = ""
+    fzero_begins = False  # whether a run's graph begins with it
 
     # none, so that operations on it cost no more
     __torch_function__ = torch.nn.Parameter.__torch_function__  # type: ignore[assignment]
@@ -80,8 +81,54 @@ class Unfit(Exception):
     """It is no run for plain autograd: compiled code takes no tensor subclass, and a graph no inference tensor."""
 
 
-WORDS = ("_Leaf", "Multiple dispatch failed", texts.INFERENCE)  # of the errors that say so
 UNFIT = object()
+
+
+def says_unfit(error: BaseException) -> bool:
+    """Tells whether an error is one of those by which torch says so, and not the user's, whatever he says in it."""
+    text = str(error)
+    if isinstance(error, TypeError) and text.startswith("Multiple dispatch failed for 'torch"):
+        return True
+    by_compiler = type(error).__module__.startswith("torch.") and _Leaf.__name__ in text
+    return by_compiler or texts.says(error, texts.INFERENCE)
+
+
+def need_own(variables: Iterable[object], params: Sequence[torch.Tensor]) -> None:
+    """Refuses a graph that leads to the params of another run.
+
+    Args:
+        variables: with which the graph begins.
+        params: of the run that has made it.
+    """
+    own = {id(x) for x in params}
+    for x in variables:
+        if isinstance(x, _Leaf) and x.fzero_begins and id(x) not in own:
+            raise ValueError(
+                f"step: the function goes on from what another run of it (another microbatch, or step) has computed of "
+                f"leaf {x.fzero_path!r}, to which no gradient would go back. Keep h.detach() from one run to the next, "
+                "or compute both in one."
+            )
+
+
+def need_apart(flat: Sequence[object], wanted: Sequence[int], versions: Sequence[int]) -> None:
+    """Refuses a write to an input that shares its memory with another one, whose graph does not show it.
+
+    Args:
+        wanted: places of the inputs that are differentiated.
+        versions: theirs before the function ran.
+    """
+    for place, before in zip(wanted, versions, strict=True):
+        own = flat[place]
+        assert isinstance(own, torch.Tensor)
+        if private.version(own) == before:
+            continue
+        others = [x for i, x in enumerate(flat) if i != place and isinstance(x, torch.Tensor)]
+        if any(storage_of(x) == storage_of(own) for x in others if x.layout == own.layout == torch.strided):
+            raise ValueError(
+                f"step: the function writes in place to an input, of shape {tuple(own.shape)}, that shares its "
+                "memory with another input, and both are differentiated. Write to a copy: x = x.clone(), or use "
+                "the operation that is not in place."
+            )
 
 
 class _Place(NamedTuple):
@@ -122,7 +169,7 @@ class Leaves:
         out: list[torch.Tensor] = []
         for view, trains, path in self._views:
             leaf = torch.Tensor._make_subclass(_Leaf, view, trains)
-            leaf.fzero_path = path
+            leaf.fzero_path, leaf.fzero_begins = path, True
             out.append(leaf)
         return out
 

@@ -163,6 +163,8 @@ class UnitOp(Op):
                 found = list(gradients(pull.outputs, [*flat, *inputs], cotangents, keep))
             else:
                 split = Split(pull.outputs, inputs, flat, shapes_only=bool(self._fulls))
+                if not split.native:
+                    late.settle(self.traversal.collect)
                 found_inputs, early, parts = split.pull(cotangents, keep)
                 del split
                 found = [*[early.get(i) for i in range(len(flat))], *found_inputs]
@@ -175,10 +177,8 @@ class UnitOp(Op):
             self._empty()  # what is kept of the leaves would keep it
             later = Later(list(zip(keys, sizes, strict=True)), found, flat, parts, keep)
             found, sizes, keys = [], [], []
-            if self.call.compiles and self.number in late.alone:
-                later.pull(self.traversal.collect)
-            else:
-                late.units[self.number] = later
+            at_once = self.call.compiles and self.number in late.alone
+            late.put(self.number, later, self.traversal.collect, at_once)
             del later
         del flat
         if keep:

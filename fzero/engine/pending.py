@@ -52,7 +52,7 @@ class Pending:
                 units[node] = op.number, len(op.keys)
         split = Split(ends.outputs, ends.inputs, self._primals, units)
         self._late.alone = {number for node, (number, _) in units.items() if split.is_alone(node)}
-        traversal.late = self._late
+        traversal.late = self._late if split.native else None
         try:
             with without_compiled_autograd(), private.outside_inference():
                 found, _, self._parts = split.pull(cotangents, self.retain_graph)
@@ -61,24 +61,31 @@ class Pending:
         out = [
             torch.zeros_like(private.unwrapped(x)) if g is None else g for g, x in zip(found, ends.inputs, strict=True)
         ]
+        if not split.native or not self._late.waits:  # some may be a Function's, who writes to them again
+            out = [x.clone() for x in out]
         # whoever has these may write to them before the second half
         others = {storage_of(private.unwrapped(x)) for x in (*cotangents, *out, *ends.inputs, *ends.outputs)}
         for each in (self._late, *self._parts):
             each.own(others)
+        if not self._late.waits:
+            self._deliver()
         return out
 
     def params(self) -> None:
         """The second half: delivers the cotangents of the params."""
-        traversal, delivery = self.traversal, self.delivery
+        self._deliver()
+        self.delivery.finish()
+
+    def _deliver(self) -> None:
+        """Delivers what waits."""
         with without_compiled_autograd(), private.outside_inference():
             parts, self._parts = self._parts, []
             for part in parts:
                 for number in part.units:
                     later = self._late.units.pop(number, None)
                     if later is not None:
-                        later.pull(traversal.collect)
+                        later.pull(self.traversal.collect)
                 part.pull([self._primals[i] for i in part.params], self.retain_graph)
                 for i in part.params:
-                    delivery.end(self._keys[i])
+                    self.delivery.end(self._keys[i])
         assert not self._late.units
-        delivery.finish()

@@ -22,10 +22,10 @@ from fzero.base.context import in_differentiated
 from fzero.base.edges import Edge, edge_of
 from fzero.base.hooks import Registrations, without_compiled_autograd
 from fzero.capture.handle import storage_of
-from fzero.engine.adding import Adding, Waits
+from fzero.engine.adding import Adding, Waits, pull_back
 from fzero.engine.function import call_function
 from fzero.engine.halves import Part, Split, apart_from
-from fzero.engine.leaves import UNFIT, WORDS, Alias, Leaves, Unfit, known
+from fzero.engine.leaves import UNFIT, Alias, Leaves, Unfit, known, need_apart, says_unfit
 from fzero.engine.outcome import Outcome, no_first_half, split_both
 from fzero.engine.run import Run
 from fzero.engine.schedule import Record
@@ -97,7 +97,7 @@ class PlainRun(Outcome):
         self._entered = [(x, private.version(x)) for x in own]
         filled = [x.detach() if isinstance(x, torch.Tensor) and x.requires_grad else x for x in flat]
         versions = [private.version(flat[place]) for place in self.wanted]
-        hooks, every = Registrations(), leaves.made()
+        self._hooks, every = Registrations(), leaves.made()
         self._params = [every[place.slot.leaf] for place in leaves.params]
         with torch.enable_grad(), private.outside_inference():
             self._inputs = [flat[place].detach().requires_grad_() for place in self.wanted]
@@ -107,7 +107,7 @@ class PlainRun(Outcome):
             try:
                 result = call_function(step, state, leaves.traversal(seed, every), {}, arguments)
             except (RuntimeError, TypeError) as error:
-                if any(word in str(error) for word in WORDS):
+                if says_unfit(error):
                     known(step, state)[UNFIT] = Record()
                     raise Unfit from error
                 if not texts.says(error, texts.WRITES_LEAF):
@@ -122,27 +122,11 @@ class PlainRun(Outcome):
         leaves.check(every)
         for leaf in (*self._params, *self._inputs):
             leaf.grad = None  # what the function has pulled back by itself is not of this pullback
-        self._need_apart(flat, versions)
+        need_apart(flat, self.wanted, versions)
         self._real: Sequence[torch.Tensor] | None = outputs.leaves[0]
         real, rest, aux = (leaves.given_out(own) for own in (*outputs.leaves, others.leaves[0]))
         outputs.leaves, others.leaves = [], []  # which are the graph's
         self._note(returned, real, (rest, aux))
-        self._hooked = hooks.any()  # perhaps on what lies between a weight and its product
-
-    def _need_apart(self, flat: Sequence[object], versions: Sequence[int]) -> None:
-        """Refuses a write to an input that shares its memory with another one, whose graph does not show it."""
-        for place, before in zip(self.wanted, versions, strict=True):
-            own = flat[place]
-            assert isinstance(own, torch.Tensor)
-            if private.version(own) == before:
-                continue
-            others = [x for i, x in enumerate(flat) if i != place and isinstance(x, torch.Tensor)]
-            if any(storage_of(x) == storage_of(own) for x in others if x.layout == own.layout == torch.strided):
-                raise ValueError(
-                    f"step: the function writes in place to an input, of shape {tuple(own.shape)}, that shares its "
-                    "memory with another input, and both are differentiated. Write to a copy: x = x.clone(), or use "
-                    "the operation that is not in place."
-                )
 
     def pull(
         self, cotangent: object, retain_graph: bool = False, *, into: Mapping[Key, Buffer] | None = None
@@ -173,11 +157,39 @@ class PlainRun(Outcome):
     ) -> tuple[Finish, list[torch.Tensor | None]]:
         with _around():
             real, leaves, cotangents = self._begun(cotangent)
-            if sums is not None and leaves.products is False and self._is_unwatched() and sums.takes(self._params):
-                return self._added(real, cotangents, retain_graph, sums)
-            graph = Graph(real)
-            waits, out = self._parted(graph, self._weights(graph), cotangents, retain_graph, sums)
+            graph = Graph(real, self._params)
+            if not self._is_torchs(graph):
+                waits, out = self._as_torch(graph, cotangents, retain_graph, sums)
+            elif sums is not None and leaves.products is False and sums.takes(self._params):
+                return self._added(graph, cotangents, retain_graph, sums)
+            else:
+                waits, out = self._parted(graph, graph.weights(self._params), cotangents, retain_graph, sums)
             return functools.partial(self._finish, waits), out
+
+    def _is_torchs(self, graph: Graph) -> bool:
+        """Tells whether nobody but torch acts in a pullback: nobody sees in which way cotangents come to their sums."""
+        return graph.native and not self._hooks.any() and not torch.is_anomaly_enabled()
+
+    def _as_torch(
+        self, graph: Graph, cotangents: Sequence[torch.Tensor], retain_graph: bool, sums: Adding | None
+    ) -> tuple[Waits, list[torch.Tensor | None]]:
+        """`_parted`, where users' Functions or hooks act: exactly as torch would have it."""
+        grads, found = pull_back(graph.ends, self._given(cotangents), self._params, self._inputs, retain_graph)
+        if sums is None:  # whoever has these, as a Function has its workspace, may write to them until it goes on
+            grads = [None if x is None else x.clone() for x in grads]
+        out = self._filled(found)
+        self._let_go(retain_graph)
+        return Waits(dict(enumerate(grads)), set(), False, [], sums, retain_graph), self._placed(out)
+
+    def _given(self, cotangents: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the outputs that depend on anything."""
+        assert self._real is not None
+        return [c.to(o.dtype) for o, c in zip(self._real, cotangents, strict=True) if o.requires_grad]
+
+    def _let_go(self, retain_graph: bool) -> None:
+        """Forgets the graph, which has been pulled back."""
+        if not retain_graph:
+            self._real, self._inputs, self._entered, self._again = None, [], [], None
 
     def _parted(
         self,
@@ -197,18 +209,16 @@ class PlainRun(Outcome):
         own = {weight.number for _, weight in weights}
         others = [i for i in range(len(params)) if i not in own]
         asked = [*self._inputs, *[params[i] for i in others]]
-        given = [c.to(o.dtype) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
         totals = None if sums is None else {number: sums.place(number) for number in own}
         later: list[Waiting] = []
-        found, added, gained = pull(graph, given, asked, weights, totals, retain_graph, later)
+        found, added, gained = pull(graph, self._given(cotangents), asked, weights, totals, retain_graph, later)
         count = len(self._inputs)
         out = self._filled(found[:count])
         if sums is None:  # whoever has these may write to them until it goes on
             storages = self._storages(real, cotangents, out)
             later[:] = [waiting.apart_from(storages) for waiting in later]
             found[count:] = [None if x is None else apart_from(x, storages) for x in found[count:]]
-        if not retain_graph:
-            self._real, self._inputs, self._entered, self._again = None, [], [], None
+        self._let_go(retain_graph)
         rest = dict(zip(others, found[count:], strict=True))
         return Waits(rest, added, gained, later, sums, retain_graph), self._placed(out)
 
@@ -241,13 +251,16 @@ class PlainRun(Outcome):
     def _pulled_inputs(self, cotangent: object, retain_graph: bool) -> list[torch.Tensor | None]:
         with _around():
             real, _, cotangents = self._begun(cotangent)
-            graph = Graph(real)
-            weights = self._weights(graph)
+            graph = Graph(real, self._params)
+            if not self._is_torchs(graph):
+                self._rest, wanted = self._as_torch(graph, cotangents, retain_graph, None)
+                return wanted
+            weights = graph.weights(self._params)
             known = {weight.number for _, weight in weights}
-            if graph.native and graph.is_light([x for i, x in enumerate(self._params) if i not in known]):
+            if graph.is_light([x for i, x in enumerate(self._params) if i not in known]):
                 self._rest, wanted = self._parted(graph, weights, cotangents, retain_graph, None)
                 return wanted
-            split = Split(real, self._inputs, self._params, copies=not graph.native)
+            split = Split(real, self._inputs, self._params)
             pulled, early, parts = split.pull(cotangents, retain_graph)
             out = self._filled(pulled)
             storages = self._storages(real, cotangents, out)
@@ -300,22 +313,14 @@ class PlainRun(Outcome):
             return grads
 
     def _added(
-        self, real: Sequence[torch.Tensor], cotangents: Sequence[torch.Tensor], retain_graph: bool, sums: Adding
+        self, graph: Graph, cotangents: Sequence[torch.Tensor], retain_graph: bool, sums: Adding
     ) -> tuple[Finish, list[torch.Tensor | None]]:
         """`_pulled`, where autograd adds up as quickly as anybody."""
-        ends = [(o, c.to(o.dtype)) for o, c in zip(real, cotangents, strict=True) if o.requires_grad]
-        found = sums.pull([o for o, _ in ends], [c for _, c in ends], self._params, self._inputs, retain_graph)
+        found = sums.pull(graph.ends, self._given(cotangents), self._params, self._inputs, retain_graph)
         out = self._placed(self._filled(found))
         if not retain_graph:
             self.drop()
         return lambda _: {}, out
-
-    def _weights(self, graph: Graph) -> list[tuple[Node, Weight]]:
-        """The weights that may be added to their sums at once, as nobody looks at their cotangents."""
-        return graph.weights(self._params) if self._is_unwatched() else []
-
-    def _is_unwatched(self) -> bool:
-        return not (self._hooked or torch.is_anomaly_enabled())
 
     def _run_again(self) -> Run:
         """A run of the same under torch.func: for whoever differentiates the pullback, or maps it."""
@@ -365,11 +370,9 @@ class PlainRun(Outcome):
 
 def _is_transformed(cotangent: object) -> bool:
     """Tells whether somebody differentiates, or maps, what a cotangent is pulled back to."""
-    if not (private.transforms() or in_differentiated()):
-        return False
-    return private.transforms() or any(
-        isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(cotangent)
-    )
+    if private.transforms() or not in_differentiated():
+        return private.transforms()
+    return any(isinstance(x, torch.Tensor) and x.requires_grad for x in pytree.leaves(cotangent))
 
 
 def run_of(

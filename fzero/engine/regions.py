@@ -15,7 +15,7 @@ import torch
 from torch.autograd.graph import Node, get_gradient_edge
 
 from fzero.base import private
-from fzero.base.edges import SEPARABLE, SHAPES, WEIGHTS, Edge, Kept, is_hooked, is_python, name_of
+from fzero.base.edges import SEPARABLE, SHAPES, WEIGHTS, Edge, Kept, is_hooked, is_python, is_users, name_of
 from fzero.base.hooks import has_posthooks
 
 
@@ -47,6 +47,8 @@ class Regions:
     Attributes:
         roots: of each output, where its cotangent goes in; None for one that is no end of a graph.
         leads: whether any output depends on an input.
+        native: whether no user's Function is among the nodes. One may write to what it is given, and to what it has
+            returned: nothing waits where there is any, but for what is pulled back as a whole.
         late: the regions that wait.
         early: the numbers of the params of those that do not.
     """
@@ -66,6 +68,7 @@ class Regions:
         leaves = {node: id(variable) for node in self._nodes if (variable := _variable(node)) is not None}
         self._main = self._above(node for node, x in leaves.items() if x in wanted)
         self.leads = bool(self._main)
+        self.native = not any(is_users(kind) for kind in {*map(type, self._nodes)})
         below = self._above(node for node, x in leaves.items() if x in numbers) - self._main
         self._regions = self._connected(below)
         for node, x in leaves.items():
@@ -74,7 +77,8 @@ class Regions:
         regions = dict.fromkeys(self._regions.values())
         self._order: dict[Node, int] | None = None
         everything = not self.leads and not shapes_only  # the second half is the pullback
-        self.late = [r for r in regions if everything or (self._is_worth(r) and not self._must_not_wait(r))]
+        worth = [r for r in regions if self.native and self._is_worth(r) and not self._must_not_wait(r)]
+        self.late = list(regions) if everything else worth
         late = {i for region in self.late for i in region.params}
         self.early = sorted({i for region in regions for i in region.params} - late)
 

@@ -7,6 +7,7 @@ tensor first, and reads it again; and where autocast has rounded a weight, once 
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -16,13 +17,13 @@ from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from fzero.base import private, texts
-from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, name_of
-from fzero.base.hooks import Copies, Pass, register, running
+from fzero.base.edges import Grads, Kept, ProductOf, is_hooked, is_users, name_of
+from fzero.base.hooks import Pass, register, running
 from fzero.base.products import Product
 from fzero.engine.halves import apart_from
-from fzero.engine.leaves import Alias
+from fzero.engine.leaves import Alias, need_own
 
-_EMBEDDING = "EmbeddingBackward0"
+_LEAF, _EMBEDDING = "AccumulateGrad", "EmbeddingBackward0"
 _T, _CAST = "TBackward0", "ToCopyBackward0"  # what lies between a weight and its product
 
 
@@ -84,53 +85,64 @@ def _versions(product: Product) -> tuple[int, int]:
     return private.version(product.left), private.version(product.right)
 
 
-def _is_users(kind: type) -> bool:
-    return issubclass(kind, BackwardCFunction) and getattr(kind, "_forward_cls", None) is not Alias
+@functools.lru_cache(256)
+def _is_torchs(kind: type) -> bool:
+    return getattr(kind, "_forward_cls", None) is Alias or not (issubclass(kind, BackwardCFunction) or is_users(kind))
 
 
 class Graph:
     """The graph that leads from outputs to leaves. To be dropped with it.
 
+    Args:
+        params: of the run that has made it.
+
+    Raises:
+        ValueError: it leads to other runs' params, too, which nobody would look at.
+
     Attributes:
         ends: the outputs that depend on anything.
         roots: their nodes.
-        uses: node -> the nodes that lead to it, and the places of their edges.
         leaves: id of a leaf -> its node.
-        native: whether no user's Function pulls anything back, which might write to the cotangent that it is given.
+        native: whether all nodes are torch's own, which write to nothing that anybody else has.
     """
 
-    def __init__(self, outputs: Iterable[torch.Tensor]) -> None:
+    def __init__(self, outputs: Iterable[torch.Tensor], params: Sequence[torch.Tensor]) -> None:
         self.ends = [o for o in outputs if o.requires_grad]
+        self._edges: list[tuple[Node, Sequence[tuple[Node | None, int]]]] = []
         nodes = [o.grad_fn if o.grad_fn is not None else get_gradient_edge(o).node for o in self.ends]  # of a leaf
         self.roots = dict.fromkeys(nodes)
         nodes = list(self.roots)
-        self.uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
-        self.leaves: dict[int, Node] = {}
-        uses, append = self.uses, nodes.append
+        seen, append, add = set(nodes), nodes.append, self._edges.append
+        variables: dict[Node, torch.Tensor] = {}
         for node in nodes:  # which grows
-            following = node.next_functions
+            if type(node).__name__ == _LEAF:
+                variables[node] = node.variable  # type: ignore[attr-defined]
+                continue
+            add((node, following := node.next_functions))
+            for other, _ in following:
+                if other is not None and other not in seen:
+                    seen.add(other)
+                    append(other)
+        self.native = all(map(_is_torchs, {*map(type, nodes)}))
+        self.leaves = {id(variable): node for node, variable in variables.items()}
+        need_own(variables.values(), params)
+
+    @functools.cached_property
+    def uses(self) -> dict[Node, list[tuple[Node, int]]]:
+        """Node -> the nodes that lead to it, and the places of their edges."""
+        uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
+        for node, following in self._edges:
             for k, (other, _) in enumerate(following):
                 if other is not None:
-                    if other in uses:
-                        uses[other].append((node, k))
-                    else:
-                        uses[other] = [(node, k)]
-                        append(other)
-            if not following:
-                variable = getattr(node, "variable", None)
-                if variable is not None:
-                    self.leaves[id(variable)] = node
-        self.native = not any(_is_users(kind) for kind in {*map(type, nodes)})
+                    uses.setdefault(other, []).append((node, k))
+        return uses
 
     def weights(self, params: Sequence[torch.Tensor]) -> list[tuple[Node, Weight]]:
-        """Those among some leaves that are used in one product each, and its node.
-
-        Nobody may have registered a hook on the graph: it would not be called with what is added at once.
-        """
+        """Those among some leaves that are used in one product each, and its node."""
         out: list[tuple[Node, Weight]] = []
         for number, param in enumerate(params):
             node = self.leaves.get(id(param))
-            if node is None or param.ndim != 2 or param.is_complex() or param._backward_hooks:  # type: ignore[attr-defined]
+            if node is None or param.ndim != 2 or param.is_complex():
                 continue
             transposed, cast, uses = False, False, self.uses[node]
             while len(uses) == 1 and node not in self.roots:
@@ -174,22 +186,21 @@ def pull(
     """The cotangents of the leaves that are asked for, the numbers of the weights whose were added to their sums, and
     whether that took less for any than what autograd does.
 
+    All nodes are torch's own, and nobody has registered a hook: it would not be called with what is added at once, and
+    might write to what others are computed from.
+
     Args:
         cotangents: of the graph's ends.
         totals: the weights' sums by number, and whether they begin.
         later: takes what is to be added where there are no sums yet.
     """
-    if totals is None and graph.native:
+    if totals is None:
         return _pulled_first(graph, cotangents, asked, weights, retain_graph, later)
     added: set[int] = set()
     gains: list[bool] = []
 
     def add(node: Node, weight: Weight, grad: torch.Tensor) -> None:
-        product = weight.product.of(node, grad)
-        if totals is not None:
-            gains.append(weight.add_to(product, *totals[weight.number]))
-        else:
-            later.append(Waiting(weight, product, _versions(product)))
+        gains.append(weight.add_to(weight.product.of(node, grad), *totals[weight.number]))
         added.add(weight.number)
 
     runs: set[Node] = set()
@@ -208,7 +219,6 @@ def pull(
                 add(node, weight, grads[0])
 
         handles.append(register(node.register_prehook, before))
-    copies = Copies(() if graph.native else asked, own)
     try:
         found = _passed(graph, cotangents, asked, ends, retain_graph)
     finally:
@@ -217,7 +227,7 @@ def pull(
     for (node, weight), grad in zip(ends, found[len(asked) :], strict=True):
         if grad is not None:
             add(node, weight, grad)
-    return [copies.found.get(i, x) for i, x in enumerate(found[: len(asked)])], added, any(gains)
+    return list(found[: len(asked)]), added, any(gains)
 
 
 def _pulled_first(

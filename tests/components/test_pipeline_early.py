@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 import fzero as fz
 from fzero.components.mail import Mail
 from fzero.engine.weights import Waiting
-from fzero.testing import RankError, run_ranks
+from fzero.testing import run_ranks
 
 
 class Writing(Copied):
@@ -68,13 +68,34 @@ def test_cotangents_leave_first(name: str) -> None:
     assert "add" not in (*first, *second[9:])
 
 
-def refused(rank: int) -> None:
-    pipe, state = pipe_of((hidden, writing), fz.schedules.one_f_one_b(2, 2))
-    x = torch.ones(4, 8, dtype=torch.float64)
-    for _ in range(2):
-        pipe(state, x)
+def losses(rank: int, alone: bool) -> list[torch.Tensor]:
+    fns, schedule = (hidden, writing), fz.schedules.one_f_one_b(2, 2)
+    if alone:
+        pipe = fz.pipeline([fz.train_step(fn, fz.sgd(0.1)) for fn in fns], schedule)
+        state = pipe.init([params(0), params(1)])
+    else:
+        pipe, state = pipe_of(fns, schedule)
+    out, x = [], torch.ones(4, 8, dtype=torch.float64)
+    for _ in range(3):
+        state, metrics = pipe(state, x)
+        out.append(metrics["loss"])
+    return out
 
 
-def test_a_backward_that_writes_to_a_cotangent_is_plain_or_refused_on_all_ranks() -> None:
-    with pytest.raises(RankError, match=r"may not write to the cotangent|modified by an inplace operation"):
-        run_ranks(refused, 2, backend="processes")
+def test_a_backward_that_writes_to_a_cotangent_is_plain_over_ranks_too() -> None:
+    first, second = run_ranks(functools.partial(losses, alone=False), 2, backend="processes")
+    fz.testing.assert_trees_equal(first, second)
+    leaves = [{name: x.requires_grad_() for name, x in params(i).items()} for i in range(2)]
+    own = []
+    for _ in range(3):
+        for part in torch.ones(4, 8, dtype=torch.float64).chunk(2):
+            loss = writing(leaves[1], hidden(leaves[0], part)) / 2
+            loss.backward()
+        own.append(loss.detach() * 2)
+        for x in (x for each in leaves for x in each.values()):
+            if x.grad is not None:
+                with torch.no_grad():
+                    x -= 0.1 * x.grad
+                x.grad = None
+    fz.testing.assert_trees_close(first, own, rtol=1e-10)
+    fz.testing.assert_trees_equal(first, losses(0, alone=True))

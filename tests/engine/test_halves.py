@@ -494,7 +494,7 @@ def _beside(p: Any, x: torch.Tensor) -> Any:
 @pytest.mark.parametrize("fn", [_before, _beside])
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_cotangent_that_is_written_to_between_the_halves(fn: Any, stage: int) -> None:
-    """It is what a whole pullback brings, or refused."""
+    """It is what a whole pullback brings."""
 
     def main(rank: int) -> None:
         step = fz.train_step(fn, fz.sgd(0.1))
@@ -505,11 +505,7 @@ def test_a_cotangent_that_is_written_to_between_the_halves(fn: Any, stage: int) 
         given = lambda: [torch.ones(2, 3, dtype=F64)] * 2  # one tensor for both outputs
         same = lambda: tuple(given()) if isinstance(out, tuple) else given()[0]
         wanted = pullback(same(), retain_graph=True)[0]
-        try:
-            pullback.inputs(same(), retain_graph=True)
-        except ValueError as error:
-            assert "writes in place to a cotangent" in str(error)
-        else:
-            assert_trees_equal(fz.gather(pullback.params()), fz.gather(wanted))
+        pullback.inputs(same(), retain_graph=True)
+        assert_trees_equal(fz.gather(pullback.params()), fz.gather(wanted))
 
     run_ranks(main, 1)
