@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import inspect
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -232,8 +234,22 @@ def _taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[st
     return extra if known is None else {name: value for name, value in extra.items() if name in known}
 
 
-@functools.lru_cache(maxsize=256)
-def _keywords(fn: Callable[..., object]) -> tuple[str, ...] | None:
-    """The names of a function's parameters, None where it takes any; a fused update asks for every group."""
-    known = inspect.signature(fn).parameters
-    return None if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in known.values()) else tuple(known)
+_known: weakref.WeakKeyDictionary[object, tuple[str, ...] | None] = weakref.WeakKeyDictionary()
+
+
+def _keywords(fn: Any) -> tuple[str, ...] | None:
+    """The names of a function's parameters, None where it takes any; a fused update asks for every group.
+
+    What is noted holds no function, which may hold tensors, and these a graph.
+    """
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    fn = getattr(fn, "__func__", fn)
+    with contextlib.suppress(KeyError, TypeError):  # some callables cannot be referred to weakly
+        return _known[fn]
+    parameters = inspect.signature(fn).parameters
+    takes_any = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    names = None if takes_any else tuple(parameters)
+    with contextlib.suppress(TypeError):
+        _known[fn] = names
+    return names

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -98,6 +100,23 @@ def test_a_function_that_comes_to_a_tensor_by_an_object() -> None:
             torch.func.grad(lambda rate: run(fz.shard_zero3(of_an_object(rate))))(RATE)
 
     run_ranks(rank_main, 2)
+
+
+@pytest.mark.parametrize("make", [fz.sgd, fz.adamw, lambda rate: fz.chain(scaling(rate), fz.sgd(rate))])
+def test_nothing_is_held_afterwards(make: Any) -> None:
+    """An optimizer is made in every call, and its tensors lead to what they were computed of."""
+    seen: list[weakref.ref[torch.Tensor]] = []
+
+    def after(rate: torch.Tensor) -> torch.Tensor:
+        own = rate * 2
+        seen.append(weakref.ref(own))
+        return run(fz.train_step(squared, make(own)))
+
+    for _ in range(3):
+        torch.func.grad(after)(RATE)
+        run(fz.train_step(squared, make(RATE)))
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 3
 
 
 def test_what_a_function_closes_over_differs_between_ranks() -> None:
