@@ -21,37 +21,48 @@ def rebound(value: T, lift: Lift) -> T:
     """The value with `lift(tensor)` for every tensor that it holds; the value itself where that changes nothing.
 
     What a function holds is what it closes over, its defaults, and what functools.partial has bound; a method's is what
-    its object holds, which is a dataclass. Objects of other classes are left alone.
+    its object holds, which is a dataclass. Objects of other classes are left alone. Copied is what leads to a tensor
+    that changes, and nothing else: a list, a dict or a variable that a function writes to stays the same one.
     """
-    new = {id(tensor): (tensor, lift(tensor)) for tensor in tensors_held(value)}
-    if all(lifted is tensor for tensor, lifted in new.values()):
-        return value
-    return _Copies(new).of(value)  # type: ignore[return-value]
+    found, parents = _walked(value, _children)
+    new = {id(tensor): (tensor, lift(tensor)) for tensor in found}
+    todo = [key for key, (tensor, lifted) in new.items() if lifted is not tensor]
+    touched = set(todo)
+    for key in todo:  # which grows
+        above = [each for each in parents.get(key, ()) if each not in touched]
+        touched.update(above)
+        todo += above
+    return _Copies(new, touched).of(value)  # type: ignore[return-value]
 
 
 def tensors_held(value: object) -> list[torch.Tensor]:
     """The tensors that `rebound` finds, each once."""
-    return _found(value, _children)
+    return _walked(value, _children)[0]
 
 
 def tensors_hidden(value: object) -> list[torch.Tensor]:
     """Tensors that functions among a value come to without holding them: by objects, classes and globals."""
     held = {id(x) for x in tensors_held(value)}
-    return [x for x in _found(value, _reached) if id(x) not in held]
+    return [x for x in _walked(value, _reached)[0] if id(x) not in held]
 
 
-def _found(value: object, children: Callable[[object], Iterator[object]]) -> list[torch.Tensor]:
+def _walked(
+    value: object, children: Callable[[object], Iterator[object]]
+) -> tuple[list[torch.Tensor], dict[int, list[int]]]:
+    """The tensors that a value leads to, and for each object's id those of what leads to it."""
     found: list[torch.Tensor] = []
+    parents: dict[int, list[int]] = {}
     todo, seen = [value], {id(value): value}
     for each in todo:  # which grows
         if isinstance(each, torch.Tensor):
             found.append(each)
             continue
         for child in children(each):
+            parents.setdefault(id(child), []).append(id(each))
             if id(child) not in seen:
                 seen[id(child)] = child
                 todo.append(child)
-    return found
+    return found, parents
 
 
 def _children(value: object) -> Iterator[object]:
@@ -100,23 +111,23 @@ def _is_empty(cell: types.CellType) -> bool:
 class _Copies:
     """Copies of what holds anything, each once, as functions may close over themselves and share what they hold."""
 
-    def __init__(self, tensors: dict[int, tuple[object, object]]) -> None:
-        self._known: dict[int, tuple[object, object]] = {
-            **tensors
-        }  # id -> what it is of, which is kept, and the new value
+    def __init__(self, tensors: dict[int, tuple[object, object]], touched: set[int]) -> None:
+        self._touched = touched
+        self._known: dict[int, tuple[object, object]] = {**tensors}  # id -> what it is of, and the new value
 
     def of(self, value: object) -> object:
+        if id(value) not in self._touched:
+            return value
         if id(value) not in self._known:
             self._known[id(value)] = value, value
             self._known[id(value)] = value, self._made(value)
         return self._known[id(value)][1]
 
     def _made(self, value: object) -> object:
-        if isinstance(value, types.FunctionType) and any(True for _ in _children(value)):
+        if isinstance(value, types.FunctionType):
             return self._function(value)
         if isinstance(value, types.MethodType):
-            own = self.of(value.__self__)
-            return value if own is value.__self__ else types.MethodType(value.__func__, own)
+            return types.MethodType(value.__func__, self.of(value.__self__))
         if isinstance(value, functools.partial):
             keywords = {name: self.of(x) for name, x in value.keywords.items()}
             return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)  # type: ignore[arg-type]
@@ -132,20 +143,20 @@ class _Copies:
     def _dataclass(self, value: DataclassInstance) -> object:
         old = {name: getattr(value, name) for name in _fields(value)}
         new = {name: self.of(x) for name, x in old.items()}
-        if all(new[name] is old[name] for name in old):
-            return value
         out = object.__new__(type(value))  # what was checked of the first values holds of these
         for name, x in new.items():
             object.__setattr__(out, name, x)
         return out
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
-        cells = tuple([types.CellType() for _ in fn.__closure__ or ()])
+        old = fn.__closure__ or ()
+        kept = [_is_empty(cell) or id(cell.cell_contents) not in self._touched for cell in old]
+        cells = tuple([cell if keep else types.CellType() for cell, keep in zip(old, kept, strict=True)])
         out = types.FunctionType(fn.__code__, fn.__globals__, fn.__name__, None, cells or None)
         self._known[id(fn)] = fn, out
-        for new, old in zip(cells, fn.__closure__ or (), strict=True):
-            if not _is_empty(old):
-                new.cell_contents = self.of(old.cell_contents)
+        for new, cell, keep in zip(cells, old, kept, strict=True):
+            if not keep:
+                new.cell_contents = self.of(cell.cell_contents)
         out.__defaults__, out.__kwdefaults__ = self.of(fn.__defaults__), self.of(fn.__kwdefaults__)
         out.__dict__.update(fn.__dict__)
         out.__qualname__, out.__module__ = fn.__qualname__, fn.__module__
