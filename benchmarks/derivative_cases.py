@@ -116,7 +116,7 @@ def dot(left: Params, right: Params) -> Tensor:
 
 
 def grad_by_autograd(fn: Callable[..., Tensor], argnums: int | tuple[int, ...] = 0) -> Callable[..., Any]:
-    """As `torch.func.grad`, by the autograd that everybody uses; None where nothing is connected."""
+    """As `torch.func.grad`, by the autograd that everybody uses; None where one leaf is not connected."""
 
     def grad(*args: Any) -> Any:
         chosen = (argnums,) if isinstance(argnums, int) else argnums
@@ -125,7 +125,10 @@ def grad_by_autograd(fn: Callable[..., Tensor], argnums: int | tuple[int, ...] =
         given = list(args)
         for i, arg in zip(chosen, tree_unflatten(leaves, spec), strict=True):
             given[i] = arg
-        found = torch.autograd.grad(fn(*given), leaves, create_graph=True, allow_unused=True)
+        out = fn(*given)
+        found = torch.autograd.grad(out, leaves, create_graph=True, allow_unused=True)
+        if all(each is None for each in found):
+            torch.autograd.grad(out, leaves, create_graph=True)  # says itself what is wrong
         tree = tree_unflatten(found, spec)
         return tree[0] if isinstance(argnums, int) else tree
 

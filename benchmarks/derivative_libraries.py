@@ -9,8 +9,23 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from derivative_cases import BETAS, DECAY, EPS, LR, STEPS, Data, Params, Plain, directions, error_of
-from derivative_cases import module_of, params_of, pushed_by_autograd, slopes, stacked
+from derivative_cases import (
+    BETAS,
+    DECAY,
+    EPS,
+    LR,
+    STEPS,
+    Data,
+    Params,
+    Plain,
+    directions,
+    error_of,
+    module_of,
+    params_of,
+    pushed_by_autograd,
+    slopes,
+    stacked,
+)
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -149,7 +164,7 @@ class Higher(Unrolled):
 
     def some(self, model: Any, step: Any, updates: range, *params: Tensor) -> tuple[Tensor, ...]:
         for update in updates:
-            x, y, rows = self.data.batch(update)
+            x, y, _ = self.data.batch(update)
             params = tuple(step(error_of(model(x, params=list(params)), y), params=list(params)))
         return params
 

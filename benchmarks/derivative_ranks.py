@@ -15,8 +15,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from derivative_cases import BETAS, DECAY, EPS, LR, STEPS, Data, Params, Plain, directions, dot, error_of
-from derivative_cases import module_of, params_of, pushed_by_func, slopes, stacked
+from derivative_cases import (
+    BETAS,
+    DECAY,
+    EPS,
+    LR,
+    STEPS,
+    Data,
+    Params,
+    Plain,
+    directions,
+    dot,
+    error_of,
+    module_of,
+    params_of,
+    pushed_by_func,
+    slopes,
+    stacked,
+)
 from torch import Tensor, nn
 
 import fzero as fz
@@ -209,6 +225,8 @@ def fsdp2_prepared(module: nn.Sequential, make: Callable[[Any], torch.optim.Opti
 def fsdp2_functional(data: Data, grad: Callable[..., Any]) -> Plain:
     """Its sharded params (DTensors) are given by name; what it does in backward averages over ranks."""
     model = fsdp2_model(module_of(data.dtype))
+    model(data.held_x)  # it sets itself up in the first call, which no transform can go through
+    model.reshard()
     params = {name: param.detach() for name, param in model.named_parameters()}
     place = functools.partial(_cut_like, params)
     forward = lambda p, x: torch.func.functional_call(model, p, (x,))
@@ -228,6 +246,13 @@ def _cut_like(params: Params, whole: Params, dim: int) -> Params:
 
 
 # ---- DeepSpeed
+
+
+def deepspeed_begun() -> None:
+    """Compiles what it would compile in the first case."""
+    from deepspeed.comm.torch import build_shm_op  # type: ignore[import-not-found]
+
+    build_shm_op()
 
 
 def deepspeed_engine(module: nn.Module, stage: int, optimizer: torch.optim.Optimizer) -> Any:
@@ -258,8 +283,6 @@ def deepspeed_prepared(stage: int, module: nn.Module, make: Callable[[Any], torc
 class Averaged(torch.autograd.Function):
     """The mean over ranks; in the pullback, the mean of the cotangents."""
 
-    generate_vmap_rule = False
-
     @staticmethod
     def forward(x: Tensor) -> Tensor:
         out = x.clone()
@@ -273,6 +296,14 @@ class Averaged(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cotangents: Tensor) -> Any:
         return Averaged.apply(cotangents[0])
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:
+        return Averaged.apply(tangents[0])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> Any:
+        return Averaged.apply(x), in_dims[0]
 
 
 def averaged(grads: Params) -> Params:

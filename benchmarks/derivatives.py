@@ -6,8 +6,9 @@
 Every case really runs, each in fresh processes (two gloo ranks, for what shards), and what comes out is held to plain
 torch in one process, in float64: the largest difference over the largest entry, of each leaf. A cell says
 
-    exact            at most 1e-10 apart. Of the last case also by how much its peak of live tensor bytes grows from 25
-                     to 100 steps: twice, if it grows as the square root
+    exact            at most 1e-10 apart; of DeepSpeed, whose ZeRO-3 refuses float64, at most 1e-4 in float32. Of the
+                     last case also how many times the peak of live tensor bytes of 25 steps that of 100 is: 2 where it
+                     grows as the square root of their number, 4 where it grows as their number
     wrong (apart)    another number, without a word; 1.0 are zeros; "none" where there is no gradient at all
     raises           an error
     hangs, dies      nothing within `--timeout` seconds, or the end of a process
@@ -18,7 +19,8 @@ written in several ways (those of `derivative_ranks.py` and `derivative_librarie
 them is, else what each of them does, and below the table stands every way. A way goes through the library's own
 forward pass or its own update: who gathers all params, and goes on without the library, has plain torch.
 What ranks find is averaged over them by hand, as users of FSDP2 and DeepSpeed do; of fzero only the values that are of
-each rank's own loss (case.own), as its derivatives are said to be those of the mean loss already.
+each rank's own loss, as its derivatives are said to be those of the mean loss already. The run fails if fzero is not
+exact in every case.
 """
 
 from __future__ import annotations
@@ -34,7 +36,6 @@ import os
 import sys
 import tempfile
 import time
-import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -42,22 +43,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent))
 import derivative_libraries as libraries
 import derivative_ranks as ranked
 from contenders import start
-from derivative_cases import CASES, LONGEST, Case, Data, data_of, grad_by_autograd, reference
+from derivative_cases import CASES, Case, Data, data_of, grad_by_autograd, reference
+from derivative_verdicts import ABSENT, TOLERANCE, Verdict, dense, growth_of, held_to
 from torch.utils._pytree import tree_leaves, tree_map
 
 import fzero as fz
 
-TOLERANCE = 1e-10
-PART = LONGEST // 4  # the fewer steps whose memory that of LONGEST is held to
-LINEAR = 3.0  # memory that grows more than this, for four times as many steps, does not grow as the square root
+BEGINNING = 600.0  # seconds that a package may take before the first case, to be imported and to compile its operators
 GRACE = 5.0  # seconds that the other ranks have, once one has raised
-ABSENT = "not expressible"
 BY_FUNC, BY_AUTOGRAD = "functional_call, torch.func", "functional_call, autograd"
 
 
@@ -84,12 +82,16 @@ class Contender:
         package: that must be installed.
         ways: by name.
         averages: its users average over ranks what they find.
+        dtype: of params and data.
+        begin: what the package does once, and not in a case.
     """
 
     package: str
     ranks: int
     ways: dict[str, Way]
     averages: bool = True
+    dtype: torch.dtype = torch.float64
+    begin: Callable[[], None] = lambda: None
 
 
 def _fzero(shard: Callable[[fz.Step], fz.Step], ranks: int) -> Contender:
@@ -111,7 +113,8 @@ def _loop(prepare: Callable[..., Any]) -> dict[str, Way]:
 
 def _deepspeed(stage: int) -> Contender:
     loop = _loop(functools.partial(ranked.deepspeed_prepared, stage))
-    return Contender("deepspeed", 2, loop | _functional(functools.partial(ranked.deepspeed_functional, stage=stage)))
+    ways = loop | _functional(functools.partial(ranked.deepspeed_functional, stage=stage))
+    return Contender("deepspeed", 2, ways, dtype=torch.float32, begin=ranked.deepspeed_begun)
 
 
 def _unsharded(step: fz.Step) -> fz.Step:
@@ -150,73 +153,6 @@ def is_here(contender: Contender) -> bool:
 # ---- one case in one way
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What was seen of a case.
-
-    Attributes:
-        word: "exact", "wrong", "raises", "hangs", "dies".
-        apart: the relative error, where there is a result.
-        text: an error's, or what more there is to say.
-        growth: of memory, from PART to LONGEST steps; 0 where it was not counted.
-    """
-
-    word: str
-    apart: float = 0.0
-    text: str = ""
-    growth: float = 0.0
-
-    def __str__(self) -> str:
-        if self.word == "exact":
-            return self.word + (f", memory x{self.growth:.1f}" if self.growth else "")
-        if self.word == "wrong":
-            return f"wrong ({self.text or f'{self.apart:.2g}'})"
-        return f"{self.word} {self.text.partition(':')[0]}".strip()
-
-    @property
-    def rank(self) -> tuple[bool, float]:
-        """The best comes first."""
-        return self.word != "exact", self.growth
-
-
-def dense(tree: Any, averages: bool) -> list[torch.Tensor | None]:
-    """The leaves as full tensors of this process; their means over ranks, where these are taken."""
-    out: list[torch.Tensor | None] = []
-    for leaf in tree_leaves(tree):
-        if isinstance(leaf, torch.Tensor):
-            leaf = (leaf.full_tensor() if hasattr(leaf, "full_tensor") else leaf).detach().clone()
-            if averages:
-                dist.all_reduce(leaf)
-                leaf = leaf / dist.get_world_size()
-        out.append(leaf)
-    return out
-
-
-def held_to(found: Sequence[torch.Tensor | None], want: Sequence[torch.Tensor]) -> Verdict:
-    if len(found) != len(want):
-        return Verdict("wrong", 1.0, f"{len(found)} tensors of {len(want)}")
-    whole, apart = max(b.abs().max().item() for b in want), 0.0
-    for a, b in zip(found, want, strict=True):
-        if a is not None and a.shape != b.shape:
-            return Verdict("wrong", 1.0, f"shape {tuple(a.shape)}, not {tuple(b.shape)}")
-        difference = (b if a is None else a.double() - b).abs().max().item()
-        apart = max(apart, difference / (b.abs().max().item() or whole))
-    if apart <= TOLERANCE:
-        return Verdict("exact", apart)
-    return Verdict("wrong", apart, "none" if all(a is None for a in found) else "")
-
-
-def growth_of(way: Any) -> float:
-    """How many times the peak of live bytes of a quarter of the steps that of all of them is."""
-    peaks = []
-    for steps in (PART, PART, LONGEST):  # the first allocates what stays
-        live = fz.testing.LiveBytes()
-        with live:
-            way.long(steps)
-        peaks.append(live.peak)
-    return peaks[2] / peaks[1]
-
-
 def on_rank(rank: int, contender: Contender, way: str, case: Case, store: str, end: Any) -> None:
     """Sends the verdict of this rank, and ends the process as it stands, whatever was left under way."""
     silent = os.open(os.devnull, os.O_WRONLY)
@@ -227,18 +163,16 @@ def on_rank(rank: int, contender: Contender, way: str, case: Case, store: str, e
         want = tree_leaves(tree_map(torch.Tensor.detach, case(reference())))
         if contender.ranks > 1:
             start(rank, contender.ranks, store, "cpu")
-        made = contender.ways[way].make(data_of(rank, contender.ranks))
+        made = contender.ways[way].make(data_of(rank, contender.ranks, contender.dtype))
         if not case.is_in(made):
             end.send(Verdict(ABSENT))
             os._exit(0)
         found = dense(case(made), contender.ranks > 1 and (contender.averages or case.own))
-        verdict = held_to(found, want)
+        verdict = held_to(found, want, TOLERANCE[contender.dtype])
         if verdict.word == "exact" and case.asked[0] == "long":
             verdict = dataclasses.replace(verdict, growth=growth_of(made))
     except Exception as error:
-        verdict = Verdict("raises", text=f"{type(error).__name__}: {error}", apart=0.0)
-        if os.environ.get("DERIVATIVES_TRACES"):
-            Path(os.environ["DERIVATIVES_TRACES"]).open("a").write(traceback.format_exc() + "\n")
+        verdict = Verdict("raises", text=f"{type(error).__name__}: {error}")
     end.send(verdict)
     end.close()
     os._exit(0)
@@ -297,6 +231,8 @@ def drive(name: str, cases: list[str], timeout: float, results: Any) -> None:
     contender = CONTENDERS[name]
     for package in (contender.package, "torch._dynamo"):  # torch.func's first pullback would import it in every process
         importlib.import_module(package)
+    contender.begin()
+    results.put(None)
     for key in cases:
         for way, said in contender.ways.items():
             if key in said.cases:
@@ -312,13 +248,12 @@ def driven(name: str, cases: list[str], timeout: float) -> dict[str, dict[str, V
     process.start()
     found: dict[str, dict[str, Verdict]] = {key: {} for key in cases}
     try:
-        # a case has as many seconds as its ways have, and its package must be imported
-        patience = 120 + 2 * timeout
-        while (each := results.get(timeout=patience)) is not None:
+        results.get(timeout=BEGINNING)
+        while (each := results.get(timeout=2 * timeout + GRACE)) is not None:
             key, way, verdict = each
             if verdict.word != ABSENT:
                 found[key][way] = verdict
-        process.join(patience)
+        process.join(timeout)
     finally:
         process.kill()
         process.join()
@@ -356,7 +291,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS), help="some contenders")
-    parser.add_argument("--timeout", type=float, default=60.0, help="seconds of a case in one way; default 60")
+    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a case in one way; default 30")
     args = parser.parse_args()
     found, absent = {}, []
     for name in args.only:
@@ -371,6 +306,9 @@ def main() -> None:
         print(f"\n{name}: not installed")
     for name, each in found.items():
         print(f"\n{ways_of(name, each)}")
+    ours = [cell(verdicts) for name, each in found.items() if name.startswith("fzero") for verdicts in each.values()]
+    if not all(said.startswith("exact") and "but" not in said for said in ours):
+        raise SystemExit("fzero is not exact in every case")
 
 
 if __name__ == "__main__":
