@@ -9,6 +9,8 @@ torch in one process, in float64: the largest difference over the largest entry,
     exact            at most 1e-10 apart; of DeepSpeed, whose ZeRO-3 refuses float64, at most 1e-4 in float32. Of the
                      last case also how many times the peak of live tensor bytes of 25 steps that of 100 is: 2 where it
                      grows as the square root of their number, 4 where it grows as their number
+    (by hand)        this is of a way in which the user writes the update and averages gradients over ranks: the library
+                     gives a forward pass of params that are whole, its optimizer and what it shards take no part
     wrong (apart)    another number, without a word; 1.0 are zeros; "none" where there is no gradient at all
     raises           an error
     hangs, dies      nothing within `--timeout` seconds, or the end of a process
@@ -16,7 +18,7 @@ torch in one process, in float64: the largest difference over the largest entry,
 
 FSDP2 and DeepSpeed have no derivatives through a step, torchopt and higher more than one way to write one. So a case is
 written in several ways (those of `derivative_ranks.py` and `derivative_libraries.py`); the cell says "exact" if one of
-them is, else what each of them does, and below the table stands every way. A way goes through the library's own
+them is, else what each of them does, and above the table stands every way. A way goes through the library's own
 forward pass or its own update: who gathers all params, and goes on without the library, has plain torch.
 What ranks find is averaged over them by hand, as users of FSDP2 and DeepSpeed do; of fzero only the values that are of
 each rank's own loss, as its derivatives are said to be those of the mean loss already. The run fails if fzero is not
@@ -68,10 +70,12 @@ class Way:
 
     Attributes:
         cases: that it is for; all by default.
+        by_hand: updates and means over ranks are the user's own.
     """
 
     make: Callable[[Data], Any]
     cases: frozenset[str] = frozenset(CASES)
+    by_hand: bool = False
 
 
 @dataclass(frozen=True)
@@ -102,8 +106,8 @@ def _functional(make: Callable[..., Any]) -> dict[str, Way]:
     """A module under functional_call: autograd has no maps."""
     unmapped = frozenset(CASES) - {"models", "rates"}
     return {
-        BY_FUNC: Way(functools.partial(make, grad=torch.func.grad), frozenset(CASES) - {"long"}),
-        BY_AUTOGRAD: Way(functools.partial(make, grad=grad_by_autograd), unmapped),
+        BY_FUNC: Way(functools.partial(make, grad=torch.func.grad), frozenset(CASES) - {"long"}, by_hand=True),
+        BY_AUTOGRAD: Way(functools.partial(make, grad=grad_by_autograd), unmapped, by_hand=True),
     }
 
 
@@ -163,6 +167,7 @@ def on_rank(rank: int, contender: Contender, way: str, case: Case, store: str, e
         want = tree_leaves(tree_map(torch.Tensor.detach, case(reference())))
         if contender.ranks > 1:
             start(rank, contender.ranks, store, "cpu")
+            torch.distributed.barrier()  # nobody ends while others still connect
         made = contender.ways[way].make(data_of(rank, contender.ranks, contender.dtype))
         if not case.is_in(made):
             end.send(Verdict(ABSENT))
@@ -260,12 +265,12 @@ def driven(name: str, cases: list[str], timeout: float) -> dict[str, dict[str, V
     return found
 
 
-def cell(found: dict[str, Verdict]) -> str:
+def cell(name: str, found: dict[str, Verdict]) -> str:
     if not found:
         return ABSENT
-    best = min(found.values(), key=lambda verdict: verdict.rank)
-    if best.word == "exact":
-        return str(best)
+    best = min(found, key=lambda way: found[way].rank)
+    if found[best].word == "exact":
+        return str(found[best]) + (" (by hand)" if CONTENDERS[name].ways[best].by_hand else "")
     return "; ".join(dict.fromkeys(str(verdict) for verdict in found.values()))
 
 
@@ -273,7 +278,7 @@ def table(found: dict[str, dict[str, dict[str, Verdict]]], cases: Sequence[str])
     """Markdown, a column for each contender."""
     lines = ["| | " + " | ".join(found) + " |", "|---" * (len(found) + 1) + "|"]
     for key in cases:
-        lines.append(f"| {CASES[key].title} | " + " | ".join(cell(each[key]) for each in found.values()) + " |")
+        lines.append(f"| {CASES[key].title} | " + " | ".join(cell(name, found[name][key]) for name in found) + " |")
     return "\n".join(lines)
 
 
@@ -291,7 +296,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="*", choices=CASES, default=list(CASES))
     parser.add_argument("--only", nargs="*", choices=CONTENDERS, default=list(CONTENDERS), help="some contenders")
-    parser.add_argument("--timeout", type=float, default=30.0, help="seconds of a case in one way; default 30")
+    parser.add_argument("--timeout", type=float, default=120.0, help="seconds of a case in one way; default 120")
     args = parser.parse_args()
     found, absent = {}, []
     for name in args.only:
@@ -300,13 +305,13 @@ def main() -> None:
             continue
         began = time.monotonic()
         found[name] = driven(name, args.cases, args.timeout)
-        print(f"{name}: {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
-    print(table(found, args.cases))
+        print(f"{ways_of(name, found[name])}\n{name}: {time.monotonic() - began:.0f} s\n", flush=True)
     for name in absent:
-        print(f"\n{name}: not installed")
-    for name, each in found.items():
-        print(f"\n{ways_of(name, each)}")
-    ours = [cell(verdicts) for name, each in found.items() if name.startswith("fzero") for verdicts in each.values()]
+        print(f"{name}: not installed\n")
+    print(table(found, args.cases))
+    ours = [
+        cell(name, verdicts) for name, each in found.items() if name.startswith("fzero") for verdicts in each.values()
+    ]
     if not all(said.startswith("exact") and "but" not in said for said in ours):
         raise SystemExit("fzero is not exact in every case")
 
