@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what computes the same: two of them in every run, all of them nightly."""
+"""The benchmarks run, and compare what computes the same: three of them in every run, all of them nightly."""
 
 from __future__ import annotations
 
@@ -82,6 +82,19 @@ def test_pipeline() -> None:
     sizes = "--width 16 --heads 2 --blocks 4 --rows 1 --context 8 --microbatches 4 --rounds 1 --steps 1 --warmup 0"
     out = run("pipeline.py", *sizes.split(), "--regimes", "float32", "--schedules", "zero bubble")
     assert "zero bubble" in out and "did not run" not in out
+
+
+def test_derivatives() -> None:
+    out = run("derivatives.py", *"--cases lr models --only fzero".split(), "fzero ZeRO-3", "FSDP2")
+    rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    assert [row[1:3] for row in rows] == [["fzero", "fzero ZeRO-3"], ["exact", "exact"], ["exact", "exact"]]
+    assert not any("exact" in row[3] for row in rows[1:])
+
+
+@at_length
+def test_derivatives_of_all() -> None:
+    out = run("derivatives.py", "--only", "fzero", "fzero ZeRO-3")
+    assert out.count("| exact") == 28
 
 
 @at_length
