@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as torch_pytree
 
-from fzero.base import pytree
+from fzero.base import private, pytree
 from fzero.base.arguments import named, need_int, wrong
 from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
@@ -63,6 +65,9 @@ def scan(
         remat_every = math.isqrt(len(split) - 1) + 1
     every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[dict[str, object]] = []
+    if is_transformed() and state.grads is not None:  # which the first update clears: a state of another structure
+        state, first = _run(step, state, split[:1])
+        split, found = split[1:], [first]
     for begin in range(0, len(split), every):
         part = split[begin : begin + every]
         state, metrics = _part(step, state, part) if is_transformed() else _run(step, state, part)
@@ -110,15 +115,12 @@ def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor
 def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
     """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
     leaves, spec = torch_pytree.tree_flatten(state)
-    held = {id(x): x for x in tensors_held((step.optimizer, step.fn)) if follows(x)}
+    own = (step.optimizer, step.fn, step.extras)
+    held = {id(x): x for x in tensors_held(own) if follows(x)}
     flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
-    for x in tensors_hidden((step.optimizer, step.fn)):
+    for x in tensors_hidden(own):
         if follows(x):
-            raise ValueError(
-                f"scan: the step comes to a tensor of shape {tuple(x.shape)}, which a transform goes on through, by an "
-                "object, a class or a global, where another run would not see it; expected one that its function "
-                "closes over, or that its optimizer was made with. Say w = holder.w outside of the function."
-            )
+            raise _hidden(x)
     given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
     if any(transform_of(x) == "torch.autograd.forward_ad" for x in given):
         raise TypeError(
@@ -130,6 +132,34 @@ def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[Trai
     out = apply(op, active(given), *given)
     assert op.spec is not None
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
+
+
+def _hidden(x: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"scan: the step comes to a tensor of shape {tuple(x.shape)}, which a transform goes on through, by an object, "
+        "a class, a global or a cache, where another run would not see it; expected one that its function closes over, "
+        "or that its optimizer was made with. Say w = holder.w outside of the function and use w in it."
+    )
+
+
+class _Watch(TorchFunctionMode):
+    """Refuses what a transform around the node that runs inside wraps, and is no operand: it would be a constant there.
+
+    As far as it is seen: not within a derivative of the step's own.
+    """
+
+    def __torch_function__(
+        self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
+    ) -> object:
+        known: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
+        for x in pytree.leaves((args, known)):
+            if isinstance(x, torch.Tensor) and private.below(x) and not private.is_mapped(x):
+                raise _hidden(x)
+        return func(*args, **known)
+
+
+_NEAR = {8: (1e-9, 1e-12), 4: (1e-4, 1e-6)}  # relative and absolute, by the bytes of a number; of 16 bits the last
+_NEAR_OF_HALVES = 2e-2, 1e-3
 
 
 class _Steps(Op):
@@ -163,6 +193,7 @@ class _Steps(Op):
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
         self.spec: torch_pytree.TreeSpec | None = None
         self._metrics: pytree.Spec | None = None
+        self._seen: dict[int, list[torch.Tensor]] = {}  # the numbers of each step, when it first ran
 
     def metrics(self, leaves: Sequence[torch.Tensor]) -> dict[str, object]:
         assert self._metrics is not None
@@ -171,8 +202,9 @@ class _Steps(Op):
     def _made(self, held: Sequence[torch.Tensor]) -> Step:
         """The step, with other tensors in the place of those that it was made with."""
         new = dict(zip(self._held, held, strict=True))
-        optimizer, fn = rebound((self._step.optimizer, self._step.fn), lambda x: new.get(id(x), x))
-        return dataclasses.replace(self._step, optimizer=optimizer, fn=fn)
+        own = (self._step.optimizer, self._step.fn, self._step.extras)
+        optimizer, fn, extras = rebound(own, lambda x: new.get(id(x), x))
+        return dataclasses.replace(self._step, optimizer=optimizer, fn=fn, extras=extras)
 
     def _one(
         self, step: Step, number: int, spec: torch_pytree.TreeSpec, leaves: Sequence[torch.Tensor], batch: Tensors
@@ -181,7 +213,24 @@ class _Steps(Op):
         state = torch_pytree.tree_unflatten(leaves, spec)
         state, metrics = step(state, *self._batches[number].join(batch))
         flat, self._metrics = pytree.flatten(pytree.map(_as_tensor, metrics))
+        self._compare(number, flat)
         return (*torch_pytree.tree_flatten(state), flat)
+
+    def _compare(self, number: int, metrics: Sequence[torch.Tensor]) -> None:
+        """Refuses a step that gives other numbers when it runs again than it gave at first."""
+        with private.below_transforms(), torch.no_grad():
+            own = [private.unwrapped(x).detach() for x in metrics if not x.ndim and x.is_floating_point()]
+            seen = self._seen.setdefault(number, own)
+            for new, old in zip(own, seen, strict=True) if seen is not own else ():
+                rtol, atol = _NEAR.get(new.dtype.itemsize, _NEAR_OF_HALVES)
+                if new.shape == old.shape and not torch.allclose(new, old, rtol, atol, equal_nan=True):
+                    raise ValueError(
+                        f"scan: step {number} of those behind a kept state gave {new.item():.6g} when it ran again, "
+                        f"for a derivative, and {old.item():.6g} at first (a loss, a norm, a metric); expected the "
+                        "same. What decides that must be the same then: no counter, no list that it fills, no random "
+                        "numbers of Python's or numpy's own. Take what changes as an input: fz.scan(step, state, "
+                        "(x, numbers))."
+                    )
 
     def _states(self, tensors: Tensors) -> list[_Kept]:
         """The state before each step."""
@@ -196,7 +245,8 @@ class _Steps(Op):
         step = self._made(tensors[self._count : self._bounds[0][0]])
         leaves, spec, found = list(tensors[: self._count]), self._first, list[list[torch.Tensor]]()
         for number, (begin, end) in enumerate(self._bounds):  # of the states one is alive at a time
-            leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
+            with contextlib.nullcontext() if number in self._seen else _Watch():
+                leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
             found.append(metrics)
         self.spec = spec
         return (*leaves, *[torch.stack(each) for each in zip(*found, strict=True)])

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from fzero.base import private
+from fzero.base import private, pytree
 from fzero.base.arguments import need_argnums, need_bool, need_int, need_norm, wrong
 from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
@@ -67,6 +67,8 @@ class Step(Spec):
         """
         seed = need_int(seed, "step.init", "seed")
         need_bool(sync, "step.init", "sync")
+        if is_transformed():  # what callables make may be what a transform goes on through
+            params = pytree.map(lambda x: x() if callable(x) and not isinstance(x, torch.Tensor) else x, params)
         follows = goes_on(params)
         (params,) = (params,) if follows else constants("step.init", params=params)
         with (

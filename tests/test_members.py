@@ -190,7 +190,7 @@ def test_what_cannot_be_mapped_says_what_to_leave_out(name: str, verb: str) -> N
     (pairs,) = batches_at(1, dtype=torch.float32)
     who = {"step": "step", "forward": r"step\.forward"}[verb]
     call = {"step": step, "forward": step.forward}[verb]
-    with pytest.raises(TypeError, match=rf"^{who}: got leaf .* that torch\.func\.vmap transforms, and .*{message}"):
+    with pytest.raises(TypeError, match=rf"^{who}: got state .* that torch\.func\.vmap transforms, and .*{message}"):
         torch.vmap(call)(fz.stack([step.init(p) for p in params]), *stacked(pairs))
 
 

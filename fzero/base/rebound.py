@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
@@ -44,6 +45,20 @@ def tensors_hidden(value: object) -> list[torch.Tensor]:
     """Tensors that functions among a value come to without holding them: by objects, classes and globals."""
     held = {id(x) for x in tensors_held(value)}
     return [x for x in _walked(value, _reached)[0] if id(x) not in held]
+
+
+def holds_others(value: object) -> bool:
+    """Tells whether a value leads to a function that is neither this library's nor torch's."""
+    todo, seen = [value], {id(value): value}
+    for each in todo:  # which grows
+        name = str(getattr(each, "__module__", "")) if isinstance(each, types.FunctionType) else "torch"
+        if name.partition(".")[0] not in ("torch", "fzero"):
+            return True
+        for child in _children(each):
+            if id(child) not in seen:
+                seen[id(child)] = child
+                todo.append(child)
+    return False
 
 
 def _walked(
@@ -86,14 +101,24 @@ def _reached(value: object) -> Iterator[object]:
     if isinstance(value, types.FunctionType):
         names = [name for name in value.__code__.co_names if name in value.__globals__]
         yield from [value.__globals__[name] for name in names]
-    elif isinstance(value, type) or not isinstance(value, (torch.nn.Module, types.ModuleType)):
-        if not _is_of_library(value):
-            yield from dict(getattr(value, "__dict__", {})).values()
+    elif isinstance(value, Mapping):
+        yield from value.values()
+    elif isinstance(value, (list, tuple, Set, collections.deque)):
+        yield from value
+    if not isinstance(value, types.ModuleType) and not _is_of_library(value):
+        yield from dict(getattr(value, "__dict__", {})).values()
+        slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+        yield from [getattr(value, name) for name in slots if hasattr(value, name)]
+
+
+def _slots(kind: type) -> Sequence[str]:
+    own = vars(kind).get("__slots__", ())
+    return (own,) if isinstance(own, str) else tuple(own)
 
 
 def _is_of_library(value: object) -> bool:
     name = value.__module__ if isinstance(value, type) else type(value).__module__
-    return str(name).partition(".")[0] in ("builtins", "torch", "fzero", "optree", "numpy")
+    return str(name).partition(".")[0] in ("builtins", "fzero", "optree", "numpy", "weakref", "abc", "typing")
 
 
 def _fields(value: DataclassInstance) -> list[str]:

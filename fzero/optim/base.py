@@ -55,8 +55,17 @@ def _rate(lr: Number | Schedule, count: int) -> Number:
 
 
 def known(number: Number) -> float:
-    """A number of an update in place, which none of an optimizer's tensors come to."""
-    assert not isinstance(number, torch.Tensor)
+    """A number of an update in place, which none of an optimizer's tensors come to that can be seen.
+
+    Raises:
+        TypeError: a transform goes on through one that a schedule has from elsewhere.
+    """
+    if isinstance(number, torch.Tensor):
+        raise TypeError(
+            "step: the optimizer's schedule gives a tensor that a transform goes on through and that it comes to where "
+            "it cannot be seen (a module, a cache, a context variable); expected one that the schedule closes over, or "
+            "that is an attribute of an object. Say rate = where.rate outside of the schedule and use rate in it."
+        )
     return number
 
 
@@ -103,15 +112,18 @@ class Elementwise:
         need_rate(self.lr, self.name.partition(",")[0])
 
     @functools.cached_property
+    def _scheduled(self) -> Elementwise:
+        """The same with a constant in the place of a schedule, which may ask its own tensors for anything."""
+        return dataclasses.replace(self, lr=0.0) if callable(self.lr) else self
+
+    @functools.cached_property
     def _tensors(self) -> list[torch.Tensor]:
         """Those that it was made with, but for a schedule's own."""
-        own = {id(x) for x in tensors_held(self.lr)} if callable(self.lr) else set[int]()
-        return [x for x in tensors_held(self) if id(x) not in own]
+        return tensors_held(self._scheduled)
 
     def _in_numbers(self) -> Elementwise:
-        """The same of numbers, but for a schedule, which may ask its tensors for anything."""
-        own = {id(x) for x in self._tensors}
-        return rebound(self, lambda x: _as_number(x) if id(x) in own else x)
+        own = rebound(self._scheduled, _as_number)
+        return dataclasses.replace(own, lr=self.lr) if callable(self.lr) else own
 
     @property
     def transformation(self) -> GradientTransformation:

@@ -16,7 +16,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.follow import is_transformed
-from fzero.base.rebound import tensors_held, tensors_hidden
+from fzero.base.rebound import holds_others, tensors_held, tensors_hidden
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer
@@ -158,10 +158,11 @@ def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -
         return False
     held = [*tensors_held(step.optimizer), *tensors_hidden(step.optimizer)]
     given = {"state": state, "optimizer": held, **arguments}
-    if not goes_on(*given.values()):
-        return False
-    need_derivative(step, state.layout.rows, who, **given)
-    return True
+    if goes_on(*given.values()):
+        need_derivative(step, state.layout.rows, who, **given)
+        return True
+    # one of the user's own may come to tensors in ways that are not seen
+    return torch.is_grad_enabled() and not _without_derivative(step, state.layout.rows) and holds_others(step.optimizer)
 
 
 def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: object) -> None:

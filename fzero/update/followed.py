@@ -15,6 +15,7 @@ from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
+from fzero.state.init import checksum
 from fzero.state.moments import next_extra, to_moment_dtype
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
@@ -42,6 +43,8 @@ def followed_update(
     skipped = ~applied if isinstance(applied, torch.Tensor) else torch.tensor(not applied, device="cpu")
     metrics = {"grad_norm": norm, **known, "skipped": skipped}
     params, moments, count = state.params, state.moments, state.step
+    if isinstance(applied, torch.Tensor):  # or what is not finite in one member would be in what all share
+        grads = grads.map(lambda g: torch.where(applied, g, torch.zeros_like(g)))
     if applied is not False:
         own = params.only(params.layout.trainable)
         updates, new = call_update(step.optimizer, grads, moments, values(own), extra)
@@ -106,6 +109,13 @@ def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> Non
     """Refuses tensors in an optimizer of the user's own where ranks have slices: nobody says how they meet these."""
     if not cuts(params):
         return
+    every = [x for x in (*tensors_held(optimizer), *tensors_hidden(optimizer)) if transform_of(x) is not None]
+    if every:
+        params.axis.check_same(
+            "\n".join([f"a tensor of shape {tuple(x.shape)} with checksum {checksum(x)}" for x in every]),
+            "The numbers that the optimizer was made with, and torch.func goes on through,",
+            "Give all ranks the same.",
+        )
     others = [each for each in members_of(optimizer) if not _is_of_library(each.update)]
     tensors = (*tensors_held(others), *tensors_hidden(others))
     held = [(x, how) for x in tensors if (how := transform_of(x)) is not None]

@@ -23,7 +23,7 @@ def test_a_rate_is_a_number_a_schedule_or_a_constant_tensor() -> None:
     for wrong in ("0.1", torch.ones(2), torch.tensor(1), None):
         with pytest.raises(TypeError, match=r"sgd: got lr="):
             needs.need_rate(wrong, "sgd")
-    with pytest.raises(TypeError, match=r"Pass lr\.detach\(\)"):
+    with pytest.raises(TypeError, match=r"pass lr\.detach\(\)"):
         needs.need_rate(torch.tensor(0.1, requires_grad=True), "sgd")
 
 
