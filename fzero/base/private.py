@@ -283,7 +283,7 @@ def _is_dual(tensor: torch.Tensor, at: int) -> bool:
         return False
     if tensor.is_nested or tensor.layout != torch.strided:
         return False
-    with below_transforms(at):
+    with below_transforms(at), without_subclasses():
         return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
