@@ -281,9 +281,9 @@ def _is_dual(tensor: torch.Tensor, at: int) -> bool:
     """Tells whether a tensor of a level has a tangent; as the innermost level is asked, those inside are set aside."""
     if torch.autograd.forward_ad._current_level < 0 or _functorch.is_batchedtensor(tensor):
         return False
-    if tensor.is_nested or tensor.layout != torch.strided:
+    if tensor.is_nested or tensor.layout != torch.strided or is_dispatched(type(tensor)):
         return False
-    with below_transforms(at), without_subclasses():
+    with below_transforms(at):
         return torch.autograd.forward_ad.unpack_dual(tensor).tangent is not None
 
 
