@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -29,7 +30,7 @@ Batch = tuple[object, ...]
 
 def scan(
     step: Step, state: TrainState, batches: object, remat_every: int | None = None
-) -> tuple[TrainState, dict[str, object]]:
+) -> tuple[TrainState, dict[str, Any]]:
     """Applies a step to one batch after the other: `state, metrics = step(state, *batch)`, as one function.
 
     torch.func differentiates it by the state, the batches, and the tensors that the step's optimizer and function were

@@ -195,7 +195,8 @@ def test_it_is_right(name: str, transform: str) -> None:
 @pytest.mark.parametrize("name", sorted(REFUSED))
 def test_it_is_refused(name: str, transform: str, tmp_path: Path) -> None:
     case = REFUSED[name]
-    fn, x = case(tmp_path) if callable(case) else case
+    made: Any = case(tmp_path) if callable(case) else case
+    fn, x = made
     for each in (AROUND, NESTED):
         with pytest.raises(TypeError, match=r"(step|fz)\..* got .*expected"):
             each[transform](fn, x)
