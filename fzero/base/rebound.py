@@ -99,7 +99,7 @@ def _children(value: object) -> Iterator[object]:
 def _reached(value: object) -> Iterator[object]:
     yield from _children(value)
     if isinstance(value, types.FunctionType):
-        names = [name for name in value.__code__.co_names if name in value.__globals__]
+        names = [name for name in _names(value.__code__) if name in value.__globals__]
         yield from [value.__globals__[name] for name in names]
     elif isinstance(value, Mapping):
         yield from value.values()
@@ -109,6 +109,14 @@ def _reached(value: object) -> Iterator[object]:
         yield from dict(getattr(value, "__dict__", {})).values()
         slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
         yield from [getattr(value, name) for name in slots if hasattr(value, name)]
+
+
+def _names(code: types.CodeType) -> Iterator[str]:
+    """The names that code, and functions made in it, take from elsewhere."""
+    yield from code.co_names
+    for inner in code.co_consts:
+        if isinstance(inner, types.CodeType):
+            yield from _names(inner)
 
 
 def _slots(kind: type) -> Sequence[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -35,6 +35,7 @@ def followed_update(
         known: the metrics that do not depend on them.
     """
     _refuse_of_others(step.optimizer, state.params)
+    _refuse_of_extras(step.extras, state.params)
     norm = root(squares_in(grads)[0])
     extra: dict[str, object] = {"grad_norm": norm}
     if grad_norm is not None:
@@ -99,6 +100,19 @@ def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) ->
 
     new = next_extra(extra, old, params, applied is not False)
     return pytree.map(one, new, old, is_leaf=is_sharded) if isinstance(applied, torch.Tensor) else new
+
+
+def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
+    """The same of what transforms add to a state."""
+    for extra in extras if cuts(params) else ():
+        held = [x for x in (*tensors_held(extra), *tensors_hidden(extra)) if transform_of(x) is not None]
+        if held:
+            raise TypeError(
+                f"step.update: state.extra[{extra.name!r}] ({extra.source}) is updated with a tensor of shape "
+                f"{tuple(held[0].shape)} that {transform_of(held[0])} transforms, and each rank has a slice of the "
+                "leaves, so that its derivative would be a part of the whole one; expected a number there, or a step "
+                "that is not sharded."
+            )
 
 
 def _is_of_library(update: Callable[..., object]) -> bool:

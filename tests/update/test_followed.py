@@ -82,6 +82,32 @@ def test_an_optimizer_of_the_users_own() -> None:
     run_ranks(rank_main, 2)
 
 
+def test_a_number_of_an_entry_of_the_state() -> None:
+    def averaging(rate: torch.Tensor) -> Any:
+        extra = fz.Extra(
+            "mean",
+            f"averaging({rate.shape})",
+            lambda params: params.map(torch.clone),
+            lambda old, params, applied: old.map(lambda a, b: a + rate * (b - a), params),
+        )
+        return fz.train_step(squared, fz.sgd(0.1)).with_state(extra)
+
+    def after(step: Any) -> torch.Tensor:
+        state = step.init(PARAMS)
+        for _ in range(2):
+            state, _ = step(state, X)
+        return fz.gather(state.extra["mean"])["w"].sum()  # type: ignore[no-any-return]
+
+    want = differences(lambda rate: after(averaging(rate)))
+    assert_trees_close(torch.func.grad(lambda rate: after(averaging(rate)))(RATE), want, rtol=1e-7)
+
+    def rank_main(rank: int) -> None:
+        with pytest.raises(TypeError, match=r"state\.extra\['mean'\].*is updated with a tensor of shape \(\)"):
+            torch.func.grad(lambda rate: after(fz.shard_zero3(averaging(rate))))(RATE)
+
+    run_ranks(rank_main, 2)
+
+
 def of_an_object(rate: torch.Tensor) -> Any:
     holder = Holder(rate)
     return fz.train_step(lambda p, x: squared(p, x) * holder.value, fz.sgd(0.1))
