@@ -210,7 +210,7 @@ def options(argv: list[str] | None = None) -> argparse.Namespace:
         ("tasks", 25, "sinusoids of an update"),
         ("shots", 10, "points of a sinusoid to adapt to, and as many to be judged by"),
         ("inner-steps", 5, "steps of adaptation, all of them differentiated"),
-        ("steps", 60, "updates of what adaptation begins with"),
+        ("steps", 40, "updates of what adaptation begins with"),
         ("eval-tasks", 100, "held-out sinusoids"),
         ("inner-lr", 0.01, "learning rate of adaptation"),
         ("lr", 2e-2, "learning rate of the updates"),
