@@ -26,7 +26,7 @@ def rebound(value: T, lift: Lift) -> T:
     that changes, and nothing else: a list, a dict or a variable that a function writes to stays the same one.
     """
     found, parents = _walked(value, _children)
-    new = {id(tensor): (tensor, lift(tensor)) for tensor in found}
+    new = {id(tensor): (tensor, lift(tensor)) for tensor in _tensors(found)}
     todo = [key for key, (tensor, lifted) in new.items() if lifted is not tensor]
     touched = set(todo)
     for key in todo:  # which grows
@@ -38,46 +38,41 @@ def rebound(value: T, lift: Lift) -> T:
 
 def tensors_held(value: object) -> list[torch.Tensor]:
     """The tensors that `rebound` finds, each once."""
-    return _walked(value, _children)[0]
+    return _tensors(_walked(value, _children)[0])
+
+
+def tensors_reached(value: object) -> list[torch.Tensor]:
+    """Those, and what functions among a value come to without holding it: by objects, classes and globals."""
+    return _tensors(_walked(value, _reached)[0])
 
 
 def tensors_hidden(value: object) -> list[torch.Tensor]:
-    """Tensors that functions among a value come to without holding them: by objects, classes and globals."""
+    """The tensors that are reached and not held."""
     held = {id(x) for x in tensors_held(value)}
-    return [x for x in _walked(value, _reached)[0] if id(x) not in held]
+    return [x for x in tensors_reached(value) if id(x) not in held]
 
 
 def holds_others(value: object) -> bool:
     """Tells whether a value leads to a function that is neither this library's nor torch's."""
-    todo, seen = [value], {id(value): value}
-    for each in todo:  # which grows
-        name = str(getattr(each, "__module__", "")) if isinstance(each, types.FunctionType) else "torch"
-        if name.partition(".")[0] not in ("torch", "fzero"):
-            return True
-        for child in _children(each):
-            if id(child) not in seen:
-                seen[id(child)] = child
-                todo.append(child)
-    return False
+    functions = [x for x in _walked(value, _children)[0] if isinstance(x, types.FunctionType)]
+    return any(str(fn.__module__).partition(".")[0] not in ("torch", "fzero") for fn in functions)
 
 
-def _walked(
-    value: object, children: Callable[[object], Iterator[object]]
-) -> tuple[list[torch.Tensor], dict[int, list[int]]]:
-    """The tensors that a value leads to, and for each object's id those of what leads to it."""
-    found: list[torch.Tensor] = []
+def _walked(value: object, children: Callable[[object], Iterator[object]]) -> tuple[list[object], dict[int, list[int]]]:
+    """All that a value leads to, each once, and for each one's id those of what leads to it."""
     parents: dict[int, list[int]] = {}
     todo, seen = [value], {id(value): value}
     for each in todo:  # which grows
-        if isinstance(each, torch.Tensor):
-            found.append(each)
-            continue
-        for child in children(each):
+        for child in children(each) if not isinstance(each, torch.Tensor) else ():
             parents.setdefault(id(child), []).append(id(each))
             if id(child) not in seen:
                 seen[id(child)] = child
                 todo.append(child)
-    return found, parents
+    return todo, parents
+
+
+def _tensors(values: list[object]) -> list[torch.Tensor]:
+    return [x for x in values if isinstance(x, torch.Tensor)]
 
 
 def _children(value: object) -> Iterator[object]:

@@ -24,7 +24,7 @@ from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.formats.formats import Plain
 from fzero.state.checks import transform_of
-from fzero.state.init import checksum
+from fzero.state.init import check_values
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
@@ -151,8 +151,9 @@ def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
             )
     if not captured:
         return fn
-    axis.check_same(
-        "\n".join([f"a tensor of shape {tuple(x.shape)} with checksum {checksum(x)}" for x in captured.values()]),
+    check_values(
+        axis,
+        captured.values(),
         "What fn closes over and torch.func goes on through",
         "Give each rank's own as an input of the step, behind the state.",
     )

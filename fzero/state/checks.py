@@ -16,7 +16,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.base.context import in_differentiated
 from fzero.base.follow import is_transformed
-from fzero.base.rebound import holds_others, tensors_held, tensors_hidden
+from fzero.base.rebound import holds_others, tensors_held, tensors_reached
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Buffer
@@ -156,8 +156,7 @@ def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -
     """
     if not is_transformed():
         return False
-    held = [*tensors_held(step.optimizer), *tensors_hidden(step.optimizer)]
-    given = {"state": state, "optimizer": held, **arguments}
+    given = {"state": state, "optimizer": tensors_reached(step.optimizer), **arguments}
     if goes_on(*given.values()):
         need_derivative(step, state.layout.rows, who, **given)
         return True

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 
@@ -174,6 +174,17 @@ def checksum(leaf: torch.Tensor) -> int:
     with private.below_transforms():
         data = private.unwrapped(leaf).detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy()
     return zlib.crc32(data)  # type: ignore[arg-type]
+
+
+def check_values(axis: Axis, tensors: Iterable[torch.Tensor], what: str, advice: str) -> None:
+    """Raises ValueError on every rank where the ranks have other tensors.
+
+    Args:
+        what: they are, in words.
+        advice: what to do.
+    """
+    said = [f"a tensor of shape {tuple(x.shape)} with checksum {checksum(x)}" for x in tensors]
+    axis.check_same("\n".join(said), what, advice)
 
 
 def as_held(policy: Policy, parts: Sequence[torch.Tensor]) -> torch.Tensor:

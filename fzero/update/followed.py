@@ -9,13 +9,13 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
 from fzero.base.follow import root
-from fzero.base.rebound import tensors_held, tensors_hidden
+from fzero.base.rebound import tensors_reached
 from fzero.optim._join import members_of
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
 from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
-from fzero.state.init import checksum
+from fzero.state.init import check_values
 from fzero.state.moments import next_extra, to_moment_dtype
 from fzero.state.sharded import Sharded, is_sharded, map_trees
 from fzero.state.train_state import TrainState
@@ -105,7 +105,7 @@ def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) ->
 def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
     """The same of what transforms add to a state."""
     for extra in extras if cuts(params) else ():
-        held = [x for x in (*tensors_held(extra), *tensors_hidden(extra)) if transform_of(x) is not None]
+        held = [x for x in tensors_reached(extra) if transform_of(x) is not None]
         if held:
             raise TypeError(
                 f"step.update: state.extra[{extra.name!r}] ({extra.source}) is updated with a tensor of shape "
@@ -123,16 +123,16 @@ def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> Non
     """Refuses tensors in an optimizer of the user's own where ranks have slices: nobody says how they meet these."""
     if not cuts(params):
         return
-    every = [x for x in (*tensors_held(optimizer), *tensors_hidden(optimizer)) if transform_of(x) is not None]
+    every = [x for x in tensors_reached(optimizer) if transform_of(x) is not None]
     if every:
-        params.axis.check_same(
-            "\n".join([f"a tensor of shape {tuple(x.shape)} with checksum {checksum(x)}" for x in every]),
+        check_values(
+            params.axis,
+            every,
             "The numbers that the optimizer was made with, and torch.func goes on through,",
             "Give all ranks the same.",
         )
     others = [each for each in members_of(optimizer) if not _is_of_library(each.update)]
-    tensors = (*tensors_held(others), *tensors_hidden(others))
-    held = [(x, how) for x in tensors if (how := transform_of(x)) is not None]
+    held = [(x, how) for x in tensors_reached(others) if (how := transform_of(x)) is not None]
     if held:
         raise TypeError(
             f"step.update: the optimizer holds a tensor of shape {tuple(held[0][0].shape)} that {held[0][1]} "
