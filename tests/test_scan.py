@@ -9,6 +9,7 @@ import scenarios
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 import fzero as fz
@@ -127,3 +128,24 @@ def test_pytrees_of_inputs() -> None:
     want, losses = looped(step, state, [(pytree.tree_map(lambda x: x[i], rows),) for i in range(4)])
     assert_trees_equal(got, want)
     assert_trees_equal(metrics["loss"], losses["loss"])
+
+
+ELSEWHERE = torch.nn.Parameter(torch.ones(3))
+
+
+def test_what_torch_has_compiled_elsewhere_is_none_of_the_steps() -> None:
+    """Functions of torch that fn names lead to all that was compiled in the process, Parameters among it."""
+    torch.compile(lambda x: x * ELSEWHERE, backend="eager")(torch.ones(3))
+
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if x.numel() == 0:
+            make_fx(loss)
+        return (fz.unit(lambda q, x: q["w"] * x)(p["a"], x)).sum()
+
+    step = fz.train_step(loss, fz.sgd(0.1))
+    state = step.init({"a": {"w": torch.ones(3)}})
+
+    def losses(x: torch.Tensor) -> torch.Tensor:
+        return fz.scan(step, state, [x] * 3)[1]["loss"].sum()
+
+    torch.testing.assert_close(torch.func.grad(losses)(torch.ones(3)), torch.full((3,), 2.4))

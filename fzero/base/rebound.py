@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
+import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from typing import TYPE_CHECKING, TypeVar
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 Lift = Callable[[torch.Tensor], object]
+
+_LIBRARIES = sys.stdlib_module_names | {"fzero", "torch", "functorch", "optree", "numpy", "einops"}
+_OURS = {"fzero", "torch", "functorch", "optree", "numpy"}
+_OF_TORCH = torch.nn.Module, torch.optim.Optimizer, torch.distributions.Distribution, torch.utils.data.Dataset
 
 
 def rebound(value: T, lift: Lift) -> T:
@@ -93,17 +98,33 @@ def _children(value: object) -> Iterator[object]:
 
 def _reached(value: object) -> Iterator[object]:
     yield from _children(value)
-    if isinstance(value, types.FunctionType):
+    if isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
         names = [name for name in _names(value.__code__) if name in value.__globals__]
         yield from [value.__globals__[name] for name in names]
     elif isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, (list, tuple, Set, collections.deque)):
         yield from value
-    if not isinstance(value, types.ModuleType) and not _is_of_library(value):
+    if _holds_attributes(value):
         yield from dict(getattr(value, "__dict__", {})).values()
         slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
         yield from [getattr(value, name) for name in slots if hasattr(value, name)]
+
+
+def _is_of_library(module: object) -> bool:
+    """Tells whether no user's tensor is found in the globals and classes of a module: torch's caches are not looked at.
+
+    Compiled and exported functions of the whole process hang there.
+    """
+    return str(module).partition(".")[0] in _LIBRARIES
+
+
+def _holds_attributes(value: object) -> bool:
+    """Tells whether a user may have put tensors at an object or a class."""
+    if isinstance(value, type):
+        return not _is_of_library(value.__module__)
+    kind = str(type(value).__module__).partition(".")[0]
+    return not isinstance(value, types.ModuleType) and (kind not in _OURS or isinstance(value, _OF_TORCH))
 
 
 def _names(code: types.CodeType) -> Iterator[str]:
@@ -117,11 +138,6 @@ def _names(code: types.CodeType) -> Iterator[str]:
 def _slots(kind: type) -> Sequence[str]:
     own = vars(kind).get("__slots__", ())
     return (own,) if isinstance(own, str) else tuple(own)
-
-
-def _is_of_library(value: object) -> bool:
-    name = value.__module__ if isinstance(value, type) else type(value).__module__
-    return str(name).partition(".")[0] in ("builtins", "fzero", "optree", "numpy", "weakref", "abc", "typing")
 
 
 def _fields(value: DataclassInstance) -> list[str]:
