@@ -20,6 +20,7 @@ from fzero.state.items import items_of
 from fzero.state.origin import Move, Origin, Source
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
+from fzero.state.straight import with_codes
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves, hints_of
@@ -58,6 +59,7 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
     if state.grads is not None:
         raise ValueError("convert: the state keeps grads of add_grads. Apply them first, with step.update.")
     with as_found(), private.of_normal_tensors(), private.below_transforms():
+        state = with_codes(state)
         old = state.params
         _need_together(old.axis, step)
         specs = [(row.path, row.shape, row.dtype) for row in old.layout.rows]

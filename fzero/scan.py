@@ -20,6 +20,7 @@ from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
 from fzero.base.rebound import rebound, tensors_held, tensors_hidden
 from fzero.state.checks import need_derivative, transform_of
+from fzero.state.straight import with_values
 from fzero.state.train_state import TrainState
 from fzero.step import Step
 from fzero.table.spec import need_step
@@ -66,6 +67,8 @@ def scan(
         remat_every = math.isqrt(len(split) - 1) + 1
     every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[dict[str, object]] = []
+    if is_transformed():
+        state = with_values(state)  # codes have no derivatives
     if is_transformed() and state.grads is not None:  # which the first update clears: a state of another structure
         state, first = _run(step, state, split[:1])
         split, found = split[1:], [first]

@@ -139,7 +139,7 @@ class Step(Spec):
 
         Raises:
             TypeError: such a transform goes through a step that has no derivative: of encoded or stochastically rounded
-                states, of states on a disk, with fz.donate; the error names which.
+                states that are not straight-through, of states on a disk, with fz.donate; the error names which.
         """
         check_state(self, state)
         check_optimizer(self, state)

@@ -21,6 +21,7 @@ from fzero.checkpoint.write import abandon, write
 from fzero.comm import backend
 from fzero.state.beyond import Savable
 from fzero.state.checks import constants
+from fzero.state.straight import with_codes
 from fzero.state.train_state import TrainState
 
 
@@ -218,7 +219,8 @@ def begin(
             )
         text = as_json(extra, f"fz.{who}: extra")
         workers = 1 if beside else chunks.workers()  # a step beside it needs the other cores
-        snapshot = Snapshot.of(state, json.loads(text), workers)  # the caller's may change while it is written
+        # a copy of what the caller may change while it is written
+        snapshot = Snapshot.of(with_codes(state), json.loads(text), workers)
         said = [f"component {axis.who}", f"path {among or folder}", f"state after update {state.step}"]
         said += [f"seed {state.seed}", f"extra {text}"]
     except Exception as found:

@@ -26,6 +26,7 @@ from fzero.formats.formats import Plain
 from fzero.state.checks import transform_of
 from fzero.state.init import check_values
 from fzero.state.sharded import Sharded
+from fzero.state.straight import as_used
 from fzero.state.train_state import TrainState
 from fzero.stores.away import Away, Placed
 from fzero.table.layout import Key
@@ -96,8 +97,8 @@ def traversal_of(
 
 def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]:
     """This rank's slice of a group that a transform goes on through, and its use, of which nothing is at hand."""
-    row, value = params.layout.groups[key].row, params.local(key)
-    policy = row.policy
+    row = params.layout.groups[key].row
+    policy, value = row.policy, as_used(row.policy, params.local(key))
     assert policy.compute and policy.reduce and policy.grad
     primal = value if row.frozen else value.to(policy.reduce)  # the dtype that its cotangents are summed in
     plain = primal if private.is_mapped(primal) else private.unwrapped(primal)

@@ -6,25 +6,25 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 
 import torch
 
 from fzero.base import pages, private, pytree
 from fzero.base.arguments import named
 from fzero.comm.axis import Axis
-from fzero.formats.formats import Blocks, decode, encode
+from fzero.formats.formats import encode
 from fzero.state.checks import goes_on, need_derivative
 from fzero.state.entered import held_of, slice_in
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
+from fzero.state.straight import as_stored, as_used, is_coded
 from fzero.state.train_state import TrainState
 from fzero.state.whole import slice_of
 from fzero.stores.away import Buffer
 from fzero.stores.put import name_of, put
 from fzero.table.layout import Key, Layout
 from fzero.table.module_params import frozen_leaves, hints_of
-from fzero.table.policy import Policy
 from fzero.table.rows import Leaf
 from fzero.table.spec import Spec
 
@@ -113,10 +113,14 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         if (axis.ranks > 1 or axis.place_on_tensor[1] > 1) and not sync:
             said += [f"{slot.path} with checksum {checksum(made[slot.leaf])}" for slot in group.slots]
         if follows:
-            own = slice_in(empty, key, made, form.dtype)
+            coded = is_coded(empty, key)
+            own = slice_in(empty, key, made, torch.float32 if coded else form.dtype)
+            if coded:
+                (own,) = as_stored([empty], key, [own], None)
             if group.row.held:
-                held[key] = held_of(empty.axis_of(key), own.to(policy.compute), f"init of {key}")
-            if group.row.beside:
+                full = as_used(policy, own).to(policy.compute)
+                held[key] = held_of(empty.axis_of(key), full, f"init of {key}")
+            if group.row.beside or coded:
                 buffers[key] = own
             continue
         made = {index: slice_of(layout.rows[index], axis, leaf.detach()) for index, leaf in made.items()}
@@ -125,7 +129,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         own = full if size == group.numel else pages.copied(full.narrow(0, axis.rank * size, size))
         place = functools.partial(put, group.row.params.memory, device=full.device, what=f"the params of {key}")
         if group.row.held:
-            held[key] = place(as_held(policy, encode(form, full)))
+            held[key] = place(policy.used(encode(form, full)))
         if group.row.beside:
             buffers.update(zip(part_names(form, key), map(place, encode(form, own)), strict=True))
         del full, own
@@ -185,12 +189,3 @@ def check_values(axis: Axis, tensors: Iterable[torch.Tensor], what: str, advice:
     """
     said = [f"a tensor of shape {tuple(x.shape)} with checksum {checksum(x)}" for x in tensors]
     axis.check_same("\n".join(said), what, advice)
-
-
-def as_held(policy: Policy, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The full buffer that every rank computes with in ZeRO-1 and 2, from the full parts."""
-    assert policy.compute
-    form, blocks = policy.param_format, Blocks()
-    if policy.gather is None:
-        return decode(form, parts, policy.compute)
-    return decode(blocks, encode(blocks, decode(form, parts, torch.float32)), policy.compute)

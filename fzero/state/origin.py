@@ -14,7 +14,6 @@ import torch
 from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format, decode, encode, entries, zeros
-from fzero.state.init import as_held
 from fzero.state.items import Item, entry_of, escaped, items_in, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
@@ -149,7 +148,7 @@ class Move:
             names = params.names(key)
             parts = [tensor_of(buffers.pop(name)) for name in names]
             full = [params.axis_of(key).gather(part, f"the values of {key}") for part in parts]
-            held[key] = settle(params, key, "params", as_held(group.row.policy, full))
+            held[key] = settle(params, key, "params", group.row.policy.used(full))
             if group.row.beside:
                 buffers.update(
                     (name, settle(params, key, "params", part)) for name, part in zip(names, parts, strict=True)

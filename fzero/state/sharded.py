@@ -126,6 +126,12 @@ class Sharded(Mapping[str, torch.Tensor]):
         """A group's format, and the names of its buffers."""
         if self.kind == "values":
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
+        if self.holds_values(key):
+            return Plain(torch.float32), (key,)
+        return self.coded_as(key)
+
+    def coded_as(self, key: Key) -> tuple[Format, tuple[Any, ...]]:
+        """The format that a group's policy has for this kind of state, and the names of its buffers."""
         known = self.layout.formats.get((self.kind, key))
         if known is None:
             policy = self.layout.groups[key].row.policy
@@ -133,7 +139,15 @@ class Sharded(Mapping[str, torch.Tensor]):
             known = self.layout.formats[self.kind, key] = form, part_names(form, key)
         return known
 
-    def names(self, key: Key) -> tuple[Any, ...]:
+    def holds_values(self, key: Key) -> bool:
+        """Tells whether a group has float32 values where its format has codes, as under a straight-through policy."""
+        if not self.layout.groups[key].row.policy.straight_through or self.kind == "values":
+            return False
+        own, (form, names) = self._buffers.get(key), self.coded_as(key)
+        coded = form.rounds or not form.plain
+        return coded and getattr(own, "dtype", None) == torch.float32 and self._buffers.keys().isdisjoint(names[1:])
+
+    def names(self, key: Key) -> tuple[object, ...]:
         """The names of a group's buffers."""
         return self._stored_as(key)[1]
 
@@ -155,6 +169,10 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def sizes(self) -> Mapping[object, tuple[int, bool]]:
         """Of each buffer of this rank's slices how many elements it has, and whether they must be values."""
+        values = {key: (self.layout.shard_numel(key), True) for key in self.groups if self.holds_values(key)}
+        return {**self._coded_sizes(), **values} if values else self._coded_sizes()
+
+    def _coded_sizes(self) -> Mapping[object, tuple[int, bool]]:
         known = self.layout.sizes.get(self.kind)
         if known is None:
             known = self.layout.sizes[self.kind] = dict[object, tuple[int, bool]]()
@@ -163,7 +181,7 @@ class Sharded(Mapping[str, torch.Tensor]):
                 if self.kind == "values":
                     known[key] = numel, False
                 else:
-                    form, names = self._stored_as(key)
+                    form, names = self.coded_as(key)
                     parts = zip(names, form.parts, strict=True)
                     known |= {name: (numel // part.every, form.plain) for name, part in parts}
         return known

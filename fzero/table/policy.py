@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
-from fzero.formats.formats import Companded, Corrected, Exact, Format, Plain
+from fzero.formats.formats import Blocks, Companded, Corrected, Exact, Format, Plain, decode, encode
 
 _WIDTHS = {"8-bit": 8, "4-bit": 4}
 _FLOATS = (None, torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -20,6 +20,7 @@ _TAKES = {
     "rounding": ("nearest", "stochastic", "compensated"),
     "remainder": (torch.int16, torch.int8),
     "gather": (None, "8-bit"),
+    "straight_through": (False, True),
 }
 
 
@@ -42,6 +43,10 @@ class Policy:
         remainder: torch.int16, with which a compensated param is a float32 one bit for bit, or torch.int8 (24 bits).
         gather: "8-bit" lets params travel, and be computed with, as 8-bit integers with a scale for every 32 (1.06
             bytes); their gradients are those of the rounded values. None gathers the compute dtype.
+        straight_through: what torch.func does through whole steps of a leaf whose states are encoded, rounded
+            stochastically, or gathered in 8 bits: True takes the derivative of this rounding for one, as quantised
+            training does (Bengio et al. 2013, 1308.3432), at the values that are rounded; False refuses. There the
+            states hold float32 values, which take the memory of such, until `fz.convert(state, step)` encodes them.
 
     `moment` may also be "8-bit", both moments companded in groups of 32 with a shared exponent (2.1 bytes for the two
     of Adam), or "4-bit", the same with the first moment in 4 bits.
@@ -60,6 +65,7 @@ class Policy:
     rounding: str = "nearest"
     remainder: torch.dtype = torch.int16
     gather: str | None = None
+    straight_through: bool = False
 
     def __post_init__(self) -> None:
         for column, known in _TAKES.items():
@@ -146,6 +152,14 @@ class Policy:
     def computes_as_stored(self) -> bool:
         """True where a full buffer in compute dtype has the stored values."""
         return self.param_format.plain and self.compute == self.param and self.gather is None
+
+    def used(self, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Params as they are computed with, of the parts that are stored, for a policy whose columns are filled in."""
+        assert self.compute
+        if self.gather is None:
+            return decode(self.param_format, parts, self.compute)
+        blocks = Blocks()
+        return decode(blocks, encode(blocks, decode(self.param_format, parts, torch.float32)), self.compute)
 
     @staticmethod
     def by_path(policies: Mapping[str, Policy]) -> ByPath:

@@ -16,9 +16,11 @@ from fzero.state.checks import transform_of
 from fzero.state.entered import cuts, held_of
 from fzero.state.gather import squares_in
 from fzero.state.init import check_values
-from fzero.state.moments import next_extra, to_moment_dtype
-from fzero.state.sharded import Sharded, is_sharded, map_trees
+from fzero.state.moments import next_extra
+from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
+from fzero.state.straight import as_stored, as_used, is_coded
 from fzero.state.train_state import TrainState
+from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Extra, Spec
 
@@ -49,8 +51,10 @@ def followed_update(
     if applied is not False:
         own = params.only(params.layout.trainable)
         updates, new = call_update(step.optimizer, grads, moments, values(own), extra)
-        params, count = _stepped(params, own, values(updates), applied), count + 1
-        moments = map_trees(lambda tree, old: _kept(tree, old, applied), to_moment_dtype(new), moments)
+        stepped = values(own).map(torch.add, values(updates))
+        stepped, new = _rounded(state, stepped, new)
+        params, count = _stepped(params, own, stepped, applied), count + 1
+        moments = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
     others = {each.name: _next_extra(each, state.extra[each.name], params, applied) for each in step.extras}
     return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 
@@ -69,16 +73,38 @@ def _chosen(applied: Applied, new: torch.Tensor, old: torch.Tensor) -> torch.Ten
     return torch.where(applied, new, old) if isinstance(applied, torch.Tensor) else new
 
 
-def _stepped(params: Sharded, own: Sharded, updates: Sharded, applied: Applied) -> Sharded:
-    """The params with their updates, in the dtypes that they are stored in, also those that are held in full."""
+def _rounded(state: TrainState, params: Sharded, moments: object) -> tuple[Sharded, object]:
+    """New values, as they would be stored where their policies are straight-through; moments in their dtypes else."""
+    draw = Draw(state.seed, state.step)
+    trees, values = [state.params, *trees_of(state.moments)], [params, *trees_of(moments)]
+    found: list[dict[Key, torch.Tensor]] = [tree.locals() for tree in values]
+    for key in params.groups:
+        places = [i for i, tree in enumerate(trees) if key in tree.groups and is_coded(tree, key)]
+        if places:  # together, as they take their random bits from the same words
+            own = [found[i][key].to(torch.float32) for i in places]
+            for i, x in zip(places, as_stored([trees[i] for i in places], key, own, draw), strict=True):
+                found[i][key] = x
+        moment = params.layout.groups[key].row.policy.moment
+        for i, own in enumerate(found[1:], 1):
+            if key in own and i not in places and isinstance(moment, torch.dtype):
+                own[key] = own[key].to(moment)
+    new = iter(found[1:])
+    return params.with_buffers(found[0]), map_trees(lambda tree: tree.with_buffers(next(new)), moments)
+
+
+def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> Sharded:
+    """The params after an update, in the dtypes that they are stored in, also those that are held in full."""
     buffers, held = dict(params.buffers), dict(params.held)
     for key in own.groups:
-        old = own.local(key)
-        shard = _chosen(applied, (values(own).local(key) + updates.local(key)).to(old.dtype), old)
-        if key in buffers:
+        old, coded = own.local(key), is_coded(own, key)
+        shard = _chosen(applied, new.local(key) if coded else new.local(key).to(old.dtype), old)
+        for name in own.names(key) if coded else ():
+            buffers.pop(name, None)
+        if key in params.entries or coded:
             buffers[key] = shard
         if key in held:
-            held[key] = held_of(params.axis_of(key), shard.to(held[key].dtype), f"update of {key}")
+            used = as_used(params.layout.groups[key].row.policy, shard).to(held[key].dtype)
+            held[key] = held_of(params.axis_of(key), used, f"update of {key}")
     return params.replaced(buffers=buffers, held=held, stale=params.stale - set(own.groups))
 
 

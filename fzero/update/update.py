@@ -22,6 +22,7 @@ from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
 from fzero.state.placing import memory_of
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
+from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState, being_saved
 from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
@@ -43,7 +44,7 @@ def apply_update(
     Args:
         squares: of these grads, which then have those that the state keeps in them (`with_kept`).
     """
-    if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
+    if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm) or holds_values(state):
         grads = with_kept(state, grads) if squares is None else grads
         return followed_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:

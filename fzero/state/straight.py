@@ -1,0 +1,200 @@
+"""Straight-through states: float32 values in the place of codes, which are those that the codes would be of.
+
+The derivative of the rounding counts as one (Bengio et al. 2013, 1308.3432), so that what goes through whole steps is
+that of a run in float32 at the values of the one in few bits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from fzero.formats.bits import Counters
+from fzero.formats.formats import GROUP, Companded, Format, decode, encode
+from fzero.formats.ops import Ops
+from fzero.kernels.onepass import rounded
+from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
+from fzero.state.train_state import TrainState
+from fzero.table.layout import Key
+from fzero.table.policy import Policy
+
+_MEMBERS = 1_000_003  # by which a seed is multiplied for one of each member's own
+
+
+class _Map(Protocol):
+    """What torch.func.vmap says of itself."""
+
+    batch_size: int
+    randomness: str
+
+
+@dataclass(frozen=True)
+class _Rounding:
+    """What some values of a group become in their formats, with the random bits of one update; to nearest by None."""
+
+    formats: Sequence[Format]
+    tree: Sharded
+    key: Key
+    draw: Draw | None
+
+    @property
+    def draws(self) -> bool:
+        return self.draw is not None and any(form.rounds for form in self.formats)
+
+    def __call__(self, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        counters = None
+        if self.draw is not None:
+            rank = self.tree.rank_of(self.key)
+            counters = self.draw.counters(self.tree.layout, self.key, rank) if self.draws else Counters()
+        return tuple(rounded(self.formats, values, counters))
+
+    def of_member(self, number: int, randomness: str) -> _Rounding:
+        """The same for one member of a map: with random bits of its own where the map says so."""
+        if not self.draws or randomness == "same":
+            return self
+        if randomness == "error":
+            raise RuntimeError(
+                "torch.func.vmap: got a map with randomness='error' of a step that rounds stochastically; expected "
+                "randomness='same', with which all members round alike, or 'different'."
+            )
+        assert self.draw is not None
+        own = dataclasses.replace(self.draw, seed=self.draw.seed * _MEMBERS + number + 1)
+        return dataclasses.replace(self, draw=own)
+
+
+@dataclass(frozen=True)
+class _Used:
+    """The values of params as they are computed with."""
+
+    policy: Policy
+
+    def __call__(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return (self.policy.used(encode(self.policy.param_format, values)).to(values.dtype),)
+
+    def of_member(self, number: int, randomness: str) -> _Used:
+        return self
+
+
+class _Straight(torch.autograd.Function):
+    """`apply(fn, *values)`: what a function makes of values, at any functorch level, with the derivative one."""
+
+    @staticmethod
+    def forward(fn: _Rounding | _Used, *values: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+        return fn(*values)
+
+    @staticmethod
+    def setup_context(ctx: object, inputs: object, output: object) -> None:
+        """Nothing is kept."""
+
+    @staticmethod
+    def backward(ctx: object, *cotangents: torch.Tensor) -> object:  # type: ignore[override]
+        return None, *cotangents
+
+    @staticmethod
+    def jvp(ctx: object, _: object, *tangents: torch.Tensor) -> object:  # type: ignore[override]
+        return tuple(tangent.view_as(tangent) for tangent in tangents)
+
+    @staticmethod
+    def vmap(  # type: ignore[override]
+        info: _Map, in_dims: Sequence[int | None], fn: _Rounding | _Used, *values: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], tuple[int, ...]]:
+        found = []
+        for number in range(info.batch_size):
+            pairs = zip(values, in_dims[1:], strict=True)
+            own = [x if dim is None else x.select(dim, number) for x, dim in pairs]
+            found.append(_Straight.apply(fn.of_member(number, info.randomness), *own))
+        return tuple(torch.stack(each) for each in zip(*found, strict=True)), (0,) * len(values)
+
+
+def as_stored(
+    trees: Sequence[Sharded], key: Key, values: Sequence[torch.Tensor], draw: Draw | None
+) -> list[torch.Tensor]:
+    """The values of a group that several trees would have stored, as differentiable functions of what is stored.
+
+    Args:
+        trees: params and moments, whose policy is straight-through.
+        values: of this rank's slices, in float32.
+        draw: what an update rounds with; None rounds to nearest.
+    """
+    formats = [tree.coded_as(key)[0] for tree in trees]
+    return list(_Straight.apply(_Rounding(formats, trees[0], key, draw), *values))
+
+
+def as_used(policy: Policy, values: torch.Tensor) -> torch.Tensor:
+    """The values that params are computed with, where their policy is straight-through; else these."""
+    if policy.straight_through and (policy.gather is not None or policy.param_format.upper is not None):
+        return _Straight.apply(_Used(policy), values)[0]
+    return values
+
+
+def is_coded(tree: Sharded, key: Key) -> bool:
+    """Tells whether a group of params or moments goes on as values where a transform goes on through it."""
+    if tree.kind == "values" or not tree.layout.groups[key].row.policy.straight_through:
+        return False
+    form = tree.coded_as(key)[0]
+    return form.rounds or not form.plain
+
+
+def decoded(tree: Sharded) -> Sharded:
+    """A tree with values in the place of all codes whose policy is straight-through."""
+    keys = [key for key in tree.groups if is_coded(tree, key) and not tree.holds_values(key)]
+    if not keys:
+        return tree
+    gone = {name for key in keys for name in tree.names(key)}
+    buffers = {name: x for name, x in tree.entries.items() if name not in gone}
+    return tree.replaced(buffers=buffers | {key: tree.local(key).to(torch.float32) for key in keys})
+
+
+def with_values(state: TrainState) -> TrainState:
+    """The state with values in the place of all codes whose policies are straight-through."""
+    return state.replace(params=decoded(state.params), moments=map_trees(decoded, state.moments))
+
+
+@dataclass(frozen=True)
+class _Shifted(Companded):
+    """Codes over another scale: a largest value that was rounded up, or down, has the scale of what it was."""
+
+    by: int = 0
+
+    def scale(self, o: Ops, largest: torch.Tensor) -> torch.Tensor:
+        return (super().scale(o, largest) + self.by).clamp(0, 253)
+
+
+def codes_of(form: Format, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The parts of float32 values that a format has decoded, to the bit; the nearest to others."""
+    found = encode(form, values)
+    if not isinstance(form, Companded):
+        return found
+    for by in (-1, 1):
+        other = encode(_Shifted(form.signed, form.width, by), values)
+        exact = (decode(form, other, torch.float32) == values).view(-1, GROUP).all(1, keepdim=True)
+        pairs = [(x.view(exact.numel(), -1), y.view(exact.numel(), -1)) for x, y in zip(other, found, strict=True)]
+        found = tuple(torch.where(exact, x, y).view(-1) for x, y in pairs)
+    return found
+
+
+def _encoded(tree: Sharded) -> Sharded:
+    buffers = dict(tree.entries)
+    for key in tree.groups if tree.kind != "values" else ():
+        if tree.holds_values(key):
+            form, names = tree.coded_as(key)
+            buffers.update(zip(names, codes_of(form, tree.local(key)), strict=True))
+    return tree.replaced(buffers=buffers)
+
+
+def with_codes(state: TrainState) -> TrainState:
+    """The state with codes in the place of values that a transform has left."""
+    if not holds_values(state):
+        return state
+    return state.replace(params=_encoded(state.params), moments=map_trees(_encoded, state.moments))
+
+
+def holds_values(state: TrainState) -> bool:
+    """Tells whether a transform has left values in a state, in the place of codes."""
+    if not any(row.policy.straight_through for row in state.layout.rows):
+        return False
+    return any(tree.holds_values(key) for tree in trees_of((state.params, state.moments)) for key in tree.groups)
