@@ -125,6 +125,7 @@ def left() -> tuple[list[str], list[str], float]:
     return actors, threads, ray.available_resources().get("CPU", 0.0)
 
 
+@at_length
 def test_the_same_bits_where_no_connection_can_be_opened(
     cluster: None, blocked: None, caplog: pytest.LogCaptureFixture
 ) -> None:
