@@ -34,6 +34,8 @@ OPTIMIZERS: dict[str, Any] = {
     "lion": lambda: fz.lion(1e-3, weight_decay=0.1),
     "sgd": lambda: fz.sgd(1e-2, weight_decay=0.1),
     "sgd, momentum": lambda: fz.sgd(1e-2, momentum=0.9),
+    "sgd, nesterov": lambda: fz.sgd(1e-2, momentum=0.9, nesterov=True),
+    "adamw, amsgrad": lambda: fz.adamw(1e-2, weight_decay=0.1, amsgrad=True),
     "clipped": lambda: fz.chain(fz.clip_by_global_norm(0.1), fz.adamw(1e-2)),
 }
 SIZES = {"small": 64 * 37 - 5, "just below a kernel's": (1 << 16) - 64, "large": (1 << 16) + 64 * 37 - 5}
@@ -62,7 +64,7 @@ def updated(optimizer: str, policy: fz.Policy, numel: int, scaled: bool) -> list
         assert not metrics["skipped"]
     found = [*state.params.buffers.values()]
     moments = state.moments[-1] if isinstance(state.moments[0], tuple) else state.moments
-    for name in ("mu", "nu", "momentum"):
+    for name in ("mu", "nu", "largest", "momentum"):
         tree = getattr(moments, name, None)
         found += [] if tree is None else tree.buffers.values()
     return found

@@ -51,6 +51,12 @@ def plain_momentum(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most
     return mapped(lambda p, b: p - lr * b, p, moved), (moved, m[1])
 
 
+def plain_nesterov(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    g = mapped(lambda g, p: g + decay * p, g, p)
+    moved = mapped(lambda b, g: 0.8 * b + g, m[0], g)
+    return mapped(lambda p, g, b: p - lr * (g + 0.8 * b), p, g, moved), (moved, m[1])
+
+
 def root(v: torch.Tensor) -> torch.Tensor:
     """The direction has a derivative where a gradient is zero, as that of an unused leaf, if torch's root has none."""
     return torch.where(v > 0, torch.where(v > 0, v, 1.0).sqrt(), 0.0)
@@ -108,6 +114,7 @@ def adamw(lr: Any, decay: Any) -> Any:
 OPTIMIZERS: dict[str, tuple[Plain, Callable[..., Any]]] = {
     "sgd": (plain_sgd, lambda lr, decay, most: fz.sgd(lr, weight_decay=decay)),
     "momentum": (plain_momentum, lambda lr, decay, most: fz.sgd(lr, momentum=0.8, weight_decay=decay)),
+    "nesterov": (plain_nesterov, lambda lr, decay, most: fz.sgd(lr, 0.8, decay, nesterov=True)),
     "adamw": (plain_adamw, lambda lr, decay, most: adamw(lr, decay)),
     "adam": (plain_adam, lambda lr, decay, most: fz.adam(lr, 0.9, 0.99, 1e-3, weight_decay=decay)),
     "lion": (plain_lion, lambda lr, decay, most: fz.lion(lr, weight_decay=decay)),

@@ -7,7 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 from fzero.state.items import Item
 from fzero.state.origin import TREES
 
-WORDS = {"mu": "exp_avg", "nu": "exp_avg_sq", "momentum": "momentum_buffer", "count": "step"}
+WORDS = {
+    "mu": "exp_avg",
+    "nu": "exp_avg_sq",
+    "largest": "max_exp_avg_sq",
+    "momentum": "momentum_buffer",
+    "count": "step",
+}
 
 
 def word_of(item: str) -> str:

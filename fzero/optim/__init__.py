@@ -1,6 +1,7 @@
 """Optimizers in optax's shape, one a file; see `fzero/table/optimizer.py` for the protocol."""
 
 from fzero.optim._adam import AdamState as AdamState
+from fzero.optim._adam import AmsgradState as AmsgradState
 from fzero.optim._adam import adam as adam
 from fzero.optim._adam import adamw as adamw
 from fzero.optim._clip import clip_by_global_norm as clip_by_global_norm

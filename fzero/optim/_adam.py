@@ -1,4 +1,7 @@
-"""Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019), on torch's fused kernels where dtypes allow."""
+"""Adam and AdamW (Kingma & Ba 2015; Loshchilov & Hutter 2019), on torch's fused kernels where dtypes allow.
+
+AMSGrad is Reddi et al. 2018.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import need_bool
 from fzero.base.follow import root
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
@@ -24,8 +28,22 @@ class AdamState(NamedTuple):
     nu: object
 
 
+class AmsgradState(NamedTuple):
+    """Applied updates, first and second moment, and the largest that the second one has been, by elements."""
+
+    count: pytree.Count
+    mu: object
+    nu: object
+    largest: object
+
+
 def adamw(
-    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.01
+    lr: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.01,
+    amsgrad: bool = False,
 ) -> GradientTransformation:
     """Adam with decoupled weight decay, as torch.optim.AdamW: p - lr * (m̂ / (sqrt(v̂) + eps) + weight_decay * p).
 
@@ -35,6 +53,7 @@ def adamw(
         b1, b2: decay rates of the first and second moment.
         eps: added to the root of the second moment.
         weight_decay: decoupled, multiplied by the learning rate.
+        amsgrad: divides by the root of the largest second moment so far, which is kept as one more moment.
 
     Example:
         >>> optimizer = fz.adamw(0.1, weight_decay=0.0)
@@ -43,11 +62,16 @@ def adamw(
         >>> round(updates["w"].item(), 4)
         -0.1
     """
-    return _adam(lr, b1, b2, eps, weight_decay, decoupled=True)
+    return _adam(lr, b1, b2, eps, weight_decay, True, amsgrad)
 
 
 def adam(
-    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-8, weight_decay: Number = 0.0
+    lr: Number | Schedule,
+    b1: Number = 0.9,
+    b2: Number = 0.999,
+    eps: Number = 1e-8,
+    weight_decay: Number = 0.0,
+    amsgrad: bool = False,
 ) -> GradientTransformation:
     """Adam; a weight decay is added to the gradient, as in torch.optim.Adam.
 
@@ -57,24 +81,27 @@ def adam(
         >>> fz.adam(1e-3).init({"w": torch.zeros(2)}).count
         Count(0)
     """
-    return _adam(lr, b1, b2, eps, weight_decay, decoupled=False)
+    return _adam(lr, b1, b2, eps, weight_decay, False, amsgrad)
 
 
 def _adam(
-    lr: Number | Schedule, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool
+    lr: Number | Schedule, b1: Number, b2: Number, eps: Number, weight_decay: Number, decoupled: bool, amsgrad: bool
 ) -> GradientTransformation:
     unit, least = "a number in [0, 1)", "at least 0"
     who = "adamw" if decoupled else "adam"
+    need_bool(amsgrad, who, "amsgrad")
     need_hypers(who, b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
 
     own = _Adam(b1, b2, eps, weight_decay, decoupled)
+    formula = _decoupled if decoupled else _coupled if is_some(weight_decay) else _undecayed
+    name = "adamw, no decay" if decoupled and not is_some(weight_decay) else who
     return Elementwise(
-        "adamw, no decay" if decoupled and not is_some(weight_decay) else who,
+        f"{name}, amsgrad" if amsgrad else name,
         lr,
-        AdamState,
-        (False, True),
+        AmsgradState if amsgrad else AdamState,
+        (False, True, True) if amsgrad else (False, True),
         own.direction,
-        _decoupled if decoupled else _coupled if is_some(weight_decay) else _undecayed,
+        formula,
         own.hyper,
         own.kernel,
         generated=True,  # torch's takes three times as long on CPU as what the formula becomes
@@ -91,25 +118,33 @@ class _Adam:
     decoupled: bool
 
     def direction(
-        self, now: Number, count: int, grads: object, mu: object, nu: object
-    ) -> tuple[object, object, object]:
+        self, now: Number, count: int, grads: object, mu: object, nu: object, *largest: object
+    ) -> tuple[object, ...]:
         b1, b2, eps = self.b1, self.b2, self.eps
         mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
         nu = pytree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, grads)
+        largest = tuple([pytree.map(torch.maximum, most, nu) for most in largest])
 
         def one(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
             return -now * (m / (1 - b1**count)) / (root(v / (1 - b2**count)) + eps)
 
-        return pytree.map(one, mu, nu), mu, nu
+        return (pytree.map(one, mu, *(largest or (nu,))), mu, nu, *largest)
 
     def kernel(
-        self, now: float, count: int, p: torch.Tensor, g: torch.Tensor, m: torch.Tensor, v: torch.Tensor
+        self,
+        now: float,
+        count: int,
+        p: torch.Tensor,
+        g: torch.Tensor,
+        m: torch.Tensor,
+        v: torch.Tensor,
+        *largest: torch.Tensor,
     ) -> None:
         fused = torch._fused_adamw_ if self.decoupled else torch._fused_adam_
         b1, b2, decay, eps = map(known, (self.b1, self.b2, self.weight_decay, self.eps))
         fused(
-            [p], [g], [m], [v], [], [torch.tensor(float(count), device=p.device)], lr=now, beta1=b1,
-            beta2=b2, weight_decay=decay, eps=eps, amsgrad=False, maximize=False,
+            [p], [g], [m], [v], [*largest], [torch.tensor(float(count), device=p.device)], lr=now, beta1=b1,
+            beta2=b2, weight_decay=decay, eps=eps, amsgrad=bool(largest), maximize=False,
         )  # fmt: skip
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
@@ -123,20 +158,19 @@ def _moments(g: T, h: Sequence[T], m: Load, v: Load, times: T | float = 1.0) -> 
     return g * (times * h[2]) + m(h[1]), part * part + v(h[3])
 
 
-def _stepped(o: Ops, h: Sequence[T], p: T, m: T, v: T) -> T:
-    return p + m / (o.sqrt(v) + h[7]) * h[6]
+def _stepped(o: Ops, h: Sequence[T], p: T, m: T, v: T, largest: Sequence[Load]) -> tuple[T, ...]:
+    """The param, and all moments."""
+    most = [o.where(v >= before, v, before) for before in [load() for load in largest]]
+    return (p + m / (o.sqrt(most[0] if most else v) + h[7]) * h[6], m, v, *most)
 
 
-def _decoupled(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load) -> tuple[T, T, T]:
-    first, second = _moments(g, h, m, v, h[0])
-    return _stepped(o, h, p * h[5], first, second), first, second
+def _decoupled(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load, *largest: Load) -> tuple[T, ...]:
+    return _stepped(o, h, p * h[5], *_moments(g, h, m, v, h[0]), largest)
 
 
-def _coupled(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load) -> tuple[T, T, T]:
-    first, second = _moments(g * h[0] + p * h[5], h, m, v)
-    return _stepped(o, h, p, first, second), first, second
+def _coupled(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load, *largest: Load) -> tuple[T, ...]:
+    return _stepped(o, h, p, *_moments(g * h[0] + p * h[5], h, m, v), largest)
 
 
-def _undecayed(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load) -> tuple[T, T, T]:
-    first, second = _moments(g, h, m, v, h[0])
-    return _stepped(o, h, p, first, second), first, second
+def _undecayed(o: Ops, h: Sequence[T], p: T, g: T, m: Load, v: Load, *largest: Load) -> tuple[T, ...]:
+    return _stepped(o, h, p, *_moments(g, h, m, v, h[0]), largest)

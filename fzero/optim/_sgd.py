@@ -1,4 +1,4 @@
-"""Stochastic gradient descent with momentum (Polyak 1964; torch.optim.SGD's form)."""
+"""Stochastic gradient descent with momentum (Polyak 1964; Nesterov 1983 by Sutskever et al. 2013), in torch's form."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from fzero.base import pytree
+from fzero.base.arguments import need_bool
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
 from fzero.optim.base import Elementwise, is_some, known, need_hypers
@@ -23,7 +24,9 @@ class SgdState(NamedTuple):
     momentum: object = None
 
 
-def sgd(lr: Number | Schedule, momentum: Number | None = None, weight_decay: Number = 0.0) -> GradientTransformation:
+def sgd(
+    lr: Number | Schedule, momentum: Number | None = None, weight_decay: Number = 0.0, nesterov: bool = False
+) -> GradientTransformation:
     """p - lr * b with b = momentum * b + g, as torch.optim.SGD; the weight decay is added to the gradient.
 
     Args:
@@ -31,6 +34,10 @@ def sgd(lr: Number | Schedule, momentum: Number | None = None, weight_decay: Num
             by which torch.func differentiates an update and what comes after it.
         momentum: None keeps no buffer.
         weight_decay: coupled, as in torch.
+        nesterov: p - lr * (g + momentum * b), where b has the gradient in it already.
+
+    Raises:
+        ValueError: nesterov=True without a momentum.
 
     Example:
         >>> optimizer = fz.sgd(0.5)
@@ -39,12 +46,24 @@ def sgd(lr: Number | Schedule, momentum: Number | None = None, weight_decay: Num
         tensor([-0.5000])
     """
     need_hypers("sgd", weight_decay=(weight_decay, "a number"))
+    need_bool(nesterov, "sgd", "nesterov")
     if momentum is not None:
         need_scalar(momentum, "sgd", "momentum", "a number, a 0-d floating tensor or None")
     moved = 0.0 if momentum is None else momentum
-    own, moments = _Sgd(moved, weight_decay), (False,) if is_some(moved) else ()
+    if nesterov and not is_some(moved):
+        raise ValueError(f"sgd(nesterov=True): got momentum={momentum}, expected a momentum, such as 0.9.")
+    own, moments = _Sgd(moved, weight_decay, nesterov), (False,) if is_some(moved) else ()
+    formula = _nesterov if nesterov else _formula
     return Elementwise(
-        "sgd", lr, SgdState, moments, own.direction, _formula, own.hyper, own.kernel, coupled=weight_decay
+        "sgd, nesterov" if nesterov else "sgd",
+        lr,
+        SgdState,
+        moments,
+        own.direction,
+        formula,
+        own.hyper,
+        own.kernel,
+        coupled=weight_decay,
     ).transformation
 
 
@@ -52,10 +71,12 @@ def sgd(lr: Number | Schedule, momentum: Number | None = None, weight_decay: Num
 class _Sgd:
     momentum: Number
     weight_decay: Number
+    nesterov: bool
 
     def direction(self, now: Number, count: int, grads: object, buffer: object) -> tuple[object, object]:
         if is_some(self.momentum):
-            grads = buffer = pytree.map(lambda b, g: self.momentum * b + g, buffer, grads)
+            buffer = pytree.map(lambda b, g: self.momentum * b + g, buffer, grads)
+            grads = pytree.map(lambda b, g: g + self.momentum * b, buffer, grads) if self.nesterov else buffer
         return pytree.map(lambda g: -now * g, grads), buffer
 
     def kernel(self, now: float, count: int, p: torch.Tensor, g: torch.Tensor, *buffer: torch.Tensor) -> None:
@@ -63,7 +84,8 @@ class _Sgd:
         if self.weight_decay:
             g = g + self.weight_decay * p
         for moved in buffer:
-            g = moved.mul_(self.momentum).add_(g)
+            moved.mul_(self.momentum).add_(g)
+            g = g.add(moved, alpha=known(self.momentum)) if self.nesterov else moved
         p.add_(g, alpha=-now)
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
@@ -76,3 +98,9 @@ def _formula(o: Ops, h: Sequence[T], p: T, g: T, *buffer: Load) -> tuple[T, ...]
         return (p - h[3] * g,)
     moved = buffer[0](h[2]) + g
     return p - h[3] * moved, moved
+
+
+def _nesterov(o: Ops, h: Sequence[T], p: T, g: T, buffer: Load) -> tuple[T, ...]:
+    g = g * h[0] + h[1] * p
+    moved = buffer(h[2]) + g
+    return p - h[3] * (g + h[2] * moved), moved

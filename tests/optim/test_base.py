@@ -28,6 +28,18 @@ CASES: dict[str, tuple[Any, Any]] = {
         lambda: fz.sgd(0.1, momentum=0.9, weight_decay=0.01),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01),
     ),
+    "nesterov": (
+        lambda: fz.sgd(0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, weight_decay=0.01, nesterov=True),
+    ),
+    "adamw, amsgrad": (
+        lambda: fz.adamw(1e-2, b2=0.9, eps=1e-6, weight_decay=0.1, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.9, 0.9), eps=1e-6, weight_decay=0.1, amsgrad=True),
+    ),
+    "adam, amsgrad": (
+        lambda: fz.adam(1e-2, b2=0.9, weight_decay=0.1, amsgrad=True),
+        lambda p: torch.optim.Adam(p, lr=1e-2, betas=(0.9, 0.9), weight_decay=0.1, amsgrad=True),
+    ),
     "lion": (lambda: fz.lion(1e-2, b1=0.9, b2=0.95, weight_decay=0.1), None),
 }
 

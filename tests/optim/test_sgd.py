@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 import fzero as fz
@@ -16,6 +17,11 @@ def test_momentum_sums_gradients_with_a_decay() -> None:
         updates.append(update["w"].item())
     assert_trees_close(torch.tensor(updates), -0.1 * torch.tensor([1.0, 2.5, 5.25]))
     assert state.count.value == 3
+
+
+def test_nesterov_wants_a_momentum() -> None:
+    with pytest.raises(ValueError, match=r"sgd\(nesterov=True\): got momentum=None, expected a momentum"):
+        fz.sgd(0.1, nesterov=True)
 
 
 def test_weight_decay_is_part_of_the_gradient_and_no_momentum_keeps_no_state() -> None:
