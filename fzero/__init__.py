@@ -69,6 +69,7 @@ from fzero.transforms import accumulate as accumulate
 from fzero.transforms import autocast as autocast
 from fzero.transforms import compile as compile
 from fzero.transforms import donate as donate
+from fzero.transforms import ema as ema
 from fzero.transforms import freeze as freeze
 from fzero.transforms import fuse_update as fuse_update
 from fzero.transforms import loss_scale as loss_scale

@@ -15,6 +15,7 @@ from fzero.base import pytree
 from fzero.base.patterns import ROOT
 from fzero.formats.formats import Blocks, Companded, Format, Plain, nbytes
 from fzero.state.moments import init_extras, init_moments
+from fzero.state.placing import memory_of
 from fzero.state.sharded import Sharded, group_of, is_sharded, trees_of
 from fzero.stores.blocks import rounded
 from fzero.stores.put import DEVICE, HOST, name_of
@@ -171,8 +172,15 @@ def _moments(step: Spec, like: Sharded) -> list[Piece]:
 
 
 def _extras(step: Spec, like: Sharded) -> list[Piece]:
-    tensors = [x for x in pytree.leaves(init_extras(step, like)) if isinstance(x, torch.Tensor)]
-    return [Piece("extra", ROOT, DEVICE, (x.nbytes,), copies=True) for x in tensors]
+    out = list[Piece]()
+    for x in pytree.flatten(init_extras(step, like), is_leaf=is_sharded)[0]:
+        for name, buffer in x.entries.items() if is_sharded(x) else ():
+            memory = name_of(memory_of(x.layout.groups[group_of(name)].row, "moments"))
+            moves = int(memory != DEVICE)
+            out.append(Piece("extra", group_of(name).unit, memory, (buffer.nbytes,), moves, moves, copies=True))
+        if isinstance(x, torch.Tensor):
+            out.append(Piece("extra", ROOT, DEVICE, (x.nbytes,), copies=True))
+    return out
 
 
 def _sizes(form: Format, numel: int) -> tuple[int, ...]:

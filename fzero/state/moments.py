@@ -37,7 +37,7 @@ def placed_moments(moments: object) -> Any:
 
 
 def init_extras(step: Spec, params: Sharded) -> dict[str, object]:
-    """The transforms' entries of the state, in memory of their own."""
+    """The transforms' entries of the state, in memory of their own, where moments lie."""
     return {extra.name: _placed(extra, extra.init(params), params) for extra in step.extras}
 
 
@@ -59,7 +59,7 @@ def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> o
 
 
 def _placed(extra: Extra, value: object, params: Sharded) -> object:
-    """The value in memory of its own; refused where its trees are not of the params' buffers."""
+    """The value in memory of its own, where moments lie; refused where its trees are not of the params' buffers."""
     for tree in trees_of(value):
         for key in tree.groups:
             numel, expected = tree.placed(key).numel(), params.layout.shard_numel(key)
@@ -69,7 +69,7 @@ def _placed(extra: Extra, value: object, params: Sharded) -> object:
                     f"{params.layout.groups[key].slots[0].path!r}, expected the {expected} of this rank's slice. Map "
                     "over a tree with functions that keep shapes."
                 )
-    return apart(map_trees(lambda tree: tree.only(tree.groups), value), params)
+    return placed_moments(apart(map_trees(lambda tree: tree.only(tree.groups), value), params))
 
 
 def apart(tree: object, *others: object) -> Any:

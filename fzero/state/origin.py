@@ -188,7 +188,7 @@ class Move:
         for name, value in extra.items():
             met: list[str] = []
             if own[name] == kinds.get(name):
-                value = refilled(f"extra.{escaped(name)}", value, lambda item: self._value(item, None, met))
+                value = refilled(f"extra.{escaped(name)}", value, lambda item: self._value(item, "moments", met))
                 if set(met) != {known for known in self.origin.kinds if entry_of(known) == name}:
                     raise self._otherwise(f"extra.{name}", f"a state.extra[{name!r}]")
             out[name] = value

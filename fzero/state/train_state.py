@@ -87,7 +87,10 @@ class TrainState:
         return self.params.layout
 
     def replace(self, **changes: Any) -> TrainState:
-        """A new state with some fields changed; buffers are shared, never copied."""
+        """A new state with some fields changed; buffers are shared, never copied.
+
+        Leaves that a tree of params lacks, as an average of those that are trained does, stay as they are.
+        """
         unknown = set(changes) - set(_FIELDS)
         if unknown:
             raise TypeError(f"TrainState.replace: got {sorted(unknown)}, expected some of {', '.join(_FIELDS)}")
@@ -102,7 +105,14 @@ class TrainState:
             )
         if changes.get("step", 0) < 0:
             raise ValueError(f"TrainState.replace: got step={changes['step']}, expected at least 0.")
+        if "params" in changes:
+            changes["params"] = self._completed(changes["params"])
         return TrainState(**{name: getattr(self, name) for name in _FIELDS} | changes)
+
+    def _completed(self, params: Sharded) -> Sharded:
+        own = self.params
+        missing = [key for key in own.groups if key not in params.groups] if params.layout == own.layout else []
+        return params.replaced(buffers=params.entries | {key: own.local(key) for key in missing}) if missing else params
 
     @contextlib.contextmanager
     def donated(self) -> Iterator[TrainState]:

@@ -4,6 +4,7 @@ from fzero.transforms.accumulate import accumulate as accumulate
 from fzero.transforms.autocast import autocast as autocast
 from fzero.transforms.compile import compile as compile
 from fzero.transforms.donate import donate as donate
+from fzero.transforms.ema import ema as ema
 from fzero.transforms.freeze import freeze as freeze
 from fzero.transforms.fuse_update import fuse_update as fuse_update
 from fzero.transforms.loss_scale import loss_scale as loss_scale

@@ -1,0 +1,54 @@
+"""An exponential moving average of the params (Polyak & Juditsky 1992), sharded and placed as moments are."""
+
+from __future__ import annotations
+
+import functools
+
+from fzero.base.arguments import need_number
+from fzero.kernels.onepass import math_dtype
+from fzero.state.sharded import Sharded
+from fzero.table.spec import Extra, S, need_step
+
+
+def ema(step: S, decay: float) -> S:
+    """Keeps `average = decay * average + (1 - decay) * params` in `state.extra["ema"]`, after each update.
+
+    It begins with init's params, without a correction of its bias, and stays where an update is skipped. It has the
+    leaves that are trained, in float32, or float64 where params are, also where these are stored in fewer bits. It lies
+    where a leaf's moments do (`fz.offload`), and is saved and converted like them. `step.forward` uses the params; the
+    average's outputs are those of `step.forward(state.replace(params=state.extra["ema"]), *inputs)`.
+
+    Args:
+        step: any step.
+        decay: in [0, 1): how much of the average an update keeps.
+
+    Raises:
+        TypeError, ValueError: the decay is no such number.
+
+    Example:
+        >>> step = fz.ema(fz.train_step(lambda p, x: (p["w"] * x).sum(), fz.sgd(1.0)), 0.5)
+        >>> state, _ = step(step.init({"w": torch.ones(2)}), torch.ones(2))
+        >>> fz.gather(state.extra["ema"])["w"]
+        tensor([0.5000, 0.5000])
+        >>> step.forward(state.replace(params=state.extra["ema"]), torch.ones(2))
+        tensor(1.)
+    """
+    need_step(step, "ema")
+    need_number(decay, "ema", "decay", "a number in [0, 1)")
+    if not 0.0 <= decay < 1.0:
+        raise ValueError(f"ema: got decay={decay}, expected a number in [0, 1).")
+    update = functools.partial(_averaged, float(decay))
+    return step.with_state(Extra("ema", f"ema({float(decay)})", _begun, update, kind="an ema"))
+
+
+def _begun(params: Sharded) -> Sharded:
+    return _values(params.only(params.layout.trainable))
+
+
+def _averaged(decay: float, average: Sharded, params: Sharded, applied: bool) -> Sharded:
+    own = _values(params.only(average.groups))
+    return average.map(lambda a, p: decay * a + (1 - decay) * p, own) if applied else average
+
+
+def _values(params: Sharded) -> Sharded:
+    return params.map(lambda p: p.to(math_dtype(p.dtype)))

@@ -1,0 +1,112 @@
+"""fz.ema: the average that one computes by hand of the gathered params, with any other transform around it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils import _pytree as pytree
+
+import fzero as fz
+from fzero.state.sharded import is_sharded
+from fzero.testing import assert_trees_close, assert_trees_equal, run_ranks, strategies
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+POLICIES = {"float64": (F64, None), "exact": (F32, fz.Policy.exact()), "compact16": (F32, fz.Policy.compact16())}
+
+
+def mapped(fn: Any, *trees: Any) -> Any:
+    return pytree.tree_map(fn, *trees)
+
+
+@pytest.mark.usefixtures("hazards")
+@given(
+    data=st.data(),
+    chosen=strategies.transforms(stages=(0, 1, 2, 3), patterns=scenarios.BLOCKS),
+    world=st.integers(1, 3),
+    decay=st.sampled_from([0.0, 0.5, 0.9]),
+    policy=st.sampled_from([*POLICIES]),
+    frozen=st.booleans(),
+    away=st.booleans(),
+)
+def test_is_the_average_of_the_gathered_params(
+    data: Any, chosen: Any, world: int, decay: float, policy: str, frozen: bool, away: bool
+) -> None:
+    dtype, own = POLICIES[policy]
+    chosen = chosen if dtype == F64 else [pair for pair in chosen if pair[0] != "autocast"]
+    stacked, params = scenarios.stack(dtype=dtype)
+    place = data.draw(st.integers(0, len(chosen)))
+
+    def loss(p: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        like = p["head"]["w"].dtype
+        return stacked(p, x.to(like), y.to(like)).to(dtype)
+
+    others = [*chosen[:place], ("ema", lambda step: fz.ema(step, decay)), *chosen[place:]]
+    step = strategies.apply(fz.train_step(loss, fz.adamw(1e-2), own), others)
+    step = fz.freeze(step, "blocks.0.*") if frozen else step
+    step = fz.offload(step, moments="host") if away else step
+
+    def wide(tree: Any) -> Any:
+        return mapped(lambda x: x.to(dtype), tree)
+
+    world = world if any(name.startswith("shard") for name, _ in chosen) else 1
+
+    def rank_main(rank: int) -> None:
+        batch = scenarios.vector_batches(world, dtype=dtype)[rank]
+        state = step.init(params)
+        want = wide(fz.gather(state.params))
+        for _ in range(3):
+            state, _ = step(state, *batch)
+            want = mapped(lambda a, p: decay * a + (1 - decay) * p, want, wide(fz.gather(state.params)))
+        average = state.extra["ema"]
+        trained = [row.path for row in state.layout.rows if not row.frozen]
+        assert is_sharded(average) and [*average] == trained
+        assert {x.dtype for x in average.values()} == {dtype} and (not away or average.away)
+        in_place = state.replace(params=average)
+        assert_trees_close(wide(fz.gather(in_place.params)), want, rtol=1e-12 if dtype == F64 else 1e-6)
+        found = step.forward(in_place, *batch)
+        assert_trees_close(found, step.forward(step.init(want), *batch), rtol=1e-10 if dtype == F64 else 2e-2)
+
+    run_ranks(rank_main, world)
+
+
+def losses(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (p["w"] * x).sum() + p["b"].sum()
+
+
+def test_is_saved_loaded_and_converted_like_moments(tmp_path: Path) -> None:
+    params = {"w": torch.arange(5.0), "b": torch.ones(3)}
+
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.ema(fz.train_step(losses, fz.adamw(0.1)), 0.5))
+        state, _ = step(step.init(params), torch.ones(5))
+        fz.save(tmp_path / "it", state)
+        want = fz.gather(state.extra["ema"])
+        away = fz.offload(fz.shard_zero1(fz.ema(fz.train_step(losses, fz.adamw(0.1)), 0.5)), moments="host")
+        for again in (fz.load(tmp_path / "it", step), fz.load(tmp_path / "it", away), fz.convert(state, away)):
+            assert_trees_equal(fz.gather(again.extra["ema"]), want)
+        assert again.extra["ema"].away
+
+    run_ranks(rank_main, 2)
+
+
+def test_stays_where_an_update_is_skipped_and_is_planned() -> None:
+    step = fz.ema(fz.train_step(losses, fz.sgd(0.1)), 0.5)
+    params = {"w": torch.arange(5.0), "b": torch.ones(3)}
+    state, metrics = step(step.init(params), torch.full((5,), float("inf")))
+    assert metrics["skipped"]
+    assert_trees_equal(fz.gather(state.extra["ema"]), params)
+    held = sum(x.nbytes for x in state.extra["ema"].entries.values())
+    assert fz.plan(step, params).extra == held
+    assert fz.plan(fz.offload(step, moments="host"), params).extra == held
+
+
+@pytest.mark.parametrize(("decay", "error"), [(1.0, ValueError), (-0.1, ValueError), ("0.9", TypeError)])
+def test_other_decays_are_refused(decay: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"ema: got decay=.*, expected a number in \[0, 1\)"):
+        fz.ema(fz.train_step(losses, fz.sgd(0.1)), decay)
