@@ -35,9 +35,11 @@ from fzero.optim import GradientTransformation as GradientTransformation
 from fzero.optim import adam as adam
 from fzero.optim import adamw as adamw
 from fzero.optim import chain as chain
+from fzero.optim import clip_by_block_norm as clip_by_block_norm
 from fzero.optim import clip_by_global_norm as clip_by_global_norm
 from fzero.optim import clip_by_value as clip_by_value
 from fzero.optim import constant as constant
+from fzero.optim import lamb as lamb
 from fzero.optim import linear as linear
 from fzero.optim import lion as lion
 from fzero.optim import partition as partition

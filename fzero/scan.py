@@ -132,7 +132,8 @@ def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[Trai
             "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
         )
     need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=batches)
-    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type)
+    straight = any(row.policy.straight_through for row in state.layout.rows)
+    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, straight)
     out = apply(op, active(given), *given)
     assert op.spec is not None
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
@@ -163,7 +164,7 @@ class _Watch(TorchFunctionMode):
 
 
 _NEAR = {8: (1e-9, 1e-12), 4: (1e-4, 1e-6)}  # relative and absolute, by the bytes of a number; of 16 bits the last
-_NEAR_OF_HALVES = 2e-2, 1e-3
+_NEAR_OF_HALVES = 2e-2, 1e-3  # also where a last bit may decide how a value is rounded to few bits
 
 
 class _Steps(Op):
@@ -175,6 +176,7 @@ class _Steps(Op):
         spec: of the first state, which has `count` tensors.
         held: the ids of what the step was made with, and a transform goes on through.
         batches: each without its tensors.
+        straight: whether states are straight-through.
 
     Attributes:
         spec: that of the last state, once it has run.
@@ -190,8 +192,10 @@ class _Steps(Op):
         held: Sequence[int],
         batches: Sequence[pytree.Split],
         device: str,
+        straight: bool,
     ) -> None:
         super().__init__(self._all, None, device)
+        self._near = dict[int, tuple[float, float]]() if straight else _NEAR
         self._step, self._first, self._count, self._held, self._batches = step, spec, count, held, batches
         ends = itertools.accumulate([len(batch.places[0]) for batch in batches], initial=count + len(held))
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
@@ -226,7 +230,7 @@ class _Steps(Op):
             own = [private.unwrapped(x).detach() for x in metrics if not x.ndim and x.is_floating_point()]
             seen = self._seen.setdefault(number, own)
             for new, old in zip(own, seen, strict=True) if seen is not own else ():
-                rtol, atol = _NEAR.get(new.dtype.itemsize, _NEAR_OF_HALVES)
+                rtol, atol = self._near.get(new.dtype.itemsize, _NEAR_OF_HALVES)
                 if new.shape == old.shape and not torch.allclose(new, old, rtol, atol, equal_nan=True):
                     raise ValueError(
                         f"scan: step {number} of those behind a kept state gave {new.item():.6g} when it ran again, "

@@ -105,6 +105,13 @@ def scanned(x: torch.Tensor) -> torch.Tensor:
     return metrics["loss"].sum() + summed(fz.gather(state.params))
 
 
+def averaged(w: torch.Tensor) -> torch.Tensor:
+    step = fz.ema(fz.train_step(loss, fz.sgd(0.1, momentum=0.9)), 0.5)
+    state = step(step(step.init({"w": w}), X)[0], X)[0]
+    average = state.extra["ema"]
+    return step.forward(state.replace(params=average), X) + summed(fz.gather(average))  # type: ignore[no-any-return]
+
+
 # a function of one tensor through each, and that tensor; or one that is made for a folder
 RIGHT: dict[str, Any] = {
     **{
@@ -112,10 +119,12 @@ RIGHT: dict[str, Any] = {
         for name, make in {
             "adam": lambda rate: fz.adam(rate, weight_decay=rate),
             "adamw": lambda rate: fz.adamw(rate, b1=rate, weight_decay=rate),
+            "lamb": lambda rate: fz.lamb(rate, weight_decay=rate),
             "lion": lambda rate: fz.lion(rate, weight_decay=rate),
             "sgd": lambda rate: fz.sgd(rate, momentum=rate, weight_decay=rate),
             "chain": lambda rate: fz.chain(fz.clip_by_global_norm(rate), fz.sgd(rate)),
             "clip_by_global_norm": lambda rate: fz.chain(fz.clip_by_global_norm(2 * rate), fz.adamw(0.1, eps=0.1)),
+            "clip_by_block_norm": lambda rate: fz.chain(fz.clip_by_block_norm(2 * rate), fz.adamw(0.1, eps=0.1)),
             "clip_by_value": lambda rate: fz.chain(fz.clip_by_value(rate), fz.sgd(0.1, momentum=0.9)),
             "partition": lambda rate: fz.partition({"w": fz.adamw(rate)}),
             "constant": lambda rate: fz.sgd(fz.constant(rate)),
@@ -136,6 +145,7 @@ RIGHT: dict[str, Any] = {
         }.items()
     },
     "train_step": around(lambda step: step),
+    "ema": (averaged, W),
     "with_fn": (with_other_function, RATE),
     "functional": (by_module, X),
     "unit": (in_a_unit, X),

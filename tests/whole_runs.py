@@ -79,6 +79,29 @@ def plain_adam(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: An
     return mapped(lambda p, u: p - lr * u, p, way), new
 
 
+def by_leaf(fn: Callable[..., Any], *trees: Any) -> Any:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        return root(x.square().sum())
+
+    return mapped(lambda *each: fn(*each, *[norm(x) for x in each]), *trees)
+
+
+def plain_lamb(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    way, moments = adapted(g, m, count)
+    way = mapped(lambda w, p: w + decay * p, way, p)
+
+    def one(p: Any, w: Any, norm: Any, size: Any) -> Any:
+        both = (norm > 0) & (size > 0)
+        return p - lr * torch.where(both, norm / torch.where(both, size, 1.0), 1.0) * w
+
+    return by_leaf(one, p, way), moments
+
+
+def plain_block_clipped(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    g = by_leaf(lambda g, norm: g * (0.3 * most / torch.where(norm > 0, norm, 1.0)).clamp(max=1.0), g)
+    return plain_momentum(p, g, m, count, lr, decay, most)
+
+
 def plain_lion(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
     new = mapped(lambda p, a, g: p - lr * ((0.9 * a + 0.1 * g).sign() + decay * p), p, m[0], g)
     return new, (mapped(lambda a, g: 0.99 * a + 0.01 * g, m[0], g), m[1])
@@ -118,6 +141,11 @@ OPTIMIZERS: dict[str, tuple[Plain, Callable[..., Any]]] = {
     "adamw": (plain_adamw, lambda lr, decay, most: adamw(lr, decay)),
     "adam": (plain_adam, lambda lr, decay, most: fz.adam(lr, 0.9, 0.99, 1e-3, weight_decay=decay)),
     "lion": (plain_lion, lambda lr, decay, most: fz.lion(lr, weight_decay=decay)),
+    "lamb": (plain_lamb, lambda lr, decay, most: fz.lamb(lr, 0.9, 0.99, 1e-3, decay)),
+    "block clipped": (
+        plain_block_clipped,
+        lambda lr, decay, most: fz.chain(fz.clip_by_block_norm(0.3 * most), fz.sgd(lr, 0.8, decay)),
+    ),
     "clipped": (
         plain_clipped,
         lambda lr, decay, most: fz.chain(

@@ -4,10 +4,12 @@ from fzero.optim._adam import AdamState as AdamState
 from fzero.optim._adam import AmsgradState as AmsgradState
 from fzero.optim._adam import adam as adam
 from fzero.optim._adam import adamw as adamw
+from fzero.optim._clip import clip_by_block_norm as clip_by_block_norm
 from fzero.optim._clip import clip_by_global_norm as clip_by_global_norm
 from fzero.optim._clip import clip_by_value as clip_by_value
 from fzero.optim._join import chain as chain
 from fzero.optim._join import partition as partition
+from fzero.optim._lamb import lamb as lamb
 from fzero.optim._lion import LionState as LionState
 from fzero.optim._lion import lion as lion
 from fzero.optim._schedules import constant as constant

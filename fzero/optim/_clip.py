@@ -1,4 +1,4 @@
-"""Clipping of gradients: by their global norm (Pascanu et al. 2013), or by value."""
+"""Clipping of gradients: by their global norm (Pascanu et al. 2013), by the norm of each leaf, or by value."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
 from fzero.base.follow import follows
+from fzero.optim._norms import multiplied, norms_of
 from fzero.optim.base import need_hypers
 from fzero.state.entered import entered
 from fzero.state.gather import global_norm
@@ -60,6 +61,28 @@ def _multiplied(grads: object, ratio: torch.Tensor) -> object:
         return pytree.map(lambda g: g * factor.to(g.device, g.dtype), grads)
     parts = {key: grads.local(key) for key in grads.groups}
     return grads.with_buffers({key: g * entered(grads, key, factor).to(g.device, g.dtype) for key, g in parts.items()})
+
+
+def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
+    """Multiplies every leaf's gradient by min(1, max_norm / norm), where the norm is that leaf's, over all its shards.
+
+    Args:
+        max_norm: the largest norm of a leaf that passes unchanged.
+
+    Example:
+        >>> clip = fz.clip_by_block_norm(1.0)
+        >>> clip.update({"w": torch.tensor([3.0, 4.0]), "b": torch.tensor([0.5])}, clip.init(None))[0]
+        {'w': tensor([0.6000, 0.8000]), 'b': tensor([0.5000])}
+    """
+    need_hypers("clip_by_block_norm", max_norm=(max_norm, "a positive number"))
+
+    return GradientTransformation(_nothing, functools.partial(_scaled_by_leaf, max_norm), needs="all", blank=True)
+
+
+def _scaled_by_leaf(max_norm: Number, grads: object, state: object, params: object = None) -> tuple[object, object]:
+    norms = norms_of(grads)
+    factors = [torch.where(n == 0, 1.0, max_norm / torch.where(n == 0, 1.0, n)).clamp(max=1.0) for n in norms]
+    return multiplied(grads, factors), state
 
 
 def clip_by_value(max_value: Number) -> GradientTransformation:

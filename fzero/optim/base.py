@@ -44,7 +44,7 @@ def need_hypers(who: str, **hypers: tuple[Number, str]) -> None:
             raise ValueError(f"{who}({argument}=...): got {value}, expected {expected}.")
 
 
-def _rate(lr: Number | Schedule, count: int) -> Number:
+def rate(lr: Number | Schedule, count: int) -> Number:
     """The learning rate of the update after `count` applied ones; a tensor where a transform goes on through it."""
     now = lr(count) if callable(lr) else lr
     if follows(now):  # of each element, perhaps (`entered`)
@@ -135,7 +135,7 @@ class Elementwise:
         return self.state(pytree.Count(0), *[zeros_like(params, flag) for flag in self.nonnegative])
 
     def update(self, grads: object, old: Kept, params: object = None) -> tuple[object, Kept]:
-        now = _rate(self.lr, old[0].value)
+        now = rate(self.lr, old[0].value)
         if not isinstance(grads, Sharded) or not cuts(grads) or not any_follows((now, *self._tensors)):
             return self._update(grads, old, params)
         # each group by itself, as its slices say over which ranks the cotangents of numbers are summed
@@ -161,7 +161,7 @@ class Elementwise:
         return grads.with_buffers(updates), self.state(new[0], *trees)
 
     def _update(self, grads: object, old: Kept, params: object) -> tuple[object, Kept]:
-        now, count = _rate(self.lr, old[0].value), old[0].value + 1
+        now, count = rate(self.lr, old[0].value), old[0].value + 1
         if is_some(self.coupled):
             grads = pytree.map(lambda g, p: g + self.coupled * p, grads, params)
         updates, *moments = self.direction(now, count, grads, *old[1:])
@@ -177,7 +177,7 @@ class Elementwise:
             return self.state(new[0], *old[1:])
         if self._tensors:
             return self._in_numbers().fused(params, grads, old)
-        now, count = known(_rate(self.lr, old[0].value)), old[0].value + 1
+        now, count = known(rate(self.lr, old[0].value)), old[0].value + 1
         one = functools.partial(self.kernel, now, count) if self.kernel else None
         numbers, draw = (1.0 / grads.scale, *self.hyper(now, count)), params.draw or Draw(0, 0)
         moments = [tree for tree in old[1:] if isinstance(tree, Sharded)]
@@ -193,7 +193,7 @@ class Elementwise:
         return self.name
 
     def metrics(self, old: Kept) -> dict[str, Number]:
-        return {"lr": _rate(self.lr, old[0].value)}
+        return {"lr": rate(self.lr, old[0].value)}
 
 
 def is_some(number: Number) -> bool:

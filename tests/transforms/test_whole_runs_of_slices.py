@@ -38,7 +38,7 @@ def on_rank(
     sizes=st.sampled_from(MESHES),
     stage=st.integers(0, 3),
     others=st.sampled_from([("shard", "tensor"), ("tensor", "remat", "shard"), ("accumulate", "tensor", "shard")]),
-    optimizer=st.sampled_from(["sgd", "adamw", "clipped"]),
+    optimizer=st.sampled_from(["sgd", "adamw", "clipped", "lamb", "block clipped"]),
     how=st.sampled_from(["step", "vjp", "scan"]),
     name=st.sampled_from(["grad", "grad_of_grad", "pushed_grad", "over_rates", "grads_over_rates"]),
 )

@@ -1,0 +1,69 @@
+"""LAMB: Adam's direction, of which each leaf takes as much as its norm allows (You et al. 2020, 1904.00962)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fzero.base import pytree
+from fzero.optim._adam import AdamState, adamw
+from fzero.optim._norms import multiplied, norms_of
+from fzero.optim.base import need_hypers, rate
+from fzero.state.sharded import Sharded
+from fzero.table.needs import need_rate
+from fzero.table.optimizer import GradientTransformation, Number, Schedule
+
+
+def lamb(
+    lr: Number | Schedule, b1: Number = 0.9, b2: Number = 0.999, eps: Number = 1e-6, weight_decay: Number = 0.0
+) -> GradientTransformation:
+    """p - lr * (|p| / |r|) * r, with r = m̂ / (sqrt(v̂) + eps) + weight_decay * p, by leaves.
+
+    A leaf's norms are of all its shards. Where one of them is zero, their ratio counts as one (as in optax).
+
+    Args:
+        lr: learning rate, or a schedule of the number of applied updates.
+        b1, b2: decay rates of the first and second moment.
+        eps: added to the root of the second moment.
+        weight_decay: added to the direction, before its norm is taken.
+
+    Example:
+        >>> optimizer = fz.lamb(0.1)
+        >>> params = {"w": torch.tensor([3.0, 4.0])}
+        >>> updates, state = optimizer.update({"w": torch.ones(2)}, optimizer.init(params), params)
+        >>> updates["w"]
+        tensor([-0.3536, -0.3536])
+    """
+    unit, least = "a number in [0, 1)", "at least 0"
+    need_hypers("lamb", b1=(b1, unit), b2=(b2, unit), eps=(eps, least), weight_decay=(weight_decay, least))
+    need_rate(lr, "lamb")
+    own = _Lamb(lr, adamw(1.0, b1, b2, eps, weight_decay))
+    return GradientTransformation(_begun, own.update, None, _label, own.metrics, needs="all", blank=True)
+
+
+def _label(path: str) -> str:
+    return "lamb"
+
+
+def _begun(params: object) -> AdamState:
+    def zeros() -> object:
+        return params.map(torch.zeros_like) if isinstance(params, Sharded) else pytree.map(torch.zeros_like, params)
+
+    return AdamState(pytree.Count(0), zeros(), zeros())
+
+
+@dataclass(frozen=True)
+class _Lamb:
+    lr: Number | Schedule
+    direction: GradientTransformation  # of a rate of one
+
+    def update(self, grads: object, old: AdamState, params: object) -> tuple[object, AdamState]:
+        now = rate(self.lr, old.count.value)
+        updates, new = self.direction.update(grads, old, params)
+        pairs = zip(norms_of(params), norms_of(updates), strict=True)
+        ratios = [torch.where((p > 0) & (r > 0), p / torch.where(r > 0, r, 1.0), 1.0) for p, r in pairs]
+        return multiplied(updates, [now * ratio for ratio in ratios]), new
+
+    def metrics(self, old: AdamState) -> dict[str, Number]:
+        return {"lr": rate(self.lr, old.count.value)}
