@@ -16,7 +16,7 @@ from fzero.base.arguments import need_bool
 from fzero.base.follow import root
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import Elementwise, is_some, known, need_hypers
+from fzero.optim.base import Elementwise, is_some, known, mixed, need_hypers
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
@@ -121,12 +121,18 @@ class _Adam:
         self, now: Number, count: int, grads: object, mu: object, nu: object, *largest: object
     ) -> tuple[object, ...]:
         b1, b2, eps = self.b1, self.b2, self.eps
-        mu = pytree.map(lambda m, g: b1 * m + (1 - b1) * g, mu, grads)
-        nu = pytree.map(lambda v, g: b2 * v + (1 - b2) * g * g, nu, grads)
+
+        def second(v: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+            if isinstance(b2, torch.Tensor):
+                return b2 * v + (1 - b2) * g * g
+            return torch.addcmul(b2 * v, g, g, value=1 - b2)
+
+        mu = pytree.map(lambda m, g: mixed(m, g, b1), mu, grads)
+        nu = pytree.map(second, nu, grads)
         largest = tuple([pytree.map(torch.maximum, most, nu) for most in largest])
 
         def one(m: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return -now * (m / (1 - b1**count)) / (root(v / (1 - b2**count)) + eps)
+            return m * (-now / (1 - b1**count)) / (root(v) * (1 - b2**count) ** -0.5 + eps)
 
         return (pytree.map(one, mu, *(largest or (nu,))), mu, nu, *largest)
 

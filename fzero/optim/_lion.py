@@ -9,7 +9,7 @@ from typing import NamedTuple
 from fzero.base import pytree
 from fzero.formats.ops import Ops
 from fzero.kernels.onepass import Load, T
-from fzero.optim.base import Elementwise, known, need_hypers
+from fzero.optim.base import Elementwise, known, mixed, need_hypers
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
 
@@ -54,8 +54,8 @@ class _Lion:
 
     def direction(self, now: Number, count: int, grads: object, mu: object) -> tuple[object, object]:
         b1, b2 = self.b1, self.b2
-        updates = pytree.map(lambda m, g: -now * (b1 * m + (1 - b1) * g).sign(), mu, grads)
-        return updates, pytree.map(lambda m, g: b2 * m + (1 - b2) * g, mu, grads)
+        updates = pytree.map(lambda m, g: -now * mixed(m, g, b1).sign(), mu, grads)
+        return updates, pytree.map(lambda m, g: mixed(m, g, b2), mu, grads)
 
     def hyper(self, now: float, count: int) -> Sequence[float]:
         b1, b2, decay = map(known, (self.b1, self.b2, self.weight_decay))

@@ -166,7 +166,7 @@ class Elementwise:
             grads = pytree.map(lambda g, p: g + self.coupled * p, grads, params)
         updates, *moments = self.direction(now, count, grads, *old[1:])
         if is_some(self.decoupled):
-            updates = pytree.map(lambda u, p: u - now * self.decoupled * p, updates, params)
+            updates = pytree.map(lambda u, p: less(u, now * self.decoupled, p), updates, params)
         return updates, self.state(pytree.Count(count), *moments)
 
     def fused(self, params: object, grads: Sharded, old: Kept) -> Kept:
@@ -199,6 +199,18 @@ class Elementwise:
 def is_some(number: Number) -> bool:
     """False for the number zero; a tensor may be another one."""
     return isinstance(number, torch.Tensor) or bool(number)
+
+
+def mixed(old: torch.Tensor, new: torch.Tensor, keep: Number) -> torch.Tensor:
+    """keep * old + (1 - keep) * new, in one pass where it can be."""
+    if isinstance(keep, torch.Tensor) or old.dtype != new.dtype:
+        return keep * old + (1 - keep) * new
+    return torch.lerp(old, new, 1 - keep)
+
+
+def less(x: torch.Tensor, factor: Number, y: torch.Tensor) -> torch.Tensor:
+    """x - factor * y, in one pass where it can be."""
+    return x - factor * y if isinstance(factor, torch.Tensor) else torch.sub(x, y, alpha=factor)
 
 
 def values(tree: Tree) -> Tree:

@@ -168,6 +168,10 @@ def squares_in(grads: Sharded, argument: str = "grads") -> tuple[torch.Tensor, d
         return sum_of_squares(squares, own), squares
 
 
+def _norm(piece: torch.Tensor) -> torch.Tensor:
+    return torch.linalg.vector_norm(piece, dtype=torch.float64)
+
+
 def _square(pieces: list[torch.Tensor]) -> torch.Tensor:
     """The sum of squares of each, in float64: [pieces]."""
     if any(piece.requires_grad or private.is_wrapped(piece) for piece in pieces) or private.transforms():
@@ -215,9 +219,15 @@ def _followed(tree: Sharded) -> dict[int, torch.Tensor]:
     """The same where a transform goes on through the tree: a few operations for each group, and one for each leaf."""
     out: dict[int, torch.Tensor] = {}
     for key in tree.groups:
-        squares = (tree.local(key).to(torch.float64) / tree.scale).square()
-        pieces = tree.layout.cut(key, tree.rank_of(key), squares)
-        out |= {slot.leaf: piece.sum() for slot, piece in zip(tree.layout.groups[key].slots, pieces, strict=True)}
+        own, slots = tree.local(key), tree.layout.groups[key].slots
+        if private.is_differentiated(own):
+            wide = own.to(torch.float64)
+            wide = (wide if tree.scale == 1.0 else wide / tree.scale).square()
+            pieces = [piece.sum() for piece in tree.layout.cut(key, tree.rank_of(key), wide)]
+        else:  # mapped, in one pass
+            pieces = [_norm(piece) / tree.scale for piece in tree.layout.cut(key, tree.rank_of(key), own)]
+            pieces = [norm.square() for norm in pieces]
+        out |= {slot.leaf: piece for slot, piece in zip(slots, pieces, strict=True)}
     return out
 
 
