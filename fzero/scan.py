@@ -132,8 +132,7 @@ def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[Trai
             "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
         )
     need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=batches)
-    straight = any(row.policy.straight_through for row in state.layout.rows)
-    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, straight)
+    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, _near(state))
     out = apply(op, active(given), *given)
     assert op.spec is not None
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
@@ -163,8 +162,19 @@ class _Watch(TorchFunctionMode):
         return func(*args, **known)
 
 
-_NEAR = {8: (1e-9, 1e-12), 4: (1e-4, 1e-6)}  # relative and absolute, by the bytes of a number; of 16 bits the last
-_NEAR_OF_HALVES = 2e-2, 1e-3  # also where a last bit may decide how a value is rounded to few bits
+_NEAR = {8: (1e-9, 1e-12), 4: (1e-4, 1e-6), 2: (2e-2, 1e-3)}  # relative and absolute, by the bytes of a number
+
+
+def _near(state: TrainState) -> tuple[float, float]:
+    """How far numbers may be apart that a step computes twice: in the least of its dtypes, with other kernels.
+
+    A last bit may decide how a value is rounded to few bits.
+    """
+    bytes_of = [2 if row.policy.straight_through else 8 for row in state.layout.rows]
+    for row in state.layout.rows:
+        own = row.policy
+        bytes_of += [x.itemsize for x in (own.param, own.grad, own.compute, own.moment) if isinstance(x, torch.dtype)]
+    return _NEAR[min(bytes_of)]
 
 
 class _Steps(Op):
@@ -176,7 +186,7 @@ class _Steps(Op):
         spec: of the first state, which has `count` tensors.
         held: the ids of what the step was made with, and a transform goes on through.
         batches: each without its tensors.
-        straight: whether states are straight-through.
+        near: how far the numbers of a second run may be from those of the first, relative and absolute.
 
     Attributes:
         spec: that of the last state, once it has run.
@@ -192,10 +202,10 @@ class _Steps(Op):
         held: Sequence[int],
         batches: Sequence[pytree.Split],
         device: str,
-        straight: bool,
+        near: tuple[float, float],
     ) -> None:
         super().__init__(self._all, None, device)
-        self._near = dict[int, tuple[float, float]]() if straight else _NEAR
+        self._near = near
         self._step, self._first, self._count, self._held, self._batches = step, spec, count, held, batches
         ends = itertools.accumulate([len(batch.places[0]) for batch in batches], initial=count + len(held))
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
@@ -230,8 +240,7 @@ class _Steps(Op):
             own = [private.unwrapped(x).detach() for x in metrics if not x.ndim and x.is_floating_point()]
             seen = self._seen.setdefault(number, own)
             for new, old in zip(own, seen, strict=True) if seen is not own else ():
-                rtol, atol = self._near.get(new.dtype.itemsize, _NEAR_OF_HALVES)
-                if new.shape == old.shape and not torch.allclose(new, old, rtol, atol, equal_nan=True):
+                if new.shape == old.shape and not torch.allclose(new, old, *self._near, equal_nan=True):
                     raise ValueError(
                         f"scan: step {number} of those behind a kept state gave {new.item():.6g} when it ran again, "
                         f"for a derivative, and {old.item():.6g} at first (a loss, a norm, a metric); expected the "

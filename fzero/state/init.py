@@ -18,7 +18,7 @@ from fzero.state.checks import goes_on, need_derivative
 from fzero.state.entered import held_of, slice_in
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
-from fzero.state.straight import as_stored, as_used, is_coded
+from fzero.state.straight import as_seen, as_stored, as_used, is_coded
 from fzero.state.train_state import TrainState
 from fzero.state.whole import slice_of
 from fzero.stores.away import Buffer
@@ -139,7 +139,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
     )
     tree = empty.replaced(buffers=buffers, held=held)
-    return TrainState(tree, None, init_moments(step, tree), init_extras(step, tree), 0, seed, step.signature)
+    return TrainState(tree, None, init_moments(step, tree), init_extras(step, as_seen(tree)), 0, seed, step.signature)
 
 
 def check_tables(step: Spec, layout: Layout, axis: Axis, more: str) -> None:

@@ -122,7 +122,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         """The format that a group is stored in."""
         return self._stored_as(key)[0]
 
-    def _stored_as(self, key: Key) -> tuple[Format, tuple[Any, ...]]:
+    def _stored_as(self, key: Key) -> tuple[Format, tuple[object, ...]]:
         """A group's format, and the names of its buffers."""
         if self.kind == "values":
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
@@ -130,7 +130,7 @@ class Sharded(Mapping[str, torch.Tensor]):
             return Plain(torch.float32), (key,)
         return self.coded_as(key)
 
-    def coded_as(self, key: Key) -> tuple[Format, tuple[Any, ...]]:
+    def coded_as(self, key: Key) -> tuple[Format, tuple[object, ...]]:
         """The format that a group's policy has for this kind of state, and the names of its buffers."""
         known = self.layout.formats.get((self.kind, key))
         if known is None:
@@ -147,7 +147,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         coded = form.rounds or not form.plain
         return coded and getattr(own, "dtype", None) == torch.float32 and self._buffers.keys().isdisjoint(names[1:])
 
-    def names(self, key: Key) -> tuple[object, ...]:
+    def names(self, key: Key) -> tuple[Any, ...]:
         """The names of a group's buffers."""
         return self._stored_as(key)[1]
 

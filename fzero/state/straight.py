@@ -149,6 +149,14 @@ def decoded(tree: Sharded) -> Sharded:
     return tree.replaced(buffers=buffers | {key: tree.local(key).to(torch.float32) for key in keys})
 
 
+def as_seen(tree: Sharded) -> Sharded:
+    """Params with values in the dtype in which those who are given codes see them."""
+    forms = {key: tree.coded_as(key)[0] for key in tree.groups if is_coded(tree, key) and tree.holds_values(key)}
+    own = {key: tree.entries[key] for key, form in forms.items() if form.plain}
+    seen = {key: x.to(forms[key].dtype) for key, x in own.items() if isinstance(x, torch.Tensor)}
+    return tree.replaced(buffers=tree.entries | seen) if seen else tree
+
+
 def with_values(state: TrainState) -> TrainState:
     """The state with values in the place of all codes whose policies are straight-through."""
     return state.replace(params=decoded(state.params), moments=map_trees(decoded, state.moments))

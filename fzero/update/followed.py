@@ -18,7 +18,7 @@ from fzero.state.gather import squares_in
 from fzero.state.init import check_values
 from fzero.state.moments import next_extra
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
-from fzero.state.straight import as_stored, as_used, is_coded
+from fzero.state.straight import as_seen, as_stored, as_used, is_coded
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation
@@ -55,7 +55,8 @@ def followed_update(
         stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), count + 1
         moments = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
-    others = {each.name: _next_extra(each, state.extra[each.name], params, applied) for each in step.extras}
+    seen = as_seen(params)
+    others = {each.name: _next_extra(each, state.extra[each.name], seen, applied) for each in step.extras}
     return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 
 

@@ -20,7 +20,7 @@ from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
-from fzero.state.placing import memory_of
+from fzero.state.placing import memory_of, placed
 from fzero.state.sharded import Draw, Sharded, map_trees, trees_of
 from fzero.state.straight import holds_values
 from fzero.state.train_state import TrainState, being_saved
@@ -44,11 +44,16 @@ def apply_update(
     Args:
         squares: of these grads, which then have those that the state keeps in them (`with_kept`).
     """
-    if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm) or holds_values(state):
+    if follows_step(step, state, "step.update", grads=grads, grad_norm=grad_norm):
         grads = with_kept(state, grads) if squares is None else grads
         return followed_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
-        return _applied(step, own, grads, grad_norm, squares)
+        if not holds_values(state):
+            return _applied(step, own, grads, grad_norm, squares)
+        grads = with_kept(own, grads) if squares is None else grads
+        with torch.no_grad():
+            new, metrics = followed_update(step, own, grads, grad_norm, known_metrics(step, own))
+        return new.replace(params=placed(new.params, "params"), moments=placed_moments(new.moments)), metrics
 
 
 def with_kept(state: TrainState, grads: Sharded) -> Sharded:

@@ -58,7 +58,7 @@ class Writing:
         return pages.copied(buffer)
 
     def _names(self, keys: Iterable[Key]) -> list[Name]:
-        return [name for key in keys if key in self.entries for name in self.tree.coded_as(key)[1]]
+        return [name for key in keys if key in self.entries for name in self.tree.names(key)]
 
     def start(self, keys: Iterable[Key]) -> None:
         """Begins to bring what is away of some groups."""
