@@ -15,10 +15,12 @@ from torch.utils import _pytree as torch_pytree
 
 from fzero.base import private, pytree
 from fzero.base.arguments import named, need_int, wrong
+from fzero.base.context import during
 from fzero.base.follow import follows, is_transformed
 from fzero.base.node import Op, Tensors, active, apply, first_order
 from fzero.base.pytree import is_real
-from fzero.base.rebound import rebound, tensors_held, tensors_hidden
+from fzero.base.rebound import rebound, tensors_held, tensors_hidden, tensors_reached
+from fzero.engine.hidden import looking
 from fzero.state.checks import need_derivative, transform_of
 from fzero.state.straight import with_values
 from fzero.state.train_state import TrainState
@@ -67,15 +69,18 @@ def scan(
         remat_every = math.isqrt(len(split) - 1) + 1
     every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[dict[str, object]] = []
+    seen: list[torch.Tensor] | None = None
     if is_transformed():
         state = with_values(state)  # codes have no derivatives
+        seen = _look_at(step, state, split[0])
     if is_transformed() and state.grads is not None:  # which the first update clears: a state of another structure
         state, first = _run(step, state, split[:1])
-        split, found = split[1:], [first]
+        split, found, seen = split[1:], [first], None
     for begin in range(0, len(split), every):
         part = split[begin : begin + every]
-        state, metrics = _part(step, state, part) if is_transformed() else _run(step, state, part)
+        state, metrics = _part(step, state, part, seen) if is_transformed() else _run(step, state, part)
         found.append(metrics)
+        seen = None
     return state, _joined(found, torch.cat)
 
 
@@ -116,26 +121,58 @@ def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor
 # ---- a part, between two kept states
 
 
-def _part(step: Step, state: TrainState, batches: Sequence[Batch]) -> tuple[TrainState, dict[str, object]]:
-    """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else."""
+def _part(
+    step: Step, state: TrainState, batches: Sequence[Batch], seen: list[torch.Tensor] | None
+) -> tuple[TrainState, dict[str, object]]:
+    """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else.
+
+    Args:
+        seen: the metrics that the first step must find, where these are known.
+    """
     leaves, spec = torch_pytree.tree_flatten(state)
     own = (step.optimizer, step.fn, step.extras)
     held = {id(x): x for x in tensors_held(own) if follows(x)}
     flat = [pytree.Split(batch, pytree.is_tensor) for batch in batches]
-    for x in tensors_hidden(own):
-        if follows(x):
-            raise _hidden(x)
     given = (*leaves, *held.values(), *[x for each in flat for x in each.leaves[0]])
     if any(transform_of(x) == "torch.autograd.forward_ad" for x in given):
         raise TypeError(
             "scan: got tensors of torch.autograd.forward_ad, expected those of torch.func.jvp, whose levels nest: "
             "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
         )
-    need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=batches)
     op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, _near(state))
+    if seen is not None:
+        op.expect(seen)
     out = apply(op, active(given), *given)
     assert op.spec is not None
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
+
+
+def _look_at(step: Step, state: TrainState, batch: Batch) -> list[torch.Tensor]:
+    """Refuses a step that comes to tensors which a transform goes on through in ways that another run would not see.
+
+    One run in the open, where that transform is: what the function computes with is seen there, and what it has put
+    where its next run finds it.
+
+    Returns:
+        The metrics, as the first step in a node must find them, too.
+    """
+    held = [x for x in tensors_held((step.optimizer, step.fn, step.extras)) if follows(x)]
+    need_derivative(step, state.layout.rows, "scan", state=state, optimizer=held, batches=batch)
+    for x in tensors_hidden((step.optimizer, step.extras)):
+        if follows(x):
+            raise _hidden(x)
+    before = {id(x): x for x in tensors_reached(step.fn)}
+    with during(looking, _hidden):
+        _, metrics = step(state, *batch)
+    for x in tensors_reached(step.fn):
+        if id(x) not in before and (private.is_differentiated(x) or private.is_mapped(x)):
+            raise ValueError(
+                f"scan: fn keeps a tensor of shape {tuple(x.shape)}, which depends on what a transform goes on "
+                "through, from one call to the next (a cache, an attribute, a list), so that its derivative would be "
+                "lost; expected a function that computes it in each call. Take the cache out, or pass the tensor as "
+                "an input."
+            )
+    return pytree.leaves(pytree.map(_as_tensor, metrics))
 
 
 def _hidden(x: torch.Tensor) -> ValueError:
@@ -211,6 +248,7 @@ class _Steps(Op):
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
         self.spec: torch_pytree.TreeSpec | None = None
         self._metrics: pytree.Spec | None = None
+        self._expected: list[torch.Tensor] | None = None  # the numbers of the first step elsewhere
         self._seen: dict[int, list[torch.Tensor]] = {}  # the numbers of each step, when it first ran
 
     def metrics(self, leaves: Sequence[torch.Tensor]) -> dict[str, object]:
@@ -236,18 +274,29 @@ class _Steps(Op):
 
     def _compare(self, number: int, metrics: Sequence[torch.Tensor]) -> None:
         """Refuses a step that gives other numbers when it runs again than it gave at first."""
+        own = self._numbers(metrics)
+        seen = self._seen.setdefault(number, own)
+        if seen is own and number == 0 and self._expected is not None:
+            seen = self._expected
         with private.below_transforms(), torch.no_grad():
-            own = [private.unwrapped(x).detach() for x in metrics if not x.ndim and x.is_floating_point()]
-            seen = self._seen.setdefault(number, own)
             for new, old in zip(own, seen, strict=True) if seen is not own else ():
                 if new.shape == old.shape and not torch.allclose(new, old, *self._near, equal_nan=True):
                     raise ValueError(
-                        f"scan: step {number} of those behind a kept state gave {new.item():.6g} when it ran again, "
-                        f"for a derivative, and {old.item():.6g} at first (a loss, a norm, a metric); expected the "
+                        f"scan: step {number} of those behind a kept state gave {new.tolist()} when it ran again, "
+                        f"for a derivative, and {old.tolist()} at first (a loss, a norm, a metric); expected the "
                         "same. What decides that must be the same then: no counter, no list that it fills, no random "
                         "numbers of Python's or numpy's own. Take what changes as an input: fz.scan(step, state, "
                         "(x, numbers))."
                     )
+
+    def expect(self, metrics: Sequence[torch.Tensor]) -> None:
+        """Holds the first step against what it found elsewhere."""
+        self._expected = self._numbers(metrics)
+
+    @staticmethod
+    def _numbers(metrics: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        with private.below_transforms(), torch.no_grad():
+            return [private.unwrapped(x).detach() for x in metrics if not x.ndim and x.is_floating_point()]
 
     def _states(self, tensors: Tensors) -> list[_Kept]:
         """The state before each step."""

@@ -31,6 +31,18 @@ def is_pushed(tensor: torch.Tensor) -> bool:
     return private.transform_of(tensor) in ("torch.func.jvp", "torch.autograd.forward_ad")
 
 
+def tangents_of(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tangents with which derivatives go forward with a tensor, from the innermost level."""
+    out = []
+    while private.is_wrapped(tensor):
+        if is_pushed(tensor):
+            with private.below_transforms(private.level_of(tensor)):
+                tangent = torch.autograd.forward_ad.unpack_dual(tensor).tangent
+            out += [] if tangent is None else [tangent]
+        tensor = private.inner(tensor)
+    return out
+
+
 def is_transformed() -> bool:
     """Tells whether anything could go on through a value here, but for plain autograd outside of all functions."""
     return private.transforms() or in_differentiated()

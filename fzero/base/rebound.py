@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import copy
 import dataclasses
 import functools
 import sys
@@ -31,14 +32,61 @@ def rebound(value: T, lift: Lift) -> T:
     that changes, and nothing else: a list, a dict or a variable that a function writes to stays the same one.
     """
     found, parents = _walked(value, _children)
-    new = {id(tensor): (tensor, lift(tensor)) for tensor in _tensors(found)}
+    return _copies(found, parents, lift).of(value)  # type: ignore[return-value]
+
+
+def rebound_for_a_call(value: T, lift: Lift) -> tuple[T, Callable[[], None]]:
+    """The same, and what writes to the value what a call of it has written to the copies of its parts."""
+    found, parents = _walked(value, _children)
+    copies = _copies(found, parents, lift)
+    new = copies.of(value)
+    before = [(*pair, _content(pair[1])) for pair in copies.pairs()]
+    return new, functools.partial(_give_back, before)  # type: ignore[return-value]
+
+
+def _copies(found: list[object], parents: Mapping[int, list[int]], lift: Lift) -> _Copies:
+    new: dict[int, tuple[object, object]] = {id(tensor): (tensor, lift(tensor)) for tensor in _tensors(found)}
     todo = [key for key, (tensor, lifted) in new.items() if lifted is not tensor]
     touched = set(todo)
     for key in todo:  # which grows
         above = [each for each in parents.get(key, ()) if each not in touched]
         touched.update(above)
         todo += above
-    return _Copies(new, touched).of(value)  # type: ignore[return-value]
+    return _Copies(new, touched)
+
+
+def _content(value: object) -> dict[object, object]:
+    """What an object holds that a call may write to: items, attributes, variables of a function."""
+    if isinstance(value, types.FunctionType):
+        cells = enumerate(value.__closure__ or ())
+        return {**vars(value), **{i: cell.cell_contents for i, cell in cells if not _is_empty(cell)}}
+    items = dict(value) if type(value) is dict else dict(enumerate(value)) if isinstance(value, list) else {}
+    return {**items, **{("", name): x for name, x in getattr(value, "__dict__", {}).items()}}
+
+
+def _give_back(before: list[tuple[object, object, dict[object, object]]]) -> None:
+    own = {id(copied): original for original, copied, _ in before}
+    for original, copied, old in before:
+        now = _content(copied)
+        written = {key: own.get(id(x), x) for key, x in now.items() if key not in old or old[key] is not x}
+        if isinstance(original, types.FunctionType):
+            for key, x in written.items():
+                if isinstance(key, int):
+                    (original.__closure__ or ())[key].cell_contents = x
+                elif isinstance(key, str):
+                    vars(original)[key] = x
+            continue
+        if isinstance(original, list) and isinstance(copied, list) and len(copied) != len(original):
+            kept = {i: x for i, x in enumerate(original) if i in now and now[i] is old.get(i)}
+            list.__setitem__(original, slice(None), [kept.get(i, own.get(id(x), x)) for i, x in enumerate(copied)])
+            written = {key: x for key, x in written.items() if isinstance(key, tuple)}
+        for key, x in written.items():
+            if isinstance(key, tuple) and key[:1] == ("",):
+                object.__setattr__(original, key[1], x)
+            else:
+                original[key] = x  # type: ignore[index]
+        for key in old.keys() - now.keys() if type(original) is dict else ():
+            original.pop(key, None)  # type: ignore[attr-defined]
 
 
 def tensors_held(value: object) -> list[torch.Tensor]:
@@ -83,7 +131,7 @@ def _tensors(values: list[object]) -> list[torch.Tensor]:
 def _children(value: object) -> Iterator[object]:
     if isinstance(value, types.FunctionType):
         yield from [cell.cell_contents for cell in value.__closure__ or () if not _is_empty(cell)]
-        yield from (value.__defaults__, value.__kwdefaults__)
+        yield from (value.__defaults__, value.__kwdefaults__, *vars(value).values())
     elif isinstance(value, types.MethodType):
         yield value.__self__
     elif isinstance(value, functools.partial):
@@ -159,6 +207,10 @@ class _Copies:
         self._touched = touched
         self._known: dict[int, tuple[object, object]] = {**tensors}  # id -> what it is of, and the new value
 
+    def pairs(self) -> list[tuple[object, object]]:
+        """What was copied, each with its copy."""
+        return [(old, new) for old, new in self._known.values() if new is not old and not isinstance(old, torch.Tensor)]
+
     def of(self, value: object) -> object:
         if id(value) not in self._touched:
             return value
@@ -177,19 +229,25 @@ class _Copies:
             return functools.partial(self.of(value.func), *map(self.of, value.args), **keywords)  # type: ignore[arg-type]
         if type(value) is dict:
             return {key: self.of(x) for key, x in value.items()}
-        if isinstance(value, (tuple, list)):
-            new = [self.of(x) for x in value]
-            return type(value)(*new) if hasattr(value, "_fields") else type(value)(new)  # type: ignore[arg-type]
+        if isinstance(value, list):
+            out = copy.copy(value)
+            list.__setitem__(out, slice(None), [self.of(x) for x in value])
+            return out
+        if isinstance(value, tuple):
+            new = tuple.__new__(type(value), [self.of(x) for x in value])
+            getattr(new, "__dict__", {}).update(getattr(value, "__dict__", {}))
+            return new
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return self._dataclass(value)
         return value
 
     def _dataclass(self, value: DataclassInstance) -> object:
-        old = {name: getattr(value, name) for name in _fields(value)}
-        new = {name: self.of(x) for name, x in old.items()}
-        out = object.__new__(type(value))  # what was checked of the first values holds of these
-        for name, x in new.items():
-            object.__setattr__(out, name, x)
+        out = copy.copy(value)  # with what is no field, but for what was computed of them
+        for name in list(getattr(out, "__dict__", {})):
+            if isinstance(getattr(type(value), name, None), functools.cached_property):
+                del vars(out)[name]
+        for name in _fields(value):
+            object.__setattr__(out, name, self.of(getattr(value, name)))
         return out
 
     def _function(self, fn: types.FunctionType) -> types.FunctionType:
@@ -202,6 +260,6 @@ class _Copies:
             if not keep:
                 new.cell_contents = self.of(cell.cell_contents)
         out.__defaults__, out.__kwdefaults__ = self.of(fn.__defaults__), self.of(fn.__kwdefaults__)
-        out.__dict__.update(fn.__dict__)
+        out.__dict__.update({name: self.of(x) for name, x in vars(fn).items()})
         out.__qualname__, out.__module__ = fn.__qualname__, fn.__module__
         return out

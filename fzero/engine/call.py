@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 import torch
 
 from fzero.base import private, refusals, texts
-from fzero.base.context import during
+from fzero.base.context import during, in_function
 from fzero.base.follow import is_pushed
 from fzero.capture.again import Again, Facts, Unread
 from fzero.capture.containers import Container, Content, is_same
@@ -294,7 +294,9 @@ class Call:
     ) -> object:
         """Returns what the function returns, or the error that it raises, where tensors of its own leave with that."""
         again = self._result is not None
-        with inside(self._here(leaves), (self._traversal, numbers)), during(notes, self._notes), watch:
+        here = inside(self._here(leaves), (self._traversal, numbers))
+        # a second run is one within the step's function too: verbs within it go on by what is differentiated
+        with here, during(notes, self._notes), during(in_function, True), watch:
             try:
                 with refusals.heard():
                     result = self.fn(*args, **kwargs)

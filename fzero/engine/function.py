@@ -12,7 +12,7 @@ from fzero.base import private, pytree
 from fzero.base.context import during
 from fzero.base.follow import is_transformed
 from fzero.base.node import active
-from fzero.base.rebound import rebound, tensors_held, tensors_hidden
+from fzero.base.rebound import rebound_for_a_call, tensors_held, tensors_reached
 from fzero.base.refusals import heard, refuse_outside
 from fzero.capture.handle import Handle, StandIn, storage_of
 from fzero.capture.notes import followed, notes
@@ -20,6 +20,7 @@ from fzero.capture.watch import LeafOf, is_strict, leaf_of, refuse_leaks, watchi
 from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
+from fzero.engine.hidden import Hidden, looking, on_ranks
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.formats.formats import Plain
@@ -93,7 +94,8 @@ def traversal_of(
         )
     state.params  # noqa: B018 - or an update that it was donated to meanwhile saw nobody who holds its buffers
     traversal = Traversal(params.layout, table, uses, seed, params.device.type, params.axis)
-    traversal.fn = _alike(step.fn, params.axis) if is_transformed() else None
+    if is_transformed() and params.axis.ranks > 1:
+        traversal.fn, traversal.give_back = _alike(step.fn, params.axis)
     return traversal, primals, fixed
 
 
@@ -134,33 +136,42 @@ def _stand_in(params: Sharded, key: Key) -> Placed:
     return Placed(form, (torch.zeros((), dtype=full.dtype, device=full.device).expand(numel),))
 
 
-def _alike(fn: Callable[..., object], axis: Axis) -> Callable[..., object]:
+def _alike(fn: Callable[..., object], axis: Axis) -> tuple[Callable[..., object], Callable[[], None]]:
     """The function, in which what it closes over and a transform goes on through has the derivatives of the mean.
 
     On every rank, as all ranks have it alike: what is each rank's own is an input.
 
+    Returns:
+        The function, and what makes of its writes writes to what the given one holds.
+
     Raises:
         ValueError: on every rank, where they do not.
     """
-    if axis.ranks == 1:
-        return fn
     captured = {id(x): x for x in tensors_held(fn) if transform_of(x) is not None}
-    for x in tensors_hidden(fn):
-        if (transform := transform_of(x)) is not None:
-            raise ValueError(
-                f"step: fn comes to a tensor of shape {tuple(x.shape)} that {transform} transforms by an object, a "
-                "class or a global, where it cannot be given the derivatives of the mean over ranks; expected one that "
-                "fn closes over. Say w = holder.w outside of fn and use w in it, or pass it as an input."
-            )
     if not captured:
-        return fn
+        return fn, _nothing
     check_values(
         axis,
         captured.values(),
         "What fn closes over and torch.func goes on through",
         "Give each rank's own as an input of the step, behind the state.",
     )
-    return rebound(fn, lambda x: on_data(axis, x) if id(x) in captured else x)
+    return rebound_for_a_call(fn, lambda x: on_data(axis, x) if id(x) in captured else x)
+
+
+def _nothing() -> None:
+    """Gives nothing back."""
+
+
+def _hidden(
+    traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object], fn: Callable[..., object]
+) -> contextlib.AbstractContextManager[object]:
+    """Refuses what a transform goes on through and the function comes to unseen: on ranks, or where one looks."""
+    refusal = looking.get()
+    if traversal.fn is None and refusal is None:
+        return contextlib.nullcontext()
+    known = [*primals.values(), *tensors_reached(list(inputs)), *tensors_held(fn)]
+    return Hidden(known, refusal or on_ranks, mapped=refusal is not None)
 
 
 def _given_out(x: object) -> object:
@@ -194,8 +205,10 @@ def call_function(
     known, follow = followed(None if traversal.table.compiled else traversal.tensor, leaves, layout.rows)
     with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
-            with heard(), during(notes, known), follow:
-                out = (traversal.fn or step.fn)(tree, *inputs)
+            fn = traversal.fn or step.fn
+            with heard(), during(notes, known), follow, _hidden(traversal, primals, inputs, fn):
+                out = fn(tree, *inputs)
+            traversal.give_back()
         except RuntimeError as error:
             refuse_outside(error)
             raise

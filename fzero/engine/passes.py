@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterable, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Sums, as_grads, by_input, grads_of, reduce_whole, scale_of, seed_of, sum_of
 from fzero.engine.function import call_function, traversal_of
+from fzero.engine.hidden import in_a_level
 from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import split_result
 from fzero.engine.plain import PlainRun, run_of
@@ -35,7 +37,8 @@ def evaluated(
     """
     with private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
         traversal, primals, fixed = traversal_of(step, state, seed, derived=follows)
-        return split_result(step, call_function(step, state, traversal, {**primals, **fixed}, inputs))
+        call = functools.partial(call_function, step, state, traversal, {**primals, **fixed}, inputs)
+        return split_result(step, call() if traversal.fn is None or not private.level() else in_a_level(call))
 
 
 class Passes:

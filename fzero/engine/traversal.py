@@ -77,7 +77,8 @@ class Traversal:
         self.nodes: dict[Key, Callable[[], object]] = {}
         self.schedule = Schedule(uses)
         self.origins: dict[int, int] = {}  # id of a full leaf -> its index, while the function runs
-        self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function
+        self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function, and
+        self.give_back: Callable[[], None] = lambda: None  # then makes of its writes writes to that one's
         self.given: Sequence[torch.Tensor] | None = None  # the leaves, in full, where a graph begins with them
         self.next_seed = Seeds(*seed).next
 

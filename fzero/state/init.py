@@ -12,6 +12,7 @@ import torch
 
 from fzero.base import pages, private, pytree
 from fzero.base.arguments import named
+from fzero.base.follow import tangents_of
 from fzero.comm.axis import Axis
 from fzero.formats.formats import encode
 from fzero.state.checks import goes_on, need_derivative
@@ -111,7 +112,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
             own = made[slot.leaf].detach().clone().contiguous()
             made[slot.leaf] = axis.broadcast(own, f"leaf {slot.path!r}")
         if (axis.ranks > 1 or axis.place_on_tensor[1] > 1) and not sync:
-            said += [f"{slot.path} with checksum {checksum(made[slot.leaf])}" for slot in group.slots]
+            said += [f"{slot.path} with {_checksums(made[slot.leaf])}" for slot in group.slots]
         if follows:
             coded = is_coded(empty, key)
             own = slice_in(empty, key, made, torch.float32 if coded else form.dtype)
@@ -180,6 +181,11 @@ def checksum(leaf: torch.Tensor) -> int:
     return zlib.crc32(data)  # type: ignore[arg-type]
 
 
+def _checksums(x: torch.Tensor) -> str:
+    tangents = "".join(f", a tangent with checksum {checksum(tangent)}" for tangent in tangents_of(x))
+    return f"checksum {checksum(x)}{tangents}"
+
+
 def check_values(axis: Axis, tensors: Iterable[torch.Tensor], what: str, advice: str) -> None:
     """Raises ValueError on every rank where the ranks have other tensors.
 
@@ -187,5 +193,5 @@ def check_values(axis: Axis, tensors: Iterable[torch.Tensor], what: str, advice:
         what: they are, in words.
         advice: what to do.
     """
-    said = [f"a tensor of shape {tuple(x.shape)} with checksum {checksum(x)}" for x in tensors]
+    said = [f"a tensor of shape {tuple(x.shape)} with {_checksums(x)}" for x in tensors]
     axis.check_same("\n".join(said), what, advice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -10,6 +11,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
 from fzero.base.follow import root
 from fzero.base.rebound import tensors_reached
+from fzero.engine.hidden import Hidden, in_a_level
 from fzero.optim._join import members_of
 from fzero.optim.base import call_update, values
 from fzero.state.checks import transform_of
@@ -50,7 +52,7 @@ def followed_update(
         grads = grads.map(lambda g: torch.where(applied, g, torch.zeros_like(g)))
     if applied is not False:
         own = params.only(params.layout.trainable)
-        updates, new = call_update(step.optimizer, grads, moments, values(own), extra)
+        updates, new = _called(step.optimizer, grads, moments, values(own), extra)
         stepped = values(own).map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), count + 1
@@ -58,6 +60,32 @@ def followed_update(
     seen = as_seen(params)
     others = {each.name: _next_extra(each, state.extra[each.name], seen, applied) for each in step.extras}
     return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
+
+
+def _called(
+    optimizer: GradientTransformation, grads: Sharded, moments: object, own: Sharded, extra: dict[str, object]
+) -> tuple[Sharded, object]:
+    """The optimizer's update; of a user's own on ranks with a look at what it computes with."""
+    call = functools.partial(call_update, optimizer, grads, moments, own, extra)
+    if not cuts(own) or not private.level() or all(_is_of_library(each.update) for each in members_of(optimizer)):
+        return call()
+    given = [x for tree in (grads, own, *trees_of(moments)) for x in tree.buffers.values()]
+    known = [*given, *[x for x in extra.values() if isinstance(x, torch.Tensor)], *tensors_reached(moments)]
+
+    def watched() -> object:
+        with Hidden(known, _of_others, mapped=False):
+            return call()
+
+    updates, new = in_a_level(watched)  # type: ignore[misc]
+    return updates, new
+
+
+def _of_others(x: torch.Tensor) -> ValueError:
+    return ValueError(
+        f"step.update: the optimizer comes to a tensor of shape {tuple(x.shape)} that torch.func differentiates, and "
+        "each rank has a slice of the leaves, so that its derivative would be a part of the whole one; expected an "
+        "optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, or a step that is not sharded."
+    )
 
 
 def _applied(norms: list[torch.Tensor]) -> Applied:

@@ -48,7 +48,7 @@ def apply_update(
         grads = with_kept(state, grads) if squares is None else grads
         return followed_update(step, state, grads, grad_norm, known_metrics(step, state))
     with state.donated() if step.donates else contextlib.nullcontext(state) as own:
-        if not holds_values(state):
+        if not holds_values(own):
             return _applied(step, own, grads, grad_norm, squares)
         grads = with_kept(own, grads) if squares is None else grads
         with torch.no_grad():
