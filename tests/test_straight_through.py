@@ -279,3 +279,62 @@ def test_without_it_such_states_are_refused_by_the_word_that_allows_them() -> No
         own = dataclasses.replace(POLICIES[name], straight_through=False)
         with pytest.raises(TypeError, match="straight_through=True"):
             torch.func.grad(lambda p, own=own: run(own, "adamw", 0, "step", data(1)[0], p, *NUMBERS).sum())(PARAMS)
+
+
+@pytest.mark.parametrize("policy", ["exact", "stochastic", "4-bit"])
+def test_fused_updates_round_alike(policy: str) -> None:
+    """Of a state that a transform has left, and within a scan."""
+    own, batch = POLICIES[policy], data(1)[0]
+    step = fz.fuse_update(made(own, "adamw", 0, [x.item() for x in NUMBERS]))
+
+    def after(p: Any) -> Any:
+        state, metrics = step(step.init(p), *batch)
+        return metrics["loss"], state
+
+    _, valued = torch.func.grad(after, has_aux=True)(PARAMS)
+    state, _ = step(valued, *batch)
+    coded, _ = step(step(step.init(PARAMS), *batch)[0], *batch)
+    assert_trees_close(in_float(fz.gather(state.params)), in_float(fz.gather(coded.params)), rtol=1e-5)
+
+    def scanned(p: Any) -> Any:
+        state, metrics = fz.scan(step, step.init(p), [batch] * 2)
+        return metrics["loss"].sum(), state
+
+    _, state = torch.func.grad(scanned, has_aux=True)(PARAMS)
+    assert_trees_close(in_float(fz.gather(state.params)), in_float(fz.gather(coded.params)), rtol=1e-5)
+
+
+def test_values_that_nothing_goes_on_through_are_computed_with_like_codes() -> None:
+    own, batch = IN_HALVES["24 bits"], data(1)[0]
+    step = made(own, "sgd", 0, [x.item() for x in NUMBERS])
+
+    def after(p: Any) -> Any:
+        state = step.init(p)
+        return step.forward(state, *batch), state
+
+    _, valued = torch.func.grad(after, has_aux=True)(PARAMS)
+    assert_trees_equal(step.forward(valued, *batch), step.forward(step.init(PARAMS), *batch))
+
+
+@pytest.mark.parametrize("policy", ["exact", "24 bits", "stochastic", "4-bit"])
+def test_ensembles_of_codes(policy: str) -> None:
+    own, batch = POLICIES[policy], data(1)[0]
+    step = made(own, "adamw", 0, [x.item() for x in NUMBERS])
+    states = [step.init(mapped(lambda x, k=k: x * k, PARAMS)) for k in (1.0, 0.5)]
+    both, _ = torch.func.vmap(lambda state: step(state, *batch), randomness="same")(fz.stack(states))
+    for found, state in zip(fz.unstack(both), states, strict=True):
+        want = fz.gather(step(state, *batch)[0].params)
+        assert_trees_close(in_float(fz.gather(found.params)), in_float(want), rtol=1e-5)
+
+
+def test_a_state_with_values_keeps_no_graph_and_what_is_put_there_is_not_rounded_unasked() -> None:
+    own, batch = POLICIES["stochastic"], data(1)[0]
+    step = made(own, "sgd", 0, [x.item() for x in NUMBERS])
+    _, valued = torch.func.grad(lambda p: (step.forward(step.init(p), *batch), step.init(p)), has_aux=True)(PARAMS)
+    state, _ = step(valued, batch[0].clone().requires_grad_(), batch[1])
+    assert not any(x.requires_grad for x in state.params.buffers.values())
+    changed = valued.replace(
+        params=valued.params.replaced(buffers={k: x + 1e-5 for k, x in valued.params.entries.items()})
+    )
+    plain = fz.train_step(LOSS, fz.sgd(0.05))
+    assert_trees_close(in_float(fz.gather(fz.convert(changed, plain).params)), in_float(fz.gather(changed.params)))

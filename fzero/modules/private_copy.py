@@ -238,10 +238,13 @@ class _Copier:
     def _tensor(self, x: torch.Tensor) -> torch.Tensor:
         if isinstance(x, Stale):
             return x
-        way, memory = self.holdings.way(id(x)), storage_of(x)
-        if private.is_wrapped(x) or any(
-            id(getattr(node, "variable", None)) in self.params for node, _ in edges_to((x,))
-        ):
+        way = self.holdings.way(id(x))
+        if private.is_wrapped(x) and not (private.is_differentiated(x) or private.is_mapped(x)):
+            x = private.unwrapped(x)  # made inside of a transform, which does not go on through it
+        memory = storage_of(x)
+        if private.is_wrapped(x):
+            return Stale.like(_NOTHING, where=f"{way} takes part in a transform of torch.func around fz.functional")
+        if any(id(getattr(node, "variable", None)) in self.params for node, _ in edges_to((x,))):
             return Stale.like(_NOTHING, where=f"{way} was computed from the module's params before fz.functional")
         for name, own, of in self.trained:
             if memory and of == memory and overlap((own, x)):

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import torch
 
+from fzero.comm.pieces import gathered
 from fzero.formats.bits import Counters
 from fzero.formats.formats import GROUP, Companded, Format, decode, encode
 from fzero.formats.ops import Ops
@@ -185,20 +186,33 @@ def codes_of(form: Format, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return found
 
 
-def _encoded(tree: Sharded) -> Sharded:
+def _encoded(tree: Sharded, exact: list[bool]) -> Sharded:
+    """The tree with codes in the place of values; notes of each group whether they are those of its values."""
     buffers = dict(tree.entries)
     for key in tree.groups if tree.kind != "values" else ():
         if tree.holds_values(key):
-            form, names = tree.coded_as(key)
-            buffers.update(zip(names, codes_of(form, tree.local(key)), strict=True))
+            (form, names), own = tree.coded_as(key), tree.local(key)
+            parts = codes_of(form, own)
+            exact.append(torch.equal(decode(form, parts, torch.float32).nan_to_num(), own.nan_to_num()))
+            buffers.update(zip(names, parts, strict=True))
     return tree.replaced(buffers=buffers)
 
 
 def with_codes(state: TrainState) -> TrainState:
-    """The state with codes in the place of values that a transform has left."""
+    """The state with codes in the place of values that a transform has left; itself where others were put there.
+
+    All ranks call it.
+    """
     if not holds_values(state):
         return state
-    return state.replace(params=_encoded(state.params), moments=map_trees(_encoded, state.moments))
+    exact, axis = list[bool](), state.params.axis
+    trees = map_trees(lambda tree: _encoded(tree, exact), (state.params, state.moments))
+    other = torch.tensor(float(not all(exact)), device=state.params.device)
+    if axis.ranks > 1:
+        other = axis.sum(other, "codes of values")
+    if axis.tensor is not None and axis.tensor.size > 1:
+        other = gathered(axis.tensor, other.view(1), 0, [1] * axis.tensor.size, "codes of values").sum()
+    return state if other > 0 else state.replace(params=trees[0], moments=trees[1])
 
 
 def holds_values(state: TrainState) -> bool:

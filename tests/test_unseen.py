@@ -1,0 +1,286 @@
+"""Tensors that a step's function comes to in ways that no walk over it finds, and what it writes: right, or refused."""
+
+from __future__ import annotations
+
+import contextvars
+import dataclasses
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fzero as fz
+from fzero.testing import RankError, assert_trees_close, run_ranks
+
+F64 = torch.float64
+MADE = torch.Generator().manual_seed(0)
+X = torch.randn(4, 3, generator=MADE, dtype=F64)
+W = torch.randn(3, 2, generator=MADE, dtype=F64)
+T = torch.tensor(1.3, dtype=F64)
+CONFIG: Any = types.ModuleType("config")
+VARIABLE: contextvars.ContextVar[Any] = contextvars.ContextVar("scale")
+GRADS: dict[str, Callable[..., Any]] = {
+    "grad": torch.func.grad,
+    "jvp": lambda fn: lambda t: torch.func.jvp(fn, (t,), (torch.ones_like(t),))[1],
+}
+
+
+class Holder:
+    scale: Any = None
+
+    @property
+    def own(self) -> Any:
+        return CONFIG.scale
+
+
+def loss(scale: Callable[[], Any], p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x @ p["w"]) * scale()).square().mean()
+
+
+class Called:
+    def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+        return loss(lambda: CONFIG.scale, p, x)
+
+
+class Hooked(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = torch.nn.Parameter(W.clone())
+        self.act = lambda x: torch.tanh(x) * CONFIG.scale
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(x @ self.w).square().mean()
+
+
+def of_a_module() -> Any:
+    return fz.functional(Hooked())[0]
+
+
+def of_a_closure_class() -> Any:
+    class Local:
+        def __call__(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+            return loss(lambda: VARIABLE.get(), p, x)
+
+    return Local()
+
+
+WAYS: dict[str, Callable[[], Any]] = {
+    "a module's attribute": lambda: functools.partial(loss, lambda: CONFIG.scale),
+    "a class attribute": lambda: functools.partial(loss, lambda: Holder().scale),
+    "a property": lambda: functools.partial(loss, lambda: Holder().own),
+    "a context variable": lambda: functools.partial(loss, VARIABLE.get),
+    "a callable object": Called,
+    "an object of a local class": of_a_closure_class,
+    "a function of a module": of_a_module,
+}
+
+
+def run(fn: Any, wrap: Any, scanned: bool, t: torch.Tensor) -> torch.Tensor:
+    CONFIG.scale = Holder.scale = t
+    token = VARIABLE.set(t)
+    try:
+        step = wrap(fz.train_step(fn, fz.sgd(0.1)))
+        state, total = step.init({"w": W}), torch.zeros((), dtype=F64)
+        if scanned:
+            state, metrics = fz.scan(step, state, [X] * 2)
+            return metrics["loss"].sum()
+        for _ in range(2):
+            state, metrics = step(state, X)
+            total = total + metrics["loss"]
+        return total + step.forward(state, X)
+    finally:
+        VARIABLE.reset(token)
+
+
+def by_hand(t: torch.Tensor) -> torch.Tensor:
+    w, total = W, torch.zeros((), dtype=F64)
+    for _ in range(2):
+        g, value = torch.func.grad_and_value(lambda w: (torch.tanh(X @ w) * t).square().mean())(w)
+        w, total = w - 0.1 * g, total + value
+    return total + (torch.tanh(X @ w) * t).square().mean()
+
+
+@pytest.mark.parametrize("kind", sorted(GRADS))
+@pytest.mark.parametrize("way", sorted(WAYS))
+def test_right_on_one_rank_and_refused_in_scans_and_on_several(way: str, kind: str) -> None:
+    grad = GRADS[kind]
+    assert_trees_close(grad(functools.partial(run, WAYS[way](), lambda s: s, False))(T), grad(by_hand)(T), rtol=1e-10)
+    for wrap in (lambda s: s, fz.fuse_update, lambda step: fz.accumulate(step, 2)):
+        with pytest.raises(ValueError, match="which a transform goes on through, by an object"):
+            grad(functools.partial(run, WAYS[way](), wrap, True))(T)
+
+    def rank_main(rank: int, scanned: bool) -> None:
+        grad(functools.partial(run, WAYS[way](), fz.shard_zero1, scanned))(T)
+
+    for scanned in (False, True):
+        with pytest.raises(RankError, match=r"(fn|the step) comes to a tensor of shape \(\)"):
+            run_ranks(functools.partial(rank_main, scanned=scanned), 2)
+
+
+def test_a_forward_on_ranks_is_refused_too() -> None:
+    def rank_main(rank: int) -> None:
+        step = fz.shard_zero3(fz.train_step(WAYS["a property"](), fz.sgd(0.1)))
+        state = step.init({"w": W})
+
+        def forward(t: torch.Tensor) -> Any:
+            CONFIG.scale = t
+            return step.forward(state, X)
+
+        torch.func.grad(forward)(T)
+
+    with pytest.raises(RankError, match="fn comes to a tensor of shape"):
+        run_ranks(rank_main, 2)
+
+
+def test_a_learned_optimizer_on_ranks_is_refused_however_it_holds_its_weights() -> None:
+    def rank_main(rank: int) -> None:
+        def loss_of(rate: torch.Tensor) -> Any:
+            CONFIG.rate = rate
+
+            def update(grads: Any, state: Any, params: Any) -> Any:
+                return grads.map(lambda g: -CONFIG.rate * g), state
+
+            step = fz.shard_zero1(
+                fz.train_step(
+                    lambda p, x: (x @ p["w"]).square().mean(), fz.GradientTransformation(lambda p: (), update)
+                )
+            )
+            return step.forward(step(step.init({"w": W}), X)[0], X)
+
+        torch.func.grad(loss_of)(T)
+
+    with pytest.raises(RankError, match=r"the optimizer comes to a tensor of shape \(\)"):
+        run_ranks(rank_main, 2)
+
+
+def memoised(t: torch.Tensor, memo: Any) -> Any:
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        if "scale" not in memo:
+            memo["scale"] = t * 2
+        return (x @ p["w"]).square().mean() * memo["scale"]
+
+    return fn
+
+
+@pytest.mark.parametrize("kind", sorted(GRADS))
+def test_a_cache_of_what_is_differentiated_is_refused_by_a_scan(kind: str) -> None:
+    def trained(t: torch.Tensor) -> Any:
+        step = fz.train_step(memoised(t, {}), fz.sgd(0.1))
+        return fz.scan(step, step.init({"w": W}), [X] * 3)[1]["loss"].sum()
+
+    with pytest.raises(ValueError, match="fn keeps a tensor of shape"):
+        GRADS[kind](trained)(T)
+
+
+@dataclasses.dataclass
+class Model:
+    scale: torch.Tensor
+    calls: int = 0
+    seen: list[Any] = dataclasses.field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.double = 2.0
+
+    @functools.cached_property
+    def doubled(self) -> torch.Tensor:
+        return self.scale * self.double
+
+    def loss(self, p: Any, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.seen.append(self.calls)
+        return (x @ p["w"]).square().mean() * self.doubled * self.calls * len(self.seen)
+
+
+def test_what_fn_writes_to_an_object_with_such_a_tensor_stays_there() -> None:
+    """On ranks it computes with copies of what holds a tensor that is differentiated."""
+
+    def trained(wrap: Any, t: torch.Tensor) -> Any:
+        model = Model(t)
+        step = wrap(fz.train_step(model.loss, fz.sgd(0.01)))
+        state, total = step.init({"w": W}), torch.zeros((), dtype=F64)
+        for _ in range(3):
+            state, metrics = step(state, X)
+            total = total + metrics["loss"]
+        assert model.calls == 3 and model.seen == [1, 2, 3]
+        return total
+
+    want = torch.func.grad(functools.partial(trained, lambda step: step))(T)
+    for found in run_ranks(lambda rank: torch.func.grad(functools.partial(trained, fz.shard_zero1))(T), 2):
+        assert_trees_close(found, want, rtol=1e-10)
+
+
+def test_tangents_that_differ_between_ranks_are_refused() -> None:
+    def rank_main(rank: int) -> None:
+        def trained(lr: torch.Tensor) -> Any:
+            step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.sgd(lr)))
+            return step(step.init({"w": W}), X)[1]["loss"]
+
+        def begun(w: torch.Tensor) -> Any:
+            step = fz.shard_zero3(fz.train_step(lambda p, x: (x @ p["w"]).square().mean(), fz.sgd(0.1)))
+            return step.forward(step.init({"w": w}), X)
+
+        for fn, at in ((trained, T), (begun, W)):
+            with pytest.raises(ValueError, match=r"checksum \d+, a tangent with checksum"):
+                torch.func.jvp(fn, (at,), (torch.full_like(at, 1.0 + rank),))
+
+    run_ranks(rank_main, 2)
+
+
+@fz.unit
+def adapted(p: Any, x: torch.Tensor) -> torch.Tensor:
+    """A step within a unit: one of its leaves after an update, by its own loss."""
+    step = fz.train_step(lambda q, x: torch.tanh(x * q["w"]).sum(-1).square().mean(), fz.sgd(0.1))
+    state, metrics = step(step.init(p), x)
+    return step.forward(state, x) + metrics["grad_norm"]  # type: ignore[no-any-return]
+
+
+WRAPS: dict[str, Callable[[Any], Any]] = {
+    "remat": fz.remat,
+    "zero3": fz.shard_zero3,
+    "both": lambda step: fz.remat(fz.shard_zero3(step)),
+    "activations away": lambda step: fz.offload(step, activations="host"),
+    "params away": lambda step: fz.offload(step, params="host"),
+    "fused": lambda step: fz.fuse_update(fz.remat(step)),
+}
+
+
+@pytest.mark.parametrize("wrap", sorted(WRAPS))
+def test_a_step_within_a_unit_that_runs_again(wrap: str) -> None:
+    params, x = {"u": [{"w": torch.full((3,), 0.3, dtype=F64)}]}, torch.ones(2, 3, dtype=F64)
+
+    def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return adapted(p["u"][0], x)
+
+    def rank_main(rank: int) -> Any:
+        step = WRAPS[wrap](fz.train_step(fn, fz.sgd(1.0)))
+        state = step.init(params)
+        out, pullback = step.vjp(state, x)
+        grads, (ct,) = pullback(torch.ones_like(out))
+        new, _ = step(state, x)
+        moved = params["u"][0]["w"] - fz.gather(new.params)["u"][0]["w"]
+        whole = torch.func.grad(lambda tree: step.forward(state.replace(params=tree), x))(state.params)
+        jvp = torch.func.jvp(lambda p: step.forward(step.init(p), x), (params,), (params,))[1]
+        return [fz.gather(g)["u"][0]["w"] for g in (grads, whole)] + [moved, ct, jvp]
+
+    gradient, of_x = torch.func.grad(fn, argnums=(0, 1))(params, x)
+    own = gradient["u"][0]["w"]
+    want = [own, own, own, of_x, torch.func.jvp(lambda p: fn(p, x), (params,), (params,))[1]]
+    (found,) = run_ranks(rank_main, 1)
+    for got, wanted in zip(found, want, strict=True):
+        assert_trees_close(got, wanted, rtol=1e-10)
+
+
+@pytest.mark.parametrize("optimizer", [fz.adamw, fz.sgd, fz.lion])
+def test_second_derivatives_of_a_scan_in_float32(optimizer: Any) -> None:
+    """Kernels and torch's operations differ in last bits, which is no other run."""
+    x, w = X.float(), W.float()
+
+    def trained(lr: torch.Tensor) -> Any:
+        step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), optimizer(lr))
+        return fz.scan(step, step.init({"w": w}), [x] * 4)[1]["loss"].sum()
+
+    assert torch.func.grad(torch.func.grad(trained))(torch.tensor(0.05)).isfinite()
+    assert torch.func.jvp(trained, (torch.tensor(0.05),), (torch.tensor(1.0),))[1].isfinite()
