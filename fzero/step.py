@@ -27,6 +27,7 @@ from fzero.state.checks import (
     follows_step,
     goes_on,
     need_derivatives,
+    of_trained,
     refuse_captured,
 )
 from fzero.state.init import init_state
@@ -177,6 +178,7 @@ class Step(Spec):
             grad_norm: a norm to clip by instead of these grads' own: `fz.global_norm` of several components. The metric
                 "grad_norm" stays these grads' own.
         """
+        grads = of_trained(grads)
         check_grads(self, state, grads)
         check_optimizer(self, state)
         grad_norm = here(grad_norm)
@@ -188,6 +190,7 @@ class Step(Spec):
 
     def add_grads(self, state: TrainState, grads: Sharded) -> TrainState:
         """A state that keeps these grads for the next update: several losses, several pullbacks, one update."""
+        grads = of_trained(grads)
         check_grads(self, state, grads)
         if not (follows := goes_on(state, grads)):
             state, grads = constants("step.add_grads", state=state, grads=grads)

@@ -80,7 +80,8 @@ def in_flight(
     late: bool,
 ) -> Callable[[], None]:
     """Begins a transfer by `start(target, source)`, shows it inside `hazards`, and delays it if it may be `late`."""
-    if _current.get() is not None and source.untyped_storage()._cdata == target.untyped_storage()._cdata:
+    plain = not (private.is_wrapper(source) or private.is_wrapper(target))
+    if _current.get() is not None and plain and source.untyped_storage()._cdata == target.untyped_storage()._cdata:
         source = source.clone()  # its place in the target is about to be filled
     return arriving(target, lambda target: start(target, source), late)
 

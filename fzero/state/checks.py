@@ -114,6 +114,13 @@ def check_grads(step: Spec, state: TrainState, grads: object, argument: str = "g
         )
 
 
+def of_trained(grads: Sharded) -> Sharded:
+    """Without those of frozen leaves, which torch.func.grad by a state's params has too."""
+    if not isinstance(grads, Sharded) or not set(grads.groups) > set(grads.layout.trainable):
+        return grads
+    return grads.only(grads.layout.trainable)
+
+
 def _entries(tree: Sharded) -> list[Buffer]:
     return [*tree.entries.values(), *tree.held_entries.values()]
 

@@ -176,6 +176,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "b2": (lambda v: fz.adamw(0.1, b2=v), {"a 0-d tensor", "a float"}),
         "eps": (lambda v: fz.adamw(0.1, eps=v), {"a 0-d tensor", "a float", "an int"}),
         "weight_decay": (lambda v: fz.adamw(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
+        "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"}),
     },
     "adam": {
         "lr": (lambda v: fz.adam(v), {*NUMBER, "a function"}),
@@ -183,11 +184,13 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "b2": (lambda v: fz.adam(0.1, b2=v), {"a 0-d tensor", "a float"}),
         "eps": (lambda v: fz.adam(0.1, eps=v), {"a 0-d tensor", "a float", "an int"}),
         "weight_decay": (lambda v: fz.adam(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
+        "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"}),
     },
     "sgd": {
         "lr": (lambda v: fz.sgd(v), {*NUMBER, "a function"}),
         "momentum": (lambda v: fz.sgd(0.1, v), {"a 0-d tensor", "a float", "an int", "a negative", "None"}),
         "weight_decay": (lambda v: fz.sgd(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int", "a negative"}),
+        "nesterov": (lambda v: fz.sgd(0.1, 0.9, nesterov=v), {"a bool"}),
     },
     "lion": {
         "lr": (lambda v: fz.lion(v), {*NUMBER, "a function"}),
@@ -195,8 +198,16 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "b2": (lambda v: fz.lion(0.1, b2=v), {"a 0-d tensor", "a float"}),
         "weight_decay": (lambda v: fz.lion(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
     },
+    "lamb": {
+        "lr": (lambda v: fz.lamb(v), {*NUMBER, "a function"}),
+        "b1": (lambda v: fz.lamb(0.1, b1=v), {"a 0-d tensor", "a float"}),
+        "b2": (lambda v: fz.lamb(0.1, b2=v), {"a 0-d tensor", "a float"}),
+        "eps": (lambda v: fz.lamb(0.1, eps=v), {"a 0-d tensor", "a float", "an int"}),
+        "weight_decay": (lambda v: fz.lamb(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
+    },
     "chain": {"member": (fz.chain, {"an optimizer"})},
     "partition": {"optimizers": (fz.partition, set())},
+    "clip_by_block_norm": {"max_norm": (fz.clip_by_block_norm, {"a 0-d tensor", "a float", "an int"})},
     "clip_by_global_norm": {"max_norm": (fz.clip_by_global_norm, {"a 0-d tensor", "a float", "an int"})},
     "clip_by_value": {"max_value": (fz.clip_by_value, {"a 0-d tensor", "a float", "an int"})},
     "constant": {"lr": (fz.constant, {"a 0-d tensor", "a float", "an int", "a negative"})},
@@ -223,6 +234,10 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     },
     "compile": {"step": (fz.compile, {"a step"}), "pattern": (lambda v: fz.compile(STEP, v), {"a string"})},
     "donate": {"step": (fz.donate, {"a step"})},
+    "ema": {
+        "step": (lambda v: fz.ema(v, 0.5), {"a step"}),
+        "decay": (lambda v: fz.ema(STEP, v), {"a float"}),
+    },
     "freeze": {
         "step": (lambda v: fz.freeze(v, "w"), {"a step"}),
         "pattern": (lambda v: fz.freeze(STEP, v), {"a string"}),

@@ -36,3 +36,15 @@ def test_they_keep_their_bits(stage: int) -> None:
     for got in run_ranks(rank_main, 2 if stage else 1):
         assert_trees_equal(got["blocks"][1], params["blocks"][1])
         assert not torch.equal(got["blocks"][0]["w"], params["blocks"][0]["w"])
+
+
+def test_gradients_by_a_states_params_may_hold_those_of_frozen_leaves() -> None:
+    step = fz.freeze(fz.train_step(lambda p, x: (p["w"] * x).sum() * p["b"].sum(), fz.adamw(0.1)), "b")
+    state, x = step.init({"w": torch.ones(3), "b": torch.full((2,), 0.5)}), torch.arange(3.0)
+    grads = torch.func.grad(lambda params: step.forward(state.replace(params=params), x))(state.params)
+    found, metrics = step.update(state, grads)
+    want, wanted = step(state, x)
+    assert_trees_equal(fz.gather(found.params), fz.gather(want.params))
+    assert metrics["grad_norm"] == wanted["grad_norm"]
+    kept, _ = step.update(step.add_grads(state, grads), grads)
+    assert_trees_equal(fz.gather(kept.params)["b"], torch.full((2,), 0.5))
