@@ -102,40 +102,34 @@ class Graph:
     Attributes:
         ends: the outputs that depend on anything.
         roots: their nodes.
+        uses: node -> the nodes that lead to it, and the places of their edges.
         leaves: id of a leaf -> its node.
         native: whether all nodes are torch's own, which write to nothing that anybody else has.
     """
 
     def __init__(self, outputs: Iterable[torch.Tensor], params: Sequence[torch.Tensor]) -> None:
         self.ends = [o for o in outputs if o.requires_grad]
-        self._edges: list[tuple[Node, Sequence[tuple[Node | None, int]]]] = []
         nodes = [o.grad_fn if o.grad_fn is not None else get_gradient_edge(o).node for o in self.ends]  # of a leaf
         self.roots = dict.fromkeys(nodes)
         nodes = list(self.roots)
-        seen, append, add = set(nodes), nodes.append, self._edges.append
+        self.uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in nodes}
+        uses, append = self.uses, nodes.append
         variables: dict[Node, torch.Tensor] = {}
         for node in nodes:  # which grows
-            if type(node).__name__ == _LEAF:
+            k = 0
+            for other, _ in node.next_functions:
+                if other is not None:
+                    if other in uses:
+                        uses[other].append((node, k))
+                    else:
+                        uses[other] = [(node, k)]
+                        append(other)
+                k += 1
+            if not k and type(node).__name__ == _LEAF:
                 variables[node] = node.variable  # type: ignore[attr-defined]
-                continue
-            add((node, following := node.next_functions))
-            for other, _ in following:
-                if other is not None and other not in seen:
-                    seen.add(other)
-                    append(other)
         self.native = all(map(_is_torchs, {*map(type, nodes)}))
         self.leaves = {id(variable): node for node, variable in variables.items()}
         need_own(variables.values(), params)
-
-    @functools.cached_property
-    def uses(self) -> dict[Node, list[tuple[Node, int]]]:
-        """Node -> the nodes that lead to it, and the places of their edges."""
-        uses: dict[Node, list[tuple[Node, int]]] = {node: [] for node in self.roots}
-        for node, following in self._edges:
-            for k, (other, _) in enumerate(following):
-                if other is not None:
-                    uses.setdefault(other, []).append((node, k))
-        return uses
 
     def weights(self, params: Sequence[torch.Tensor]) -> list[tuple[Node, Weight]]:
         """Those among some leaves that are used in one product each, and its node."""

@@ -126,7 +126,7 @@ class Sharded(Mapping[str, torch.Tensor]):
         """A group's format, and the names of its buffers."""
         if self.kind == "values":
             return Plain((self._buffers if key in self._buffers else self._held)[key].dtype), (key,)
-        if self.holds_values(key):
+        if self.layout.straight and self.holds_values(key):
             return Plain(torch.float32), (key,)
         return self.coded_as(key)
 
@@ -141,7 +141,9 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def holds_values(self, key: Key) -> bool:
         """Tells whether a group has float32 values where its format has codes, as under a straight-through policy."""
-        if not self.layout.groups[key].row.policy.straight_through or self.kind == "values":
+        if not self.layout.straight or self.kind == "values":
+            return False
+        if not self.layout.groups[key].row.policy.straight_through:
             return False
         own, (form, names) = self._buffers.get(key), self.coded_as(key)
         coded = form.rounds or not form.plain
@@ -169,8 +171,10 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def sizes(self) -> Mapping[object, tuple[int, bool]]:
         """Of each buffer of this rank's slices how many elements it has, and whether they must be values."""
+        if not self.layout.straight:
+            return self._coded_sizes()
         values = {key: (self.layout.shard_numel(key), True) for key in self.groups if self.holds_values(key)}
-        return {**self._coded_sizes(), **values} if values else self._coded_sizes()
+        return {**self._coded_sizes(), **values}
 
     def _coded_sizes(self) -> Mapping[object, tuple[int, bool]]:
         known = self.layout.sizes.get(self.kind)

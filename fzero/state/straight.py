@@ -217,6 +217,6 @@ def with_codes(state: TrainState) -> TrainState:
 
 def holds_values(state: TrainState) -> bool:
     """Tells whether a transform has left values in a state, in the place of codes."""
-    if not any(row.policy.straight_through for row in state.layout.rows):
+    if not state.layout.straight:
         return False
     return any(tree.holds_values(key) for tree in trees_of((state.params, state.moments)) for key in tree.groups)

@@ -110,8 +110,10 @@ class TrainState:
         return TrainState(**{name: getattr(self, name) for name in _FIELDS} | changes)
 
     def _completed(self, params: Sharded) -> Sharded:
-        own = self.params
-        missing = [key for key in own.groups if key not in params.groups] if params.layout == own.layout else []
+        own, given = self.params, params.groups
+        if given == own.groups or params.layout != own.layout:
+            return params
+        missing = set(own.groups) - set(given)
         return params.replaced(buffers=params.entries | {key: own.local(key) for key in missing}) if missing else params
 
     @contextlib.contextmanager

@@ -198,6 +198,11 @@ class Layout:
         """The keys of the groups that are differentiated and updated."""
         return tuple(key for key, group in self.groups.items() if not group.row.frozen)
 
+    @cached_property
+    def straight(self) -> bool:
+        """Whether states of any leaf are straight-through."""
+        return any(row.policy.straight_through for row in self.rows)
+
     def shard_numel(self, key: Key) -> int:
         return self.groups[key].numel // self.groups[key].shards
 
