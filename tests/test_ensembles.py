@@ -21,9 +21,9 @@ from ensembles import (
     stacked,
     usable,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_day
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks, strategies
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.usefixtures("hazards")  # races show
 CHOSEN = strategies.transforms(stages=(0, 1, 2, 3), patterns=scenarios.BLOCKS)
 
 
-@settings(max_examples=settings().max_examples if NIGHTLY else 6)
+@by_day(6)
 @given(
     chosen=CHOSEN,
     world=st.integers(1, 3),
@@ -100,7 +100,7 @@ def by_verbs(step: fz.Step, state: fz.TrainState, x: torch.Tensor, y: torch.Tens
     return out, cotangents, inputs, norm, metrics, after, full, new
 
 
-@settings(max_examples=settings().max_examples if NIGHTLY else 6)
+@by_day(6)
 @given(
     chosen=CHOSEN,
     world=st.integers(1, 3),

@@ -12,10 +12,10 @@ from typing import Any, cast
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from interrupts import Points, thread_state
-from nightly import NIGHTLY
+from nightly import by_day
 from torch import nn
 
 import fzero as fz
@@ -145,7 +145,7 @@ def test_an_interrupt_anywhere_leaves_everything_as_it_was(case: str, tmp_path: 
     before, threads = thread_state(), set(threading.enumerate())
     runs = sum(isinstance(x, Traversal) for x in gc.get_objects())
 
-    @settings(max_examples=settings().max_examples if NIGHTLY else 6)
+    @by_day(6)
     @given(
         st.integers(1, whole.count) | st.sampled_from(whole.tender), st.sampled_from([KeyboardInterrupt, TimeoutError])
     )

@@ -15,9 +15,9 @@ import pytest
 import scenarios
 import torch
 import whole_runs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import NIGHTLY, by_day
 from torch.utils import _pytree as pytree
 from whole_runs import mapped
 
@@ -143,7 +143,7 @@ TRANSFORMS: dict[str, Callable[..., Any]] = {
 }
 
 
-@settings(max_examples=settings().max_examples if NIGHTLY else 6)
+@by_day(6)
 @given(
     policy=st.sampled_from([name for name in POLICIES if name != "gathered in 8 bits"]),
     optimizer=st.sampled_from([*OPTIMIZERS]),

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Lift = Callable[[torch.Tensor], object]
 
-_LIBRARIES = sys.stdlib_module_names | {"fzero", "torch", "functorch", "optree", "numpy", "einops"}
 _OURS = {"fzero", "torch", "functorch", "optree", "numpy"}
+_LIBRARIES = sys.stdlib_module_names | _OURS | {"einops"}
 _OF_TORCH = torch.nn.Module, torch.optim.Optimizer, torch.distributions.Distribution, torch.utils.data.Dataset
 
 

@@ -67,7 +67,7 @@ def traversal_of(
         shard = params.placed(key) if key in params.entries else _stand_in(params, key)
         rounded = not row.frozen and (later or policy.reduce != policy.param)
         placeholder = fused or not shard.format.plain or shard.away or rounded
-        if params.layout.straight and params.holds_values(key):
+        if params.holds_values(key):
             shard = Placed(Plain(torch.float32), (as_used(policy, params.local(key)),))
         primal, count = shard.parts[0], shard.numel()
         whole = None

@@ -19,7 +19,7 @@ from fzero.state.checks import goes_on, need_derivative
 from fzero.state.entered import held_of, slice_in
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.sharded import Sharded, part_names
-from fzero.state.straight import as_seen, as_stored, as_used, is_coded
+from fzero.state.straight import as_seen, as_stored, as_used
 from fzero.state.train_state import TrainState
 from fzero.state.whole import slice_of
 from fzero.stores.away import Buffer
@@ -114,7 +114,7 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         if (axis.ranks > 1 or axis.place_on_tensor[1] > 1) and not sync:
             said += [f"{slot.path} with {_checksums(made[slot.leaf])}" for slot in group.slots]
         if follows:
-            coded = is_coded(empty, key)
+            coded = empty.goes_as_values(key)
             own = slice_in(empty, key, made, torch.float32 if coded else form.dtype)
             if coded:
                 (own,) = as_stored([empty], key, [own], None)

@@ -139,15 +139,18 @@ class Sharded(Mapping[str, torch.Tensor]):
             known = self.layout.formats[self.kind, key] = form, part_names(form, key)
         return known
 
-    def holds_values(self, key: Key) -> bool:
-        """Tells whether a group has float32 values where its format has codes, as under a straight-through policy."""
+    def goes_as_values(self, key: Key) -> bool:
+        """Tells whether a group's codes become values where a transform goes on through them."""
         if not self.layout.straight or self.kind == "values":
             return False
-        if not self.layout.groups[key].row.policy.straight_through:
+        form = self.coded_as(key)[0]
+        return self.layout.groups[key].row.policy.straight_through and (form.rounds or not form.plain)
+
+    def holds_values(self, key: Key) -> bool:
+        """Tells whether a group has float32 values where its format has codes, as under a straight-through policy."""
+        if not self.goes_as_values(key) or getattr(self._buffers.get(key), "dtype", None) != torch.float32:
             return False
-        own, (form, names) = self._buffers.get(key), self.coded_as(key)
-        coded = form.rounds or not form.plain
-        return coded and getattr(own, "dtype", None) == torch.float32 and self._buffers.keys().isdisjoint(names[1:])
+        return self._buffers.keys().isdisjoint(self.coded_as(key)[1][1:])
 
     def names(self, key: Key) -> tuple[Any, ...]:
         """The names of a group's buffers."""
@@ -171,10 +174,9 @@ class Sharded(Mapping[str, torch.Tensor]):
 
     def sizes(self) -> Mapping[object, tuple[int, bool]]:
         """Of each buffer of this rank's slices how many elements it has, and whether they must be values."""
-        if not self.layout.straight:
-            return self._coded_sizes()
-        values = {key: (self.layout.shard_numel(key), True) for key in self.groups if self.holds_values(key)}
-        return {**self._coded_sizes(), **values}
+        own = filter(self.holds_values, self.groups if self.layout.straight else ())
+        values = {key: (self.layout.shard_numel(key), True) for key in own}
+        return {**self._coded_sizes(), **values} if values else self._coded_sizes()
 
     def _coded_sizes(self) -> Mapping[object, tuple[int, bool]]:
         known = self.layout.sizes.get(self.kind)

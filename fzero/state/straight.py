@@ -132,17 +132,9 @@ def as_used(policy: Policy, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def is_coded(tree: Sharded, key: Key) -> bool:
-    """Tells whether a group of params or moments goes on as values where a transform goes on through it."""
-    if tree.kind == "values" or not tree.layout.groups[key].row.policy.straight_through:
-        return False
-    form = tree.coded_as(key)[0]
-    return form.rounds or not form.plain
-
-
 def decoded(tree: Sharded) -> Sharded:
     """A tree with values in the place of all codes whose policy is straight-through."""
-    keys = [key for key in tree.groups if is_coded(tree, key) and not tree.holds_values(key)]
+    keys = [key for key in tree.groups if tree.goes_as_values(key) and not tree.holds_values(key)]
     if not keys:
         return tree
     gone = {name for key in keys for name in tree.names(key)}
@@ -152,7 +144,7 @@ def decoded(tree: Sharded) -> Sharded:
 
 def as_seen(tree: Sharded) -> Sharded:
     """Params with values in the dtype in which those who are given codes see them."""
-    forms = {key: tree.coded_as(key)[0] for key in tree.groups if is_coded(tree, key) and tree.holds_values(key)}
+    forms = {key: tree.coded_as(key)[0] for key in tree.groups if tree.holds_values(key)}
     own = {key: tree.entries[key] for key, form in forms.items() if form.plain}
     seen = {key: x.to(forms[key].dtype) for key, x in own.items() if isinstance(x, torch.Tensor)}
     return tree.replaced(buffers=tree.entries | seen) if seen else tree

@@ -20,7 +20,7 @@ from fzero.state.gather import squares_in
 from fzero.state.init import check_values
 from fzero.state.moments import next_extra
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees, trees_of
-from fzero.state.straight import as_seen, as_stored, as_used, is_coded
+from fzero.state.straight import as_seen, as_stored, as_used
 from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation
@@ -108,7 +108,7 @@ def _rounded(state: TrainState, params: Sharded, moments: object) -> tuple[Shard
     trees, values = [state.params, *trees_of(state.moments)], [params, *trees_of(moments)]
     found: list[dict[Key, torch.Tensor]] = [tree.locals() for tree in values]
     for key in params.groups:
-        places = [i for i, tree in enumerate(trees) if key in tree.groups and is_coded(tree, key)]
+        places = [i for i, tree in enumerate(trees) if key in tree.groups and tree.goes_as_values(key)]
         if places:  # together, as they take their random bits from the same words
             own = [found[i][key].to(torch.float32) for i in places]
             for i, x in zip(places, as_stored([trees[i] for i in places], key, own, draw), strict=True):
@@ -125,7 +125,7 @@ def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> S
     """The params after an update, in the dtypes that they are stored in, also those that are held in full."""
     buffers, held = dict(params.buffers), dict(params.held)
     for key in own.groups:
-        old, coded = own.local(key), is_coded(own, key)
+        old, coded = own.local(key), own.goes_as_values(key)
         shard = _chosen(applied, new.local(key) if coded else new.local(key).to(old.dtype), old)
         for name in own.names(key) if coded else ():
             buffers.pop(name, None)

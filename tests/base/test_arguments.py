@@ -77,6 +77,20 @@ def hf(path: Any) -> Any:
 fz.save(at("x y"), STATE)
 fz.save_safetensors(hf("x y"), STATE)
 Call = Callable[[Any], Any]
+
+
+def of_adam(make: Callable[..., Any]) -> dict[str, tuple[Call, set[str]]]:
+    """The numbers of an optimizer of Adam's kind."""
+    return {
+        "lr": (make, {*NUMBER, "a function"}),
+        **{name: (lambda v, name=name: make(0.1, **{name: v}), {"a 0-d tensor", "a float"}) for name in ("b1", "b2")},
+        **{
+            name: (lambda v, name=name: make(0.1, **{name: v}), {"a 0-d tensor", "a float", "an int"})
+            for name in ("eps", "weight_decay")
+        },
+    }
+
+
 # function -> argument -> (a call with it, the kinds that it takes)
 TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "convert": {
@@ -170,22 +184,8 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "fn": (lambda v: fz.sum_over(PARAMS, v), {"a function"}),
     },
     "unit": {"fn": (fz.unit, {"a function", "a class"})},
-    "adamw": {
-        "lr": (lambda v: fz.adamw(v), {*NUMBER, "a function"}),
-        "b1": (lambda v: fz.adamw(0.1, b1=v), {"a 0-d tensor", "a float"}),
-        "b2": (lambda v: fz.adamw(0.1, b2=v), {"a 0-d tensor", "a float"}),
-        "eps": (lambda v: fz.adamw(0.1, eps=v), {"a 0-d tensor", "a float", "an int"}),
-        "weight_decay": (lambda v: fz.adamw(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
-        "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"}),
-    },
-    "adam": {
-        "lr": (lambda v: fz.adam(v), {*NUMBER, "a function"}),
-        "b1": (lambda v: fz.adam(0.1, b1=v), {"a 0-d tensor", "a float"}),
-        "b2": (lambda v: fz.adam(0.1, b2=v), {"a 0-d tensor", "a float"}),
-        "eps": (lambda v: fz.adam(0.1, eps=v), {"a 0-d tensor", "a float", "an int"}),
-        "weight_decay": (lambda v: fz.adam(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
-        "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"}),
-    },
+    "adamw": {**of_adam(fz.adamw), "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"})},
+    "adam": {**of_adam(fz.adam), "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"})},
     "sgd": {
         "lr": (lambda v: fz.sgd(v), {*NUMBER, "a function"}),
         "momentum": (lambda v: fz.sgd(0.1, v), {"a 0-d tensor", "a float", "an int", "a negative", "None"}),
@@ -198,13 +198,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "b2": (lambda v: fz.lion(0.1, b2=v), {"a 0-d tensor", "a float"}),
         "weight_decay": (lambda v: fz.lion(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
     },
-    "lamb": {
-        "lr": (lambda v: fz.lamb(v), {*NUMBER, "a function"}),
-        "b1": (lambda v: fz.lamb(0.1, b1=v), {"a 0-d tensor", "a float"}),
-        "b2": (lambda v: fz.lamb(0.1, b2=v), {"a 0-d tensor", "a float"}),
-        "eps": (lambda v: fz.lamb(0.1, eps=v), {"a 0-d tensor", "a float", "an int"}),
-        "weight_decay": (lambda v: fz.lamb(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
-    },
+    "lamb": of_adam(fz.lamb),
     "chain": {"member": (fz.chain, {"an optimizer"})},
     "partition": {"optimizers": (fz.partition, set())},
     "clip_by_block_norm": {"max_norm": (fz.clip_by_block_norm, {"a 0-d tensor", "a float", "an int"})},

@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from attentions import F64, Case, need_equal, plain
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_day
 
 import fzero as fz
 from fzero.comm import pieces
@@ -48,7 +48,7 @@ def rings(draw: st.DrawFn) -> Case:
     return Case(lengths, heads, kv_heads, d, size, 0, order, draw(options(sum(lengths))), averaged=draw(st.booleans()))
 
 
-@settings(max_examples=settings().max_examples if NIGHTLY else 6)
+@by_day(6)
 @given(case=rings(), shortest=st.sampled_from([1, 32]))
 def test_equals_one_process(case: Case, shortest: int) -> None:
     with mock.patch.object(visible, "SHORTEST", shortest):  # torch's kernel for short documents too, or tiles

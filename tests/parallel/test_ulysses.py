@@ -9,9 +9,9 @@ from unittest import mock
 import pytest
 import torch
 from attentions import F64, Case, derivatives, need_equal, plain
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_day
 from reference import adamw_steps
 from test_ring import options
 
@@ -46,7 +46,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=settings().max_examples if NIGHTLY else 6)
+@by_day(6)
 @given(case=cases(), shortest=st.sampled_from([1, 32]))
 def test_equals_one_process(case: Case, shortest: int) -> None:
     with mock.patch.object(visible, "SHORTEST", shortest):

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import scenarios
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_day
 from torch.utils import _pytree as pytree
 
 import fzero as fz
@@ -26,7 +26,7 @@ def mapped(fn: Any, *trees: Any) -> Any:
 
 
 @pytest.mark.usefixtures("hazards")
-@settings(max_examples=settings().max_examples if NIGHTLY else 6)
+@by_day(6)
 @given(
     data=st.data(),
     chosen=strategies.transforms(stages=(0, 1, 2, 3), patterns=scenarios.BLOCKS),

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 import whole_runs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_day
 from whole_runs import F64
 
 import fzero as fz
@@ -63,7 +63,7 @@ def on_rank(rank: int, sizes: Any, attention: str, over: str, others: Any, optim
 
 
 @pytest.mark.usefixtures("hazards")
-@settings(max_examples=settings().max_examples if NIGHTLY else 5)
+@by_day(5)
 @given(
     sizes=st.sampled_from(MESHES),
     attention=st.sampled_from(["ring", "ulysses"]),

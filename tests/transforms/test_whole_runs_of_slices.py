@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import test_shard_tensor as functions
 import whole_runs
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from nightly import NIGHTLY
+from nightly import by_day
 
 import fzero as fz
 from fzero.testing import run_ranks, strategies
@@ -34,7 +34,7 @@ def on_rank(
 
 
 @pytest.mark.usefixtures("hazards")
-@settings(max_examples=settings().max_examples if NIGHTLY else 6)
+@by_day(6)
 @given(
     layers=st.sampled_from(KINDS),
     sizes=st.sampled_from(MESHES),
