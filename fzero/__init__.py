@@ -32,8 +32,10 @@ from fzero.fits import Proposal as Proposal
 from fzero.fits import fits as fits
 from fzero.functional import functional as functional
 from fzero.optim import GradientTransformation as GradientTransformation
+from fzero.optim import adafactor as adafactor
 from fzero.optim import adam as adam
 from fzero.optim import adamw as adamw
+from fzero.optim import adaptive_clip as adaptive_clip
 from fzero.optim import chain as chain
 from fzero.optim import clip_by_block_norm as clip_by_block_norm
 from fzero.optim import clip_by_global_norm as clip_by_global_norm
@@ -42,9 +44,11 @@ from fzero.optim import constant as constant
 from fzero.optim import lamb as lamb
 from fzero.optim import linear as linear
 from fzero.optim import lion as lion
+from fzero.optim import muon as muon
 from fzero.optim import partition as partition
 from fzero.optim import sgd as sgd
 from fzero.optim import warmup_cosine as warmup_cosine
+from fzero.optim import whole as whole
 from fzero.pipeline import Pipeline as Pipeline
 from fzero.pipeline import pipeline as pipeline
 from fzero.plan import Plan as Plan

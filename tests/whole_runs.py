@@ -130,6 +130,60 @@ def plain_parted(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: 
     return pytree.tree_map_with_path(lambda path, x, y: y if is_bias(path) else x, new, biases), moments
 
 
+def orthogonal(x: torch.Tensor) -> torch.Tensor:
+    """One step of Newton and Schulz, of which two would make much of little differences."""
+    x = x / root(x.square().sum()).clamp(min=0.1)
+    gram = x @ x.mT
+    return 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+
+
+def plain_muon(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    """Matrices by muon, others by sgd."""
+    moved = mapped(lambda b, g: 0.8 * b + 0.2 * g, m[0], g)
+
+    def one(p: torch.Tensor, g: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        if p.ndim < 2:
+            return p - 0.1 * most * g
+        scale = max(1.0, p.shape[-2] / p.shape[-1]) ** 0.5
+        return p - lr * (scale * orthogonal(0.2 * g + 0.8 * b) + decay * p)
+
+    return mapped(one, p, g, moved), (moved, m[1])
+
+
+def plain_adafactor(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    """Rows and columns are kept as often as there are elements."""
+    new = count**-0.8
+
+    def mean(dim: int, old: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        squares = g.square().mean(dim, keepdim=True).expand_as(g) if g.ndim > 1 else g.square()
+        return old + new * (squares - old)
+
+    rows, columns = (mapped(functools.partial(mean, dim), old, g) for dim, old in zip((-1, -2), m, strict=True))
+
+    def rms(x: torch.Tensor) -> torch.Tensor:
+        return root(x.square().sum() / x.numel())
+
+    def one(p: torch.Tensor, g: torch.Tensor, r: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+        v = r * c / r.mean(-2, keepdim=True).clamp(min=1e-2) if p.ndim > 1 else r
+        u = g / v.clamp(min=1e-4).sqrt()
+        rate = rms(p).clamp(min=1e-3) * lr.clamp(max=1 / count**0.5)
+        return p - rate * u / (rms(u) / most).clamp(min=1.0) - lr * decay * p
+
+    return mapped(one, p, g, rows, columns), (rows, columns)
+
+
+def plain_row_clipped(p: Any, g: Any, m: Any, count: int, lr: Any, decay: Any, most: Any) -> Any:
+    def norm(x: torch.Tensor) -> torch.Tensor:
+        dims = tuple(range(1, x.ndim))
+        return root(x.square().sum(dims, keepdim=True) if dims else x.square().sum())
+
+    def one(p: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        own, least = norm(g), 0.3 * most * norm(p).clamp(min=1e-3)
+        return torch.where(own > least, g * least / torch.where(own > least, own, 1.0), g)
+
+    return plain_sgd(p, mapped(one, p, g), m, count, lr, decay, most)
+
+
 def adamw(lr: Any, decay: Any) -> Any:
     return fz.adamw(lr, 0.9, 0.99, 1e-3, weight_decay=decay)
 
@@ -145,6 +199,20 @@ OPTIMIZERS: dict[str, tuple[Plain, Callable[..., Any]]] = {
     "block clipped": (
         plain_block_clipped,
         lambda lr, decay, most: fz.chain(fz.clip_by_block_norm(0.3 * most), fz.sgd(lr, 0.8, decay)),
+    ),
+    "muon": (
+        plain_muon,
+        lambda lr, decay, most: fz.partition(
+            {"*.b|*bias|*norm*|unused": fz.sgd(0.1 * most), "*": fz.muon(lr, 0.8, decay, steps=1, eps=0.1)}
+        ),
+    ),
+    "adafactor": (
+        plain_adafactor,
+        lambda lr, decay, most: fz.adafactor(lr, eps=(1e-2, 1e-3), d=most, weight_decay=decay),
+    ),
+    "row clipped": (
+        plain_row_clipped,
+        lambda lr, decay, most: fz.chain(fz.adaptive_clip(0.3 * most), fz.sgd(lr, weight_decay=decay)),
     ),
     "clipped": (
         plain_clipped,

@@ -21,6 +21,7 @@ Lift = Callable[[torch.Tensor], object]
 
 _OURS = {"fzero", "torch", "functorch", "optree", "numpy"}
 _LIBRARIES = sys.stdlib_module_names | _OURS | {"einops"}
+_EMPTY = frozenset({type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device, torch.Generator})
 _OF_TORCH = torch.nn.Module, torch.optim.Optimizer, torch.distributions.Distribution, torch.utils.data.Dataset
 
 
@@ -117,6 +118,8 @@ def _walked(value: object, children: Callable[[object], Iterator[object]]) -> tu
     todo, seen = [value], {id(value): value}
     for each in todo:  # which grows
         for child in children(each) if not isinstance(each, torch.Tensor) else ():
+            if type(child) in _EMPTY:
+                continue
             parents.setdefault(id(child), []).append(id(each))
             if id(child) not in seen:
                 seen[id(child)] = child

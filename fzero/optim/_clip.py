@@ -8,8 +8,9 @@ import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
-from fzero.base.follow import follows
+from fzero.base.follow import follows, root
 from fzero.optim._norms import multiplied, norms_of
+from fzero.optim._whole import whole
 from fzero.optim.base import need_hypers
 from fzero.state.entered import entered
 from fzero.state.gather import global_norm
@@ -83,6 +84,45 @@ def _scaled_by_leaf(max_norm: Number, grads: object, state: object, params: obje
     norms = norms_of(grads)
     factors = [torch.where(n == 0, 1.0, max_norm / torch.where(n == 0, 1.0, n)).clamp(max=1.0) for n in norms]
     return multiplied(grads, factors), state
+
+
+def adaptive_clip(clipping: Number = 0.01, eps: Number = 1e-3) -> GradientTransformation:
+    """Multiplies a row's gradient by min(1, clipping * max(eps, |row|) / |gradient|) (Brock et al. 2021, 2102.06171).
+
+    A row is what makes one output: w[i] of a weight [outputs, ...], and a leaf of fewer than two dims as a whole. Of
+    leaves that are cut each is looked at whole, on one rank (`fz.whole`).
+
+    Args:
+        clipping: the largest norm of a gradient as a part of its row's.
+        eps: the least norm of a row that counts.
+
+    Example:
+        >>> clip, params = fz.adaptive_clip(0.5), {"w": torch.eye(2)}
+        >>> clip.update({"w": torch.tensor([[3.0, 4.0], [0.0, 0.1]])}, clip.init(params), params)[0]["w"]
+        tensor([[0.3000, 0.4000],
+                [0.0000, 0.1000]])
+    """
+    need_hypers("adaptive_clip", clipping=(clipping, "a positive number"), eps=(eps, "a positive number"))
+    inner = GradientTransformation(_nothing, functools.partial(_clipped_by_row, clipping, eps), label=_adaptive)
+    return whole(inner)
+
+
+def _adaptive(path: str) -> str:
+    return "adaptive clip"
+
+
+def _clipped_by_row(
+    clipping: Number, eps: Number, grads: dict[str, torch.Tensor], state: object, params: dict[str, torch.Tensor]
+) -> tuple[dict[str, torch.Tensor], object]:
+    ((path, g),), (p,) = grads.items(), params.values()
+    norm, most = _by_row(g), clipping * _by_row(p).clamp(min=eps)
+    return {path: torch.where(norm > most, g * (most / torch.where(norm > most, norm, 1.0)), g)}, state
+
+
+def _by_row(x: torch.Tensor) -> torch.Tensor:
+    """The norms of rows, each in the dims of the tensor."""
+    dims = tuple(range(1, x.ndim)) if x.ndim > 1 else None
+    return root(x.square().sum(dims, keepdim=True) if dims is not None else x.square().sum())
 
 
 def clip_by_value(max_value: Number) -> GradientTransformation:

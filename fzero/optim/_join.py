@@ -46,6 +46,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         all(member.scales for member in members),
         last.copies or not all(member.scales for member in before),
         all(member.blank for member in members),
+        any(member.exchanges for member in members),
     )
 
 
@@ -152,6 +153,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         "all" if any(member.needs for member in members) else "",
         copies=any(member.copies for member in members),
         blank=all(member.blank for member in members),
+        exchanges=any(member.exchanges for member in members),
     )
 
 

@@ -222,8 +222,9 @@ def _followed(tree: Sharded) -> dict[int, torch.Tensor]:
         own, slots = tree.local(key), tree.layout.groups[key].slots
         if private.is_differentiated(own):
             wide = own.to(torch.float64)
-            wide = (wide if tree.scale == 1.0 else wide / tree.scale).square()
-            pieces = [piece.sum() for piece in tree.layout.cut(key, tree.rank_of(key), wide)]
+            wide = wide if tree.scale == 1.0 else wide / tree.scale
+            flat = [piece.reshape(-1) for piece in tree.layout.cut(key, tree.rank_of(key), wide)]
+            pieces = [torch.dot(x, x) for x in flat]  # in one pass, and with derivatives of any order at zero
         else:  # mapped, in one pass
             pieces = [_norm(piece) / tree.scale for piece in tree.layout.cut(key, tree.rank_of(key), own)]
             pieces = [norm.square() for norm in pieces]

@@ -146,6 +146,8 @@ class Layout:
     sizes: dict[str, dict[object, tuple[int, bool]]] = field(default_factory=dict, repr=False)
     # as far as asked for: rules -> the table that they make of these leaves, as steps may share a state
     tables: dict[tuple[Rule, ...], Table] = field(default_factory=dict, repr=False)
+    # as far as asked for: name of an optimizer -> leaf -> the rank that has it whole in an update
+    owners: dict[str, dict[int, int]] = field(default_factory=dict, repr=False)
     _sizes: dict[tuple[Key, int], list[int]] = field(default_factory=dict, repr=False)
 
     def __reduce__(self) -> tuple[object, ...]:

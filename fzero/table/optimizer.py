@@ -30,6 +30,8 @@ class GradientTransformation(NamedTuple):
         copies: whether `fused` makes other values of all grads it is given, before it writes (a chain that does more
             than scale them): it is then given one group at a time, where it may be.
         blank: whether `init` gives zeros and counts only: a load then makes no memory that it would overwrite.
+        exchanges: whether `fused` sends slices between ranks: it is then given all groups at once where nothing of them
+            has to be brought, so that one's exchange runs beside another's computation, and never on a thread beside.
     """
 
     init: Callable[..., Any]
@@ -42,6 +44,7 @@ class GradientTransformation(NamedTuple):
     scales: bool = False
     copies: bool = False
     blank: bool = False
+    exchanges: bool = False
 
     @property
     def by_group(self) -> bool:

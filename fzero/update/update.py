@@ -73,8 +73,8 @@ def _applied(
         with Update(step, state) as update:
             trainable = state.layout.trainable
             # the others' gathers then run meanwhile, and transfers
-            waits = state.params.held_entries or update.moves or grads.away or step.optimizer.copies
-            one_by_one = step.optimizer.by_group and waits
+            waits = (state.params.held_entries or step.optimizer.copies) and not step.optimizer.exchanges
+            one_by_one = step.optimizer.by_group and (waits or update.moves or grads.away)
             parts = [(key,) for key in trainable] if one_by_one else [trainable]
             try:
                 for keys, following in itertools.pairwise((*parts, ())):
@@ -170,7 +170,7 @@ class Update:
                 UserWarning,
                 stacklevel=6,
             )
-        cores = spare_cores(self.old.device) if self._on_host else 0
+        cores = spare_cores(self.old.device) if self._on_host and not step.optimizer.exchanges else 0
         self._beside = Beside[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
         self._waits: list[Callable[[], None]] = []
         self.applied: list[Key] = []  # the groups that have been written

@@ -1,0 +1,118 @@
+"""Adafactor: second moments as factors of rows and columns (Shazeer & Stern 2018, 1804.04235), as torch has it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import need_number, wrong
+from fzero.base.follow import root
+from fzero.optim._whole import whole
+from fzero.optim.base import less, need_hypers, rate
+from fzero.table.needs import need_rate
+from fzero.table.optimizer import GradientTransformation, Number, Schedule
+
+
+class AdafactorState(NamedTuple):
+    """Of one leaf: applied updates; means of squares of its rows and columns, or of its elements where it has none."""
+
+    count: pytree.Count
+    rows: object
+    columns: object
+    elements: object
+
+
+def adafactor(
+    lr: Number | Schedule = 1e-2,
+    beta2_decay: float = -0.8,
+    eps: tuple[float | None, float] = (None, 1e-3),
+    d: Number = 1.0,
+    weight_decay: Number = 0.0,
+) -> GradientTransformation:
+    """p - a * u / max(1, rms(u) / d) with u = g / sqrt(v) and a = max(eps[1], rms(p)) * min(lr, 1 / sqrt(t)).
+
+    Of matrices v is the product of the means of its rows and columns, so that a leaf [n, m] takes n + m numbers of
+    state instead of n * m; of leaves of more dims those of the last two. As torch.optim.Adafactor, on whole leaves
+    (`fz.whole`): where they are cut, each is updated on one rank.
+
+    Args:
+        lr: learning rate, or a schedule of the number of applied updates.
+        beta2_decay: v = lerp(v, g * g, t ** beta2_decay) in the t-th update.
+        eps: the root of the least v, by default the eps of the dtype that is computed in; and the least rms of params.
+        d: the largest root mean square of an update.
+        weight_decay: decoupled, multiplied by the learning rate.
+
+    Example:
+        >>> optimizer = fz.adafactor(0.1)
+        >>> params = {"w": torch.ones(2, 3)}
+        >>> updates, state = optimizer.update({"w": torch.ones(2, 3)}, optimizer.init(params), params)
+        >>> updates["w"][0], state.rest["w"].rows.shape
+        (tensor([-0.1000, -0.1000, -0.1000]), torch.Size([2, 1]))
+    """
+    need_rate(lr, "adafactor")
+    need_hypers("adafactor", d=(d, "a positive number"), weight_decay=(weight_decay, "at least 0"))
+    need_number(beta2_decay, "adafactor", "beta2_decay")
+    if not isinstance(eps, (tuple, list)) or len(eps) != 2:
+        raise wrong("adafactor", "eps", eps, "two numbers, or None and a number")
+    first, second = eps
+    for number in [second] if first is None else eps:
+        need_number(number, "adafactor", "eps", "two numbers, or None and a number")
+    least = {} if first is None else {"eps[0]": (first, "a positive number")}
+    need_hypers("adafactor", **least, **{"eps[1]": (second, "at least 0")})  # type: ignore[arg-type]
+    own = _Adafactor(lr, beta2_decay, first, second, d, weight_decay)
+    inner = GradientTransformation(_begun, own.update, None, _label, own.metrics)
+    return whole(inner)
+
+
+def _label(path: str) -> str:
+    return "adafactor"
+
+
+def _begun(params: dict[str, torch.Tensor]) -> AdafactorState:
+    (p,) = params.values()
+    if p.ndim < 2:
+        return AdafactorState(pytree.Count(0), None, None, torch.zeros_like(p))
+    row, column = (*p.shape[:-1], 1), (*p.shape[:-2], 1, p.shape[-1])
+    return AdafactorState(pytree.Count(0), p.new_zeros(row), p.new_zeros(column), None)
+
+
+@dataclass(frozen=True)
+class _Adafactor:
+    lr: Number | Schedule
+    beta2_decay: float
+    first: float | None
+    second: float
+    d: Number
+    weight_decay: Number
+
+    def update(
+        self, grads: dict[str, torch.Tensor], old: AdafactorState, params: dict[str, torch.Tensor]
+    ) -> tuple[dict[str, torch.Tensor], AdafactorState]:
+        ((path, g),), (p,) = grads.items(), params.values()
+        now, count = rate(self.lr, old.count.value), old.count.value + 1
+        first = torch.finfo(p.dtype).eps if self.first is None else self.first
+        new, most = count**self.beta2_decay, 1.0 / count**0.5
+        step = now.clamp(max=most) if isinstance(now, torch.Tensor) else min(now, most)
+        step = step * _rms(p).clamp(min=self.second)
+        rows, columns, elements = old.rows, old.columns, old.elements
+        if isinstance(rows, torch.Tensor) and isinstance(columns, torch.Tensor):
+            rows = rows.lerp(g.square().mean(-1, keepdim=True), new)
+            columns = columns.lerp(g.square().mean(-2, keepdim=True), new)
+            v = rows @ columns / rows.mean(-2, keepdim=True).clamp(min=first)
+        else:
+            assert isinstance(elements, torch.Tensor)
+            v = elements = elements.lerp(g.square(), new)
+        u = g * v.clamp(min=first * first).rsqrt()
+        update = -step / (_rms(u) / self.d).clamp(min=1.0) * u
+        update = less(update, now * self.weight_decay, p)
+        return {path: update}, AdafactorState(pytree.Count(count), rows, columns, elements)
+
+    def metrics(self, old: AdafactorState) -> dict[str, Number]:
+        return {"lr": rate(self.lr, old.count.value)}
+
+
+def _rms(x: torch.Tensor) -> torch.Tensor:
+    return root(x.square().sum() / max(1, x.numel()))

@@ -1,0 +1,239 @@
+"""Muon: momentum whose matrices are made orthogonal (Jordan 2024, kellerjordan.github.io/posts/muon), as torch has it.
+
+Each matrix is brought to one rank, in bf16, orthogonalised there, and brought back, while others are on their way.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import need_bool, need_int, need_number, wrong
+from fzero.kernels.onepass import math_dtype
+from fzero.optim.base import known, need_hypers, rate, write_values
+from fzero.state.entered import slice_in
+from fzero.state.moments import zeros_like
+from fzero.state.owners import Leaves, everywhere, start_slices, start_whole
+from fzero.state.sharded import Draw, Sharded
+from fzero.state.speed import SLOW, slowdown
+from fzero.table.layout import Key
+from fzero.table.needs import need_rate, numbers_in
+from fzero.table.optimizer import GradientTransformation, Number, Schedule
+
+COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic whose slope at zero is the largest
+CHUNK = 1 << 16  # elements that stay in cache from one operation to the next
+AHEAD = 2  # groups that are on their way to their owners while one is computed with
+SCALES: dict[str, Callable[[int, int], float]] = {
+    "original": lambda rows, columns: math.sqrt(max(1.0, rows / columns)),
+    "match_rms_adamw": lambda rows, columns: 0.2 * math.sqrt(max(rows, columns)),
+}
+
+
+class MuonState(NamedTuple):
+    """Applied updates, and the momentum."""
+
+    count: pytree.Count
+    momentum: object
+
+
+def muon(
+    lr: Number | Schedule,
+    momentum: Number = 0.95,
+    weight_decay: Number = 0.1,
+    nesterov: bool = True,
+    steps: int = 5,
+    eps: float = 1e-7,
+    adjust_lr: str = "original",
+) -> GradientTransformation:
+    """p - lr * (scale * orthogonal(d) + weight_decay * p) with b = lerp(b, g, 1 - momentum), d = lerp(g, b, momentum).
+
+    `orthogonal` are some steps of Newton and Schulz, in bf16, of float64 params in float64, as torch.optim.Muon; the
+    moments are one value for each of the params. Every leaf is a matrix [rows, columns], or several [n, rows, columns],
+    each by itself. Others go to another optimizer: `fz.partition({"*norm*|*bias|*embed*": fz.adamw(lr),
+    "*": fz.muon(lr)})`. Under ZeRO a matrix is orthogonalised on one rank, which has it for that time only.
+
+    Args:
+        lr: learning rate, or a schedule of the number of applied updates. It and the other numbers may be 0-d tensors.
+        momentum: decay rate of the moment.
+        weight_decay: decoupled, multiplied by the learning rate.
+        nesterov: goes along lerp(g, b, momentum) instead of b.
+        steps: of Newton and Schulz.
+        eps: the least norm that a matrix is divided by.
+        adjust_lr: "original" scales by sqrt(max(1, rows / columns)), "match_rms_adamw" by 0.2 * sqrt(max(rows,
+            columns)), with which AdamW's rates and decays may stay (Moonshot 2025, 2502.16982).
+
+    Raises:
+        ValueError: a leaf is no matrix.
+
+    Example:
+        >>> optimizer = fz.muon(1.0, weight_decay=0.0)
+        >>> params = {"w": torch.eye(2, dtype=torch.float64)}
+        >>> updates, _ = optimizer.update({"w": params["w"] / 8}, optimizer.init(params), params)
+        >>> updates["w"].round(decimals=2)
+        tensor([[-1.1100, -0.0000],
+                [-0.0000, -1.1100]], dtype=torch.float64)
+    """
+    need_rate(lr, "muon")
+    need_bool(nesterov, "muon", "nesterov")
+    need_int(steps, "muon", "steps", "how many steps of Newton and Schulz", least=1)
+    unit, least = "a number in [0, 1)", "at least 0"
+    need_hypers("muon", momentum=(momentum, unit), weight_decay=(weight_decay, least), eps=(eps, "a positive number"))
+    need_number(eps, "muon", "eps")
+    if not isinstance(adjust_lr, str):
+        raise wrong("muon", "adjust_lr", adjust_lr, f"one of {', '.join(map(repr, SCALES))}")
+    if adjust_lr not in SCALES:
+        raise ValueError(f"muon: got adjust_lr={adjust_lr!r}, expected one of {', '.join(map(repr, SCALES))}.")
+    own = _Muon(lr, momentum, weight_decay, nesterov, steps, eps, adjust_lr)
+    return GradientTransformation(
+        own.init, own.update, own.fused, own.label, own.metrics, by_leaf=True, blank=True, exchanges=True
+    )
+
+
+def orthogonal(x: torch.Tensor, steps: int, eps: float) -> torch.Tensor:
+    """A matrix of nearly the same singular vectors, with singular values near one; [..., rows, columns]."""
+    tall = x.shape[-2] > x.shape[-1]
+    x = x.mT if tall else x
+    norm = x.norm() if x.ndim == 2 else x.norm(dim=(-2, -1), keepdim=True)
+    x = x / norm.clamp(min=eps)
+    if x.dtype == torch.bfloat16 and x.device.type == "cpu" and slowdown(torch.bfloat16) >= SLOW:
+        x = _iterated(x.float(), steps, lambda y: y.bfloat16().float()).bfloat16()  # the same roundings
+    else:
+        x = _iterated(x, steps, lambda y: y)
+    return x.mT if tall else x
+
+
+def _iterated(x: torch.Tensor, steps: int, rounded: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    a, b, c = COEFFICIENTS
+    add = torch.addmm if x.ndim == 2 else torch.baddbmm
+    for _ in range(steps):
+        gram = rounded(x @ x.mT)
+        x = rounded(add(x, rounded(add(gram, gram, gram, beta=b, alpha=c)), x, beta=a))
+    return x
+
+
+@dataclass(frozen=True)
+class _Muon:
+    lr: Number | Schedule
+    momentum: Number
+    weight_decay: Number
+    nesterov: bool
+    steps: int
+    eps: float
+    adjust_lr: str
+
+    def label(self, path: str) -> str:
+        return "muon"
+
+    def metrics(self, old: MuonState) -> dict[str, Number]:
+        return {"lr": rate(self.lr, old.count.value)}
+
+    def init(self, params: object) -> MuonState:
+        if isinstance(params, Sharded):
+            slots = [slot for key in params.groups for slot in params.layout.groups[key].slots]
+            shapes = [(slot.path, slot.shape) for slot in slots]
+        else:
+            shapes = [(path, tuple(leaf.shape)) for path, leaf in zip(*pytree.named_leaves(params)[:2], strict=True)]
+        for path, shape in shapes:
+            if len(shape) not in (2, 3):
+                raise ValueError(
+                    f"muon: leaf {path!r} has shape {shape}, expected a matrix, or several [n, rows, columns]. Give it "
+                    f"another optimizer: fz.partition({{{path!r}: fz.adamw(lr), '*': fz.muon(lr)}})."
+                )
+        return MuonState(pytree.Count(0), zeros_like(params))
+
+    def update(self, grads: object, old: MuonState, params: object) -> tuple[object, MuonState]:
+        now, new = rate(self.lr, old.count.value), pytree.Count(old.count.value + 1)
+        of_leaf = functools.partial(self._of_leaf, now)
+        if not isinstance(grads, Sharded) or not isinstance(params, Sharded):
+            pairs = [of_leaf(*each) for each in zip(*map(pytree.leaves, (grads, old.momentum, params)), strict=True)]
+            trees = [pytree.unflatten(pytree.flatten(grads)[1], each) for each in zip(*pairs, strict=True)]
+            return trees[0], MuonState(new, trees[1])
+        assert isinstance(old.momentum, Sharded)
+        updates, moved = dict[Key, torch.Tensor](), dict[Key, torch.Tensor]()
+        for key in grads.groups:  # on every rank, as a transform may go on through it
+            whole = [everywhere(tree, key) for tree in (grads, old.momentum, params)]
+            found = {leaf: of_leaf(*[each[leaf] for each in whole]) for leaf in whole[0]}
+            for place, out in enumerate((updates, moved)):
+                own = grads.local(key).dtype
+                out[key] = slice_in(grads, key, {leaf: pair[place] for leaf, pair in found.items()}, own)
+        return grads.with_buffers(updates), MuonState(new, grads.with_buffers(moved))
+
+    def _of_leaf(
+        self, now: Number, g: torch.Tensor, b: torch.Tensor, p: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The update of one whole leaf, and its momentum."""
+        b = g + self.momentum * (b - g)
+        d = b + (1 - self.momentum) * (g - b) if self.nesterov else b
+        o = orthogonal(d.to(_wire(d.dtype)), self.steps, self.eps).to(d.dtype)
+        return -now * (SCALES[self.adjust_lr](*p.shape[-2:]) * o + self.weight_decay * p), b
+
+    def fused(self, params: object, grads: Sharded, old: MuonState) -> MuonState:
+        new = pytree.Count(old.count.value + 1)
+        if not isinstance(params, Sharded):
+            updates, state = self.update(grads, old, params)
+            pytree.map(torch.Tensor.copy_, old.momentum, state.momentum)
+            pytree.map(torch.Tensor.add_, params, updates)
+            return MuonState(new, old.momentum)
+        assert isinstance(old.momentum, Sharded)
+        now, (decay,) = known(rate(self.lr, old.count.value)), numbers_in(self.weight_decay)
+        todo = list(params.groups)
+        coming = collections.deque[Callable[[], list[Leaves]]]()
+        going = collections.deque[tuple[Key, Callable[[], list[Leaves]]]]()
+        for place, key in enumerate(todo):
+            while len(coming) <= AHEAD and place + len(coming) < len(todo):
+                coming.append(self._start(params, grads, old.momentum, todo[place + len(coming)]))
+            (leaves,) = coming.popleft()()
+            found = {leaf: orthogonal(x, self.steps, self.eps) for leaf, x in leaves.items()}
+            like = torch.empty(0, dtype=_wire(_dtype(params, key)), device=grads.device)
+            going.append((key, start_slices(params, key, [found], like, "orthogonal matrices")))
+            while len(going) > (AHEAD if place + 1 < len(todo) else 0):
+                done, wait = going.popleft()
+                (made,) = wait()
+                self._apply(params, done, made, now, decay)
+        return MuonState(new, old.momentum)
+
+    def _start(self, params: Sharded, grads: Sharded, momentum: Sharded, key: Key) -> Callable[[], list[Leaves]]:
+        """Writes a group's momentum, and begins to bring the directions to their owners."""
+        (keep,) = numbers_in(self.momentum)
+        dtype = _dtype(params, key)
+        g, b, wire = grads.local(key), momentum.local(key), _wire(dtype)
+        there = momentum.format(key).plain and b.dtype == dtype
+        b = b if there else b.to(dtype)
+        d = torch.empty_like(b, dtype=wire)
+        for own, moved, way in zip(g.split(CHUNK), b.split(CHUNK), d.split(CHUNK), strict=True):
+            own = own.to(dtype) if grads.scale == 1.0 else own.to(dtype) / grads.scale
+            moved.lerp_(own, 1 - keep)
+            way.copy_(own.lerp(moved, keep) if self.nesterov else moved)
+        if not there:
+            write_values(momentum, key, b, params.draw or Draw(0, 0))
+        return start_whole(params, key, [d], "matrices to orthogonalise")
+
+    def _apply(self, params: Sharded, key: Key, found: Leaves, now: float, decay: float) -> None:
+        """Writes a group's params."""
+        p, rows, dtype = params.local(key), params.layout.rows, _dtype(params, key)
+        there = params.format(key).plain and p.dtype == dtype and not params.format(key).rounds
+        p = p if there else p.to(dtype, copy=True)
+        pieces = params.layout.cut(key, params.rank_of(key), p)
+        for slot, piece in zip(params.layout.groups[key].slots, pieces, strict=True):
+            scale = now * SCALES[self.adjust_lr](*rows[slot.leaf].shape[-2:])
+            for own, way in zip(piece.split(CHUNK), found[slot.leaf].split(CHUNK), strict=True):
+                own.mul_(1 - now * decay).add_(way, alpha=-scale)
+        if not there:
+            write_values(params, key, p, params.draw or Draw(0, 0))
+
+
+def _dtype(params: Sharded, key: Key) -> torch.dtype:
+    """The dtype that an update of a group is computed in."""
+    return math_dtype(params.format(key).dtype)
+
+
+def _wire(dtype: torch.dtype) -> torch.dtype:
+    """The dtype that matrices are sent and orthogonalised in."""
+    return torch.float64 if dtype == torch.float64 else torch.bfloat16

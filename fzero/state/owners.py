@@ -1,0 +1,178 @@
+"""Whole leaves, each on one rank: which rank has which, and the exchanges of slices that bring them there and back."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from fzero.base.follow import follows
+from fzero.comm.linear import Wire
+from fzero.comm.pieces import start_exchange
+from fzero.state.sharded import Sharded
+from fzero.state.whole import slice_of, whole_of
+from fzero.table.layout import Key, Layout, Slot
+
+Leaves = dict[int, torch.Tensor]  # leaf -> the whole of it
+
+
+def owners(layout: Layout, key: Key) -> Mapping[int, int]:
+    """Leaf -> the rank that has it whole, of a group that is cut: all ranks have alike much to compute.
+
+    Counted are the products of matrices, over all units whose leaves have the same optimizer.
+    """
+    label = layout.groups[key].row.optimizer
+    if label not in layout.owners:
+        loads, found = [0] * layout.shards, dict[int, int]()
+        alike = [group for group in layout.groups.values() if group.row.cuts and group.row.optimizer == label]
+        for group in alike:  # by units, so that the ranks work on one at the same time
+            for slot in sorted(group.slots, key=lambda slot: (-cost(slot.shape), slot.leaf)):
+                found[slot.leaf] = rank = loads.index(min(loads))
+                loads[rank] += cost(slot.shape)
+        layout.owners[label] = found
+    return layout.owners[label]
+
+
+def cost(shape: Sequence[int]) -> int:
+    """What a leaf takes to be multiplied by its transpose, and at least to be read."""
+    return max(1, math.prod(shape)) * (min(shape[-2:]) if len(shape) > 1 else 1)
+
+
+def owned(tree: Sharded, key: Key) -> list[Slot]:
+    """The leaves of a group that this rank has whole: all of them where it is not cut."""
+    slots, axis = tree.layout.groups[key].slots, tree.axis_of(key)
+    if axis.size == 1:
+        return list(slots)
+    by = owners(tree.layout, key)
+    return [slot for slot in slots if by[slot.leaf] == axis.rank]
+
+
+def start_whole(tree: Sharded, key: Key, slices: Sequence[torch.Tensor], what: str) -> Callable[[], list[Leaves]]:
+    """Begins to bring whole leaves of a group to their owners, by one exchange.
+
+    Args:
+        slices: this rank's slices of some buffers of the group, all of one dtype.
+
+    Returns:
+        What waits for this rank's own leaves of each buffer, over the tensor axis too.
+    """
+    layout, axis, mine = tree.layout, tree.axis_of(key), owned(tree, key)
+    cuts = [_by_leaf(layout, key, axis.rank, own) for own in slices]
+
+    def whole(slot: Slot, own: torch.Tensor) -> torch.Tensor:
+        return whole_of(layout.rows[slot.leaf], tree.axis, own.view(slot.shape))
+
+    if axis.size == 1:
+        return lambda: [{slot.leaf: whole(slot, cut[slot.leaf]) for slot in mine} for cut in cuts]
+    by, here = owners(layout, key), axis.rank
+    empty, others = slices[0].new_empty(0), [rank for rank in range(axis.size) if rank != here]
+    send, receive, lengths = [empty] * axis.size, [empty] * axis.size, dict[int, list[int]]()
+    for rank in others:  # what is this rank's own stays where it is
+        send[rank] = _joined([x for cut in cuts for leaf, x in cut.items() if by[leaf] == rank], empty)
+        lengths[rank] = _lengths(layout, key, rank, mine) * len(slices)
+        receive[rank] = empty.new_empty(sum(lengths[rank]))
+    wait = start_exchange(axis, send, receive, f"{what} of {key}")
+
+    def finish() -> list[Leaves]:
+        wait()
+        send.clear()
+        pieces = [receive[rank].split(lengths[rank]) if rank != here else () for rank in range(axis.size)]
+        out: list[Leaves] = []
+        for i, cut in enumerate(cuts):
+            numbers = range(i * len(mine), (i + 1) * len(mine))
+            found = [
+                torch.cat([pieces[rank][j] if rank != here else cut[slot.leaf] for rank in range(axis.size)])
+                for j, slot in zip(numbers, mine, strict=True)
+            ]
+            out.append({slot.leaf: whole(slot, x) for slot, x in zip(mine, found, strict=True)})
+        return out
+
+    return finish
+
+
+def start_slices(
+    tree: Sharded, key: Key, leaves: Sequence[Mapping[int, torch.Tensor]], like: torch.Tensor, what: str
+) -> Callable[[], list[Leaves]]:
+    """Begins to bring slices back of what the owners have computed, by one exchange.
+
+    Args:
+        leaves: this rank's own leaves, whole, of each buffer.
+        like: a tensor of their dtype and device.
+
+    Returns:
+        What waits for this rank's piece of each leaf of the buffers, flat.
+    """
+    layout, axis, mine = tree.layout, tree.axis_of(key), owned(tree, key)
+    rows, place, slots = layout.rows, tree.axis, layout.groups[key].slots
+    flat = [{s.leaf: slice_of(rows[s.leaf], place, own[s.leaf]).reshape(-1) for s in mine} for own in leaves]
+    if axis.size == 1:
+        return lambda: flat
+    by, here, empty = owners(layout, key), axis.rank, like.new_empty(0)
+
+    def pieces_of(rank: int) -> list[list[torch.Tensor]]:
+        bounds = [
+            (s, _start(layout, key, rank, s), n) for s, n in zip(mine, _lengths(layout, key, rank, mine), strict=True)
+        ]
+        return [[own[slot.leaf].narrow(0, start, length) for slot, start, length in bounds] for own in flat]
+
+    send, receive, lengths = [empty] * axis.size, [empty] * axis.size, dict[int, list[int]]()
+    theirs = {rank: [slot for slot in slots if by[slot.leaf] == rank] for rank in range(axis.size)}
+    for rank in range(axis.size):
+        if rank != here:
+            send[rank] = _joined([x for own in pieces_of(rank) for x in own], empty)
+            lengths[rank] = _lengths(layout, key, here, theirs[rank]) * len(leaves)
+            receive[rank] = empty.new_empty(sum(lengths[rank]))
+    wait = start_exchange(axis, send, receive, f"{what} of {key}")
+
+    def finish() -> list[Leaves]:
+        wait()
+        send.clear()
+        out = [dict(zip([slot.leaf for slot in mine], own, strict=True)) for own in pieces_of(here)]
+        for rank, sizes in lengths.items():
+            pieces = iter(receive[rank].split(sizes))
+            for own in out:
+                own.update({slot.leaf: next(pieces) for slot in theirs[rank]})
+        return out
+
+    return finish
+
+
+def joined(tree: Sharded, key: Key, pieces: Mapping[int, torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    """This rank's slice of a group's buffer, of its pieces of the leaves; gaps are zero."""
+    out = like.new_zeros(tree.layout.shard_numel(key))
+    for leaf, target in _by_leaf(tree.layout, key, tree.rank_of(key), out).items():
+        target.copy_(pieces[leaf])
+    return out
+
+
+def _by_leaf(layout: Layout, key: Key, rank: int, own: torch.Tensor) -> Leaves:
+    pieces = layout.cut(key, rank, own)
+    return {slot.leaf: piece for slot, piece in zip(layout.groups[key].slots, pieces, strict=True)}
+
+
+def _lengths(layout: Layout, key: Key, rank: int, slots: Sequence[Slot]) -> list[int]:
+    """How much of each of some leaves a rank has."""
+    found = {slot.leaf: stop - start for slot, start, stop in layout.pieces(key, rank)}
+    return [found[slot.leaf] for slot in slots]
+
+
+def _start(layout: Layout, key: Key, rank: int, slot: Slot) -> int:
+    """Where a rank's piece of a leaf begins in it, or would, were it not empty."""
+    return min(max(0, rank * layout.shard_numel(key) - slot.offset), slot.numel)
+
+
+def _joined(pieces: Sequence[torch.Tensor], like: torch.Tensor) -> torch.Tensor:
+    return torch.cat(list(pieces)) if pieces else like.new_empty(0)
+
+
+def everywhere(tree: Sharded, key: Key) -> Leaves:
+    """All whole leaves of a group on every rank, as a differentiable function of this rank's slice.
+
+    What all ranks compute alike of them has the right cotangents where it is cut again by `slice_in`.
+    """
+    own, axis, tag = tree.local(key), tree.axis_of(key), f"leaves of {key}"
+    if axis.size > 1:
+        own = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own) if follows(own) else axis.gather(own, tag)
+    views = tree.layout.groups[key].views(own)
+    return {leaf: whole_of(tree.layout.rows[leaf], tree.axis, view) for leaf, view in views.items()}

@@ -1,0 +1,292 @@
+"""Optimizers on whole leaves: any state, any ranks, the same as by hand in one process; errors on every rank."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any, NamedTuple
+
+import optree
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nightly import by_day
+
+import fzero as fz
+from fzero.testing import RankError, assert_trees_close, hazards, run_ranks
+
+F64 = torch.float64
+
+
+class State(NamedTuple):
+    """Of every kind: a number, a moment, a copy of the params, factors, a count in a tensor, nothing."""
+
+    count: int
+    moment: Any
+    anchor: Any
+    rows: Any
+    calls: torch.Tensor
+    nothing: None = None
+
+
+def begun(params: Any) -> State:
+    def rows(x: torch.Tensor) -> torch.Tensor:
+        return x.new_zeros((*x.shape[:-1], 1)) if x.ndim else x.new_zeros(2)
+
+    zeros, copies = (optree.tree_map(fn, params) for fn in (torch.zeros_like, torch.clone))
+    return State(0, zeros, copies, optree.tree_map(rows, params), torch.zeros(3, dtype=torch.int32))
+
+
+def moved(grads: Any, old: State, params: Any) -> tuple[Any, State]:
+    """Depends on all of a leaf, on where it began, on its shape and on how many updates there were."""
+
+    def row(r: torch.Tensor, g: torch.Tensor) -> torch.Tensor:
+        return 0.9 * r + (g.square().mean(-1, keepdim=True) if g.ndim else g.square())
+
+    def one(m: torch.Tensor, r: torch.Tensor, a: torch.Tensor, p: torch.Tensor) -> torch.Tensor:
+        scale = (r if p.ndim else r.mean()).sqrt() + 0.1
+        return -0.05 * 0.9**old.count * (m / scale + 0.1 * (p - a) + 0.01 * p / (p.norm() + 1))
+
+    moment = optree.tree_map(lambda m, g: 0.8 * m + g, old.moment, grads)
+    rows = optree.tree_map(row, old.rows, grads)
+    updates = optree.tree_map(one, moment, rows, old.anchor, params)
+    return updates, State(old.count + 1, moment, old.anchor, rows, old.calls + 1)
+
+
+MOVED = fz.GradientTransformation(begun, moved)
+SHAPES = [(5, 7), (7,), (), (3, 4, 5), (1, 6), (33, 4), (2, 64)]
+
+
+def drawn(shapes: Any, units: int) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return [
+        {str(i): torch.randn(s, generator=generator, dtype=F64) for i, s in enumerate(shapes)} for _ in range(units)
+    ]
+
+
+@fz.unit
+def part(params: Any, x: torch.Tensor) -> torch.Tensor:
+    each = [((i + 1) * p.square() * x.mean() + p.cos()).sum() for i, p in enumerate(optree.tree_leaves(params))]
+    return torch.stack(each).sum()
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return torch.stack([part(each, x) for each in params]).sum()
+
+
+SHARDS: dict[str, Any] = {
+    "zero1": fz.shard_zero1,
+    "zero2": fz.shard_zero2,
+    "zero3": fz.shard_zero3,
+    "fused": lambda step: fz.fuse_update(fz.shard_zero3(step)),
+    "donated": lambda step: fz.donate(fz.shard_zero3(step)),
+    "on the host": lambda step: fz.offload(fz.shard_zero3(step), params="host", grads="host", moments="host"),
+}
+
+
+def on_rank(how: str, shapes: Any, units: int, rank: int) -> Any:
+    step = fz.train_step(loss, fz.chain(fz.clip_by_global_norm(3.0), fz.whole(MOVED)))
+    state = SHARDS[how](step).init(drawn(shapes, units))
+    for i in range(3):
+        state, _ = SHARDS[how](step)(state, torch.full((2,), i + 1.0 + rank, dtype=F64))
+    trees, rest = state.moments[1]
+    return fz.gather(state.params), fz.gather(trees), [x for x in optree.tree_leaves(rest) if not isinstance(x, str)]
+
+
+def by_hand(shapes: Any, units: int, ranks: int) -> Any:
+    params = drawn(shapes, units)
+    leaves, spec = optree.tree_flatten(params)
+    states = [begun(leaf) for leaf in leaves]
+    for i in range(3):
+        mean = torch.full((2,), i + 1.0 + (ranks - 1) / 2, dtype=F64)
+        grads = optree.tree_leaves(torch.func.grad(loss)(optree.tree_unflatten(spec, leaves), mean))
+        norm = torch.stack([g.square().sum() for g in grads]).sum().sqrt()
+        grads = [g * (3.0 / norm).clamp(max=1.0) for g in grads]
+        found = [moved(g, s, p) for g, s, p in zip(grads, states, leaves, strict=True)]
+        leaves, states = [p + u for p, (u, _) in zip(leaves, found, strict=True)], [s for _, s in found]
+    return optree.tree_unflatten(spec, leaves), states
+
+
+@by_day(15)
+@given(
+    how=st.sampled_from(sorted(SHARDS)),
+    ranks=st.integers(1, 4),
+    shapes=st.lists(st.sampled_from(SHAPES), min_size=1, max_size=5),
+    units=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+@pytest.mark.filterwarnings("ignore:fz.offload")
+def test_as_by_hand_from_any_ranks(how: str, ranks: int, shapes: Any, units: int, seed: int) -> None:
+    want, states = by_hand(shapes, units, ranks)
+    with hazards(seed):
+        found = run_ranks(functools.partial(on_rank, how, shapes, units), ranks)
+    for params, _, rest in found:
+        assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
+        assert [x for x in rest if isinstance(x, int)] == [state.count for state in states]
+        calls = [x.tolist() for x in rest if isinstance(x, torch.Tensor) and x.dtype == torch.int32]
+        assert calls == [state.calls.tolist() for state in states]
+
+
+@pytest.mark.parametrize("how", ["zero1", "zero3", "fused"])
+def test_on_real_processes(how: str) -> None:
+    want, _ = by_hand(SHAPES, 2, 3)
+    with hazards(1):
+        for params, _, _ in run_ranks(functools.partial(on_rank, how, SHAPES, 2), 3, backend="processes"):
+            assert_trees_close(params, want, rtol=1e-10, atol=1e-12)
+
+
+def test_saved_loaded_and_converted_on_other_ranks(tmp_path: Any) -> None:
+    def made() -> Any:
+        return fz.shard_zero3(fz.train_step(loss, fz.whole(MOVED)))
+
+    x = torch.ones(2, dtype=F64)
+
+    def first(rank: int) -> Any:
+        step = made()
+        state, _ = step(step.init(drawn(SHAPES, 2)), x)
+        fz.save(tmp_path / "state", state)
+        other = fz.shard_zero1(fz.train_step(loss, fz.whole(MOVED)))
+        converted, _ = other(fz.convert(state, other), x)
+        return fz.gather(step(state, x)[0].params), fz.gather(converted.params)
+
+    def then(rank: int) -> Any:
+        step = made()
+        return fz.gather(step(fz.load(tmp_path / "state", step), x)[0].params)
+
+    want = run_ranks(first, 3)[0]
+    assert_trees_close(want[1], want[0], rtol=1e-12)
+    for got in run_ranks(then, 2):
+        assert_trees_close(got, want[0], rtol=1e-12)
+
+
+def failing(grads: Any, state: Any, params: Any) -> Any:
+    if "0.1" in params:
+        raise ArithmeticError("no root of this one")
+    return optree.tree_map(torch.neg, grads), state
+
+
+def failed(shapes: Any, rank: int) -> str:
+    step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda p: (), failing))))
+    state = step.init(drawn(shapes, 1))
+    try:
+        step(state, torch.ones(2, dtype=F64))
+    except Exception as error:
+        notes = " ".join(getattr(error, "__notes__", ()))
+        torch.distributed.barrier()  # nobody is left behind
+        return f"{type(error).__name__}: {error} {notes}"
+    raise AssertionError("no error")
+
+
+@pytest.mark.parametrize("backend", ["threads", "processes"])
+def test_an_error_in_one_leaf_is_every_ranks(backend: Any) -> None:
+    said = sorted(run_ranks(functools.partial(failed, [(4, 5), (5, 4), (3, 3)]), 3, backend=backend))
+    assert said[0].startswith("ArithmeticError: no root of this one") and "leaf '0.1'" in said[0]
+    assert all("part of an update by fz.whole failed: ArithmeticError: no root" in each for each in said[1:])
+
+
+def test_what_a_leaf_keeps_is_checked() -> None:
+    cases = {
+        "keeps the structure": lambda g, s, p: (g, (s, s)),
+        "keeps the structure, the shapes": lambda g, s, p: (g, {k: torch.zeros(2) for k in s}),
+        "the update of leaf '0' is None": lambda g, s, p: ({"0": None}, s),
+        "expected a tensor like the leaf": lambda g, s, p: ({"0": torch.zeros(1)}, s),
+    }
+    for words, update in cases.items():
+        begin = lambda p: {k: torch.zeros(3) for k in p}
+        step = fz.train_step(lambda p, x: (p["0"] * x).sum(), fz.whole(fz.GradientTransformation(begin, update)))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=words):
+            step(step.init({"0": torch.ones(2, 2)}), torch.ones(2, 2))
+
+
+def test_clipping_by_the_norm_of_all_goes_before() -> None:
+    with pytest.raises(ValueError, match=r"Clip before: fz.chain\(fz.clip_by_global_norm"):
+        fz.whole(fz.chain(fz.clip_by_global_norm(1.0), fz.sgd(0.1)))
+    with pytest.raises(TypeError, match="whole: got optimizer="):
+        fz.whole(torch.optim.SGD)  # type: ignore[arg-type]
+
+
+def learned(weights: torch.Tensor) -> Any:
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        return optree.tree_map(lambda g: -torch.tanh(g * weights[0]) * weights[1] * g.norm(), grads), state
+
+    return fz.GradientTransformation(lambda params: (), update)
+
+
+def test_a_learned_optimizer_on_ranks() -> None:
+    x, weights = torch.ones(2, dtype=F64), torch.tensor([0.7, 0.1], dtype=F64)
+
+    def plain(weights: torch.Tensor) -> torch.Tensor:
+        params, update = drawn(SHAPES[:3], 1), learned(weights).update
+        for _ in range(2):
+            grads = torch.func.grad(loss)(params, x)
+            params = optree.tree_map(lambda p, g: p + update(g, (), p)[0], params, grads)  # type: ignore[index]
+        return loss(params, x)
+
+    def on(rank: int) -> Any:
+        def after(weights: torch.Tensor) -> torch.Tensor:
+            step = fz.shard_zero3(fz.train_step(loss, fz.whole(learned(weights))))
+            state = step.init(drawn(SHAPES[:3], 1))
+            for _ in range(2):
+                state, _ = step(state, x)
+            return step.forward(state, x)
+
+        return torch.func.grad(after)(weights)
+
+    want = torch.func.grad(plain)(weights)
+    for ranks in (1, 3):
+        for got in run_ranks(on, ranks):
+            assert_trees_close(got, want, rtol=1e-10)
+
+
+def adafactors(rank: int, sharded: bool = True) -> Any:
+    step = fz.train_step(loss, fz.adafactor(0.02, weight_decay=0.1))
+    step = fz.shard_zero3(step) if sharded else step
+    params = optree.tree_map(lambda x: x.float(), drawn(SHAPES[:6], 1))
+    state = step.init(params)
+    for _ in range(4):
+        state, metrics = step(state, torch.ones(2))
+        assert abs(metrics["lr"].item() - 0.02) < 1e-9
+    return fz.gather(state.params)
+
+
+def test_adafactor_as_torch_has_it() -> None:
+    params = [p.float().requires_grad_() for p in optree.tree_leaves(drawn(SHAPES[:6], 1))]
+    other = torch.optim.Adafactor(params, 0.02, weight_decay=0.1)
+    for _ in range(4):
+        other.zero_grad()
+        loss([params], torch.ones(2)).backward()
+        other.step()
+    want = [p.detach() for p in params]
+    for got in (adafactors(0, False), *run_ranks(adafactors, 3)):
+        assert_trees_close(optree.tree_leaves(got), want, rtol=1e-5, atol=1e-6)
+
+
+def test_adafactor_keeps_factors_only() -> None:
+    state = fz.train_step(loss, fz.adafactor()).init([{"0": torch.ones(64, 32), "1": torch.ones(8)}])
+    trees, rest = state.moments
+    assert not trees  # that of the leaf of 8 is in the rest, or there were zeros for the other one
+    assert rest["0.1"].elements.shape == (8,)
+    assert [tuple(x.shape) for x in optree.tree_leaves(rest["0.0"]) if isinstance(x, torch.Tensor)] == [
+        (64, 1),
+        (1, 32),
+    ]
+
+
+def test_rows_are_clipped_by_their_own_params() -> None:
+    p = {"w": torch.tensor([[3.0, 4.0], [0.0, 0.0]]), "b": torch.tensor([0.0, 2.0])}
+    g = {"w": torch.tensor([[0.3, 0.4], [3.0, 4.0]]), "b": torch.tensor([3.0, 4.0])}
+    got, _ = (clip := fz.adaptive_clip(0.01, eps=0.1)).update(g, clip.init(p), p)
+    want = {"w": torch.tensor([[0.03, 0.04], [0.0006, 0.0008]]), "b": torch.tensor([0.012, 0.016])}
+    assert_trees_close(got, want, rtol=1e-6)
+
+
+def test_ranks_that_disagree_on_a_states_form_are_told() -> None:
+    def on(rank: int) -> None:
+        def begin(params: Any) -> Any:
+            return {path: torch.zeros(2 + rank) for path in params}
+
+        step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(begin, lambda g, s, p: (g, s)))))
+        step(step.init(drawn([(3, 3)], 1)), torch.ones(2, dtype=F64))
+
+    with pytest.raises(RankError, match=r"fz\.whole: the states of leaves differ between the ranks"):
+        run_ranks(on, 2)
