@@ -71,13 +71,8 @@ class Step(Spec):
         need_bool(sync, "step.init", "sync")
         if is_transformed():  # what callables make may be what a transform goes on through
             params = pytree.map(lambda x: x() if callable(x) and not isinstance(x, torch.Tensor) else x, params)
-        follows = goes_on(params)
-        (params,) = (params,) if follows else constants("step.init", params=params)
-        with (
-            as_found(),
-            private.of_normal_tensors(),
-            contextlib.nullcontext() if follows else private.below_transforms(),
-        ):
+        (params,) = (params,) if goes_on(params) else constants("step.init", params=params)
+        with as_found(), private.of_normal_tensors():
             state = init_state(self, params, seed, sync)
             warn_where_slow(state)
             return state

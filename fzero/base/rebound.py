@@ -107,9 +107,21 @@ def tensors_hidden(value: object) -> list[torch.Tensor]:
 
 
 def holds_others(value: object) -> bool:
-    """Tells whether a value leads to a function that is neither this library's nor torch's."""
-    functions = [x for x in _walked(value, _children)[0] if isinstance(x, types.FunctionType)]
-    return any(str(fn.__module__).partition(".")[0] not in ("torch", "fzero") for fn in functions)
+    """Tells whether a value leads to something to call that is neither this library's nor torch's."""
+    return any(is_others(x) for x in _walked(value, _children)[0] if callable(x) and not isinstance(x, type))
+
+
+def is_others(fn: object) -> bool:
+    """Tells whether something to call is neither this library's nor torch's, whatever it says of itself."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    if isinstance(fn, types.MethodType):
+        return is_others(fn.__func__) or _is_others(type(fn.__self__).__module__)
+    return _is_others(fn.__globals__.get("__name__") if isinstance(fn, types.FunctionType) else type(fn).__module__)
+
+
+def _is_others(module: object) -> bool:
+    return str(module).partition(".")[0] not in ("torch", "fzero", "builtins", "functools")
 
 
 def _walked(value: object, children: Callable[[object], Iterator[object]]) -> tuple[list[object], dict[int, list[int]]]:

@@ -68,7 +68,7 @@ def traversal_of(
         rounded = not row.frozen and (later or policy.reduce != policy.param)
         placeholder = fused or not shard.format.plain or shard.away or rounded
         if params.holds_values(key):
-            shard = Placed(Plain(torch.float32), (as_used(policy, params.local(key)),))
+            shard = Placed(Plain(torch.float32), (as_used(policy, params.local(key)),))  # as 8 bits have it, too
         primal, count = shard.parts[0], shard.numel()
         whole = None
         if isinstance(held, Away):
@@ -88,7 +88,7 @@ def traversal_of(
             grad=policy.grad,
             wire=policy.wire,
             placeholder=placeholder,
-            gather8=policy.gather is not None,
+            gather8=policy.gather is not None and not params.holds_values(key),
             held=held,
             whole=whole is not None,
         )
@@ -102,7 +102,7 @@ def traversal_of(
 def _followed(params: Sharded, key: Key, axis: Axis) -> tuple[torch.Tensor, Use]:
     """This rank's slice of a group that a transform goes on through, and its use, of which nothing is at hand."""
     row = params.layout.groups[key].row
-    policy, value = row.policy, as_used(row.policy, params.local(key))
+    policy, value = row.policy, as_used(row.policy, params.local(key), params.kind != "values")
     assert policy.compute and policy.reduce and policy.grad
     primal = value if row.frozen else value.to(policy.reduce)  # the dtype that its cotangents are summed in
     plain = primal if private.is_mapped(primal) else private.unwrapped(primal)

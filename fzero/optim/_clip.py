@@ -77,7 +77,9 @@ def clip_by_block_norm(max_norm: Number) -> GradientTransformation:
     """
     need_hypers("clip_by_block_norm", max_norm=(max_norm, "a positive number"))
 
-    return GradientTransformation(_nothing, functools.partial(_scaled_by_leaf, max_norm), needs="all", blank=True)
+    return GradientTransformation(
+        _nothing, functools.partial(_scaled_by_leaf, max_norm), by_leaf=True, needs="all", blank=True
+    )
 
 
 def _scaled_by_leaf(max_norm: Number, grads: object, state: object, params: object = None) -> tuple[object, object]:

@@ -40,8 +40,9 @@ def need_hypers(who: str, **hypers: tuple[Number, str]) -> None:
     """Refuses a hyper-parameter of a wrong kind, or out of the range that is given with it."""
     for argument, (value, expected) in hypers.items():
         need_scalar(value, who, argument, f"{expected}, or a 0-d floating tensor")
-        if not all(map(_RANGES[expected], numbers_in(value))):
-            raise ValueError(f"{who}({argument}=...): got {value}, expected {expected}.")
+        wrong = [x for x in numbers_in(value) if not _RANGES[expected](x)]
+        if wrong:
+            raise ValueError(f"{who}({argument}=...): got {wrong[0]}, expected {expected}.")
 
 
 def rate(lr: Number | Schedule, count: int) -> Number:

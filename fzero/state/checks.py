@@ -171,6 +171,14 @@ def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -
     return torch.is_grad_enabled() and not _without_derivative(step, state.layout.rows) and holds_others(step.optimizer)
 
 
+def begins_with(step: Spec) -> bool:
+    """Tells whether a transform may go on through what a step's optimizer and transforms begin their states with."""
+    if not is_transformed():
+        return False
+    own = (step.optimizer, step.extras)
+    return goes_on(tensors_reached(own)) or (torch.is_grad_enabled() and holds_others(own))
+
+
 def need_derivative(step: Spec, rows: Sequence[Row], who: str, **arguments: object) -> None:
     """Refuses a step that has none, where a transform goes on through some arguments."""
     if why := _without_derivative(step, rows):

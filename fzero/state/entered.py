@@ -57,7 +57,8 @@ def of_leaves(tree: Sharded, values: Mapping[int, torch.Tensor]) -> dict[Key, to
             # in the gap before it there is nothing to compute with
             parts.append(of_kind[kinds[slot.leaf]][slot.leaf].expand(stop - end))
             end = stop
-        own = torch.cat([*parts, every.new_ones(()).expand(tree.layout.shard_numel(key) - end)])
+        # and behind the last one nothing either, but a number that may be computed with
+        own = torch.cat([*parts, every[0].detach().expand(tree.layout.shard_numel(key) - end)])
         out[key] = own if together is None else own + together
     return out
 

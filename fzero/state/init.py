@@ -6,19 +6,19 @@ import contextlib
 import functools
 import inspect
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 
 from fzero.base import pages, private, pytree
 from fzero.base.arguments import named
-from fzero.base.follow import tangents_of
+from fzero.base.follow import below_unless, tangents_of
 from fzero.comm.axis import Axis
 from fzero.formats.formats import encode
-from fzero.state.checks import goes_on, need_derivative
-from fzero.state.entered import held_of, slice_in
+from fzero.state.checks import begins_with, goes_on, need_derivative
+from fzero.state.entered import cuts, held_of, slice_in
 from fzero.state.moments import init_extras, init_moments
-from fzero.state.sharded import Sharded, part_names
+from fzero.state.sharded import Sharded, part_names, trees_of
 from fzero.state.straight import as_seen, as_stored, as_used
 from fzero.state.train_state import TrainState
 from fzero.state.whole import slice_of
@@ -101,7 +101,19 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
                 "other ranks hold would have no derivative. Give all ranks the same params."
             )
     empty = Sharded(layout, axis, structure, {}, kind="params")
-    check_tables(step, layout, axis, f"seed {seed} sync {sync}")
+    with below_unless(follows):
+        check_tables(step, layout, axis, f"seed {seed} sync {sync}")
+        tree = _filled(empty, specs, leaves, follows, sync)
+    with below_unless(follows or (begins := begins_with(step))):
+        moments, extras = init_moments(step, tree), init_extras(step, tree, as_seen(tree))
+    if not follows and begins and cuts(tree):
+        _refuse_parts(step, moments, extras)
+    return TrainState(tree, None, moments, extras, 0, seed, step.signature)
+
+
+def _filled(empty: Sharded, specs: Sequence[Leaf], leaves: Sequence[object], follows: bool, sync: bool) -> Sharded:
+    """The params of these leaves, once the ranks agree on their values."""
+    layout, axis = empty.layout, empty.axis
     buffers: dict[object, Buffer] = {}
     held: dict[Key, Buffer] = {}
     said: list[str] = []
@@ -139,8 +151,18 @@ def init_state(step: Spec, params: object, seed: int, sync: bool) -> TrainState:
         "The params",
         "Seed every rank alike before building the model, or call init(params, sync=True) to send rank 0's.",
     )
-    tree = empty.replaced(buffers=buffers, held=held)
-    return TrainState(tree, None, init_moments(step, tree), init_extras(step, as_seen(tree)), 0, seed, step.signature)
+    return empty.replaced(buffers=buffers, held=held)
+
+
+def _refuse_parts(step: Spec, moments: object, extras: Mapping[str, object]) -> None:
+    """Refuses states that begin with what a transform goes on through where ranks have slices of them."""
+    for name, tree in {"moments": moments, **{f"extra[{name!r}]": x for name, x in extras.items()}}.items():
+        if any(private.is_differentiated(x) for own in trees_of(tree) for x in own.buffers.values()):
+            raise TypeError(
+                f"step.init: state.{name} begins with a tensor that torch.func differentiates, and each rank has a "
+                "slice of the leaves, so that its derivative would be a part of the whole one; expected zeros or the "
+                "params, fz.whole(optimizer), which gives an optimizer whole leaves, or a step that is not sharded."
+            )
 
 
 def check_tables(step: Spec, layout: Layout, axis: Axis, more: str) -> None:

@@ -72,9 +72,12 @@ class _Used:
     """The values of params as they are computed with."""
 
     policy: Policy
+    coded: bool  # whether they stand for codes
 
     def __call__(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return (self.policy.used(encode(self.policy.param_format, values)).to(values.dtype),)
+        policy = self.policy
+        used = policy.used(encode(policy.param_format, values)) if self.coded else policy.gathered(values)
+        return (used.to(values.dtype),)
 
     def of_member(self, number: int, randomness: str) -> _Used:
         return self
@@ -125,10 +128,14 @@ def as_stored(
     return list(_Straight.apply(_Rounding(formats, trees[0], key, draw), *values))
 
 
-def as_used(policy: Policy, values: torch.Tensor) -> torch.Tensor:
-    """The values that params are computed with, where their policy is straight-through; else these."""
-    if policy.straight_through and (policy.gather is not None or policy.param_format.upper is not None):
-        return _Straight.apply(_Used(policy), values)[0]
+def as_used(policy: Policy, values: torch.Tensor, coded: bool = True) -> torch.Tensor:
+    """The values that params are computed with, where their policy is straight-through; else these.
+
+    Args:
+        coded: whether they stand for codes, and are not an average, say, that is used in the params' place.
+    """
+    if policy.straight_through and (policy.gather is not None or (coded and policy.param_format.upper is not None)):
+        return _Straight.apply(_Used(policy, coded), values)[0]
     return values
 
 

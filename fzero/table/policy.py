@@ -158,8 +158,13 @@ class Policy:
         assert self.compute
         if self.gather is None:
             return decode(self.param_format, parts, self.compute)
+        return self.gathered(decode(self.param_format, parts, torch.float32))
+
+    def gathered(self, values: torch.Tensor) -> torch.Tensor:
+        """Values as they are computed with, where they travel in 8 bits."""
+        assert self.compute
         blocks = Blocks()
-        return decode(blocks, encode(blocks, decode(self.param_format, parts, torch.float32)), self.compute)
+        return decode(blocks, encode(blocks, values), self.compute)
 
     @staticmethod
     def by_path(policies: Mapping[str, Policy]) -> ByPath:

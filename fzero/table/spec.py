@@ -36,6 +36,8 @@ class Extra:
             `add_grads` and `fz.gather` take it off.
         kind: what a state must have been made with to be one of this step's; `source` by default.
         expendable: whether `fz.convert` may drop it, or begin it anew, without being told.
+        wide: whether its functions compute in float32 or float64 whatever the params are stored in: through a
+            straight-through policy it is given them so, and rounds no derivative.
     """
 
     name: str
@@ -45,6 +47,7 @@ class Extra:
     scale: Callable[..., float] | None = None
     kind: str = ""
     expendable: bool = False
+    wide: bool = False
 
     def __post_init__(self) -> None:
         for argument, own in (("name", self.name), ("source", self.source), ("kind", self.kind)):

@@ -38,7 +38,7 @@ def ema(step: S, decay: float) -> S:
     if not 0.0 <= decay < 1.0:
         raise ValueError(f"ema: got decay={decay}, expected a number in [0, 1).")
     update = functools.partial(_averaged, float(decay))
-    return step.with_state(Extra("ema", f"ema({float(decay)})", _begun, update, kind="an ema"))
+    return step.with_state(Extra("ema", f"ema({float(decay)})", _begun, update, kind="an ema", wide=True))
 
 
 def _begun(params: Sharded) -> Sharded:

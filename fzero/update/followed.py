@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from fzero.base import private, pytree
 from fzero.base.arguments import as_float64
 from fzero.base.follow import root
-from fzero.base.rebound import tensors_reached
+from fzero.base.rebound import is_others, tensors_reached
 from fzero.engine.hidden import Hidden, in_a_level
 from fzero.optim._join import members_of
 from fzero.optim.base import call_update, values
@@ -58,7 +58,10 @@ def followed_update(
         params, count = _stepped(params, own, stepped, applied), count + 1
         moments = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
     seen = as_seen(params)
-    others = {each.name: _next_extra(each, state.extra[each.name], seen, applied) for each in step.extras}
+    others = {
+        each.name: _next_extra(each, state.extra[each.name], params if each.wide else seen, applied)
+        for each in step.extras
+    }
     return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 
 
@@ -67,7 +70,7 @@ def _called(
 ) -> tuple[Sharded, object]:
     """The optimizer's update; of a user's own on ranks with a look at what it computes with."""
     call = functools.partial(call_update, optimizer, grads, moments, own, extra)
-    if not cuts(own) or not private.level() or all(_is_of_library(each.update) for each in members_of(optimizer)):
+    if not cuts(own) or not private.level() or not any(is_others(each.update) for each in members_of(optimizer)):
         return call()
     given = [x for tree in (grads, own, *trees_of(moments)) for x in tree.buffers.values()]
     known = [*given, *[x for x in extra.values() if isinstance(x, torch.Tensor)], *tensors_reached(moments)]
@@ -84,7 +87,8 @@ def _of_others(x: torch.Tensor) -> ValueError:
     return ValueError(
         f"step.update: the optimizer comes to a tensor of shape {tuple(x.shape)} that torch.func differentiates, and "
         "each rank has a slice of the leaves, so that its derivative would be a part of the whole one; expected an "
-        "optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, or a step that is not sharded."
+        "optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, fz.whole(optimizer), which gives "
+        "it whole leaves, or a step that is not sharded."
     )
 
 
@@ -170,10 +174,6 @@ def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
             )
 
 
-def _is_of_library(update: Callable[..., object]) -> bool:
-    return getattr(update, "func", update).__module__.startswith("fzero.")
-
-
 def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> None:
     """Refuses tensors in an optimizer of the user's own where ranks have slices: nobody says how they meet these."""
     if not cuts(params):
@@ -186,12 +186,12 @@ def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> Non
             "The numbers that the optimizer was made with, and torch.func goes on through,",
             "Give all ranks the same.",
         )
-    others = [each for each in members_of(optimizer) if not _is_of_library(each.update)]
+    others = [each for each in members_of(optimizer) if is_others(each.update)]
     held = [(x, how) for x in tensors_reached(others) if (how := transform_of(x)) is not None]
     if held:
         raise TypeError(
             f"step.update: the optimizer holds a tensor of shape {tuple(held[0][0].shape)} that {held[0][1]} "
             "transforms, and each rank has a slice of the leaves, so that its derivative would be a part of the whole "
-            "one; expected an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, or a step "
-            "that is not sharded."
+            "one; expected an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, "
+            "fz.whole(optimizer), which gives it whole leaves, or a step that is not sharded."
         )
