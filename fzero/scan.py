@@ -69,18 +69,17 @@ def scan(
         remat_every = math.isqrt(len(split) - 1) + 1
     every = need_int(remat_every, "scan", "remat_every", "a number of steps or None", least=1)
     found: list[dict[str, object]] = []
-    seen: list[torch.Tensor] | None = None
+    seen = list[list[torch.Tensor]]()
     if is_transformed():
         state = with_values(state)  # codes have no derivatives
-        seen = _look_at(step, state, split[0])
+        seen = _look_at(step, state, split)
     if is_transformed() and state.grads is not None:  # which the first update clears: a state of another structure
         state, first = _run(step, state, split[:1])
-        split, found, seen = split[1:], [first], None
+        split, found, seen = split[1:], [first], seen[1:]
     for begin in range(0, len(split), every):
-        part = split[begin : begin + every]
-        state, metrics = _part(step, state, part, seen) if is_transformed() else _run(step, state, part)
+        part, own = split[begin : begin + every], seen[begin : begin + every]
+        state, metrics = _part(step, state, part, own) if is_transformed() else _run(step, state, part)
         found.append(metrics)
-        seen = None
     return state, _joined(found, torch.cat)
 
 
@@ -122,12 +121,12 @@ def _joined(parts: Sequence[dict[str, object]], join: Callable[..., torch.Tensor
 
 
 def _part(
-    step: Step, state: TrainState, batches: Sequence[Batch], seen: list[torch.Tensor] | None
+    step: Step, state: TrainState, batches: Sequence[Batch], seen: Sequence[list[torch.Tensor]]
 ) -> tuple[TrainState, dict[str, object]]:
     """`_run` as one node of whatever differentiates it, which keeps the first state, the batches, and nothing else.
 
     Args:
-        seen: the metrics that the first step must find, where these are known.
+        seen: the metrics that each step must find.
     """
     leaves, spec = torch_pytree.tree_flatten(state)
     own = (step.optimizer, step.fn, step.extras)
@@ -140,46 +139,58 @@ def _part(
             "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
         )
     op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, _near(state))
-    if seen is not None:
-        op.expect(seen)
+    op.expect(seen)
     out = apply(op, active(given), *given)
     assert op.spec is not None
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
 
 
-def _look_at(step: Step, state: TrainState, batch: Batch) -> list[torch.Tensor]:
+def _look_at(step: Step, state: TrainState, batches: Sequence[Batch]) -> list[list[torch.Tensor]]:
     """Refuses a step that comes to tensors which a transform goes on through in ways that another run would not see.
 
-    One run in the open, where that transform is: what the function computes with is seen there, and what it has put
-    where its next run finds it.
+    One run in the open, where that transform is: what each step computes with is seen there, and what it has put where
+    its next run finds it. Of its derivatives nothing is kept.
 
     Returns:
-        The metrics, as the first step in a node must find them, too.
+        The metrics of each step, as it must find them in a node, too.
     """
-    held = [x for x in tensors_held((step.optimizer, step.fn, step.extras)) if follows(x)]
-    need_derivative(step, state.layout.rows, "scan", state=state, optimizer=held, batches=batch)
+    own = (step.optimizer, step.fn, step.extras)
+    held = {id(x): x for x in tensors_held(own) if follows(x)}
+    need_derivative(step, state.layout.rows, "scan", state=state, optimizer=[*held.values()], batches=list(batches))
     for x in tensors_hidden((step.optimizer, step.extras)):
         if follows(x):
             raise _hidden(x)
     before = {id(x): x for x in tensors_reached(step.fn)}
-    with during(looking, _hidden):
-        _, metrics = step(state, *batch)
+    # what the step is given are others than those that it may come to as well
+    held = {key: x.view_as(x) for key, x in held.items()}
+    optimizer, fn, extras = rebound(own, lambda x: held.get(id(x), x))
+    step, seen = dataclasses.replace(step, optimizer=optimizer, fn=fn, extras=extras), list[list[torch.Tensor]]()
+    for batch in batches:
+        split = pytree.Split(batch, pytree.is_tensor)
+        inputs = split.join([x.view_as(x) if follows(x) else x for x in split.leaves[0]])
+        state = torch_pytree.tree_map(lambda x: x.detach() if follows(x) else x, state)
+        with during(looking, _hidden):
+            state, metrics = step(state, *inputs)
+        seen.append(pytree.leaves(pytree.map(_as_tensor, metrics)))
+        seen[-1] = [x.detach() for x in seen[-1]]
     for x in tensors_reached(step.fn):
-        if id(x) not in before and (private.is_differentiated(x) or private.is_mapped(x)):
-            raise ValueError(
-                f"scan: fn keeps a tensor of shape {tuple(x.shape)}, which depends on what a transform goes on "
-                "through, from one call to the next (a cache, an attribute, a list), so that its derivative would be "
-                "lost; expected a function that computes it in each call. Take the cache out, or pass the tensor as "
-                "an input."
-            )
-    return pytree.leaves(pytree.map(_as_tensor, metrics))
+        if id(x) not in before and id(x) not in set(map(id, held.values())):
+            if private.is_differentiated(x) or private.is_mapped(x):
+                raise ValueError(
+                    f"scan: fn keeps a tensor of shape {tuple(x.shape)}, which depends on what a transform goes on "
+                    "through, from one call to the next (a cache, an attribute, a list), so that its derivative would "
+                    "be lost; expected a function that computes it in each call. Take the cache out, or pass the "
+                    "tensor as an input."
+                )
+    return seen
 
 
 def _hidden(x: torch.Tensor) -> ValueError:
     return ValueError(
         f"scan: the step comes to a tensor of shape {tuple(x.shape)}, which a transform goes on through, by an object, "
         "a class, a global or a cache, where another run would not see it; expected one that its function closes over, "
-        "or that its optimizer was made with. Say w = holder.w outside of the function and use w in it."
+        "or that its optimizer was made with. Say w = holder.w outside of the function and use w in it. Of a state or "
+        "its params, which are slices, take w = fz.gather(state.params) there."
     )
 
 
@@ -248,8 +259,8 @@ class _Steps(Op):
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
         self.spec: torch_pytree.TreeSpec | None = None
         self._metrics: pytree.Spec | None = None
-        self._expected: list[torch.Tensor] | None = None  # the numbers of the first step elsewhere
-        self._seen: dict[int, list[torch.Tensor]] = {}  # the numbers of each step, when it first ran
+        self._seen = list[list[torch.Tensor]]()  # the numbers of each step in the open
+        self._ran = set[int]()  # the steps that have run here
 
     def metrics(self, leaves: Sequence[torch.Tensor]) -> dict[str, object]:
         assert self._metrics is not None
@@ -274,12 +285,10 @@ class _Steps(Op):
 
     def _compare(self, number: int, metrics: Sequence[torch.Tensor]) -> None:
         """Refuses a step that gives other numbers when it runs again than it gave at first."""
-        own = self._numbers(metrics)
-        seen = self._seen.setdefault(number, own)
-        if seen is own and number == 0 and self._expected is not None:
-            seen = self._expected
+        own, seen = self._numbers(metrics), self._seen[number]
+        self._ran.add(number)
         with private.below_transforms(), torch.no_grad():
-            for new, old in zip(own, seen, strict=True) if seen is not own else ():
+            for new, old in zip(own, seen, strict=True):
                 if new.shape == old.shape and not torch.allclose(new, old, *self._near, equal_nan=True):
                     raise ValueError(
                         f"scan: step {number} of those behind a kept state gave {new.tolist()} when it ran again, "
@@ -289,9 +298,9 @@ class _Steps(Op):
                         "(x, numbers))."
                     )
 
-    def expect(self, metrics: Sequence[torch.Tensor]) -> None:
-        """Holds the first step against what it found elsewhere."""
-        self._expected = self._numbers(metrics)
+    def expect(self, metrics: Sequence[Sequence[torch.Tensor]]) -> None:
+        """Holds each step against what it found elsewhere."""
+        self._seen = [self._numbers(each) for each in metrics]
 
     @staticmethod
     def _numbers(metrics: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -311,7 +320,7 @@ class _Steps(Op):
         step = self._made(tensors[self._count : self._bounds[0][0]])
         leaves, spec, found = list(tensors[: self._count]), self._first, list[list[torch.Tensor]]()
         for number, (begin, end) in enumerate(self._bounds):  # of the states one is alive at a time
-            with contextlib.nullcontext() if number in self._seen else _Watch():
+            with contextlib.nullcontext() if number in self._ran else _Watch():
                 leaves, spec, metrics = self._one(step, number, spec, leaves, tensors[begin:end])
             found.append(metrics)
         self.spec = spec

@@ -78,6 +78,27 @@ WAYS: dict[str, Callable[[], Any]] = {
 }
 
 
+def by_an_entry(p: Any, x: torch.Tensor) -> torch.Tensor:
+    scales = torch.ones(2, dtype=F64)
+    scales[1:] = CONFIG.scale
+    return loss(lambda: scales[1], p, x)
+
+
+def by_a_map_within(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return loss(lambda: torch.vmap(lambda s: s * 1.0)(CONFIG.scale[None])[0], p, x)
+
+
+def by_a_gradient_within(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return loss(lambda: torch.func.grad(lambda s: s**2 / 2)(CONFIG.scale), p, x)
+
+
+WAYS |= {
+    "an entry that is written": lambda: by_an_entry,
+    "a map within": lambda: by_a_map_within,
+    "a gradient within": lambda: by_a_gradient_within,
+}
+
+
 def run(fn: Any, wrap: Any, scanned: bool, t: torch.Tensor) -> torch.Tensor:
     CONFIG.scale = Holder.scale = t
     token = VARIABLE.set(t)
@@ -152,7 +173,7 @@ def test_a_learned_optimizer_on_ranks_is_refused_however_it_holds_its_weights() 
 
         torch.func.grad(loss_of)(T)
 
-    with pytest.raises(RankError, match=r"the optimizer comes to a tensor of shape \(\)"):
+    with pytest.raises(RankError, match=r"the optimizer (comes to|holds) a tensor of shape \(\)"):
         run_ranks(rank_main, 2)
 
 
@@ -173,6 +194,187 @@ def test_a_cache_of_what_is_differentiated_is_refused_by_a_scan(kind: str) -> No
 
     with pytest.raises(ValueError, match="fn keeps a tensor of shape"):
         GRADS[kind](trained)(T)
+
+
+class Apart:
+    """An object of no class that anybody knows."""
+
+    def __init__(self, scale: torch.Tensor) -> None:
+        self.scale = scale
+
+
+def kept_in_a_module(t: torch.Tensor, p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    if CONFIG.scale is None:
+        CONFIG.scale = t * 2
+    return (x @ p["w"]).square().mean() * CONFIG.scale
+
+
+def kept_late(t: torch.Tensor, memo: Any, p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    if i > 0 and "scale" not in memo:
+        memo["scale"] = t * 2
+    return (x @ p["w"]).square().mean() * memo.get("scale", 1.0)
+
+
+def used_late(p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"]).square().mean() * (CONFIG.scale if i > 0 else 1.0)
+
+
+def also_held(t: torch.Tensor, p: Any, x: torch.Tensor, i: torch.Tensor) -> torch.Tensor:
+    return (x @ p["w"]).square().mean() * CONFIG.scale * t
+
+
+@pytest.mark.parametrize("kind", sorted(GRADS))
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update])
+@pytest.mark.parametrize("way", ["module", "late cache", "late", "also held", "an object as input"])
+def test_what_only_a_later_step_comes_to_is_refused_by_a_scan(way: str, wrap: Any, kind: str) -> None:
+    def trained(t: torch.Tensor) -> Any:
+        CONFIG.scale = None if way == "module" else t
+        fn = {
+            "module": functools.partial(kept_in_a_module, t),
+            "late cache": functools.partial(kept_late, t, {}),
+            "late": used_late,
+            "also held": functools.partial(also_held, t),
+            "an object as input": lambda p, x, i, own: (x @ p["w"]).square().mean() * own.scale,
+        }[way]
+        more = (Apart(t),) if way == "an object as input" else ()
+        step = wrap(fz.train_step(fn, fz.sgd(0.1)))
+        batches = [(X, torch.tensor(i), *more) for i in range(3)]
+        return fz.scan(step, step.init({"w": W}), batches)[1]["loss"].sum()
+
+    with pytest.raises(ValueError, match=r"scan: (fn keeps a tensor|the step comes to a tensor) of shape"):
+        GRADS[kind](trained)(T)
+
+
+class Methods:
+    """An optimizer of one's own by its methods, which come to their rate by what nobody walks."""
+
+    def init(self, params: Any) -> Any:
+        return ()
+
+    def update(self, grads: Any, state: Any, params: Any) -> Any:
+        return grads.map(lambda g: -CONFIG.rate * g), state
+
+
+class Calls:
+    def __call__(self, grads: Any, state: Any, params: Any) -> Any:
+        return grads.map(lambda g: -CONFIG.rate * g), state
+
+
+@functools.wraps(fz.sgd(0.1).update)
+def wrapped(grads: Any, state: Any, params: Any = None) -> Any:
+    return grads.map(lambda g: -CONFIG.rate * g), state
+
+
+def begun_with(params: Any) -> Any:
+    return params.map(lambda p: torch.zeros_like(p) + CONFIG.rate)
+
+
+def by_what_it_began_with(grads: Any, state: Any, params: Any) -> Any:
+    return grads.map(lambda g, m: -m * g, state), state
+
+
+OPTIMIZERS: dict[str, Any] = {
+    "methods": fz.GradientTransformation(Methods().init, Methods().update),
+    "a callable object": fz.GradientTransformation(lambda params: (), Calls()),
+    "a wrapped function": fz.GradientTransformation(lambda params: (), wrapped),
+    "what it begins with": fz.GradientTransformation(begun_with, by_what_it_began_with),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(GRADS))
+@pytest.mark.parametrize("optimizer", sorted(OPTIMIZERS))
+def test_an_optimizer_of_any_make(optimizer: str, kind: str) -> None:
+    def trained(wrap: Any, rate: torch.Tensor) -> Any:
+        CONFIG.rate = rate
+        step = wrap(fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), OPTIMIZERS[optimizer]))
+        state = step.init({"w": W})
+        for _ in range(2):
+            state, _ = step(state, X)
+        return step.forward(state, X)
+
+    def plain(rate: torch.Tensor) -> torch.Tensor:
+        w, own = W, lambda w: torch.tanh(X @ w).square().mean()
+        for _ in range(2):
+            w = w - rate * torch.func.grad(own)(w)
+        return own(w)
+
+    got = GRADS[kind](functools.partial(trained, lambda step: step))(T)
+    assert_trees_close(got, GRADS[kind](plain)(T), rtol=1e-10)
+    with pytest.raises(RankError, match=r"(comes to|begins with) a tensor .*fz\.whole\(optimizer\)"):
+        run_ranks(lambda rank: GRADS[kind](functools.partial(trained, fz.shard_zero3))(T), 2)
+
+
+def averaged(old: Any, params: Any, applied: bool) -> Any:
+    return old.map(lambda a, p: VARIABLE.get() * a + (1 - VARIABLE.get()) * p, params)
+
+
+def test_an_entry_that_is_updated_with_what_nobody_sees() -> None:
+    def teacher(wrap: Any, rate: torch.Tensor) -> Any:
+        VARIABLE.set(rate)
+        step = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]).square().mean(), fz.sgd(0.3))
+        step = wrap(step.with_state(fz.Extra("own", "own", lambda p: p.map(torch.clone), averaged)))
+        state, _ = step(step.init({"w": W}), X)
+        return step.forward(state.replace(params=state.extra["own"]), X)
+
+    def plain(rate: torch.Tensor) -> torch.Tensor:
+        own = lambda w: torch.tanh(X @ w).square().mean()
+        return own(rate * W + (1 - rate) * (W - 0.3 * torch.func.grad(own)(W)))
+
+    assert_trees_close(torch.func.grad(functools.partial(teacher, lambda s: s))(T), torch.func.grad(plain)(T))
+    with pytest.raises(RankError, match=r"the update of state.extra\['own'\] comes to a tensor"):
+        run_ranks(lambda rank: torch.func.grad(functools.partial(teacher, fz.shard_zero1))(T), 2)
+
+
+def test_new_containers_hold_what_was_there_and_writes_outlive_an_error() -> None:
+    """On ranks a function computes with copies of what leads to a tensor that is differentiated."""
+
+    def trained(wrap: Any, t: torch.Tensor) -> Any:
+        own: Any = {"inner": {"t": t, "n": 0}, "failed": 0}
+
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            own["failed"] += 1
+            if own["failed"] == 1:
+                raise InterruptedError
+            own["inner"]["n"] += 1
+            own["history"] = [own["inner"]]
+            return (x @ p["w"]).square().mean() * own["history"][0]["t"] * own["history"][0]["n"]
+
+        step = wrap(fz.train_step(fn, fz.sgd(0.01)))
+        state, total = step.init({"w": W}), torch.zeros((), dtype=F64)
+        for _ in range(4):
+            try:
+                state, metrics = step(state, X)
+            except InterruptedError:
+                continue
+            own["history"][0]["n"] += 1
+            total = total + metrics["loss"]
+        assert own["history"][0] is own["inner"] and own["inner"]["n"] == 6 and own["failed"] == 4
+        return total
+
+    want = torch.func.grad(functools.partial(trained, lambda step: step))(T)
+    for found in run_ranks(lambda rank: torch.func.grad(functools.partial(trained, fz.shard_zero1))(T), 2):
+        assert_trees_close(found, want, rtol=1e-10)
+
+
+def test_a_scan_of_a_step_whose_function_trains() -> None:
+    def trained(t: torch.Tensor, scanned: bool) -> Any:
+        def fn(p: Any, x: torch.Tensor) -> torch.Tensor:
+            inner = fz.train_step(lambda q, x: (x @ (q["w"] * p["w"])).square().mean(), fz.sgd(t))
+            state, _ = inner(inner.init({"w": W}), x)
+            return inner.forward(state, x)  # type: ignore[no-any-return]
+
+        step = fz.train_step(fn, fz.sgd(0.1))
+        state = step.init({"w": W})
+        if scanned:
+            state, _ = fz.scan(step, state, [X] * 2)
+        for _ in range(0 if scanned else 2):
+            state, _ = step(state, X)
+        return step.forward(state, X)
+
+    rate = T / 10
+    for kind in (*GRADS.values(), lambda fn: lambda t: torch.vmap(fn)(torch.stack([t, 2 * t]))):
+        want = kind(functools.partial(trained, scanned=False))(rate)
+        assert_trees_close(kind(functools.partial(trained, scanned=True))(rate), want, rtol=1e-10)
 
 
 @dataclasses.dataclass

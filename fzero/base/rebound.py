@@ -67,6 +67,7 @@ def _content(value: object) -> dict[object, object]:
 
 def _give_back(before: list[tuple[object, object, dict[object, object]]]) -> None:
     own = {id(copied): original for original, copied, _ in before}
+    _replace(_walked([copied for _, copied, _ in before], _reached)[0], own)
     for original, copied, old in before:
         now = _content(copied)
         written = {key: own.get(id(x), x) for key, x in now.items() if key not in old or old[key] is not x}
@@ -88,6 +89,20 @@ def _give_back(before: list[tuple[object, object, dict[object, object]]]) -> Non
                 original[key] = x  # type: ignore[index]
         for key in old.keys() - now.keys() if type(original) is dict else ():
             original.pop(key, None)  # type: ignore[attr-defined]
+
+
+def _replace(found: Sequence[object], own: Mapping[int, object]) -> None:
+    """Puts the originals into what is no copy and has some by now: a new list, an attribute."""
+    for value in found:
+        if id(value) in own or isinstance(value, (torch.Tensor, type)):
+            continue
+        if type(value) is list or isinstance(value, collections.deque):
+            for i, x in enumerate(value):
+                value[i] = own.get(id(x), x)
+        items = value if type(value) is dict else getattr(value, "__dict__", {})
+        for key, x in list(items.items()) if isinstance(items, dict) else ():
+            if id(x) in own:
+                items[key] = own[id(x)]
 
 
 def tensors_held(value: object) -> list[torch.Tensor]:
@@ -162,8 +177,12 @@ def _children(value: object) -> Iterator[object]:
 def _reached(value: object) -> Iterator[object]:
     yield from _children(value)
     if isinstance(value, types.FunctionType) and not _is_of_library(value.__module__):
-        names = [name for name in _names(value.__code__) if name in value.__globals__]
-        yield from [value.__globals__[name] for name in names]
+        names = list(_names(value.__code__))
+        found = [value.__globals__[name] for name in names if name in value.__globals__]
+        yield from found
+        for module in found:  # of which it names what it takes
+            if isinstance(module, types.ModuleType) and not _is_of_library(module.__name__):
+                yield from [vars(module)[name] for name in names if name in vars(module)]
     elif isinstance(value, Mapping):
         yield from value.values()
     elif isinstance(value, (list, tuple, Set, collections.deque)):

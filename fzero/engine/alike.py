@@ -14,9 +14,9 @@ from fzero.comm.pieces import gathered
 
 def scalars_in(outputs: object) -> list[torch.Tensor]:
     """The real floating 0-d tensors of some outputs, of no graph and of no transform."""
-    leaves = [x for x in pytree.flatten(outputs)[0] if isinstance(x, torch.Tensor)]
-    with private.below_transforms():
-        own = [private.unwrapped(x).detach() for x in leaves if x.ndim == 0 and pytree.is_real(x)]
+    leaves = [x for x in pytree.flatten(outputs)[0] if isinstance(x, torch.Tensor) and not x.ndim and pytree.is_real(x)]
+    with private.below_transforms():  # a look at what a level wraps would be one from below it
+        own = [private.unwrapped(x).detach() for x in leaves]
         return [torch.view_as_real(x.resolve_conj()) if x.is_complex() else x for x in own]
 
 

@@ -170,7 +170,10 @@ def _hidden(
     refusal = looking.get()
     if traversal.fn is None and refusal is None:
         return contextlib.nullcontext()
-    known = [*primals.values(), *tensors_reached(list(inputs)), *tensors_held(fn)]
+    # another run is given the tensors of inputs, and not those that objects among them hold
+    split = pytree.Split(tuple(inputs), pytree.is_tensor)
+    given = tensors_reached(list(inputs)) if refusal is None else split.leaves[0]
+    known = [*primals.values(), *given, *tensors_held(fn)]
     return Hidden(known, refusal or on_ranks, mapped=refusal is not None)
 
 
@@ -206,9 +209,11 @@ def call_function(
     with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             fn = traversal.fn or step.fn
-            with heard(), during(notes, known), follow, _hidden(traversal, primals, inputs, fn):
-                out = fn(tree, *inputs)
-            traversal.give_back()
+            try:
+                with heard(), during(notes, known), follow, _hidden(traversal, primals, inputs, fn):
+                    out = fn(tree, *inputs)
+            finally:  # also what it wrote before an error
+                traversal.give_back()
         except RuntimeError as error:
             refuse_outside(error)
             raise

@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 
 from fzero.base import private, pytree
 from fzero.base.context import variable
+from fzero.capture.handle import writes
 from fzero.engine.traversal import here
 
 Refusal = Callable[[torch.Tensor], Exception]
@@ -40,20 +41,28 @@ class Hidden(TorchFunctionMode):
         out = func(*args, **named)
         if private.level() < self._level or here.get() is not self._here:
             return out  # within a node, whose levels are others; a unit's operands are looked at where it is called
-        if not any(isinstance(x, torch.Tensor) for x in pytree.leaves(out)):
+        if not any(isinstance(x, torch.Tensor) for x in pytree.leaves(out)) and not writes(func, named):
             return out  # a look at a tensor, from which nothing goes on
-        for x in pytree.leaves((args, named)):
-            if isinstance(x, torch.Tensor) and 0 < private.level_of(x) < self._level and id(x) not in self._known:
+        for operand in pytree.leaves((args, named)):
+            x = self._from_around(operand) if isinstance(operand, torch.Tensor) else None
+            if x is not None and id(x) not in self._known:
                 if private.is_differentiated(x) or (self._mapped and private.is_mapped(x)):
                     raise self._refusal(x)
         return out
+
+    def _from_around(self, x: torch.Tensor) -> torch.Tensor | None:
+        """The tensor of a level around the run that an operand is, or that a level within has wrapped straight away."""
+        while (level := private.level_of(x)) > self._level:
+            x = private.inner(x)
+        return x if 0 < level < self._level else None
 
 
 def on_ranks(x: torch.Tensor) -> ValueError:
     return ValueError(
         f"step: fn comes to a tensor of shape {tuple(x.shape)} that torch.func differentiates by an object, a class, a "
         "module, a global or a cache, where it cannot be given the derivatives of the mean over ranks; expected one "
-        "that fn closes over. Say w = holder.w outside of fn and use w in it, or pass it as an input."
+        "that fn closes over. Say w = holder.w outside of fn and use w in it, or pass it as an input. Of a state or "
+        "its params, which are slices, take w = fz.gather(state.params) there."
     )
 
 

@@ -163,12 +163,13 @@ def follows_step(step: Spec, state: TrainState, who: str, **arguments: object) -
     """
     if not is_transformed():
         return False
-    given = {"state": state, "optimizer": tensors_reached(step.optimizer), **arguments}
+    own = (step.optimizer, step.extras)
+    given = {"state": state, "optimizer": tensors_reached(own), **arguments}
     if goes_on(*given.values()):
         need_derivative(step, state.layout.rows, who, **given)
         return True
     # one of the user's own may come to tensors in ways that are not seen
-    return torch.is_grad_enabled() and not _without_derivative(step, state.layout.rows) and holds_others(step.optimizer)
+    return torch.is_grad_enabled() and not _without_derivative(step, state.layout.rows) and holds_others(own)
 
 
 def begins_with(step: Spec) -> bool:

@@ -204,7 +204,7 @@ def checksum(leaf: torch.Tensor) -> int:
 
 
 def _checksums(x: torch.Tensor) -> str:
-    tangents = "".join(f", a tangent with checksum {checksum(tangent)}" for tangent in tangents_of(x))
+    tangents = "".join(f", a tangent with checksum {checksum(tangent + 0.0)}" for tangent in tangents_of(x))
     return f"checksum {checksum(x)}{tangents}"
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -38,7 +38,7 @@ def followed_update(
         grads: with those that the state keeps.
         known: the metrics that do not depend on them.
     """
-    _refuse_of_others(step.optimizer, state.params)
+    _refuse_of_others(step.optimizer, state.params, state.moments)
     _refuse_of_extras(step.extras, state.params)
     norm = root(squares_in(grads)[0])
     extra: dict[str, object] = {"grad_norm": norm}
@@ -75,17 +75,23 @@ def _called(
     given = [x for tree in (grads, own, *trees_of(moments)) for x in tree.buffers.values()]
     known = [*given, *[x for x in extra.values() if isinstance(x, torch.Tensor)], *tensors_reached(moments)]
 
-    def watched() -> object:
-        with Hidden(known, _of_others, mapped=False):
-            return call()
-
-    updates, new = in_a_level(watched)  # type: ignore[misc]
+    updates, new = _watched(call, known, "the optimizer")  # type: ignore[misc]
     return updates, new
 
 
-def _of_others(x: torch.Tensor) -> ValueError:
+def _watched(call: Callable[[], object], known: Sequence[torch.Tensor], what: str) -> object:
+    """Calls what the user has written, where each rank has slices, with a look at what it computes with."""
+
+    def watched() -> object:
+        with Hidden(known, functools.partial(_of_others, what), mapped=False):
+            return call()
+
+    return in_a_level(watched)
+
+
+def _of_others(what: str, x: torch.Tensor) -> ValueError:
     return ValueError(
-        f"step.update: the optimizer comes to a tensor of shape {tuple(x.shape)} that torch.func differentiates, and "
+        f"step.update: {what} comes to a tensor of shape {tuple(x.shape)} that torch.func differentiates, and "
         "each rank has a slice of the leaves, so that its derivative would be a part of the whole one; expected an "
         "optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, fz.whole(optimizer), which gives "
         "it whole leaves, or a step that is not sharded."
@@ -157,8 +163,17 @@ def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) ->
             return _chosen(applied, after, before)
         return after
 
-    new = next_extra(extra, old, params, applied is not False)
+    new = _updated(extra, old, params, applied is not False)
     return pytree.map(one, new, old, is_leaf=is_sharded) if isinstance(applied, torch.Tensor) else new
+
+
+def _updated(extra: Extra, old: object, params: Sharded, applied: bool) -> object:
+    """The entry after an update; a user's own on ranks with a look at what it computes with."""
+    call = functools.partial(next_extra, extra, old, params, applied)
+    if not cuts(params) or not private.level() or not is_others(extra.update):
+        return call()
+    known = [*params.buffers.values(), *[x for tree in trees_of(old) for x in tree.buffers.values()]]
+    return _watched(call, [*known, *tensors_reached(old)], f"the update of state.extra[{extra.name!r}]")
 
 
 def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
@@ -174,7 +189,7 @@ def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
             )
 
 
-def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> None:
+def _refuse_of_others(optimizer: GradientTransformation, params: Sharded, moments: object) -> None:
     """Refuses tensors in an optimizer of the user's own where ranks have slices: nobody says how they meet these."""
     if not cuts(params):
         return
@@ -187,11 +202,13 @@ def _refuse_of_others(optimizer: GradientTransformation, params: Sharded) -> Non
             "Give all ranks the same.",
         )
     others = [each for each in members_of(optimizer) if is_others(each.update)]
-    held = [(x, how) for x in tensors_reached(others) if (how := transform_of(x)) is not None]
-    if held:
-        raise TypeError(
-            f"step.update: the optimizer holds a tensor of shape {tuple(held[0][0].shape)} that {held[0][1]} "
-            "transforms, and each rank has a slice of the leaves, so that its derivative would be a part of the whole "
-            "one; expected an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, "
-            "fz.whole(optimizer), which gives it whole leaves, or a step that is not sharded."
-        )
+    alike = [x for x in pytree.flatten(moments, is_leaf=is_sharded)[0] if isinstance(x, torch.Tensor)] if others else []
+    for what, tensors in (("the optimizer", tensors_reached(others)), ("state.moments, of the optimizer,", alike)):
+        held = [(x, how) for x in tensors if (how := transform_of(x)) is not None]
+        if held:
+            raise TypeError(
+                f"step.update: {what} holds a tensor of shape {tuple(held[0][0].shape)} that {held[0][1]} transforms, "
+                "and each rank has a slice of the leaves, so that its derivative would be a part of the whole one; "
+                "expected an optimizer of fzero (fz.sgd, fz.adamw, fz.chain, ...), which adds the parts, "
+                "fz.whole(optimizer), which gives it whole leaves, or a step that is not sharded."
+            )
