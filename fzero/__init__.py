@@ -73,6 +73,7 @@ from fzero.table.policy import Policy as Policy
 from fzero.table.spec import Extra as Extra
 from fzero.transforms import accumulate as accumulate
 from fzero.transforms import autocast as autocast
+from fzero.transforms import carry as carry
 from fzero.transforms import compile as compile
 from fzero.transforms import donate as donate
 from fzero.transforms import ema as ema

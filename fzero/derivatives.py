@@ -17,6 +17,7 @@ from fzero.base.random import seeded
 from fzero.capture.notes import followed, notes
 from fzero.engine.alike import need_alike, need_invariant, scalars_in
 from fzero.engine.batch import seed_of
+from fzero.engine.carry import Carry, refuse_carry
 from fzero.engine.function import call_function, traversal_of
 from fzero.engine.outcome import scalar_loss, split_result
 from fzero.engine.traversal import autocast, known, running
@@ -75,6 +76,7 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
     """
     need_derivatives("fz.tape")
     _refuse_transforms("fz.tape")
+    refuse_carry(step, "tape")
     with as_found():
         made = Tape(step, state)
     with torch.enable_grad():  # alone, as it may be left at another time and place, by a generator or a task
@@ -111,12 +113,13 @@ def hvp(step: Spec, state: TrainState, v: Sharded, *inputs: object) -> Sharded:
     check_grads(step, state, v, "v", "hvp")
     need_derivatives("fz.hvp")
     state, v, inputs = constants("fz.hvp", state=state, v=v, inputs=inputs)
+    given = Carry(step, state).given(inputs)
     seed = seed_of(state, 0, 0)
     _, primals, _ = traversal_of(step, state, seed)
 
     def loss(primals: dict[Key, torch.Tensor]) -> torch.Tensor:
         traversal, _, fixed = traversal_of(step, state, seed)
-        out = call_function(step, state, traversal, {**primals, **fixed}, inputs)
+        out = call_function(step, state, traversal, {**primals, **fixed}, given)
         return scalar_loss(split_result(step, out)[0], "hvp")
 
     with as_found(), torch.no_grad():
@@ -157,6 +160,7 @@ def per_example_grads(step: Spec, state: TrainState, *inputs: object, only: str 
     check_state(step, state, "per_example_grads")
     need_derivatives("fz.per_example_grads")
     need_str(only, "per_example_grads", "only", "a pattern over leaf paths or None", or_none=True)
+    refuse_carry(step, "per_example_grads")
     state, inputs = constants("fz.per_example_grads", state=state, inputs=inputs)
     names, flat, spec = pytree.named_leaves(tuple(inputs))
     dims = [0 if isinstance(x, torch.Tensor) else None for x in flat]

@@ -8,11 +8,12 @@ import functools
 import sys
 import threading
 from collections.abc import Callable, Container, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
+import torch
 from torch import nn
 
-from fzero.base.arguments import wrong
+from fzero.base.arguments import need_bool, wrong
 from fzero.base.context import during, variable
 from fzero.base.interrupts import as_found, passed
 from fzero.base.patterns import ROOT
@@ -20,12 +21,13 @@ from fzero.base.thread_state import without_dispatch_modes
 from fzero.capture.handle import Function, Handle, reading
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
-from fzero.engine.dispatch import CHECKPOINTED, call_unit, plain_call
+from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, origins_of, running, tensor_axis_of
+from fzero.modules.carried import Carried, call_carrying
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
-from fzero.modules.places import Absent, Places, full, places_of
+from fzero.modules.places import Absent, Places, full, need_names, places_of
 from fzero.modules.private_copy import private_copy, refuse_kinds
 from fzero.modules.shown import Shown
 from fzero.modules.untouched import Untouched
@@ -35,6 +37,7 @@ from fzero.table.module_params import ModuleParams, refuse_lost
 from fzero.table.rows import Row
 
 Params = Mapping[str, Any]
+Apply = Callable[..., Any]
 COPIES = 4  # of a module on a thread, converted for plans of `fz.shard_tensor`
 # module path -> {name below that module: leaf}, for the apply that is running
 _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = variable("module_units", None)
@@ -42,7 +45,15 @@ _units: contextvars.ContextVar[Mapping[str, Mapping[str, object]] | None] = vari
 _outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = variable("module_leaves", {})
 
 
-def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
+@overload
+def functional(module: nn.Module, buffers: Literal[False] = False) -> tuple[Apply, ModuleParams]: ...
+
+
+@overload
+def functional(module: nn.Module, buffers: Literal[True]) -> tuple[Apply, ModuleParams, dict[str, torch.Tensor]]: ...
+
+
+def functional(module: nn.Module, buffers: bool = False) -> tuple[object, ...]:
     """A pure function and its params from a module, which is left as it is.
 
     The function works on a private copy of the module as it is now: what is changed in the module later (`eval()`, an
@@ -52,14 +63,17 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
     copy's: a counter counts there from call to call, and the module's own stays as it is.
 
     Args:
-        module: any module. Its buffers become constants of the function; a tied weight appears once, under its first
-            name.
+        module: any module. A tied weight appears once, under its first name.
+        buffers: whether its buffers (running statistics, counters) are values that each call is given and returns anew;
+            otherwise they are constants of the function, which a forward that writes to one is refused for.
 
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
         (`init` copies). Where a leaf is a handle, the module at its unit's path runs as a unit. The dict also says
         which params have `requires_grad=False`: they are frozen in a step, as by `fz.freeze`; and what
-        `fz.shard_tensor` asks of a module. Both are pickled where the module can be.
+        `fz.shard_tensor` asks of a module. Both are pickled where the module can be. With `buffers=True`
+        `apply(params, buffers, *args, **kwargs)` returns `(outputs, new buffers)`, and the third are the buffers as
+        they are now, copied, by their names. It writes to none of those that it is given.
 
     Raises:
         ValueError: something leads to the module that cannot be made anew for the copy (a method of a class that uses
@@ -70,17 +84,28 @@ def functional(module: nn.Module) -> tuple[Callable[..., Any], ModuleParams]:
         >>> apply, params = fz.functional(torch.nn.Linear(2, 1))
         >>> sorted(params), apply(params, torch.zeros(3, 2)).shape
         (['bias', 'weight'], torch.Size([3, 1]))
+        >>> apply, params, buffers = fz.functional(torch.nn.BatchNorm1d(2, momentum=0.5), buffers=True)
+        >>> out, new = apply(params, buffers, torch.full((4, 2), 3.0))
+        >>> new["running_mean"], buffers["running_mean"]
+        (tensor([1.5000, 1.5000]), tensor([0., 0.]))
     """
     if not isinstance(module, nn.Module):
         raise wrong("functional", "module", module, "a torch.nn.Module")
+    need_bool(buffers, "functional", "buffers")
     refuse_kinds(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     leaves = ((name, param.detach()) for name, param in module.named_parameters())
     params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))
     memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
     pristine, holdings, _ = private_copy(module, memo)
-    places_of(pristine, holdings)  # what cannot be put anywhere is refused here
-    return _Apply(pristine, tuple(frozen)), params
+    for registry in ("_parameters", "_buffers")[: 1 + buffers]:
+        places_of(pristine, holdings, registry)  # what cannot be put anywhere is refused here
+    apply = _Apply(pristine, tuple(frozen), buffers)
+    return (
+        (apply, params, {name: x.detach().clone() for name, x in module.named_buffers()})
+        if buffers
+        else (apply, params)
+    )
 
 
 class _Structure(NamedTuple):
@@ -97,12 +122,13 @@ class _Apply:
     Args:
         pristine: the private copy, without values for the params.
         frozen: names of the params that the module does not train.
+        carries: whether its buffers are given and returned.
     """
 
     __name__ = "apply"
 
-    def __init__(self, pristine: nn.Module, frozen: tuple[str, ...]) -> None:
-        self._pristine, self._frozen = pristine, frozen
+    def __init__(self, pristine: nn.Module, frozen: tuple[str, ...], carries: bool = False) -> None:
+        self._pristine, self._frozen, self._carries = pristine, frozen, carries
         names = {id(param): name for name, param in pristine.named_parameters()}
         # every name, also a tied weight's second one -> the leaf's one name
         self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -111,13 +137,14 @@ class _Apply:
         self._threads = threading.local()  # swapping a module's params is not safe across threads
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Apply, (self._pristine, self._frozen)
+        return _Apply, (self._pristine, self._frozen, self._carries)
 
     def __deepcopy__(self, memo: object) -> _Apply:
         return self  # as any function
 
     def __call__(self, params: Params, *args: object, **kwargs: object) -> Any:
-        _check_names(params, self._known)
+        need_names(params, self._known)
+        buffers, args = (args[0] if args else None, args[1:]) if self._carries else ({}, args)
         layout, numbers = origins_of(list(params.values()))
         key = (layout, tuple(params), numbers)
         structure = self._structures.get(key)
@@ -138,19 +165,33 @@ class _Apply:
             if path not in own.paths and path != ROOT:
                 own.patch(path)
         units = {path: {below: params[leaf] for below, leaf in unit.items()} for path, unit in paths.items()}
-        with as_found(), own.untouched.around_call(), during(_units, units):
-            if ROOT in units:  # the whole module is one unit
-                _, places, surroundings, call, *_ = own.root
-                fast = own.fast(own.root, args, kwargs)
-                out = call_unit(call, (units[ROOT], args, kwargs), {}, None, fast, surroundings, places.installed)
-                return own.whole(out)
-            outside = {name: params[leaf] for name, leaf in self._aliases.items()}
-            by_index: dict[int, dict[str, object]] = {}
-            for name, leaf in outside.items():
-                if isinstance(leaf, Handle):
-                    by_index.setdefault(leaf.index, {})[name] = leaf
-            with during(_outside, by_index), during(reading, full):
-                return own.whole(own.root.places.call(own._fresh(own.module), outside, args, kwargs))
+        with as_found(), own.untouched.around_call(), during(_units, units), own.carrying(buffers) as new:
+            out = self._run(own, units, params, args, kwargs)
+        return (out, new) if self._carries else out
+
+    def _run(
+        self, own: _Copy, units: Mapping[str, Params], params: Params, args: tuple[object, ...], kwargs: Params
+    ) -> Any:
+        if ROOT in units:  # the whole module is one unit
+            root, fast = own.root, own.fast(own.root, args, kwargs)
+            return own.whole(
+                call_carrying(
+                    root.carried,
+                    root.call,
+                    (units[ROOT], args, kwargs),
+                    None,
+                    fast,
+                    root.surroundings,
+                    root.places.installed,
+                )
+            )
+        outside = {name: params[leaf] for name, leaf in self._aliases.items()}
+        by_index: dict[int, dict[str, object]] = {}
+        for name, leaf in outside.items():
+            if isinstance(leaf, Handle):
+                by_index.setdefault(leaf.index, {})[name] = leaf
+        with during(_outside, by_index), during(reading, full):
+            return own.whole(own.root.places.call(own._fresh(own.module), outside, args, kwargs))
 
     def _copy(self, cuts: Cuts | None) -> _Copy:
         """This thread's copy of the module, converted for what is cut."""
@@ -158,7 +199,7 @@ class _Apply:
         own = copies.pop(cuts, None)
         if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
             with without_dispatch_modes():  # others run on it later
-                own = _Copy(self._pristine, cuts)
+                own = _Copy(self._pristine, cuts, self._carries)
         copies[cuts] = own  # the last one
         for other in list(copies)[:-COPIES]:
             if not copies[other].untouched.depth:
@@ -175,6 +216,7 @@ class _Unit(NamedTuple):
     call: Function
     fast: Function
     shown: Shown
+    carried: Carried | None
 
 
 class _Copy:
@@ -185,16 +227,17 @@ class _Copy:
         root: the whole module as one unit: none below it is one, also where it runs again.
     """
 
-    def __init__(self, pristine: nn.Module, cuts: Cuts | None) -> None:
+    def __init__(self, pristine: nn.Module, cuts: Cuts | None, carries: bool) -> None:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
         self.module, self.elsewhere = module, places_of(module, holdings)
+        self.carries, self.buffers_elsewhere = carries, places_of(module, holdings, "_buffers") if carries else {}
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)
         self.watches = cuts.axis if cuts is not None else None
         self.compiles = cuts is not None and cuts.compiled
         self.pieces = Pieces(cuts.axis) if cuts is not None and cuts.sequence else None
         self.interrupts = passed()  # one more may have left others' leaves in it
         self.paths, self._patched = set[str](), set[int]()
-        self.untouched = Untouched(module, holdings, sources)
+        self.untouched = Untouched(module, holdings, sources, carries)
         root = self._unit("", module, lambda *args, **kwargs: module(*args, **kwargs))
         self.root = root._replace(call=_as_one(root.call), fast=_as_one(root.fast))
 
@@ -204,7 +247,10 @@ class _Copy:
         call = around(functools.partial(places.call, self._fresh(run)))
         code = compiled(run, module)
         fast = around(functools.partial(places.call, fresh(code) if self.converts else code))
-        return _Unit(prefix, places, Surroundings(module), call, fast if self.pieces is None else call, Shown())
+        carried = Carried(module, self.buffers_elsewhere) if self.carries else None
+        return _Unit(
+            prefix, places, Surroundings(module), call, fast if self.pieces is None else call, Shown(), carried
+        )
 
     def fast(self, unit: _Unit, args: tuple[object, ...], kwargs: Params) -> Function:
         """What runs of a unit in a compiled step."""
@@ -220,6 +266,10 @@ class _Copy:
             return run
         run = fresh(self._inside(run))
         return run if self.watches is None else varying.watching(run, self.watches, maps.shared)
+
+    def carrying(self, buffers: object) -> contextlib.AbstractContextManager[dict[str, torch.Tensor]]:
+        """Inside, the module's buffers are copies of these; the result is filled with what they are at the end."""
+        return contextlib.nullcontext({}) if self.root.carried is None else self.root.carried.carrying(buffers)
 
     def whole(self, out: object) -> object:
         """What the module returns, without pieces."""
@@ -283,7 +333,7 @@ class _Copy:
                 return call(*given)
 
         own_call, own_fast = functools.partial(run, unit.call), functools.partial(run, self.fast(unit, args, kwargs))
-        return call_unit(own_call, (leaves, args, kwargs), {}, seed, own_fast, unit.surroundings, around)
+        return call_carrying(unit.carried, own_call, (leaves, args, kwargs), seed, own_fast, unit.surroundings, around)
 
 
 def _as_one(call: Function) -> Function:
@@ -292,16 +342,6 @@ def _as_one(call: Function) -> Function:
             return call(*args)
 
     return run
-
-
-def _check_names(params: Params, names: Mapping[str, None]) -> None:
-    missing = [name for name in names if name not in params]
-    extra = [name for name in params if name not in names]
-    if missing or extra:
-        raise ValueError(
-            f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
-            "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
-        )
 
 
 def _module_units(

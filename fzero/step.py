@@ -16,6 +16,7 @@ from fzero.base.follow import below_unless, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.engine.alike import need_alike, scalars_in
 from fzero.engine.batch import Batch, Pullback, as_grads, grads_of, reduce_whole, seed_of, sum_of
+from fzero.engine.carry import Carry
 from fzero.engine.passes import evaluated
 from fzero.state.beyond import here
 from fzero.state.checks import (
@@ -87,7 +88,8 @@ class Step(Spec):
             rng: varies everything random in the function, beside the state's seed and step.
 
         Returns:
-            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux.
+            `(outputs, pullback)`, or `(outputs, pullback, aux)` where the step has aux, or carries something
+            (`fz.carry`).
         """
         check_state(self, state)
         rng = need_int(rng, "step.vjp", "rng")
@@ -96,7 +98,7 @@ class Step(Spec):
         with as_found():
             pullback = Pullback(self, state, inputs, need_argnums(argnums, inputs), rng)
             outputs, aux = pullback.taken()
-            return (outputs, pullback, aux) if self.has_aux else (outputs, pullback)
+            return (outputs, pullback, aux) if self.has_aux or self.carries else (outputs, pullback)
 
     def forward(self, state: TrainState, *inputs: object, rng: int = 0) -> Any:
         """The outputs without gradients; `(outputs, aux)` where the step has aux.
@@ -112,10 +114,11 @@ class Step(Spec):
             state, inputs = constants("step.forward", state=state, inputs=inputs)
             refuse_captured("step.forward", self.fn)
         micro = self.microbatches
-        pairs = []
+        pairs, own = [], Carry(self, state)
         with as_found(), private.outside_inference(), contextlib.nullcontext() if follows else torch.no_grad():
             for i, part in enumerate(micro.split(inputs)):
-                pairs.append(evaluated(self, state, part, seed_of(state, rng, i), follows))
+                out, aux = evaluated(self, state, own.given(part), seed_of(state, rng, i), follows)
+                pairs.append((out, own.taken(aux)))
             outputs, auxes = zip(*pairs, strict=True)
             need_alike(state.params.axis, scalars_in(outputs), "step.forward")
         return (micro.merge(outputs), micro.merge(auxes, "aux")) if self.has_aux else micro.merge(outputs)
@@ -163,6 +166,7 @@ class Step(Spec):
             del total
             loss = batch.loss()
             new, metrics = apply_update(self, state, sharded, None)
+            new = batch.kept(new, metrics)
             return new, {**metrics, **loss, **batch.aux()}
 
     def update(self, state: TrainState, grads: Sharded, grad_norm: object = None) -> tuple[TrainState, dict[str, Any]]:

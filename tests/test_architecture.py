@@ -173,9 +173,13 @@ def test_what_makes_a_tensor_says_where() -> None:
 
 
 def test_the_import_is_quick_and_says_nothing() -> None:
-    """Three times in forks of a process with torch: the first one compiles what was changed."""
+    """Three times in forks of a process with torch: the first one compiles what was changed.
+
+    A look of the garbage collector at all that torch has made takes a tenth of a second, and comes at any time.
+    """
     code = """
-        import os, time, torch
+        import gc, os, time, torch
+        gc.freeze()
         for _ in range(3):
             if not os.fork():
                 begun = time.process_time()

@@ -12,6 +12,7 @@ from fzero.components.call import Call
 from fzero.components.flow import Passes as StagePasses
 from fzero.components.remote.component import RemoteComponent, fetch
 from fzero.components.remote.handle import RemoteState, RemoteTree, Value
+from fzero.engine.carry import refuse_carry
 from fzero.engine.passes import Passes
 from fzero.schedules.task import Kind, Schedule, Task
 from fzero.schedules.timeline import Timeline
@@ -233,6 +234,7 @@ def need_stages(steps: Sequence[object], schedule: Schedule, grouped: bool) -> N
                 f"pipeline: got steps[{c}] with fz.accumulate(..., {step.microbatches.count}), expected none: the "
                 f"schedule says how many microbatches there are, {schedule.microbatches}. Leave accumulate out."
             )
+        refuse_carry(step, f"pipeline: steps[{c}]")
         if step.has_aux and c != schedule.stages - 1:
             raise ValueError(
                 f"pipeline: got steps[{c}] with has_aux=True, expected that of the last stage alone, "

@@ -13,6 +13,7 @@ from fzero.base.follow import any_follows, follows, is_transformed
 from fzero.base.interrupts import as_found
 from fzero.comm.linear import meaned
 from fzero.engine.alike import need_alike, scalars_in
+from fzero.engine.carry import Carry
 from fzero.engine.function import sums_whole
 from fzero.engine.leaves import Leaves
 from fzero.engine.outcome import no_first_half, scalar_loss
@@ -103,6 +104,7 @@ class Batch:
         self._scalars: list[torch.Tensor] = []  # of other outputs
         self._auxes: list[object] = []
         self.times, self.followed = 1.0, is_transformed()
+        self._carry = Carry(step, state)
 
     def __iter__(self) -> Iterator[tuple[Run | PlainRun, object]]:
         step, state, micro = self._step, self._state, self._step.microbatches
@@ -113,7 +115,8 @@ class Batch:
             last = self._fused and i == micro.count - 1
             seed, scale = seed_of(state, self._rng, i), scale_of(step, state)
             unreduced = several and not last and not self.followed
-            run = run_of(leaves, step, state, part, (), seed, scale, unreduced=unreduced, fused=last, partial=several)
+            given = self._carry.given(part)
+            run = run_of(leaves, step, state, given, (), seed, scale, unreduced=unreduced, fused=last, partial=several)
             outputs, run.outputs = run.outputs, None
             alone = isinstance(outputs, torch.Tensor) and outputs.ndim == 0 and outputs.is_floating_point()
             if cotangent is None or alone:
@@ -126,8 +129,9 @@ class Batch:
                 elif several:
                     run.check_structure(cotangent)
                 pieces, self.times = micro.split_cotangent(cotangent, [parts_of(outputs)] * micro.count)
-            self._auxes.append(run.aux)
-            del outputs
+            self._auxes.append(self._carry.taken(run.aux))
+            run.aux = None
+            del outputs, given
             if i == micro.count - 1:
                 leaves = None
             yield run, pieces[i]
@@ -148,6 +152,10 @@ class Batch:
         """The metric "aux", where the step has one."""
         return {"aux": self._step.microbatches.merge(self._auxes, "aux")} if self._step.has_aux else {}
 
+    def kept(self, new: TrainState, metrics: Mapping[str, object]) -> TrainState:
+        """The state after an update, with what the step carries."""
+        return self._carry.kept(new, metrics["skipped"])
+
 
 class Pullback:
     """The pullback of `step.vjp`: takes the outputs' cotangent, returns (grads, input cotangents).
@@ -165,10 +173,13 @@ class Pullback:
     ) -> None:
         self._micro = step.microbatches
         several, scale = self._micro.count > 1, scale_of(step, state)
-        self._runs = [
-            Run(step, state, part, argnums, seed_of(state, rng, i), scale, alone=not several, partial=several)
-            for i, part in enumerate(self._micro.split(inputs))
-        ]
+        self._runs, self._auxes, self._carry, self._has_aux = list[Run](), [], Carry(step, state), step.has_aux
+        for i, part in enumerate(self._micro.split(inputs)):
+            given, own = self._carry.given(part), self._carry.argnums(argnums, part)
+            run = Run(step, state, given, own, seed_of(state, rng, i), scale, alone=not several, partial=several)
+            self._auxes.append(self._carry.taken(run.aux))
+            run.aux = None
+            self._runs.append(run)
         self._parts = [parts_of(run.outputs) for run in self._runs]
         self._inputs = inputs if several else ()
         self._spec = pytree.flatten(tuple(inputs))[1]
@@ -178,11 +189,13 @@ class Pullback:
 
     def taken(self) -> tuple[object, object]:
         """The outputs and aux of all microbatches, which are the caller's from now on."""
-        pairs = [(run.outputs, run.aux) for run in self._runs]
+        outputs, auxes = [run.outputs for run in self._runs], self._auxes
         for run in self._runs:
-            run.outputs = run.aux = None
-        outputs, auxes = zip(*pairs, strict=True)
-        return self._micro.merge(outputs), self._micro.merge(auxes, "aux")
+            run.outputs = None
+        aux = self._carry.beside(self._has_aux, self._micro.merge(auxes, "aux"))
+        self._auxes = []
+        self._carry.forget()
+        return self._micro.merge(outputs), aux
 
     def __call__(
         self, cotangent: object, retain_graph: bool = False, create_graph: bool = False
@@ -208,7 +221,7 @@ class Pullback:
             for run, piece in zip(self._runs, pieces, strict=True):
                 grads, cotangents = run.pull(piece, retain_graph, create_graph)
                 total = sum_of(total, grads)
-                pulled.append(cotangents)
+                pulled.append(self._carry.of_inputs(cotangents))
             self._compare()
             flat = self._flat(pulled, times)
             return self._grads(total, times), self._trees(flat)
@@ -241,7 +254,8 @@ class Pullback:
         need_derivatives("pullback")
         with as_found():
             pieces, times = self._pieces(cotangent)
-            pulled = [run.pull_inputs(piece, retain_graph) for run, piece in zip(self._runs, pieces, strict=True)]
+            pairs = zip(self._runs, pieces, strict=True)
+            pulled = [self._carry.of_inputs(run.pull_inputs(piece, retain_graph)) for run, piece in pairs]
             self._compare()
             flat = self._flat(pulled, times)
             self._times = times

@@ -21,6 +21,7 @@ from fzero.comm.axis import Axis
 from fzero.comm.linear import on_data
 from fzero.engine.alike import need_invariant
 from fzero.engine.hidden import Hidden, looking, on_ranks
+from fzero.engine.outcome import split_result
 from fzero.engine.traversal import Traversal, autocast, read
 from fzero.engine.use import Use
 from fzero.formats.formats import Plain
@@ -219,7 +220,7 @@ def call_function(
             raise
         out = pytree.map_leaves(_given_out, out)
         if known:
-            need_invariant(out[0] if step.has_aux and isinstance(out, (tuple, list)) else out, known)
+            need_invariant(split_result(step, out)[0], known)
         if traversal.acts:
             refuse_leaks(out)
     if [private.version(buffer) for buffer, _ in stored.values()] != versions:

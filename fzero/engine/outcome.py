@@ -182,14 +182,23 @@ def nothing_to_pull(outputs: object) -> ValueError:
 
 
 def split_result(step: Spec, result: object) -> tuple[object, object]:
-    """(outputs, aux) of what the function returned; aux is None where the step has none."""
-    if not step.has_aux:
-        return result, None
+    """(outputs, aux) of what the function returned; aux is None where the step has none.
+
+    Of a step that carries something it is (aux, new carry).
+    """
+    if step.carries:
+        expected = "((outputs, aux), new carry)" if step.has_aux else "(outputs, new carry)"
+        result, carry = _pair(result, expected, "as the step was made by fz.carry")
+    outputs, aux = _pair(result, "(outputs, aux)", "as the step has has_aux=True") if step.has_aux else (result, None)
+    return outputs, (aux, carry) if step.carries else aux
+
+
+def _pair(result: object, expected: str, why: str) -> tuple[object, object]:
     if not isinstance(result, (tuple, list)) or len(result) != 2:
         got = f"{len(result)} values" if isinstance(result, (tuple, list)) else named(result)
         raise TypeError(
-            f"step: the function returned {got}: got no pair, expected (outputs, aux), as the step has has_aux=True. "
-            "Return both, or leave has_aux out."
+            f"step: the function returned {got}: got no pair, expected {expected}, {why}. Return both, or leave that "
+            "out."
         )
     return result[0], result[1]
 

@@ -33,6 +33,7 @@ class Places:
     Args:
         elsewhere: `places_of` the copy that the module is part of.
         apart: name of a param -> where it is read instead of from its module.
+        registry: where modules hold them; "_buffers" for buffers.
     """
 
     def __init__(
@@ -40,11 +41,12 @@ class Places:
         module: nn.Module,
         elsewhere: Mapping[int, list[Place]],
         apart: Mapping[str, tuple[dict[str, Any], str]] = MappingProxyType({}),
+        registry: str = "_parameters",
     ) -> None:
         self.of: dict[str, tuple[dict[str, Any], str]] = {
-            (f"{path}.{name}" if path else name): (owner._parameters, name)
+            (f"{path}.{name}" if path else name): (getattr(owner, registry), name)
             for path, owner in module.named_modules(remove_duplicate=False)
-            for name in owner._parameters
+            for name in getattr(owner, registry)
         }
         self.of.update(apart)
         held = {name: param for name, (owner, own) in self.of.items() if (param := owner[own]) is not None}
@@ -82,6 +84,17 @@ class Places:
                 owner[name] = leaf
 
 
+def need_names(params: Leaves, names: Mapping[str, None]) -> None:
+    """Refuses params that are not a module's own."""
+    missing = [name for name in names if name not in params]
+    extra = [name for name in params if name not in names]
+    if missing or extra:
+        raise ValueError(
+            f"apply: the params do not have the module's names: missing {missing[:4]}, unknown {extra[:4]}. "
+            "Pass the dict that fz.functional returned, or the subtree of the params that stands for this module."
+        )
+
+
 class Place:
     """One that holds params' placeholders besides their modules: an entry, a closure, an attribute, a default."""
 
@@ -99,16 +112,17 @@ class Place:
         return before
 
 
-def places_of(module: nn.Module, holdings: Holdings) -> dict[int, list[Place]]:
-    """Id of a param's placeholder -> where it is held besides its module.
+def places_of(module: nn.Module, holdings: Holdings, registry: str = "_parameters") -> dict[int, list[Place]]:
+    """Id of a param's placeholder, or of a buffer -> where it is held besides its module.
 
     Raises:
-        ValueError: something holds a param that can hold no other in its place.
+        ValueError: something holds one that can hold no other in its place.
     """
-    own = {id(m._parameters) for m in module.modules()}
+    own = {id(getattr(m, registry)) for m in module.modules()}
+    what, named = ("buffer", module.named_buffers()) if registry == "_buffers" else ("param", module.named_parameters())
     found: dict[int, list[Place]] = {}
     known: dict[object, Place] = {}  # one that holds several params is filled with all of them
-    for name, param in module.named_parameters():
+    for name, param in named:
         waiting, seen = [id(param)], set[tuple[int, int]]()
         while waiting:
             value = holdings.objects[waiting.pop()]
@@ -123,7 +137,7 @@ def places_of(module: nn.Module, holdings: Holdings) -> dict[int, list[Place]]:
                     waiting.append(user)
                 elif not places:
                     raise ValueError(
-                        f"fz.functional: {holdings.way(user)} is a {type(holder).__name__} that holds param {name!r} "
+                        f"fz.functional: {holdings.way(user)} is a {type(holder).__name__} that holds {what} {name!r} "
                         "where apply cannot put another tensor. Hold it in a list or a dict's value, as an attribute, "
                         "or hold its name."
                     )

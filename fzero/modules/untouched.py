@@ -59,9 +59,12 @@ class Untouched:
 
     Args:
         sources: id of a tensor of the copy -> the tensor that it was copied from.
+        carries: whether buffers are values of each call, and no constants.
     """
 
-    def __init__(self, module: nn.Module, holdings: Holdings, sources: Mapping[int, torch.Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, holdings: Holdings, sources: Mapping[int, torch.Tensor], carries: bool = False
+    ) -> None:
         self.module = module
         self.depth = 0  # of calls that are running
         self.dirty = False  # whether something ran outside of a call: a unit that is recomputed
@@ -83,6 +86,8 @@ class Untouched:
                 and not isinstance(x, Stale)
             ):
                 own = names.get(number)
+                if carries and own is not None:
+                    continue
                 label = f"the tensor of {holdings.way(number)}" if own is None else f"its buffer {own!r}"
                 self._constants.append(_Constant(label, x, sources[number], _state(x)))
 
@@ -131,9 +136,9 @@ def _refuse_changes(said: list[str]) -> None:
     if said:
         raise ValueError(
             f"The module changed {said[0]} in its forward (batch norm in training mode changes its buffers); buffers "
-            "and what a module consists of are constants of the function. Call module.eval() before fz.functional, "
-            "use a layer without running statistics (group norm, layer norm), or take what changes as an argument of "
-            "forward and return its next value."
+            "and what a module consists of are constants of the function. Say apply, params, buffers = "
+            "fz.functional(module, buffers=True), whose apply takes them and returns the new ones, call module.eval() "
+            "before fz.functional, or use a layer without running statistics (group norm, layer norm)."
         )
 
 

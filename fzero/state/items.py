@@ -13,6 +13,7 @@ from fzero.base.arguments import named
 from fzero.state.sharded import is_sharded
 from fzero.state.train_state import TrainState
 
+CARRY = "carry"  # the entry of `state.extra` of which each rank has its own
 NUMBERS = (bool, int, float, str, type(None))
 
 

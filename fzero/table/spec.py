@@ -100,6 +100,7 @@ class Spec:
     policy: Policy | ByPath = Policy()  # noqa: RUF009 - frozen
     units: tuple[str, ...] | None = None
     has_aux: bool = False
+    carries: bool = False  # whether fn is given state.extra["carry"] before its inputs, and returns the next one
     rules: tuple[Rule, ...] = ()
     extras: tuple[Extra, ...] = ()
     microbatches: Microbatches = Microbatches()  # noqa: RUF009 - frozen

@@ -2,6 +2,7 @@
 
 from fzero.transforms.accumulate import accumulate as accumulate
 from fzero.transforms.autocast import autocast as autocast
+from fzero.transforms.carry import carry as carry
 from fzero.transforms.compile import compile as compile
 from fzero.transforms.donate import donate as donate
 from fzero.transforms.ema import ema as ema

@@ -88,6 +88,7 @@ def _fused(
             update.lost(error)
             raise
         new, metrics = decision.next_state(update if decision.finite else None)
+        new = batch.kept(new, metrics)
         return new, {**metrics, **loss, **batch.aux()}
 
 

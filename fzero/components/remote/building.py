@@ -16,6 +16,7 @@ from fzero.components.remote.own_slices import OwnSlices, lies_over
 from fzero.components.remote.part import Part
 from fzero.components.remote.specs import need_axes
 from fzero.components.remote.streams import device_of
+from fzero.engine.carry import refuse_carry
 from fzero.table.spec import Spec
 
 
@@ -42,6 +43,7 @@ def built_by(build: Callable[[int], object], rank: int, settings: Settings) -> P
             f"the {settings.ranks} ranks is gloo's. Give each rank a GPU of its own and options={{'backend': 'nccl'}}, "
             "on='processes' or 'ray'."
         )
+    refuse_carry(step, f"fz.remote: build({rank})")
     means = step.axis()
     over = parts[2] if len(parts) == 3 else means
     if isinstance(over, backend.Mesh):

@@ -1,0 +1,55 @@
+"""A carry of the function: running statistics, counters, hidden states, kept in the step's state."""
+
+from __future__ import annotations
+
+import torch
+
+from fzero.base import pytree
+from fzero.base.arguments import wrong
+from fzero.state.items import CARRY
+from fzero.state.sharded import Sharded
+from fzero.table.spec import Extra, S, need_step
+
+
+def carry(step: S, value: object) -> S:
+    """Lets `fn(params, carry, *inputs)` return `(outputs, new_carry)`, and keeps the new one in the state.
+
+    As `state.extra["carry"]`: `step(...)` gives it to the function and keeps what that returns, from microbatch to
+    microbatch in their order; where an update is skipped, the old one stays. `step.vjp` leaves the state's alone and
+    hands the new one out as an aux, with which `state.replace(extra={"carry": new})` goes on; `step.forward` leaves it
+    alone. With `has_aux` the function returns `((outputs, aux), new_carry)`, and the aux of `vjp` is
+    `(aux, new_carry)`. No gradient flows into the carry. Each rank has its own; `fz.save` and `fz.convert` keep rank
+    0's.
+
+    Args:
+        step: a step of such a function.
+        value: what it begins with, copied: a pytree of tensors, such as the buffers of
+            `fz.functional(module, buffers=True)`.
+
+    Raises:
+        TypeError: it holds something else than tensors and numbers.
+        ValueError: the step has a carry already.
+
+    Example:
+        >>> apply, params, buffers = fz.functional(torch.nn.BatchNorm1d(1, momentum=0.5), buffers=True)
+        >>> def loss(params, buffers, x):
+        ...     out, buffers = apply(params, buffers, x)
+        ...     return out.square().mean(), buffers
+        >>> step = fz.carry(fz.train_step(loss, fz.sgd(0.1)), buffers)
+        >>> state, _ = step(step.init(params), torch.tensor([[1.0], [3.0]]))
+        >>> state.extra["carry"]["running_mean"], state.extra["carry"]["num_batches_tracked"]
+        (tensor([1.]), tensor(1))
+    """
+    need_step(step, "carry")
+    if step.carries:
+        raise ValueError("carry: this step already has a carry; expected it to be said once. Keep one, of all values.")
+    for name, x in zip(*pytree.named_leaves(value)[:2], strict=True):
+        if not isinstance(x, (torch.Tensor, int, float)):
+            raise wrong("carry", f"value {name}" if name else "value", x, "a tensor or a number")
+    own = pytree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, value)
+    extra = Extra(CARRY, "carry", lambda params: own, _stays, kind="a carry")
+    return step.with_header("carries", True, "carry").with_state(extra)
+
+
+def _stays(value: object, params: Sharded, applied: bool) -> object:
+    return value
