@@ -16,7 +16,7 @@ from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format
 from fzero.state.checks import check_buffers, constants
 from fzero.state.init import check_tables, checksum
-from fzero.state.items import items_of
+from fzero.state.items import CARRY, items_of
 from fzero.state.origin import Move, Origin, Source
 from fzero.state.sharded import Sharded, is_sharded
 from fzero.state.sliced import Sliced, sliced_in
@@ -81,9 +81,10 @@ def convert(state: TrainState, step: Spec, lossy: bool = False) -> TrainState:
                 "step.init(params, sync=True).",
             )
         moments, extra = move.begun(params, overwritten=True)
-        return TrainState(
-            params, None, move.moments(moments), move.extra(extra), state.step, state.seed, step.signature
-        )
+        extra = move.extra(extra)
+        if CARRY in extra:  # of which each rank has its own
+            extra[CARRY] = pytree.map(lambda x: old.axis.broadcast(x.clone(), "the carry"), extra[CARRY])
+        return TrainState(params, None, move.moments(moments), extra, state.step, state.seed, step.signature)
 
 
 def _need_together(axis: Axis, step: Spec) -> None:

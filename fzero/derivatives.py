@@ -76,9 +76,9 @@ def tape(step: Spec, state: TrainState) -> Iterator[Tape]:
     """
     need_derivatives("fz.tape")
     _refuse_transforms("fz.tape")
-    refuse_carry(step, "tape")
     with as_found():
         made = Tape(step, state)
+    refuse_carry(step, "tape")
     with torch.enable_grad():  # alone, as it may be left at another time and place, by a generator or a task
         yield made
 

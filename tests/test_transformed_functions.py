@@ -105,6 +105,12 @@ def scanned(x: torch.Tensor) -> torch.Tensor:
     return metrics["loss"].sum() + summed(fz.gather(state.params))
 
 
+def carried(w: torch.Tensor) -> Any:
+    fn = lambda p, mean, x: (loss({"w": p["w"] + mean}, x), 0.5 * mean + 0.5 * p["w"])
+    step = fz.carry(fz.train_step(fn, fz.sgd(0.1, momentum=0.9)), torch.zeros_like(W))
+    return run_of(step, w)
+
+
 def averaged(w: torch.Tensor) -> torch.Tensor:
     step = fz.ema(fz.train_step(loss, fz.sgd(0.1, momentum=0.9)), 0.5)
     state = step(step(step.init({"w": w}), X)[0], X)[0]
@@ -150,6 +156,7 @@ RIGHT: dict[str, Any] = {
     },
     "train_step": around(lambda step: step),
     "ema": (averaged, W),
+    "carry": (carried, W),
     "with_fn": (with_other_function, RATE),
     "functional": (by_module, X),
     "unit": (in_a_unit, X),

@@ -8,6 +8,7 @@ from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.state.items import CARRY
 from fzero.state.sharded import Sharded
+from fzero.state.train_state import TrainState
 from fzero.table.spec import Extra, S, need_step
 
 
@@ -27,7 +28,7 @@ def carry(step: S, value: object) -> S:
             `fz.functional(module, buffers=True)`.
 
     Raises:
-        TypeError: it holds something else than tensors and numbers.
+        TypeError: it holds something else than tensors.
         ValueError: the step has a carry already.
 
     Example:
@@ -43,10 +44,10 @@ def carry(step: S, value: object) -> S:
     need_step(step, "carry")
     if step.carries:
         raise ValueError("carry: this step already has a carry; expected it to be said once. Keep one, of all values.")
-    for name, x in zip(*pytree.named_leaves(value)[:2], strict=True):
-        if not isinstance(x, (torch.Tensor, int, float)):
-            raise wrong("carry", f"value {name}" if name else "value", x, "a tensor or a number")
-    own = pytree.map(lambda x: x.detach().clone() if isinstance(x, torch.Tensor) else x, value)
+    for name, x in zip(*pytree.named_leaves(value, lambda x: isinstance(x, (Sharded, TrainState)))[:2], strict=True):
+        if not isinstance(x, torch.Tensor):
+            raise wrong("carry", f"value {name}" if name else "value", x, "a tensor")
+    own = pytree.map(lambda x: x.detach().clone(), value)
     extra = Extra(CARRY, "carry", lambda params: own, _stays, kind="a carry")
     return step.with_header("carries", True, "carry").with_state(extra)
 

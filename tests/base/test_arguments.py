@@ -114,7 +114,10 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "step": (lambda v: fz.tape(v, STATE).__enter__(), {"a step"}),
         "state": (lambda v: fz.tape(STEP, v).__enter__(), {"a state"}),
     },
-    "functional": {"module": (fz.functional, {"a module"})},
+    "functional": {
+        "module": (fz.functional, {"a module"}),
+        "buffers": (lambda v: fz.functional(torch.nn.Linear(1, 1), v), {"a bool"}),
+    },
     "plan": {
         "step": (lambda v: fz.plan(v, PARAMS), {"a step"}),
         "params": (lambda v: fz.plan(STEP, v), {"full params", "a tensor", "a 0-d tensor", "a function"}),
@@ -214,7 +217,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "adafactor": {
         "lr": (fz.adafactor, {*NUMBER, "a function"}),
         "beta2_decay": (lambda v: fz.adafactor(0.1, v), {"an int", "a negative", "a float"}),
-        "eps": (lambda v: fz.adafactor(0.1, eps=v), set()),
+        "eps": (lambda v: fz.adafactor(0.1, eps=v), {"a list"}),
         "d": (lambda v: fz.adafactor(0.1, d=v), {"a 0-d tensor", "a float", "an int"}),
         "weight_decay": (lambda v: fz.adafactor(0.1, weight_decay=v), {"a 0-d tensor", "a float", "an int"}),
     },
@@ -249,6 +252,10 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     },
     "compile": {"step": (fz.compile, {"a step"}), "pattern": (lambda v: fz.compile(STEP, v), {"a string"})},
     "donate": {"step": (fz.donate, {"a step"})},
+    "carry": {
+        "step": (lambda v: fz.carry(v, torch.zeros(())), {"a step"}),
+        "value": (lambda v: fz.carry(STEP, v), TREE),
+    },
     "ema": {
         "step": (lambda v: fz.ema(v, 0.5), {"a step"}),
         "decay": (lambda v: fz.ema(STEP, v), {"a float"}),

@@ -1,0 +1,372 @@
+"""Buffers as values and what a step carries: as in the module's own training, in any composition."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nightly import by_day
+from torch import nn
+
+import fzero as fz
+from fzero.testing import assert_trees_close, assert_trees_equal, hazards, run_ranks, strategies
+
+D, STEPS = 6, 3
+
+
+class Counter(nn.Module):
+    """Counts its calls, by a write in place, and averages what it sees, by another buffer in the place of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(D), persistent=False)
+        self.calls: torch.Tensor
+        self.mean: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+        return x + self.mean * 0.1 * self.calls
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm, self.counter = nn.Linear(D, D), nn.BatchNorm1d(D), Counter()
+        self.bounded = nn.utils.parametrizations.spectral_norm(nn.Linear(D, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.counter(torch.tanh(self.norm(self.bounded(self.linear(x)))))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(2)])
+        self.norm, self.out = nn.BatchNorm1d(D, momentum=None), nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.out(self.norm(x))  # type: ignore[no-any-return]
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        parts = [nn.Sequential(nn.Conv2d(1, 1, 3, padding=1), nn.BatchNorm2d(1), nn.ReLU()) for _ in range(2)]
+        self.blocks, self.out = nn.ModuleList(parts), nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x[:, None, :, None].expand(-1, 1, -1, 3)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.out(x.mean(-1)[:, 0])  # type: ignore[no-any-return]
+
+
+NETS: dict[str, Any] = {"net": Net, "convolutions": Convolutions}
+
+
+def _first(kind: str) -> nn.Module:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return NETS[kind]().double()  # type: ignore[no-any-return]
+
+
+FIRST = {kind: _first(kind) for kind in NETS}
+
+
+def made(kind: str) -> nn.Module:
+    return copy.deepcopy(FIRST[kind])
+
+
+def data() -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(STEPS, 8, D, generator=generator, dtype=torch.float64)
+    return x, torch.randn(STEPS, 8, 1, generator=generator, dtype=torch.float64)
+
+
+def by_torch(kind: str, parts: int = 1, ranks: int = 1) -> Any:
+    """Losses, params, and the buffers of each rank, whose gradients are averaged."""
+    modules = [made(kind) for _ in range(ranks)]
+    params = list(zip(*[module.parameters() for module in modules], strict=True))
+    losses, (xs, ys) = list[float](), data()
+    for x, y in zip(xs, ys, strict=True):
+        total = 0.0
+        for module, own, target in zip(modules, x.chunk(ranks), y.chunk(ranks), strict=True):
+            module.zero_grad()
+            for a, b in zip(own.chunk(parts), target.chunk(parts), strict=True):
+                loss = ((module(a) - b) ** 2).mean() / parts
+                loss.backward()
+                total += loss.item() / ranks
+        with torch.no_grad():
+            for same in params:
+                grad = torch.stack([p.grad for p in same if p.grad is not None]).mean(0)
+                for p in same:
+                    p -= 0.1 * grad
+        losses.append(total)
+    named = {name: p.detach() for name, p in modules[0].named_parameters()}
+    return torch.tensor(losses, dtype=torch.float64), named, [dict(module.named_buffers()) for module in modules]
+
+
+def by_steps(kind: str, wrap: Any, parts: int, aux: bool, rank: int) -> Any:
+    ranks = torch.distributed.get_world_size()
+    apply, params, buffers = fz.functional(made(kind), buffers=True)
+
+    def fn(p: Any, carry: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+        out, carry = apply(p, carry, x)
+        loss = ((out - y) ** 2).mean()
+        return ((loss, out) if aux else loss), carry
+
+    step = fz.accumulate(wrap(fz.carry(fz.train_step(fn, fz.sgd(0.1), has_aux=aux), buffers)), parts)
+    state, losses = step.init(params), []
+    for x, y in zip(*data(), strict=True):
+        state, metrics = step(state, x.chunk(ranks)[rank], y.chunk(ranks)[rank])
+        losses.append(metrics["loss"])
+        assert not aux or metrics["aux"].shape == (len(x) // ranks, 1)
+    assert all(torch.equal(x, y) for x, y in zip(buffers.values(), apply_fresh(kind).values(), strict=True))
+    return torch.stack(losses), dict(fz.gather(state.params)), state.extra["carry"]
+
+
+def apply_fresh(kind: str) -> Any:
+    return dict(made(kind).named_buffers())
+
+
+WRAPS: dict[str, Any] = {
+    "alone": lambda step: step,
+    "remat": fz.remat,
+    "zero1": fz.shard_zero1,
+    "zero3": fz.shard_zero3,
+    "zero3, remat": lambda step: fz.remat(fz.shard_zero3(step)),
+    "fused": lambda step: fz.fuse_update(fz.shard_zero3(step), norm="twice"),
+    "donated": fz.donate,
+    "on the host": lambda step: fz.offload(step, params="host", activations="host"),
+}
+
+
+@pytest.mark.parametrize("kind", sorted(NETS))
+@pytest.mark.parametrize("wrap", sorted(WRAPS))
+@pytest.mark.filterwarnings("ignore:fz.offload")
+def test_as_the_module_trains(wrap: str, kind: str) -> None:
+    for parts, aux in ((1, False), (2, True), (4, False)):
+        losses, params, (buffers,) = by_torch(kind, parts)
+        (got,) = run_ranks(functools.partial(by_steps, kind, WRAPS[wrap], parts, aux), 1)
+        assert_trees_close(got, (losses, params, buffers), rtol=1e-12, atol=1e-14)
+
+
+@by_day(10)
+@given(chosen=strategies.transforms(), ranks=st.integers(1, 2), parts=st.sampled_from([1, 2]), seed=st.integers(0, 99))
+@pytest.mark.filterwarnings("ignore:fz.offload")
+def test_each_rank_has_its_own(chosen: Any, ranks: int, parts: int, seed: int) -> None:
+    chosen = [(said, each) for said, each in chosen if not said.startswith(("accumulate", "loss_scale", "autocast"))]
+    sharded = any("shard" in said for said, _ in chosen)
+    ranks = ranks if sharded else 1
+    losses, params, buffers = by_torch("net", parts, ranks)
+    wrap = functools.partial(strategies.apply, chosen=chosen)
+    with hazards(seed):
+        found = run_ranks(functools.partial(by_steps, "net", wrap, parts, False), ranks)
+    for got, own in zip(found, buffers, strict=True):
+        assert_trees_close(got, (losses, params, own), rtol=1e-10, atol=1e-12)
+
+
+def test_on_real_processes() -> None:
+    losses, params, buffers = by_torch("net", 2, 2)
+    found = run_ranks(functools.partial(by_steps, "net", fz.shard_zero3, 2, True), 2, backend="processes")
+    for got, own in zip(found, buffers, strict=True):
+        assert_trees_close(got, (losses, params, own), rtol=1e-10, atol=1e-12)
+
+
+def step_of(kind: str = "net", wrap: Any = lambda step: step) -> Any:
+    apply, params, buffers = fz.functional(made(kind), buffers=True)
+    return wrap(fz.carry(fz.train_step(apply, fz.sgd(0.1)), buffers)), params, buffers
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.shard_zero3, fz.remat])
+def test_vjp_hands_the_new_one_out_and_forward_leaves_it(wrap: Any) -> None:
+    def on(rank: int) -> None:
+        step, params, buffers = step_of(wrap=wrap)
+        state, module, x = step.init(params), made("net"), data()[0][0]
+        own = x.clone().requires_grad_()
+        want = module(own)
+        want.backward(torch.ones_like(want))
+        out, pullback, new = step.vjp(state, x)
+        grads, (ct,) = pullback(torch.ones_like(out))
+        assert_trees_close(out, want.detach(), rtol=1e-12)
+        assert_trees_close(ct, own.grad, rtol=1e-12)
+        assert_trees_close(
+            dict(fz.gather(grads)), {n: p.grad for n, p in module.named_parameters()}, rtol=1e-11, atol=1e-14
+        )
+        assert_trees_equal(new, dict(module.named_buffers()))
+        assert_trees_equal(state.extra["carry"], buffers)
+        assert_trees_close(step.forward(state, x), want.detach(), rtol=1e-12)
+        again, second, _ = step.vjp(state, x, argnums=0)
+        assert_trees_close(second.inputs(torch.ones_like(again)), (own.grad,), rtol=1e-12)
+        on_with = state.replace(extra={**state.extra, "carry": new})
+        assert_trees_close(step.forward(on_with, x), module(x).detach(), rtol=1e-12)
+
+    run_ranks(on, 1)
+
+
+def test_saved_loaded_converted_scanned_and_mapped(tmp_path: Any) -> None:
+    def on(rank: int) -> Any:
+        apply, params, buffers = fz.functional(made("net"), buffers=True)
+
+        def fn(p: Any, carry: Any, x: torch.Tensor, y: torch.Tensor) -> Any:
+            out, carry = apply(p, carry, x)
+            return ((out - y) ** 2).mean(), carry
+
+        step = fz.shard_zero3(fz.carry(fz.train_step(fn, fz.sgd(0.1)), buffers))
+        xs, ys = data()
+        xs = xs + rank  # so that the ranks' buffers differ
+        state, _ = step(step.init(params), xs[0], ys[0])
+        fz.save(tmp_path / "state", state)
+        other = fz.shard_zero1(fz.carry(fz.train_step(fn, fz.sgd(0.1)), buffers))
+        converted = fz.convert(state, other)
+        loaded = fz.load(tmp_path / "state", step)
+        scanned, _ = fz.scan(step, step.init(params), (xs, ys))
+        for x, y in zip(xs[1:], ys[1:], strict=True):
+            state, _ = step(state, x, y)
+        assert_trees_close(scanned.extra["carry"], state.extra["carry"], rtol=1e-12)
+        return converted.extra["carry"], loaded.extra["carry"]
+
+    (converted, loaded), (also, too) = run_ranks(on, 2)
+    assert_trees_equal(converted, loaded, also, too)  # rank 0's
+
+
+def test_members_of_an_ensemble_have_their_own() -> None:
+    step, params, _ = step_of("convolutions")
+    objective = fz.with_fn(step, lambda p, carry, x: _squared(step.fn, p, carry, x))
+    states, x = [objective.init({n: p * s for n, p in params.items()}) for s in (1.0, 0.5)], data()[0][0]
+    mapped, _ = torch.vmap(objective, in_dims=(0, None))(fz.stack(states), x)
+    for state, member in zip(states, fz.unstack(mapped), strict=True):
+        assert_trees_close(member.extra["carry"], objective(state, x)[0].extra["carry"], rtol=1e-12)
+
+
+def _squared(fn: Any, p: Any, carry: Any, x: torch.Tensor) -> Any:
+    out, carry = fn(p, carry, x)
+    return out.square().mean(), carry
+
+
+def test_a_derivative_of_a_run() -> None:
+    def plain(rate: torch.Tensor) -> torch.Tensor:
+        w, mean = torch.tensor([1.0, 2.0]), torch.zeros(2)
+        for _ in range(2):
+            fn = lambda w, mean=mean: ((w - mean) ** 2).sum()
+            w, mean = w - rate * torch.func.grad(fn)(w), 0.5 * mean + 0.5 * w
+        return ((w - mean) ** 2).sum()
+
+    def run(rate: torch.Tensor) -> Any:
+        fn = lambda p, mean: (((p["w"] - mean) ** 2).sum(), 0.5 * mean + 0.5 * p["w"])
+        step = fz.carry(fz.train_step(fn, fz.sgd(rate)), torch.zeros(2))
+        state = step.init({"w": torch.tensor([1.0, 2.0])})
+        for _ in range(2):
+            state, _ = step(state)
+        return step.forward(state)
+
+    at = torch.tensor(0.1)
+    assert_trees_close(torch.func.grad(run)(at), torch.func.grad(plain)(at), rtol=1e-5)
+    assert_trees_close(torch.func.jvp(run, (at,), (at,)), torch.func.jvp(plain, (at,), (at,)), rtol=1e-5)
+
+
+def test_the_old_one_stays_where_an_update_is_skipped() -> None:
+    step = fz.carry(fz.train_step(lambda p, n, x: ((p["w"] * x).sum(), n + x.sum()), fz.sgd(0.1)), torch.zeros(()))
+    state, metrics = step(step.init({"w": torch.ones(2)}), torch.tensor([float("inf"), 1.0]))
+    assert metrics["skipped"] and state.extra["carry"] == 0
+
+
+def test_hessian_vector_products_take_it_for_a_constant() -> None:
+    step = fz.carry(fz.train_step(lambda p, n, x: ((p["w"] ** 3 * x).sum() * n, n + 1), fz.sgd(0.1)), torch.ones(()))
+    state, x = step.init({"w": torch.ones(2)}), torch.ones(2)
+    v = step.vjp(state, x)[1](torch.ones(()))[0]
+    assert_trees_close(fz.gather(fz.hvp(step, state, v, x))["w"], torch.full((2,), 18.0))
+
+
+def test_what_is_wrong_is_said() -> None:
+    apply, params, buffers = fz.functional(nn.BatchNorm1d(2), buffers=True)
+    x = torch.ones(3, 2)
+    for wrong in (None, {}, {**buffers, "more": x}, x):
+        with pytest.raises(ValueError, match=r"apply: got buffers=.*expected a dict of tensors by the names"):
+            apply(params, wrong, x)
+
+    class Grows(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen = torch.cat([self.seen, x[:1, 0]])
+            return x
+
+    grows, _, own = fz.functional(Grows(), buffers=True)
+    with pytest.raises(ValueError, match=r"left a tensor of shape \(2,\).*in the place of its buffer 'seen'"):
+        grows({}, own, x)
+    cases: dict[str, Any] = {
+        r"expected \(outputs, new carry\), as the step was made by fz.carry": lambda p, c: p["w"].sum(),
+        "new carry is .* of structure": lambda p, c: (p["w"].sum(), (c, c)),
+        r"new carry has a tensor of shape \(2,\)": lambda p, c: (p["w"].sum(), torch.zeros(2)),
+    }
+    for words, fn in cases.items():
+        step = fz.carry(fz.train_step(fn, fz.sgd(0.1)), torch.zeros(()))
+        state = step.init({"w": torch.ones(2)})
+        for call in (step, step.forward, step.vjp):
+            with pytest.raises((TypeError, ValueError), match=words):
+                call(state)
+    step = fz.carry(fz.train_step(lambda p, c: (p["w"].sum(), c), fz.sgd(0.1)), torch.zeros(()))
+    with pytest.raises(ValueError, match="already has a carry"):
+        fz.carry(step, torch.zeros(()))
+    with pytest.raises(TypeError, match="carry: got value a="):
+        fz.carry(fz.train_step(lambda p, c: (p["w"].sum(), c), fz.sgd(0.1)), {"a": "text"})
+    state = step.init({"w": torch.ones(2)})
+    with pytest.raises(TypeError, match="per_example_grads: got a step that carries something"):
+        fz.per_example_grads(step, state)
+    with pytest.raises(TypeError, match="tape: got a step that carries something"), fz.tape(step, state):
+        pass
+    with pytest.raises(TypeError, match=r"pipeline: steps\[0\]: got a step that carries something"):
+        fz.pipeline([step], fz.schedules.gpipe(stages=1, microbatches=1))
+
+
+class Aside(nn.Module):
+    """Holds a buffer in a list too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.calls: torch.Tensor
+        self.also = [self.calls]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.also[0]
+
+
+def test_a_buffer_that_is_held_elsewhere_too() -> None:
+    apply, params, buffers = fz.functional(Aside(), buffers=True)
+    for calls in (1.0, 2.0):
+        out, buffers = apply(params, buffers, torch.ones(2))
+        assert_trees_equal((out, buffers), (torch.full((2,), calls), {"calls": torch.tensor(calls)}))
+
+
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Counter(), Counter()
+        self.second.calls = self.first.calls
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(self.first(x))  # type: ignore[no-any-return]
+
+
+def test_a_buffer_that_two_modules_share_is_one() -> None:
+    module = Twice().double()
+    module.second.calls = module.first.calls  # which a conversion takes apart
+    apply, params, buffers = fz.functional(module, buffers=True)
+    assert sorted(buffers) == ["first.calls", "first.mean", "second.mean"]
+    out, new = apply(params, buffers, x := data()[0][0])
+    assert_trees_close(out, module(x), rtol=1e-12)
+    assert new["first.calls"] == 2 and buffers["first.calls"] == 0
