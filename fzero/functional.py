@@ -23,7 +23,7 @@ from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, origins_of, running, tensor_axis_of
-from fzero.modules.carried import Carried, call_carrying
+from fzero.modules.carried import Carried, call_carrying, need_apart
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
@@ -98,6 +98,8 @@ def functional(module: nn.Module, buffers: bool = False) -> tuple[object, ...]:
     params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))
     memo = {id(param): Absent.like(param, path=name) for name, param in module.named_parameters()}
     pristine, holdings, _ = private_copy(module, memo)
+    if buffers:
+        need_apart(module)
     for registry in ("_parameters", "_buffers")[: 1 + buffers]:
         places_of(pristine, holdings, registry)  # what cannot be put anywhere is refused here
     apply = _Apply(pristine, tuple(frozen), buffers)
@@ -171,7 +173,7 @@ class _Apply:
 
     def _run(
         self, own: _Copy, units: Mapping[str, Params], params: Params, args: tuple[object, ...], kwargs: Params
-    ) -> Any:
+    ) -> object:
         if ROOT in units:  # the whole module is one unit
             root, fast = own.root, own.fast(own.root, args, kwargs)
             return own.whole(
@@ -305,7 +307,10 @@ class _Copy:
             if any(isinstance(leaf, Handle) for leaf in leaves.values()):
                 return node()
             # its params are in place already
-            return plain_call(lambda: run(*args, **kwargs), node, (args, kwargs), unit.surroundings)
+            plain = functools.partial(run, *args, **kwargs)
+            # a run that is given up leaves no buffer changed
+            own = plain if unit.carried is None else functools.partial(unit.carried.alone, plain)
+            return plain_call(own, node, (args, kwargs), unit.surroundings)
 
         own.forward = forward
 

@@ -169,6 +169,7 @@ RIGHT: dict[str, Any] = {
     "global_norm": (lambda own: fz.global_norm(put(GRADS, own)), OWN),
 }
 REFUSED: dict[str, Any] = {
+    "from_torch": (lambda w: run_of(fz.train_step(loss, fz.from_torch(torch.optim.Adam, 0.1)), w), W),
     "donate": around(fz.donate),
     "tape": (taped, X),
     "convert": of_state(lambda state: fz.convert(state, STEP)),

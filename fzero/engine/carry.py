@@ -10,7 +10,6 @@ import torch
 from fzero.base import private, pytree
 from fzero.base.arguments import named
 from fzero.state.items import CARRY
-from fzero.state.moments import apart
 from fzero.state.train_state import TrainState
 from fzero.table.spec import Spec
 
@@ -48,7 +47,8 @@ class Carry:
         assert isinstance(aux, tuple)
         aux, new = aux
         _need_alike(new, self.begun)
-        self.value = apart(new, self.begun)
+        # of its own, as outputs, inputs and what fn closes over are somebody else's
+        self.value = pytree.map(torch.clone, new)
         return aux
 
     def of_inputs(self, cotangents: list[T]) -> list[T]:
@@ -95,6 +95,6 @@ def _need_alike(new: object, old: object) -> None:
         forms = [(tuple(z.shape), z.dtype) if isinstance(z, torch.Tensor) else type(z) for z in (x, y)]
         if forms[0] != forms[1]:
             raise ValueError(
-                f"step: fn's new carry has {named(x)} in {name!r}, expected what is like the one that it was given, "
-                f"{named(y)}."
+                f"step: fn's new carry {f'has {named(x)} in {name!r}' if name else f'is {named(x)}'}, expected what is "
+                f"like the one that it was given, {named(y)}."
             )

@@ -182,6 +182,10 @@ def _given_out(x: object) -> object:
     return read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
 
 
+def _copied(x: object) -> object:
+    return x.clone() if isinstance(x, torch.Tensor) else x
+
+
 def call_function(
     step: Spec, state: TrainState, traversal: Traversal, primals: Mapping[Key, torch.Tensor], inputs: Sequence[object]
 ) -> Any:
@@ -210,6 +214,8 @@ def call_function(
     with autocast(traversal.device, traversal.table.outside), traversal.running(), traversal.schedule.forward(), watch:
         try:
             fn = traversal.fn or step.fn
+            if step.carries:  # which it may write to
+                inputs = (pytree.map_leaves(_copied, inputs[0]), *inputs[1:])
             try:
                 with heard(), during(notes, known), follow, _hidden(traversal, primals, inputs, fn):
                     out = fn(tree, *inputs)

@@ -9,11 +9,37 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import nn
 
+from fzero.base import texts
 from fzero.base.arguments import named
-from fzero.capture.handle import Function
+from fzero.base.refusals import noted
+from fzero.capture.exports import overlap
+from fzero.capture.handle import Function, storage_of
 from fzero.capture.surroundings import Surroundings
 from fzero.engine.dispatch import call_unit
+from fzero.modules.holdings import Holdings
 from fzero.modules.places import Place, Places
+
+
+def need_apart(module: nn.Module) -> None:
+    """Refuses buffers that share memory with something else, as each would be a value by itself.
+
+    Raises:
+        ValueError: naming both.
+    """
+    holdings = Holdings(module)
+    names = {id(x): f"buffer {name!r}" for name, x in module.named_buffers()}
+    params = {id(x): f"param {name!r}" for name, x in module.named_parameters()}
+    tensors = {i: x for i, x in holdings.objects.items() if isinstance(x, torch.Tensor)}
+    memory = {i: storage_of(x) for i, x in tensors.items() if x.layout == torch.strided}
+    for number, x in [(id(x), x) for _, x in module.named_buffers()]:
+        for other, where in memory.items() if memory.get(number) else ():
+            if other != number and where == memory[number] and overlap((x, tensors[other])):
+                what = names.get(other) or params.get(other) or holdings.way(other)
+                raise ValueError(
+                    f"fz.functional(buffers=True): {names[number]} and {what} share memory, and would be two values, "
+                    "of which a write to one does not change the other. Compute the view in forward, from the buffer, "
+                    "or register a copy (.clone())."
+                )
 
 
 class Carried:
@@ -46,10 +72,22 @@ class Carried:
                         f"tensor like the one that it was given, {named(own[name])}."
                     )
                 new[name] = x
+            for other, name in self._first.items():
+                registry, key = self._places.of[other]
+                if registry.get(key) is not new[name]:
+                    raise ValueError(
+                        f"apply: the module's forward put another tensor in the place of its buffer {name!r}, which "
+                        f"is also {other!r}, and left the old one there; expected one tensor in both. Write to it in "
+                        "place (.copy_()), or assign both."
+                    )
+
+    @property
+    def names(self) -> list[str]:
+        return list(dict.fromkeys(self._first.values()))
 
     def now(self) -> dict[str, torch.Tensor]:
         """The buffers that stand in the module."""
-        places = {name: self._places.of[name] for name in dict.fromkeys(self._first.values())}
+        places = {name: self._places.of[name] for name in self.names}
         return {name: registry[key] for name, (registry, key) in places.items()}
 
     def put(self, new: Mapping[str, torch.Tensor]) -> None:
@@ -57,6 +95,23 @@ class Carried:
         for name, first in self._first.items():
             registry, key = self._places.of[name]
             registry[key] = new[first]
+
+    def alone(self, call: Callable[[], object]) -> object:
+        """What a call returns; the buffers are those that it has left, unless it was refused and runs again."""
+        kept: dict[str, torch.Tensor] = {}
+        try:
+            with self.carrying(self.now()) as new:
+                try:
+                    out = call()
+                except Exception as error:
+                    again = isinstance(error, RuntimeError) and texts.says(error, *texts.REFUSED)
+                    kept = {} if again else self.now()
+                    raise
+            kept = new
+            return out
+        finally:
+            if kept:
+                self.put(kept)
 
     def _checked(self, buffers: object) -> dict[str, torch.Tensor]:
         known = dict.fromkeys(self._first.values())
@@ -98,6 +153,12 @@ def call_carrying(
         return out, new
 
     own, quick = functools.partial(carrying, call), functools.partial(carrying, fast)
-    out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, surroundings, around)
+    try:
+        out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, surroundings, around)
+    except Exception as error:
+        if carried.names:
+            error.add_note("A unit raised this whose buffers are values; what it had written to them is lost.")
+            noted(error)  # so that nobody goes on without
+        raise
     carried.put(new)
     return out

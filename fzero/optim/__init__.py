@@ -10,6 +10,8 @@ from fzero.optim._clip import adaptive_clip as adaptive_clip
 from fzero.optim._clip import clip_by_block_norm as clip_by_block_norm
 from fzero.optim._clip import clip_by_global_norm as clip_by_global_norm
 from fzero.optim._clip import clip_by_value as clip_by_value
+from fzero.optim._from_torch import TorchState as TorchState
+from fzero.optim._from_torch import from_torch as from_torch
 from fzero.optim._join import chain as chain
 from fzero.optim._join import partition as partition
 from fzero.optim._lamb import lamb as lamb

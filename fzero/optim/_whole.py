@@ -10,38 +10,33 @@ from typing import NamedTuple
 
 import torch
 
-from fzero.base import private, pytree
+from fzero.base import pytree
 from fzero.base.arguments import named
 from fzero.base.follow import is_transformed
-from fzero.comm.axis import Axis
-from fzero.comm.pieces import start_exchange
-from fzero.formats.formats import zeros
+from fzero.base.random import Seeds, seeded
+from fzero.base.rebound import is_others
 from fzero.kernels.onepass import math_dtype
 from fzero.optim._join import members_of
+from fzero.optim._leaf_states import (
+    Place,
+    exchanged,
+    flat,
+    form,
+    like_leaf,
+    numbers_of,
+    said_of,
+    tensors_of,
+    with_others,
+)
 from fzero.optim.base import values, write_values
 from fzero.state.entered import slice_in
 from fzero.state.owners import Leaves, everywhere, joined, owned, owners, start_slices, start_whole
-from fzero.state.placing import placed
-from fzero.state.sharded import Draw, Sharded, part_names
-from fzero.stores.away import Buffer
+from fzero.state.sharded import Draw, Sharded
 from fzero.table.layout import Key, Slot
 from fzero.table.needs import need_optimizer
 from fzero.table.optimizer import GradientTransformation, Number
 
 AHEAD = 1  # groups that are on their way to their owners while one is computed with
-
-
-class Place:
-    """In a leaf's state the place of a tensor of the leaf's shape, which lies in slices in the tree of that number."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __repr__(self) -> str:
-        return f"Place({self.number})"
-
-
-pytree.register(Place, lambda node: ((), node.number), lambda number, _: Place(number))
 
 
 class WholeState(NamedTuple):
@@ -61,8 +56,9 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
 
     For what needs more than elements: norms of rows, factors, preconditioners, learned optimizers. Every leaf is
     brought to one rank, with its gradient and its state, updated there, and brought back in slices, one exchange in and
-    one out for each group of leaves, while another group is computed with. What of its state has the leaf's shape is
-    sharded, offloaded and saved as moments are; every rank has all the rest.
+    one out for each group of leaves, while another group is computed with. What of its state has the shape of a matrix,
+    or of a large vector, is sharded, offloaded and saved as moments are; every rank has all the rest. Its metrics are
+    left out.
 
     Args:
         optimizer: any; what it does to one leaf must not depend on others. `init` and `update` keep structure, shapes
@@ -94,7 +90,7 @@ def whole(optimizer: GradientTransformation) -> GradientTransformation:
         own.update,
         own.fused,
         own.label,
-        own.metrics if optimizer.metrics else None,
+        own.metrics if optimizer.metrics and not is_others(optimizer.metrics) else None,
         by_leaf=True,
         needs="all",  # as all leaves' other tensors are told at the end
         exchanges=True,
@@ -122,55 +118,67 @@ class _Whole:
         rest, trees = dict[str, object](), list[dict[Key, torch.Tensor]]()
         for key in params.groups:
             leaves, slots = everywhere(params, key), params.layout.groups[key].slots
-            states = {slot.leaf: _flat(self.optimizer.init({slot.path: leaves[slot.leaf]})) for slot in slots}
-            own = {leaf: _like_leaf(entries, leaves[leaf]) for leaf, (entries, _) in states.items()}
-            for place in range(max([len(each) for each in own.values()])):
-                those = {leaf: each[place] for leaf, each in own.items() if place < len(each)}
-                if 2 * sum([leaves[leaf].numel() for leaf in those]) < sum([x.numel() for x in leaves.values()]):
-                    continue  # slices of all the group would be zeros for most
-                found = {leaf: torch.zeros_like(x) for leaf, x in leaves.items() if leaf not in those}
-                for leaf, entry in those.items():
-                    entries, x = states[leaf][0], states[leaf][0][entry]
+            parts: list[Leaves] = []
+            for slot in slots:
+                leaf = leaves[slot.leaf].clone()  # of which it may keep a part
+                entries, spec = flat(self.optimizer.init({slot.path: leaf}))
+                for place, entry in enumerate(like_leaf(entries, leaf)):
+                    parts += [{} for _ in range(place + 1 - len(parts))]
+                    x = entries[entry]
                     assert isinstance(x, torch.Tensor)
-                    found[leaf], entries[entry] = x.to(leaves[leaf].dtype), Place(place)
-                trees += [{} for _ in range(place + 1 - len(trees))]
-                trees[place][key] = slice_in(params, key, found, params.local(key).dtype)
-            rest |= {slot.path: pytree.unflatten(states[slot.leaf][1], states[slot.leaf][0]) for slot in slots}
-        said = "\n".join(f"{path}: {[_form(x) for x in _flat(state)[0]]}" for path, state in rest.items())
+                    parts[place][slot.leaf], entries[entry] = x.to(leaf.dtype), Place(place)
+                rest[slot.path] = pytree.unflatten(spec, entries)
+            trees += [{} for _ in range(len(parts) - len(trees))]
+            for found, own in zip(trees, parts, strict=False):
+                own = {leaf: own.get(leaf, torch.zeros_like(x)) for leaf, x in leaves.items()}
+                found[key] = slice_in(params, key, own, params.local(key).dtype).clone()  # no view, as it is written
+        for found in trees:  # all have all groups, whatever leaves are in one, so that a state goes into other units
+            for key in params.groups:
+                found.setdefault(key, torch.zeros_like(params.local(key)))
+            row = params.layout.groups[key].row
+            if isinstance(row.policy.moment, str) and any(key in found for found in trees):
+                raise ValueError(
+                    f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which fz.whole cannot "
+                    "carry: nothing says which of its optimizer's tensors may be negative. Give moment= a dtype."
+                )
+        said = "\n".join(f"{path}: {list(map(said_of, flat(state)[0]))}" for path, state in rest.items())
         params.axis.check_same(said, "fz.whole: the states of leaves", "Make the same of a leaf on every rank.")
-        return WholeState(tuple([self._tree(params, found) for found in trees]), rest)
-
-    def _tree(self, params: Sharded, found: Mapping[Key, torch.Tensor]) -> Sharded:
-        empty = Sharded(params.layout, params.axis, params.structure, {}, kind="signed")
-        if any(private.is_wrapped(x) for x in found.values()):
-            return params.with_buffers(found)
-        buffers: dict[object, Buffer] = {}
-        for key, x in found.items():
-            form = empty.format(key)
-            tree = empty.over(dict(zip(part_names(form, key), zeros(form, x.numel(), x.device), strict=True)))
-            write_values(tree, key, x, Draw(0, 0))
-            buffers.update(placed(tree, "moments").entries)  # one group at a time
-        return empty.over(buffers)
+        return WholeState(tuple([params.with_buffers(found) for found in trees]), rest)
 
     def _of_leaf(
-        self, slot: Slot, rest: object, g: torch.Tensor, p: torch.Tensor, own: Sequence[torch.Tensor]
+        self,
+        slot: Slot,
+        rest: object,
+        g: torch.Tensor,
+        p: torch.Tensor,
+        own: Sequence[torch.Tensor],
+        seed: tuple[int, ...],
     ) -> tuple[torch.Tensor, object, list[torch.Tensor]]:
         """The update of a leaf, and its next state: what every rank has, and what the trees have.
 
         Args:
             own: what the trees have, in the order of their numbers.
+            seed: of everything random in this update.
         """
-        path, (had, spec) = slot.path, _flat(rest)
+        path, (had, spec) = slot.path, flat(rest)
         places = [i for i, x in enumerate(had) if isinstance(x, Place)]
-        state = list(had)
+        state = [x.clone() if isinstance(x, torch.Tensor) else x for x in had]  # which it may write to, or keep
         for i, x in zip(places, own, strict=False):
-            state[i] = x
-        updates, new = self.optimizer.update({path: g}, pytree.unflatten(spec, state), {path: p})
-        update, (entries, now) = updates[path], _flat(new)
+            state[i] = x.clone()
+        g, p = g.clone(), p.clone()
+        with seeded(Seeds(*seed, slot.leaf).next()):  # so that whoever updates this leaf draws the same
+            found = self.optimizer.update({path: g}, pytree.unflatten(spec, state), {path: p})
+        if not isinstance(found, tuple) or len(found) != 2 or not isinstance(found[0], Mapping) or path not in found[0]:
+            raise ValueError(
+                f"whole: the update of leaf {path!r} is {named(found)}, expected a pair ({{{path!r}: a tensor like the "
+                "leaf}, the next state)."
+            )
+        updates, new = found
+        update, (entries, now) = updates[path], flat(new)
         if not isinstance(update, torch.Tensor) or update.shape != p.shape:
             raise ValueError(f"whole: the update of leaf {path!r} is {named(update)}, expected a tensor like the leaf.")
         pairs = enumerate(zip(state, entries, strict=True)) if spec == now else ()
-        if spec != now or not all(_form(x, i in places) == _form(y, i in places) for i, (x, y) in pairs):
+        if spec != now or not all(form(x, i in places) == form(y, i in places) for i, (x, y) in pairs):
             raise ValueError(
                 f"whole: the state of leaf {path!r} is {new} after an update, and was {rest}. A state keeps the "
                 "structure, the shapes and the dtypes of what its init returned; start with zeros where there is "
@@ -204,14 +212,15 @@ class _Whole:
 
     def _everywhere(self, grads: Sharded, old: WholeState, params: Sharded) -> tuple[Sharded, WholeState]:
         """The same on every rank, as a transform may go on through it."""
-        rest, buffers = dict(old.rest), [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)]
+        rest, seed = dict(old.rest), _seed_of(params)
+        buffers = [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)]
         for key in grads.groups:
             own = [i for i, tree in enumerate(old.trees) if key in tree.groups]
             whole = [everywhere(tree, key) for tree in (grads, params, *[old.trees[i] for i in own])]
             made: list[Leaves] = [{} for _ in range(len(own) + 1)]
             for slot in grads.layout.groups[key].slots:
                 g, p, *state = [each[slot.leaf] for each in whole]
-                update, rest[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state)
+                update, rest[slot.path], new = self._of_leaf(slot, rest[slot.path], g, p, state, seed)
                 for leaves, x in zip(made, (update, *new), strict=True):
                     leaves[slot.leaf] = x
             for place, leaves in zip((0, *[i + 1 for i in own]), made, strict=True):
@@ -280,7 +289,9 @@ class _Run:
         for slot in owned(self.params, key):
             g, p, *state = [each[slot.leaf] for each in whole]
             try:
-                update, self.rest[slot.path], new = self.own._of_leaf(slot, self.rest[slot.path], g, p, state)
+                update, self.rest[slot.path], new = self.own._of_leaf(
+                    slot, self.rest[slot.path], g, p, state, _seed_of(self.params)
+                )
             except Exception as error:  # the others wait for what would have come of it
                 error.add_note(f"This was in the update of leaf {slot.path!r}, by fz.whole.")
                 self.error, update, new = self.error or error, torch.zeros_like(p), state
@@ -294,90 +305,33 @@ class _Run:
         params, axis = self.params, self.params.axis
         cut = [key for key in params.groups if params.axis_of(key).size > 1]
         slots = [(owners(params.layout, key)[s.leaf], s) for key in cut for s in params.layout.groups[key].slots]
+        failed = self.error and f"{type(self.error).__name__}: {self.error}"
+        over = axis.tensor
+        if over is not None and over.size > 1:  # whose ranks have the same leaves
+            heard = over.exchange(json.dumps(failed), "the update by fz.whole")
+            failed = failed or next((text for text in map(json.loads, heard) if text), None)
+        if failed and axis.size == 1:
+            raise self.error or _elsewhere(failed)
         if axis.size > 1:
-            numbers = {s.path: _numbers(self.rest[s.path]) for rank, s in slots if rank == axis.rank}
-            said = {"error": self.error and f"{type(self.error).__name__}: {self.error}", "numbers": numbers}
+            numbers = {s.path: numbers_of(self.rest[s.path]) for rank, s in slots if rank == axis.rank}
+            said = {"error": failed, "numbers": numbers}
             heard = [json.loads(text) for text in axis.exchange(json.dumps(said), "the update by fz.whole")]
             errors = {rank: each["error"] for rank, each in enumerate(heard) if each["error"]}
-            if errors and self.error is None:
-                rank, text = next(iter(errors.items()))
-                raise RuntimeError(f"step.update: rank {rank}'s part of an update by fz.whole failed: {text}")
-            tensors = _exchanged(axis, [(rank, _tensors(self.rest[s.path])) for rank, s in slots])
+            if errors:  # on every rank, before anything else is exchanged
+                raise self.error or _elsewhere(next(iter(errors.values())))
+            tensors = exchanged(axis, [(rank, tensors_of(self.rest[s.path])) for rank, s in slots])
             for (rank, slot), own in zip(slots, tensors, strict=True):
                 told = (
-                    heard[rank]["numbers"].get(slot.path, []) if rank != axis.rank else _numbers(self.rest[slot.path])
+                    heard[rank]["numbers"].get(slot.path, []) if rank != axis.rank else numbers_of(self.rest[slot.path])
                 )
-                self.rest[slot.path] = _with(self.rest[slot.path], own, told)
-        if self.error is not None:
-            raise self.error
+                self.rest[slot.path] = with_others(self.rest[slot.path], own, told)
         return self.rest
 
 
-def _exchanged(axis: Axis, states: Sequence[tuple[int, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
-    """Tensors that each one rank has, on every rank: all have others of the same shapes and dtypes."""
-    sizes = [sum([x.nbytes for rank, own in states if rank == r for x in own]) for r in range(axis.size)]
-    if not any(sizes):
-        return [own for _, own in states]
-    device = next(x.device for _, own in states for x in own)
-    mine = [x.contiguous().reshape(-1).view(torch.uint8) for rank, own in states if rank == axis.rank for x in own]
-    flat = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
-    receive = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-    start_exchange(axis, [flat] * axis.size, receive, "states of leaves")()
-    at, out = [0] * axis.size, []
-    for rank, own in states:
-        found = []
-        for x in own:
-            part = receive[rank][at[rank] : at[rank] + x.nbytes].clone()  # where it is aligned for its dtype
-            at[rank] += x.nbytes
-            found.append(part.view(x.dtype).view(x.shape))
-        out.append(found)
-    return out
+def _elsewhere(said: str) -> RuntimeError:
+    return RuntimeError(f"step.update: another rank's part of an update by fz.whole failed: {said}")
 
 
-# ---- a leaf's state
-
-
-def _is_entry(node: object) -> bool:
-    return isinstance(node, (Place, pytree.Count))
-
-
-def _flat(state: object) -> tuple[list[object], pytree.Spec]:
-    return pytree.flatten(state, is_leaf=_is_entry)
-
-
-def _like_leaf(entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
-    """Which entries of a leaf's state are tensors of its shape."""
-    found = [(i, x) for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and x.is_floating_point()]
-    return [i for i, x in found if x.shape == leaf.shape and x.ndim]
-
-
-def _form(entry: object, in_slices: bool = False) -> object:
-    """What an update keeps of an entry."""
-    if isinstance(entry, torch.Tensor):
-        return tuple(entry.shape), None if in_slices else entry.dtype
-    if isinstance(entry, Place):
-        return f"in slices, {entry.number}"
-    return type(entry) if isinstance(entry, (int, float, pytree.Count)) else entry
-
-
-def _tensors(rest: object) -> list[torch.Tensor]:
-    return [x for x in _flat(rest)[0] if isinstance(x, torch.Tensor)]
-
-
-def _numbers(rest: object) -> list[float]:
-    entries = [x.value if isinstance(x, pytree.Count) else x for x in _flat(rest)[0]]
-    return [x for x in entries if isinstance(x, (int, float))]
-
-
-def _with(rest: object, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> object:
-    """A leaf's state with other tensors and numbers in the places of its own."""
-    entries, spec = _flat(rest)
-    left, told = iter(tensors), iter(numbers)
-    for i, x in enumerate(entries):
-        if isinstance(x, torch.Tensor):
-            entries[i] = next(left)
-        elif isinstance(x, pytree.Count):
-            entries[i] = pytree.Count(int(next(told)))
-        elif isinstance(x, (int, float)):
-            entries[i] = next(told)
-    return pytree.unflatten(spec, entries)
+def _seed_of(params: Sharded) -> tuple[int, ...]:
+    draw = params.draw or Draw(0, 0)
+    return draw.seed, draw.count

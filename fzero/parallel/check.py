@@ -15,6 +15,7 @@ from fzero.base.context import during
 from fzero.base.patterns import PATTERN, unmatched
 from fzero.comm.axis import axes_in
 from fzero.comm.divergence import recorded_collectives
+from fzero.engine.carry import refuse_carry
 from fzero.engine.outcome import is_differentiable
 from fzero.parallel.declared import Dims, Inputs, Patterns, dims_of, paths_of, patterns_of
 from fzero.parallel.dry import Conversion, DryRun
@@ -162,6 +163,7 @@ def check(
     if isinstance(fn, Spec):
         if not inputs:
             raise wrong(WHO, "a step and inputs", inputs, "the step, its params and a batch")
+        refuse_carry(fn, WHO)
         planned = Planned(fn, inputs[0])
         fn, inputs, ignored = fn.fn, (inputs[0], *planned.inputs(inputs[1:])), (*ignored, *planned.unchecked)
     run = DryRun(frozenset(ignored), check.__code__)

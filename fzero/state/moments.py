@@ -87,7 +87,8 @@ def apart(tree: object, *others: object) -> Any:
 
 def _memory(x: object) -> object:
     """The storage of a tensor, None for what has none that could be overwritten."""
-    return x.untyped_storage()._cdata if isinstance(x, torch.Tensor) and not private.is_wrapped(x) else None
+    own = isinstance(x, torch.Tensor) and not private.is_wrapped(x) and x.layout == torch.strided
+    return x.untyped_storage()._cdata if own else None  # type: ignore[union-attr]
 
 
 def to_moment_dtype(moments: object) -> object:

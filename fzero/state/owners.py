@@ -172,6 +172,8 @@ def everywhere(tree: Sharded, key: Key) -> Leaves:
     What all ranks compute alike of them has the right cotangents where it is cut again by `slice_in`.
     """
     own, axis, tag = tree.local(key), tree.axis_of(key), f"leaves of {key}"
+    if axis.size == 1 and own.numel() < tree.layout.groups[key].numel:  # one rank stands for all, as in a plan
+        own = own.new_zeros(tree.layout.groups[key].numel)
     if axis.size > 1:
         own = Wire(tag, axis, own.dtype, own.dtype, own.dtype).spread(own) if follows(own) else axis.gather(own, tag)
     views = tree.layout.groups[key].views(own)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from fzero.base import pytree
 from fzero.base.arguments import wrong
+from fzero.base.follow import follows
+from fzero.comm.linear import on_data
 from fzero.state.items import CARRY
 from fzero.state.sharded import Sharded
 from fzero.state.train_state import TrainState
@@ -47,9 +51,14 @@ def carry(step: S, value: object) -> S:
     for name, x in zip(*pytree.named_leaves(value, lambda x: isinstance(x, (Sharded, TrainState)))[:2], strict=True):
         if not isinstance(x, torch.Tensor):
             raise wrong("carry", f"value {name}" if name else "value", x, "a tensor")
-    own = pytree.map(lambda x: x.detach().clone(), value)
-    extra = Extra(CARRY, "carry", lambda params: own, _stays, kind="a carry")
+    own = pytree.map(lambda x: x.clone() if follows(x) else x.detach().clone(), value)
+    extra = Extra(CARRY, "carry", functools.partial(_begun, own), _stays, kind="a carry")
     return step.with_header("carries", True, "carry").with_state(extra)
+
+
+def _begun(value: object, params: Sharded) -> object:
+    # what all ranks are given alike has the derivatives of the mean over them
+    return pytree.map(lambda x: on_data(params.axis, x) if follows(x) else x.clone(), value)
 
 
 def _stays(value: object, params: Sharded, applied: bool) -> object:

@@ -56,7 +56,9 @@ def followed_update(
         stepped = values(own).map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)
         params, count = _stepped(params, own, stepped, applied), count + 1
-        moments = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
+        new = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
+        choose = functools.partial(_one_kept, applied)
+        moments = new if applied is True else pytree.map(choose, new, moments, is_leaf=is_sharded)
     seen = as_seen(params)
     others = {
         each.name: _next_extra(each, state.extra[each.name], params if each.wide else seen, applied)
@@ -153,6 +155,12 @@ def _kept(new: Sharded, old: Sharded, applied: Applied) -> Sharded:
     return old.over(own)
 
 
+def _one_kept(applied: Applied, new: object, old: object) -> object:
+    """A tensor of the moments that is no tree, of members that skip an update the old one."""
+    both = isinstance(new, torch.Tensor) and isinstance(old, torch.Tensor)
+    return _chosen(applied, new, old) if both else new  # type: ignore[arg-type]
+
+
 def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) -> object:
     """An entry of the state after an update; of members that skip it the tensors stay, as numbers are all members'."""
 
@@ -179,7 +187,7 @@ def _updated(extra: Extra, old: object, params: Sharded, applied: bool) -> objec
 def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
     """The same of what transforms add to a state."""
     for extra in extras if cuts(params) else ():
-        held = [x for x in tensors_reached(extra) if transform_of(x) is not None]
+        held = [x for x in tensors_reached((extra.update, extra.scale)) if transform_of(x) is not None]
         if held:
             raise TypeError(
                 f"step.update: state.extra[{extra.name!r}] ({extra.source}) is updated with a tensor of shape "

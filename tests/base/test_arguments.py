@@ -205,6 +205,14 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "chain": {"member": (fz.chain, {"an optimizer"})},
     "partition": {"optimizers": (fz.partition, set())},
     "whole": {"optimizer": (fz.whole, {"an optimizer"})},
+    "from_torch": {
+        "optimizer": (lambda v: fz.from_torch(v, 0.1), set()),
+        "lr": (lambda v: fz.from_torch(torch.optim.SGD, v), {*NUMBER, "a function"}),
+        "options": (
+            lambda v: fz.from_torch(torch.optim.Adam, 0.1, eps=v),
+            {"an int", "a float", "a 0-d tensor", "a bool"},
+        ),
+    },
     "muon": {
         "lr": (fz.muon, {*NUMBER, "a function"}),
         "momentum": (lambda v: fz.muon(0.1, v), {"a 0-d tensor", "a float"}),

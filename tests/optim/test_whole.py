@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from typing import Any, NamedTuple
 
@@ -159,6 +160,21 @@ def test_saved_loaded_and_converted_on_other_ranks(tmp_path: Any) -> None:
         assert_trees_close(got, want[0], rtol=1e-12)
 
 
+@pytest.mark.parametrize("optimizer", [fz.whole(MOVED), fz.adafactor()])
+def test_into_other_units(optimizer: Any, tmp_path: Any) -> None:
+    def on(rank: int) -> Any:
+        step, x = fz.shard_zero3(fz.train_step(loss, optimizer)), torch.ones(2, dtype=F64)
+        other = fz.train_step(loss, optimizer, units="1")
+        state, _ = step(step.init(drawn(SHAPES, 2)), x)
+        fz.save(tmp_path / "state", state)
+        converted, loaded = fz.convert(state, other), fz.load(tmp_path / "state", other)
+        return [fz.gather(own(each, x)[0].params) for own, each in ((step, state), (other, converted), (other, loaded))]
+
+    for first, *others in run_ranks(on, 2):
+        for each in others:
+            assert_trees_close(each, first, rtol=1e-12)
+
+
 def failing(grads: Any, state: Any, params: Any) -> Any:
     if "0.1" in params:
         raise ArithmeticError("no root of this one")
@@ -166,11 +182,14 @@ def failing(grads: Any, state: Any, params: Any) -> Any:
 
 
 def failed(shapes: Any, rank: int) -> str:
-    step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(lambda p: (), failing))))
+    begin = lambda params: torch.zeros(2)  # which the owners would tell the others
+    step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(begin, failing))))
     state = step.init(drawn(shapes, 1))
     try:
         step(state, torch.ones(2, dtype=F64))
     except Exception as error:
+        with contextlib.suppress(ArithmeticError, RuntimeError):  # and again
+            step(state, torch.ones(2, dtype=F64))
         notes = " ".join(getattr(error, "__notes__", ()))
         torch.distributed.barrier()  # nobody is left behind
         return f"{type(error).__name__}: {error} {notes}"
@@ -182,6 +201,55 @@ def test_an_error_in_one_leaf_is_every_ranks(backend: Any) -> None:
     said = sorted(run_ranks(functools.partial(failed, [(4, 5), (5, 4), (3, 3)]), 3, backend=backend))
     assert said[0].startswith("ArithmeticError: no root of this one") and "leaf '0.1'" in said[0]
     assert all("part of an update by fz.whole failed: ArithmeticError: no root" in each for each in said[1:])
+
+
+def writing(grads: Any, state: Any, params: Any) -> Any:
+    """Writes to all that it is given, and keeps the param itself and a view of it."""
+    ((path, p),), (g,), own = params.items(), grads.values(), state
+    before = p.clone()
+    own["moment"].mul_(0.9).add_(g)
+    own["rest"].add_(1.0)
+    g.mul_(2.0)
+    p.add_(1.0)
+    update = -0.01 * own["moment"] * own["rest"][0] * own["kept"].sum()
+    return {path: update}, {**own, "kept": before.reshape(-1)[:1]}
+
+
+def begun_for_writing(params: Any) -> Any:
+    (p,) = params.values()
+    return {"moment": torch.zeros_like(p), "rest": torch.zeros(2, dtype=p.dtype), "kept": p.reshape(-1)[:1]}
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.fuse_update, fz.shard_zero3, fz.donate])
+def test_one_that_writes_to_what_it_is_given(wrap: Any) -> None:
+    """States stay as they are, and nothing of one is another's."""
+    optimizer = fz.GradientTransformation(begun_for_writing, writing)
+
+    def on(rank: int) -> Any:
+        step = wrap(fz.train_step(loss, fz.whole(optimizer)))
+        state, x = step.init(drawn(SHAPES[:3], 1)), torch.ones(2, dtype=F64)
+        kept = state if not step.donates else None
+        before = [leaf.clone() for leaf in optree.tree_leaves(fz.gather(state.params))]
+        for _ in range(2):
+            state, _ = step(state, x)
+        if kept is not None:
+            assert_trees_close(optree.tree_leaves(fz.gather(kept.params)), before, rtol=0.0)
+            rest = [leaf for leaf in optree.tree_leaves(kept.moments.rest) if isinstance(leaf, torch.Tensor)]
+            assert all(leaf.abs().sum() == 0 for leaf in rest if leaf.shape == (2,))
+        return fz.gather(state.params)
+
+    leaves, spec = optree.tree_flatten(drawn(SHAPES[:3], 1))
+    states = [begun_for_writing({"": leaf.clone()}) for leaf in leaves]
+    for _ in range(2):
+        grads = torch.func.grad(loss)(optree.tree_unflatten(spec, leaves), torch.ones(2, dtype=F64))
+        found = [
+            writing({"": g}, s, {"": p.clone()})
+            for g, s, p in zip(optree.tree_leaves(grads), states, leaves, strict=True)
+        ]
+        leaves, states = [p + u[""] for p, (u, _) in zip(leaves, found, strict=True)], [s for _, s in found]
+    for ranks in (1, 2):
+        for got in run_ranks(on, ranks):
+            assert_trees_close(optree.tree_leaves(got), leaves, rtol=1e-12)
 
 
 def test_what_a_leaf_keeps_is_checked() -> None:
@@ -290,3 +358,88 @@ def test_ranks_that_disagree_on_a_states_form_are_told() -> None:
 
     with pytest.raises(RankError, match=r"fz\.whole: the states of leaves differ between the ranks"):
         run_ranks(on, 2)
+
+
+def test_ranks_that_begin_with_other_values_are_told() -> None:
+    def on(rank: int) -> None:
+        begin = lambda params: torch.full((2,), float(rank))
+        step = fz.shard_zero3(fz.train_step(loss, fz.whole(fz.GradientTransformation(begin, lambda g, s, p: (g, s)))))
+        step.init(drawn([(3, 3)], 1))
+
+    with pytest.raises(RankError, match=r"fz\.whole: the states of leaves differ between the ranks"):
+        run_ranks(on, 2)
+
+
+def noisy(grads: Any, state: Any, params: Any) -> Any:
+    return optree.tree_map(lambda g: -0.1 * g + 0.1 * torch.randn_like(g), grads), state
+
+
+NOISY = fz.whole(fz.GradientTransformation(lambda params: (), noisy))
+
+
+@pytest.mark.parametrize("wrap", [fz.shard_zero3, functools.partial(fz.shard_zero3, pattern="0.0")])
+def test_random_numbers_are_the_same_whoever_draws_them(wrap: Any) -> None:
+    def on(rank: int) -> Any:
+        torch.manual_seed(rank)
+        step = wrap(fz.train_step(loss, NOISY)) if rank >= 0 else fz.train_step(loss, NOISY)
+        state, x = step.init(drawn(SHAPES[:3], 1), seed=3), torch.ones(2, dtype=F64)
+        for _ in range(2):
+            state, _ = step(state, x)
+        return fz.gather(state.params)
+
+    with torch.random.fork_rng():
+        want = on(-1)
+    for got in run_ranks(on, 3):
+        assert_trees_close(got, want, rtol=1e-12)
+
+
+def test_members_that_skip_an_update_keep_all_of_their_state() -> None:
+    step = fz.train_step(lambda p, x: (p["b"] * x).sum(), fz.whole(MOVED))
+    states = [step.init({"b": torch.full((3,), 1.0 + i, dtype=F64)}) for i in range(2)]
+    xs = torch.stack([torch.ones(3, dtype=F64), torch.full((3,), float("inf"), dtype=F64)])
+    mapped, metrics = torch.vmap(step)(fz.stack(states), xs)
+    assert metrics["skipped"].tolist() == [False, True]
+    for member, state, x in zip(fz.unstack(mapped), states, xs, strict=True):
+        alone, _ = step(state, x)
+        assert_trees_close(fz.gather(member.params), fz.gather(alone.params), rtol=1e-12)
+        got, want = member.moments.rest["b"], alone.moments.rest["b"]
+        assert_trees_close((got.moment, got.rows, got.calls), (want.moment, want.rows, want.calls), rtol=1e-12)
+
+
+def test_a_plan_of_it() -> None:
+    for optimizer in (fz.whole(MOVED), fz.adafactor(), fz.muon(0.1)):
+        params = [{"0": torch.ones(64, 8), "1": torch.ones(8, 8)}]
+        plan = fz.plan(fz.shard_zero3(fz.train_step(loss, optimizer)), params, world_size=4)
+        assert "whole" in str(plan) or "muon" in str(plan)
+
+
+def test_moments_in_8_bits_are_refused() -> None:
+    step = fz.train_step(loss, fz.whole(MOVED), fz.Policy(moment="8-bit"))
+    with pytest.raises(ValueError, match=r"stores moments as '8-bit', which fz.whole cannot carry"):
+        step.init([{"0": torch.ones(4, 4)}])
+
+
+def test_an_error_on_one_rank_of_a_tensor_axis_is_every_ranks() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+
+    def on(rank: int) -> str:
+        def failing(grads: Any, state: Any, params: Any) -> Any:
+            if torch.distributed.get_rank() == 1:
+                raise ArithmeticError("on this one")
+            return grads, state
+
+        mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+        step = fz.train_step(
+            lambda p, x: fz.parallel.sum((p["w"] * x).sum(), fz.parallel.axis(mesh, "tp")),
+            fz.whole(fz.GradientTransformation(lambda params: (), failing)),
+        )
+        step = fz.shard_zero3(fz.shard_tensor(step, {"w": 0}, mesh=mesh, axis="tp"), mesh=mesh, axis="dp")
+        state = step.init({"w": torch.ones(4, 2)})
+        try:
+            step(state, torch.ones(2))
+        except (ArithmeticError, RuntimeError) as error:
+            return str(error)
+        raise AssertionError("no error")
+
+    said = sorted(run_ranks(on, 2))
+    assert said[0] == "on this one" and "another rank's part of an update by fz.whole failed" in said[1]

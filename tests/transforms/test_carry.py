@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from hypothesis import given
 from hypothesis import strategies as st
 from nightly import by_day
@@ -269,7 +270,25 @@ def test_a_derivative_of_a_run() -> None:
             state, _ = step(state)
         return step.forward(state)
 
+    def begun(mean: torch.Tensor) -> Any:
+        fn = lambda p, mean, x: (((p["w"] - mean) ** 2 * x).sum(), 0.5 * mean * x + 0.5 * p["w"])
+        step = fz.shard_zero3(fz.carry(fz.train_step(fn, fz.sgd(0.1)), mean))
+        state = step.init({"w": torch.tensor([1.0, 2.0])})
+        for _ in range(2):
+            state, metrics = step(state, torch.ones(2) + torch.distributed.get_rank())
+        return metrics["loss"]
+
+    def plainly(mean: torch.Tensor) -> torch.Tensor:
+        w, means, xs = torch.tensor([1.0, 2.0]), [mean, mean], [torch.ones(2), 2 * torch.ones(2)]
+        for _ in range(2):
+            fn = lambda w, means=tuple(means): sum(((w - m) ** 2 * x).sum() / 2 for m, x in zip(means, xs, strict=True))
+            g, value = torch.func.grad_and_value(fn)(w)
+            w, means = w - 0.1 * g, [0.5 * m * x + 0.5 * w for m, x in zip(means, xs, strict=True)]
+        return value
+
     at = torch.tensor(0.1)
+    for got in run_ranks(lambda rank: torch.func.grad(begun)(torch.tensor([0.3, 0.4])), 2):
+        assert_trees_close(got, torch.func.grad(plainly)(torch.tensor([0.3, 0.4])), rtol=1e-5)
     assert_trees_close(torch.func.grad(run)(at), torch.func.grad(plain)(at), rtol=1e-5)
     assert_trees_close(torch.func.jvp(run, (at,), (at,)), torch.func.jvp(plain, (at,), (at,)), rtol=1e-5)
 
@@ -285,6 +304,117 @@ def test_hessian_vector_products_take_it_for_a_constant() -> None:
     state, x = step.init({"w": torch.ones(2)}), torch.ones(2)
     v = step.vjp(state, x)[1](torch.ones(()))[0]
     assert_trees_close(fz.gather(fz.hvp(step, state, v, x))["w"], torch.full((2,), 18.0))
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.shard_zero3, lambda step: fz.accumulate(step, 2)])
+def test_a_function_that_writes_to_its_carry(wrap: Any) -> None:
+    def fn(p: Any, carry: Any, x: torch.Tensor) -> Any:
+        carry["n"].add_(1.0)
+        carry["last"] = x[-1]
+        return (p["w"] * carry["n"] * x).sum(), carry
+
+    def on(rank: int) -> None:
+        step = wrap(fz.carry(fz.train_step(fn, fz.sgd(0.1)), {"n": torch.zeros(()), "last": torch.zeros(2)}))
+        begun, x = step.init({"w": torch.ones(2)}), torch.ones(2, 2)
+        calls, (state, _) = step.microbatches.count, step(begun, x)
+        x.zero_()  # which is the caller's
+        assert (state.extra["carry"]["n"], begun.extra["carry"]["n"]) == (calls, 0)
+        assert_trees_equal(state.extra["carry"]["last"], torch.ones(2))
+        assert step(state, x)[0].extra["carry"]["n"] == 2 * calls and state.extra["carry"]["n"] == calls
+        *_, new = step.vjp(state, x)
+        assert new["n"] == 2 * calls and step.init({"w": torch.ones(2)}).extra["carry"]["n"] == 0
+
+    run_ranks(on, 1)
+
+
+class Checkpointed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(D, D), nn.BatchNorm1d(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x)
+        return x + torch.utils.checkpoint.checkpoint(self.linear, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def test_a_unit_that_begins_again_counts_once() -> None:
+    class Nets(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Checkpointed() for _ in range(2)])
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return x
+
+    module = Nets().double()
+    x = data()[0][0]
+    want = copy.deepcopy(module)
+    want(x)
+
+    def on(rank: int) -> Any:
+        apply, params, buffers = fz.functional(module, buffers=True)
+        step = fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers)
+        step = fz.shard_zero1(step)
+        return step(step.init(params), x)[0].extra["carry"]
+
+    for got in run_ranks(on, 2):
+        assert_trees_close(got, dict(want.named_buffers()), rtol=1e-12)
+
+
+class Shares(nn.Module):
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.register_buffer("seen", torch.zeros(2, 2) if how != "a param" else self.linear.weight.data)
+        if how == "a buffer":
+            self.register_buffer("first", self.seen[0])
+        if how == "a view":
+            self.flat = self.seen.view(-1)
+
+
+@pytest.mark.parametrize(
+    ("how", "what"), [("a buffer", "buffer 'first'"), ("a view", "flat"), ("a param", "param 'linear")]
+)
+def test_buffers_that_share_memory_are_refused(how: str, what: str) -> None:
+    with pytest.raises(ValueError, match=rf"buffer 'seen' and .*{what}.* share memory"):
+        fz.functional(Shares(how), buffers=True)
+    fz.functional(Shares(how))
+
+
+class Raises(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(D)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.norm(x)
+        raise FloatingPointError("none of this")
+
+
+class Catches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.out = nn.ModuleList([Raises()]), nn.Linear(D, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            try:
+                x = block(x)
+            except FloatingPointError:
+                x = 2 * x
+        return self.out(x)  # type: ignore[no-any-return]
+
+
+def test_an_error_of_a_unit_that_has_written_to_buffers_is_not_lost() -> None:
+    apply, params, buffers = fz.functional(Catches(), buffers=True)
+    step = fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers)
+    state, x = step.init(params), torch.randn(4, D, generator=torch.Generator().manual_seed(0))
+    assert step(state, x)[0].extra["carry"]["blocks.0.norm.num_batches_tracked"] == 1
+    with pytest.raises(FloatingPointError, match="none of this") as info:
+        fz.remat(step)(state, x)
+    assert "what it had written to them is lost" in info.value.__notes__[0]
 
 
 def test_what_is_wrong_is_said() -> None:
@@ -309,7 +439,7 @@ def test_what_is_wrong_is_said() -> None:
     cases: dict[str, Any] = {
         r"expected \(outputs, new carry\), as the step was made by fz.carry": lambda p, c: p["w"].sum(),
         "new carry is .* of structure": lambda p, c: (p["w"].sum(), (c, c)),
-        r"new carry has a tensor of shape \(2,\)": lambda p, c: (p["w"].sum(), torch.zeros(2)),
+        r"new carry is a tensor of shape \(2,\)": lambda p, c: (p["w"].sum(), torch.zeros(2)),
     }
     for words, fn in cases.items():
         step = fz.carry(fz.train_step(fn, fz.sgd(0.1)), torch.zeros(()))

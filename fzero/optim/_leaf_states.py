@@ -1,0 +1,105 @@
+"""The state of one leaf of an optimizer on whole leaves: its entries, of which some lie in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.comm.axis import Axis
+from fzero.comm.pieces import start_exchange
+from fzero.state.init import checksum
+
+LARGE = 1 << 16  # elements of a vector whose state is cut, too
+
+
+class Place:
+    """In a leaf's state the place of a tensor of the leaf's shape, which lies in slices in the tree of that number."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __repr__(self) -> str:
+        return f"Place({self.number})"
+
+
+pytree.register(Place, lambda node: ((), node.number), lambda number, _: Place(number))
+
+
+def exchanged(axis: Axis, states: Sequence[tuple[int, list[torch.Tensor]]]) -> list[list[torch.Tensor]]:
+    """Tensors that each one rank has, on every rank: all have others of the same shapes and dtypes."""
+    sizes = [sum([x.nbytes for rank, own in states if rank == r for x in own]) for r in range(axis.size)]
+    if not any(sizes):
+        return [own for _, own in states]
+    device = next(x.device for _, own in states for x in own)
+    mine = [x.contiguous().reshape(-1).view(torch.uint8) for rank, own in states if rank == axis.rank for x in own]
+    flat = torch.cat(mine) if mine else torch.empty(0, dtype=torch.uint8, device=device)
+    receive = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    start_exchange(axis, [flat] * axis.size, receive, "states of leaves")()
+    at, out = [0] * axis.size, []
+    for rank, own in states:
+        found = []
+        for x in own:
+            part = receive[rank][at[rank] : at[rank] + x.nbytes].clone()  # where it is aligned for its dtype
+            at[rank] += x.nbytes
+            found.append(part.view(x.dtype).view(x.shape))
+        out.append(found)
+    return out
+
+
+def _is_entry(node: object) -> bool:
+    return isinstance(node, (Place, pytree.Count))
+
+
+def flat(state: object) -> tuple[list[object], pytree.Spec]:
+    return pytree.flatten(state, is_leaf=_is_entry)
+
+
+def like_leaf(entries: Sequence[object], leaf: torch.Tensor) -> list[int]:
+    """Which entries of a leaf's state are kept in slices: those of its shape, where it is a matrix or large."""
+    if leaf.ndim < 2 and leaf.numel() < LARGE:
+        return []
+    found = [(i, x) for i, x in enumerate(entries) if isinstance(x, torch.Tensor) and x.is_floating_point()]
+    return [i for i, x in found if x.shape == leaf.shape]
+
+
+def form(entry: object, in_slices: bool = False) -> object:
+    """What an update keeps of an entry."""
+    if isinstance(entry, torch.Tensor):
+        return tuple(entry.shape), None if in_slices else entry.dtype
+    if isinstance(entry, Place):
+        return f"in slices, {entry.number}"
+    return type(entry) if isinstance(entry, (int, float, pytree.Count)) else entry
+
+
+def said_of(entry: object) -> object:
+    """What ranks must begin an entry with alike."""
+    if isinstance(entry, torch.Tensor):
+        return form(entry), None if private.is_wrapper(entry) or private.is_fake(entry) or entry.is_meta else checksum(
+            entry
+        )
+    return form(entry) if isinstance(entry, Place) else entry
+
+
+def tensors_of(rest: object) -> list[torch.Tensor]:
+    return [x for x in flat(rest)[0] if isinstance(x, torch.Tensor)]
+
+
+def numbers_of(rest: object) -> list[float]:
+    entries = [x.value if isinstance(x, pytree.Count) else x for x in flat(rest)[0]]
+    return [x for x in entries if isinstance(x, (int, float))]
+
+
+def with_others(rest: object, tensors: Sequence[torch.Tensor], numbers: Sequence[float]) -> object:
+    """A leaf's state with other tensors and numbers in the places of its own."""
+    entries, spec = flat(rest)
+    left, told = iter(tensors), iter(numbers)
+    for i, x in enumerate(entries):
+        if isinstance(x, torch.Tensor):
+            entries[i] = next(left)
+        elif isinstance(x, pytree.Count):
+            entries[i] = pytree.Count(int(next(told)))
+        elif isinstance(x, (int, float)):
+            entries[i] = next(told)
+    return pytree.unflatten(spec, entries)

@@ -1,0 +1,145 @@
+"""Optimizers of torch.optim as transformations: to their bits, alone and on ranks; refused by name where none is."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import pytest
+import torch
+from nightly import at_length
+
+import fzero as fz
+from fzero.testing import RankError, assert_trees_close, run_ranks
+
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "adam": (torch.optim.Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "adamw": (torch.optim.AdamW, {"betas": (0.8, 0.9)}),
+    "nadam": (torch.optim.NAdam, {"momentum_decay": 0.1}),
+    "radam": (torch.optim.RAdam, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adagrad": (torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.3}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "rmsprop": (torch.optim.RMSprop, {"centered": True, "momentum": 0.5}),
+    "rprop": (torch.optim.Rprop, {}),
+    "asgd": (torch.optim.ASGD, {"t0": 1.0}),
+    "adafactor": (torch.optim.Adafactor, {"weight_decay": 0.1}),
+}
+SHAPES: dict[str, tuple[int, ...]] = {"w": (5, 7), "b": (7,), "s": ()}
+
+
+def params() -> dict[str, torch.Tensor]:
+    made = torch.Generator().manual_seed(0)
+    return {name: torch.randn(shape, generator=made, dtype=torch.float64) for name, shape in SHAPES.items()}
+
+
+def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+    return (torch.tanh(x @ p["w"] + p["b"]) * p["s"]).square().sum() + (x @ p["w"]).sum()
+
+
+def data() -> torch.Tensor:
+    return torch.randn(4, 3, 5, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+
+
+def by_torch(name: str) -> dict[str, torch.Tensor]:
+    kind, options = OPTIMIZERS[name]
+    own = {path: p.requires_grad_() for path, p in params().items()}
+    optimizer = kind(own.values(), lr=0.01, **options)
+    for x in data():
+        optimizer.zero_grad()
+        loss(own, x).backward()
+        optimizer.step()
+    return {path: p.detach() for path, p in own.items()}
+
+
+def on_rank(name: str, wrap: Any, rank: int) -> Any:
+    kind, options = OPTIMIZERS[name]
+    step = wrap(fz.train_step(loss, fz.from_torch(kind, 0.01, **options)))
+    state = step.init(params())
+    for x in data():
+        state, _ = step(state, x)
+    return fz.gather(state.params)
+
+
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_as_in_torch(name: str) -> None:
+    want = by_torch(name)
+    assert_trees_close(on_rank(name, lambda step: step, 0), want, rtol=1e-12, atol=1e-14)
+    for wrap in (fz.shard_zero1, fz.shard_zero3):
+        for got in run_ranks(functools.partial(on_rank, name, wrap), 3):
+            assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
+
+
+@at_length
+@pytest.mark.parametrize("name", sorted(OPTIMIZERS))
+def test_on_real_processes(name: str) -> None:
+    for got in run_ranks(functools.partial(on_rank, name, fz.shard_zero3), 2, backend="processes"):
+        assert_trees_close(got, by_torch(name), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["nadam", "adafactor"])
+def test_on_plain_trees_saved_and_loaded(name: str, tmp_path: Any) -> None:
+    kind, options = OPTIMIZERS[name]
+    optimizer, own = fz.from_torch(kind, 0.01, **options), params()
+    state = optimizer.init(own)
+    for x in data():
+        updates, state = optimizer.update(torch.func.grad(loss)(own, x), state, own)
+        own = {path: p + updates[path] for path, p in own.items()}
+    assert_trees_close(own, by_torch(name), rtol=1e-12, atol=1e-14)
+
+    def on(rank: int) -> Any:
+        step = fz.shard_zero3(fz.train_step(loss, fz.from_torch(kind, 0.01, **options)))
+        kept = step.init(params())
+        for i, x in enumerate(data()):
+            kept, _ = step(kept, x)
+            if i == 1:
+                fz.save(tmp_path / f"{name}-{torch.distributed.get_world_size()}", kept)
+                kept = fz.load(tmp_path / f"{name}-{torch.distributed.get_world_size()}", step)
+        return fz.gather(kept.params)
+
+    for got in run_ranks(on, 2):
+        assert_trees_close(got, by_torch(name), rtol=1e-10, atol=1e-12)
+
+
+def test_muon_of_torch_takes_matrices_and_says_so() -> None:
+    muon = fz.from_torch(torch.optim.Muon, 0.02)
+    step = fz.train_step(loss, fz.partition({"w": muon, "*": fz.sgd(0.01)}))
+    state, _ = step(step.init(params()), data()[0])
+    mine = fz.train_step(loss, fz.partition({"w": fz.muon(0.02), "*": fz.sgd(0.01)}))
+    want, _ = mine(mine.init(params()), data()[0])
+    assert_trees_close(fz.gather(state.params), fz.gather(want.params), rtol=0.02)  # which float64 is not in bfloat16
+    with pytest.raises(ValueError, match="Muon only supports 2D") as info:
+        fz.train_step(loss, muon).init(params())
+    assert "leaf 'b'" in info.value.__notes__[0]
+
+
+def test_a_schedule() -> None:
+    step = fz.train_step(loss, fz.from_torch(torch.optim.SGD, lambda count: 0.1 / (count + 1)))
+    state, metrics = step(step.init(params()), data()[0])
+    assert metrics["lr"].item() == pytest.approx(0.1)
+    assert step(state, data()[1])[1]["lr"].item() == pytest.approx(0.05)
+
+
+def test_refused_by_name() -> None:
+    with pytest.raises(TypeError, match=r"torch.optim.LBFGS with .* could not update a matrix by step\(\).*no closure"):
+        fz.from_torch(torch.optim.LBFGS, 0.1)
+    with pytest.raises(RuntimeError, match=r"torch.optim.SparseAdam with .* could not update"):
+        fz.from_torch(torch.optim.SparseAdam, 0.1)
+    with pytest.raises(
+        TypeError, match=r"torch.optim.SGD with .* could not update .*unexpected keyword argument 'beta'"
+    ):
+        fz.from_torch(torch.optim.SGD, 0.1, beta=1)
+    with pytest.raises(TypeError, match="from_torch: got optimizer="):
+        fz.from_torch(torch.optim.SGD([torch.ones(1)], 0.1), 0.1)  # type: ignore[arg-type]
+
+    def trained(p: Any, name: str, wrap: Any) -> Any:
+        step = wrap(fz.train_step(loss, fz.from_torch(OPTIMIZERS[name][0], 0.01)))
+        return step.forward(step(step.init(p), data()[0])[0], data()[0])
+
+    for name in ("adam", "adafactor"):
+        with pytest.raises(TypeError, match="writes in place and has no derivative"):
+            torch.func.grad(functools.partial(trained, name=name, wrap=lambda step: step))(params())
+        with pytest.raises(RankError, match="writes in place and has no derivative"):
+            own = functools.partial(trained, name=name, wrap=fz.shard_zero3)
+            run_ranks(lambda rank: torch.func.grad(own)(params()), 2)
