@@ -15,7 +15,6 @@ from fzero.bandwidth import Bandwidth, need_bandwidth
 from fzero.base.arguments import need_int, need_number, need_str, wrong
 from fzero.base.patterns import PATTERN, ROOT, matches
 from fzero.comm.axis import Axis
-from fzero.engine.carry import refuse_carry
 from fzero.formats.formats import Plain
 from fzero.parallel.check import Report, sent_by
 from fzero.plotting import STACKED, Axes
@@ -295,8 +294,6 @@ def plan(
     messages, gathered = traffic.sent_by(step, layout, ranks), collections.Counter[str]()
     if not isinstance(inputs, (tuple, list, type(None))):
         raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
-    if inputs is not None:
-        refuse_carry(step, "plan(inputs=...)")
     messages += [] if inputs is None else _of_function(sent_by(step, params, inputs))
     for group in layout.groups.values():
         if group.row.params.cuts or group.row.fetched:

@@ -103,14 +103,14 @@ class _Torch:
         """What it keeps of each element and otherwise; None where it does not treat elements alone.
 
         Raises:
-            TypeError, ValueError, RuntimeError: it cannot be made, or cannot step by itself.
+            TypeError, ValueError: it cannot be made, or cannot step by itself.
         """
         made = torch.Generator(device="cpu").manual_seed(0)
         p, *grads = torch.randn(3, 4, 6, generator=made, dtype=torch.float64, device="cpu").unbind()
         try:
             together, state = self._through(p, grads)
         except Exception as error:
-            raise type(error)(
+            raise (TypeError if isinstance(error, TypeError) else ValueError)(
                 f"from_torch: got torch.optim.{self.kind.__name__} with {dict(self.options)}, which could not update a "
                 f"matrix by step() ({error}); expected one that needs no closure, and options that it takes."
             ) from error

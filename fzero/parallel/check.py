@@ -196,6 +196,7 @@ def check(
 
 def sent_by(step: Spec, params: object, batch: Sequence[object]) -> Report:
     """The report of a step of which only params are differentiated by."""
+    refuse_carry(step, "plan(inputs=...)")
     real = [path for path, leaf in paths_of(step.fn, (None, *batch)) if is_differentiable(leaf)]
     return check(step, params, *batch, constants="|".join(real))
 
