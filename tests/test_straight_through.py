@@ -339,3 +339,44 @@ def test_a_state_with_values_keeps_no_graph_and_what_is_put_there_is_not_rounded
     )
     plain = fz.train_step(LOSS, fz.sgd(0.05))
     assert_trees_close(in_float(fz.gather(fz.convert(changed, plain).params)), in_float(fz.gather(changed.params)))
+
+
+@pytest.mark.parametrize("scheme", ["exact", "24 bits", "stochastic"])
+def test_values_that_travel_in_8_bits_are_rounded_once(scheme: str) -> None:
+    own, batch = dataclasses.replace(IN_HALVES[scheme], gather="8-bit"), data(1)[0]
+    step = made(own, "sgd", 0, [x.item() for x in NUMBERS])
+    _, valued = torch.func.grad(lambda p: (step.forward(step.init(p), *batch), step.init(p)), has_aux=True)(PARAMS)
+    assert_trees_equal(step.forward(valued, *batch), step.forward(step.init(PARAMS), *batch))
+
+
+@pytest.mark.parametrize("gather", [None, "8-bit"])
+@pytest.mark.parametrize("scheme", ["exact", "24 bits", "stochastic"])
+def test_an_average_in_the_params_place_is_no_code(scheme: str, gather: Any) -> None:
+    own, batch = dataclasses.replace(IN_HALVES[scheme], gather=gather), data(1)[0]
+    step = fz.ema(made(own, "sgd", 0, [x.item() for x in NUMBERS]), 0.7)
+    state, _ = step(step.init(PARAMS), *batch)
+    teacher = state.replace(params=state.extra["ema"])
+    zero = torch.zeros(())
+
+    def loss(z: torch.Tensor) -> Any:
+        moved = teacher.replace(params=teacher.params.map(lambda v: v + z))
+        out = step.forward(moved, *batch)
+        return out, out.detach()
+
+    _, found = torch.func.grad(loss, has_aux=True)(zero)
+    assert_trees_equal(found, step.forward(teacher, *batch))
+
+
+def test_the_derivative_through_an_average_is_not_rounded() -> None:
+    own = WIDE(P.compact16(F32))
+    step = fz.ema(fz.train_step(lambda p, x: ((p["a"] - x) ** 2).sum(), fz.sgd(0.1), own), 0.5)
+    made_ = torch.Generator().manual_seed(1)
+    a, w = torch.randn(2, 40, generator=made_)
+
+    def average(x: torch.Tensor) -> Any:
+        state, _ = step(step.init({"a": a}), x)
+        return (fz.gather(state.extra["ema"])["a"] * w).sum()
+
+    at, want = torch.tensor(0.3), 0.5 * 0.2 * w.sum()  # half of what the params move, by 0.2 for each
+    assert_trees_close(torch.func.grad(average)(at), want, rtol=1e-5)
+    assert_trees_close(torch.func.jvp(average, (at,), (torch.ones(()),))[1], want, rtol=1e-5)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -61,6 +61,13 @@ def escaped(key: str) -> str:
 def entry_of(item: str) -> str:
     """The entry of `state.extra` that an item belongs to: of "extra.ema.mean" it is "ema"."""
     return item.split(".")[1].replace("%2E", ".").replace("%25", "%") if item.startswith("extra.") else ""
+
+
+def of_one_leaf(items: Iterable[str]) -> dict[str, str]:
+    """Items of moments that are of one leaf alone (`WholeState.rest`) -> what their names begin with."""
+    parts = {name: name.split(".") for name in items}
+    places = {name: own.index("rest") + 2 for name, own in parts.items() if "rest" in own[:-1]}
+    return {name: ".".join(parts[name][:place]) for name, place in places.items()}
 
 
 def items_in(name: str, tree: object) -> list[Item]:

@@ -14,7 +14,7 @@ import torch
 from fzero.base import pytree
 from fzero.comm.axis import Axis
 from fzero.formats.formats import ALIGN, Format, decode, encode, entries, zeros
-from fzero.state.items import Item, entry_of, escaped, items_in, refilled
+from fzero.state.items import Item, entry_of, escaped, items_in, of_one_leaf, refilled
 from fzero.state.moments import init_extras, init_moments
 from fzero.state.placing import memory_of, settle
 from fzero.state.regrouped import Regrouping
@@ -164,8 +164,13 @@ class Move:
         met: list[str] = []
         items = items_in("moments", moments)
         self.origin.meet(items)
-        out = refilled("moments", moments, lambda item: self._value(item, "moments", met))
         saved = [name for name in self.origin.kinds if name.split(".")[0] == "moments"]
+        # those of a leaf that only one of both trains begin, or go
+        mine, theirs = of_one_leaf([item.name for item in items]), of_one_leaf(saved)
+        new = {name for name, leaf in mine.items() if leaf not in theirs.values()} if theirs else set[str]()
+        saved = [name for name in saved if not mine or theirs.get(name) in {None, *mine.values()}]
+        fill = lambda item: item.value if item.name in new else self._value(item, "moments", met)
+        out = refilled("moments", moments, fill)
         if met != saved:
             raise self._otherwise(next((name for name in saved if name not in met), saved[0] if saved else "moments"))
         self._need_same_members(items)

@@ -45,3 +45,15 @@ def test_bounds_that_are_not_positive_are_refused() -> None:
             fz.clip_by_global_norm(bad)
         with pytest.raises(ValueError, match=r"expected a positive"):
             fz.clip_by_value(bad)
+
+
+def test_leaves_are_clipped_where_moments_are_in_few_bits() -> None:
+    optimizer = fz.chain(fz.clip_by_block_norm(1.0), fz.adamw(0.1))
+    step = fz.train_step(lambda p, x: (p["w"].float() * x).sum(), optimizer, fz.Policy.compact16())
+    state, metrics = step(step.init({"w": torch.ones(3)}), torch.full((3,), 5.0))
+    assert not metrics["skipped"] and fz.gather(state.params)["w"].float().max() < 1.0
+
+
+def test_a_number_out_of_range_under_a_map_is_said() -> None:
+    with pytest.raises(ValueError, match=r"adamw\(b2=...\): got 1.5, expected a number in \[0, 1\)"):
+        torch.vmap(lambda b2: fz.adamw(0.1, b2=b2).init({"w": torch.ones(1)}).mu["w"])(torch.tensor([0.5, 1.5]))

@@ -175,6 +175,32 @@ def test_into_other_units(optimizer: Any, tmp_path: Any) -> None:
             assert_trees_close(each, first, rtol=1e-12)
 
 
+@pytest.mark.parametrize("optimizer", [fz.whole(MOVED), fz.adafactor()])
+def test_frozen_and_trained_again(optimizer: Any, tmp_path: Any) -> None:
+    def on(rank: int) -> Any:
+        step, x = fz.shard_zero3(fz.train_step(loss, optimizer)), torch.ones(2, dtype=F64)
+        less = fz.freeze(step, "0.1|1.0")
+        state, _ = step(step.init(drawn(SHAPES[:3], 2)), x)
+        frozen = fz.convert(state, less)
+        after, _ = less(frozen, x)
+        fz.save(tmp_path / "state", after)
+        back = fz.convert(after, step)
+        kept = state.moments.rest
+        assert "0.1" not in frozen.moments.rest and back.moments.rest.keys() == kept.keys()
+        for path in ("0.1", "1.0"):  # which begin anew
+            assert getattr(count := back.moments.rest[path].count, "value", count) == 0
+        assert_trees_close(_numbers(back.moments.rest["0.0"]), _numbers(after.moments.rest["0.0"]), rtol=0.0)
+        loaded = fz.load(tmp_path / "state", step)
+        return [fz.gather(step(each, x)[0].params) for each in (back, loaded)]
+
+    for converted, loaded in run_ranks(on, 2):
+        assert_trees_close(loaded, converted, rtol=1e-12)
+
+
+def _numbers(state: Any) -> Any:
+    return [x for x in optree.tree_leaves(state) if isinstance(x, (torch.Tensor, int))]
+
+
 def failing(grads: Any, state: Any, params: Any) -> Any:
     if "0.1" in params:
         raise ArithmeticError("no root of this one")

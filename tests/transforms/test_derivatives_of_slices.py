@@ -130,3 +130,29 @@ def test_on_real_processes() -> None:
     transform = functools.partial(transformed, plan=plan, stage=3, sequence=True, others=("remat",))
     make = functools.partial(module_of, blocks=blocks, tied=True, count=2)
     check(make, (2, 2), transform, True, backend="processes")
+
+
+@pytest.mark.parametrize("which", ["b1", "b2", "eps", "weight_decay"])
+def test_by_an_optimizers_numbers_where_some_leaves_of_a_unit_are_cut(which: str) -> None:
+    """What is behind the leaves in a buffer is computed with too, and must be of the numbers that others have."""
+    made = torch.Generator().manual_seed(0)
+    params = {"up": torch.randn(6, 10, generator=made, dtype=F64), "b": torch.ones(6, dtype=F64)}
+
+    def trained(lr: torch.Tensor, number: torch.Tensor, sizes: tuple[int, int] | None) -> Any:
+        optimizer = fz.adamw(lr, **{which: number})  # type: ignore[arg-type]
+        if sizes is None:
+            step = fz.train_step(lambda p: ((p["up"] ** 4).sum() * p["b"]).mean(), optimizer)
+        else:
+            mesh = functions.meshed(sizes)
+            ax = fz.parallel.axis(mesh, "tp")
+            loss = lambda p: (fz.parallel.sum((p["up"] ** 4).sum(), ax) * p["b"]).mean()
+            step = fz.shard_tensor(fz.train_step(loss, optimizer), {"up": 1}, mesh=mesh)
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state)
+        return step.forward(state)
+
+    at = torch.tensor(0.05, dtype=F64), torch.tensor(0.3, dtype=F64)
+    want = torch.func.grad(functools.partial(trained, sizes=None), (0, 1))(*at)
+    for got in run_ranks(lambda rank: torch.func.grad(functools.partial(trained, sizes=(1, 2)), (0, 1))(*at), 2):
+        assert_trees_close(got, want, rtol=1e-10)
