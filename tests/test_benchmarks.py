@@ -34,6 +34,12 @@ def test_overhead() -> None:
 
 
 @at_length
+def test_muon() -> None:
+    out = run("muon.py", *"--width 16 --heads 2 --blocks 1 --batch 2 --context 8 --rounds 1 --steps 1".split())
+    assert "muon / (adamw + alone)" in out
+
+
+@at_length
 def test_channels() -> None:
     out = run("channels.py", *"--mib 1 --rounds 1 --trips 10".split())
     assert "round trip by a unix socket" in out and "round trip by TCP" in out
