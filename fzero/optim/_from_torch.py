@@ -59,7 +59,8 @@ def from_torch(
         raise wrong("from_torch", "optimizer", optimizer, "a class of torch.optim, such as torch.optim.NAdam")
     need_rate(lr, "from_torch")
     own = _Torch(optimizer, lr, tuple(options.items()))
-    kept = own.tried()
+    with private.below_transforms():
+        kept = own.tried()
     if kept is None:
         return whole(GradientTransformation(own.begun, own.of_leaf, None, own.label, own.metrics))
     own = dataclasses.replace(own, names=kept[0], others=kept[1])
