@@ -204,8 +204,8 @@ class _Watch(TorchFunctionMode):
         self, func: Callable[..., object], types: object, args: tuple[object, ...] = (), kwargs: object = None
     ) -> object:
         known: dict[str, object] = kwargs if isinstance(kwargs, dict) else {}
-        for x in pytree.leaves((args, known)):
-            if isinstance(x, torch.Tensor) and private.below(x) and not private.is_mapped(x):
+        for x in pytree.tensors_in(*args, *known.values()):
+            if private.below(x) and not private.is_mapped(x):
                 raise _hidden(x)
         return func(*args, **known)
 

@@ -57,6 +57,17 @@ def leaves(tree: Any) -> list[Any]:
     return optree.tree_leaves(tree)
 
 
+def tensors_in(*values: object) -> list[torch.Tensor]:
+    """The tensors among what an operation is given or returns, most of which is no container."""
+    out: list[torch.Tensor] = []
+    for x in values:
+        if isinstance(x, torch.Tensor):
+            out.append(x)
+        elif isinstance(x, (list, tuple, dict)):
+            out += [y for y in leaves(x) if isinstance(y, torch.Tensor)]
+    return out
+
+
 def map(fn: Callable[..., object], tree: Any, *rest: Any, is_leaf: Test | None = None) -> Any:
     """`fn` over the leaves of trees of one structure; `None` is kept as it is."""
     return optree.tree_map(fn, tree, *rest, is_leaf=is_leaf)

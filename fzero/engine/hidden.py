@@ -41,10 +41,10 @@ class Hidden(TorchFunctionMode):
         out = func(*args, **named)
         if private.level() < self._level or here.get() is not self._here:
             return out  # within a node, whose levels are others; a unit's operands are looked at where it is called
-        if not any(isinstance(x, torch.Tensor) for x in pytree.leaves(out)) and not writes(func, named):
+        if not pytree.tensors_in(out) and not writes(func, named):
             return out  # a look at a tensor, from which nothing goes on
-        for operand in pytree.leaves((args, named)):
-            x = self._from_around(operand) if isinstance(operand, torch.Tensor) else None
+        for operand in pytree.tensors_in(*args, *named.values()):
+            x = self._from_around(operand)
             if x is not None and id(x) not in self._known:
                 if private.is_differentiated(x) or (self._mapped and private.is_mapped(x)):
                     raise self._refusal(x)
