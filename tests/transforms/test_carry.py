@@ -368,6 +368,7 @@ class Shares(nn.Module):
         super().__init__()
         self.linear = nn.Linear(2, 2)
         self.register_buffer("seen", torch.zeros(2, 2) if how != "a param" else self.linear.weight.data)
+        self.seen: torch.Tensor
         if how == "a buffer":
             self.register_buffer("first", self.seen[0])
         if how == "a view":
