@@ -1,4 +1,4 @@
-"""The benchmarks run, and compare what computes the same: three of them in every run, all of them nightly."""
+"""The benchmarks run, and compare what computes the same: two of them in every run, all of them nightly."""
 
 from __future__ import annotations
 
@@ -90,6 +90,7 @@ def test_pipeline() -> None:
     assert "zero bubble" in out and "did not run" not in out
 
 
+@at_length
 def test_derivatives() -> None:
     out = run("derivatives.py", *"--cases lr models --only fzero".split(), "fzero ZeRO-3", "FSDP2")
     rows = [line.split(" | ") for line in out.splitlines() if line.startswith("| ")]

@@ -121,7 +121,8 @@ class _Whole:
             parts: list[Leaves] = []
             for slot in slots:
                 leaf = leaves[slot.leaf].clone()  # of which it may keep a part
-                entries, spec = flat(self.optimizer.init({slot.path: leaf}))
+                with seeded(Seeds(0, slot.leaf).next()):  # the same on every rank
+                    entries, spec = flat(self.optimizer.init({slot.path: leaf}))
                 for place, entry in enumerate(like_leaf(entries, leaf)):
                     parts += [{} for _ in range(place + 1 - len(parts))]
                     x = entries[entry]
@@ -135,12 +136,13 @@ class _Whole:
         for found in trees:  # all have all groups, whatever leaves are in one, so that a state goes into other units
             for key in params.groups:
                 found.setdefault(key, torch.zeros_like(params.local(key)))
-            row = params.layout.groups[key].row
-            if isinstance(row.policy.moment, str) and any(key in found for found in trees):
-                raise ValueError(
-                    f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which fz.whole cannot "
-                    "carry: nothing says which of its optimizer's tensors may be negative. Give moment= a dtype."
-                )
+                row = params.layout.groups[key].row
+                if isinstance(row.policy.moment, str):
+                    raise ValueError(
+                        f"params[{row.path!r}]: its policy stores moments as {row.policy.moment!r}, which fz.whole "
+                        "cannot carry: nothing says which of its optimizer's tensors may be negative. Give moment= a "
+                        "dtype."
+                    )
         said = "\n".join(f"{path}: {list(map(said_of, flat(state)[0]))}" for path, state in rest.items())
         params.axis.check_same(said, "fz.whole: the states of leaves", "Make the same of a leaf on every rank.")
         return WholeState(tuple([params.with_buffers(found) for found in trees]), rest)
@@ -199,10 +201,8 @@ class _Whole:
             updates = pytree.unflatten(spec, [found[name][0][name] for name in names])
             return updates, WholeState((), {name: found[name][1] for name in names})
         if not is_transformed():
-            run, buffers = (
-                _Run(self, params, grads, old),
-                [dict[Key, torch.Tensor]() for _ in range(len(old.trees) + 1)],
-            )
+            run, count = _Run(self, params, grads, old), len(old.trees) + 1
+            buffers = [dict[Key, torch.Tensor]() for _ in range(count)]
             for key, made in run.made():
                 for place, x in zip(run.places(key), made, strict=True):
                     buffers[place][key] = x
@@ -321,10 +321,8 @@ class _Run:
                 raise self.error or _elsewhere(next(iter(errors.values())))
             tensors = exchanged(axis, [(rank, tensors_of(self.rest[s.path])) for rank, s in slots])
             for (rank, slot), own in zip(slots, tensors, strict=True):
-                told = (
-                    heard[rank]["numbers"].get(slot.path, []) if rank != axis.rank else numbers_of(self.rest[slot.path])
-                )
-                self.rest[slot.path] = with_others(self.rest[slot.path], own, told)
+                if rank != axis.rank:
+                    self.rest[slot.path] = with_others(self.rest[slot.path], own, heard[rank]["numbers"][slot.path])
         return self.rest
 
 

@@ -122,7 +122,7 @@ def test_the_same_bits_without_instructions_for_bfloat16(monkeypatch: pytest.Mon
     assert_trees_close(got.float(), want.float(), rtol=0.05, atol=0.02)  # whose sums may be in another order
 
 
-@by_day(12)
+@by_day(6)
 @given(how=st.sampled_from(sorted(set(SHARDS) - {"alone"})), ranks=st.integers(1, 4), seed=st.integers(0, 99))
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_from_any_number_of_ranks(how: str, ranks: int, seed: int) -> None:

@@ -400,7 +400,11 @@ def noisy(grads: Any, state: Any, params: Any) -> Any:
     return optree.tree_map(lambda g: -0.1 * g + 0.1 * torch.randn_like(g), grads), state
 
 
-NOISY = fz.whole(fz.GradientTransformation(lambda params: (), noisy))
+def begun_by_chance(params: Any) -> Any:
+    return optree.tree_map(torch.randn_like, params)
+
+
+NOISY = fz.whole(fz.GradientTransformation(begun_by_chance, noisy))
 
 
 @pytest.mark.parametrize("wrap", [fz.shard_zero3, functools.partial(fz.shard_zero3, pattern="0.0")])
