@@ -103,11 +103,9 @@ def functional(module: nn.Module, buffers: bool = False) -> tuple[object, ...]:
     for registry in ("_parameters", "_buffers")[: 1 + buffers]:
         places_of(pristine, holdings, registry)  # what cannot be put anywhere is refused here
     apply = _Apply(pristine, tuple(frozen), buffers)
-    return (
-        (apply, params, {name: x.detach().clone() for name, x in module.named_buffers()})
-        if buffers
-        else (apply, params)
-    )
+    if not buffers:
+        return apply, params
+    return apply, params, {name: x.detach().clone() for name, x in module.named_buffers()}
 
 
 class _Structure(NamedTuple):
@@ -175,18 +173,9 @@ class _Apply:
         self, own: _Copy, units: Mapping[str, Params], params: Params, args: tuple[object, ...], kwargs: Params
     ) -> object:
         if ROOT in units:  # the whole module is one unit
-            root, fast = own.root, own.fast(own.root, args, kwargs)
-            return own.whole(
-                call_carrying(
-                    root.carried,
-                    root.call,
-                    (units[ROOT], args, kwargs),
-                    None,
-                    fast,
-                    root.surroundings,
-                    root.places.installed,
-                )
-            )
+            root, given = own.root, (units[ROOT], args, kwargs)
+            fast, around = own.fast(root, args, kwargs), root.places.installed
+            return own.whole(call_carrying(root.carried, root.call, given, None, fast, root.surroundings, around))
         outside = {name: params[leaf] for name, leaf in self._aliases.items()}
         by_index: dict[int, dict[str, object]] = {}
         for name, leaf in outside.items():

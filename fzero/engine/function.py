@@ -172,8 +172,8 @@ def _hidden(
     if traversal.fn is None and refusal is None:
         return contextlib.nullcontext()
     # another run is given the tensors of inputs, and not those that objects among them hold
-    split = pytree.Split(tuple(inputs), pytree.is_tensor)
-    given = tensors_reached(list(inputs)) if refusal is None else split.leaves[0]
+    seen = refusal is not None
+    given = pytree.Split(tuple(inputs), pytree.is_tensor).leaves[0] if seen else tensors_reached(list(inputs))
     known = [*primals.values(), *given, *tensors_held(fn)]
     return Hidden(known, refusal or on_ranks, mapped=refusal is not None)
 

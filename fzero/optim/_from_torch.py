@@ -13,7 +13,7 @@ from fzero.base import private, pytree
 from fzero.base.arguments import wrong
 from fzero.base.follow import any_follows
 from fzero.optim._whole import whole
-from fzero.optim.base import known, rate
+from fzero.optim.base import known, rate, zeros_of
 from fzero.state.sharded import Sharded
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate
@@ -156,14 +156,10 @@ class _Torch:
     # ---- elements alone
 
     def init(self, params: object) -> TorchState:
-        def zeros() -> object:
-            own = isinstance(params, Sharded)
-            return params.map(torch.zeros_like) if own else pytree.map(torch.zeros_like, params)  # type: ignore[union-attr]
-
         others = {
             n: torch.zeros((), dtype=x, device="cpu") if isinstance(x, torch.dtype) else x for n, x in self.others
         }
-        return TorchState(pytree.Count(0), {name: zeros() for name in self.names}, others)
+        return TorchState(pytree.Count(0), {name: zeros_of(params) for name in self.names}, others)
 
     def update(self, grads: object, old: TorchState, params: object) -> tuple[object, TorchState]:
         now = known(rate(self.lr, old.count.value))

@@ -9,8 +9,7 @@ import torch
 from fzero.base import pytree
 from fzero.optim._adam import AdamState, adamw
 from fzero.optim._norms import multiplied, norms_of
-from fzero.optim.base import need_hypers, rate
-from fzero.state.sharded import Sharded
+from fzero.optim.base import need_hypers, rate, zeros_of
 from fzero.table.needs import need_rate
 from fzero.table.optimizer import GradientTransformation, Number, Schedule
 
@@ -47,10 +46,7 @@ def _label(path: str) -> str:
 
 
 def _begun(params: object) -> AdamState:
-    def zeros() -> object:
-        return params.map(torch.zeros_like) if isinstance(params, Sharded) else pytree.map(torch.zeros_like, params)
-
-    return AdamState(pytree.Count(0), zeros(), zeros())
+    return AdamState(pytree.Count(0), zeros_of(params), zeros_of(params))
 
 
 @dataclass(frozen=True)

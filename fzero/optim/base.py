@@ -214,6 +214,11 @@ def less(x: torch.Tensor, factor: Number, y: torch.Tensor) -> torch.Tensor:
     return x - factor * y if isinstance(factor, torch.Tensor) else torch.sub(x, y, alpha=factor)
 
 
+def zeros_of(params: Tree) -> Tree:
+    """Zeros like values of params, for an optimizer that knows of no formats."""
+    return params.map(torch.zeros_like) if isinstance(params, Sharded) else pytree.map(torch.zeros_like, params)  # type: ignore[return-value]
+
+
 def values(tree: Tree) -> Tree:
     """A tree of values to compute with: a step's own decoded, without its scale, in float32 or float64."""
     if not isinstance(tree, Sharded):
