@@ -138,8 +138,7 @@ def _part(
             "scan: got tensors of torch.autograd.forward_ad, expected those of torch.func.jvp, whose levels nest: "
             "torch.func.jvp(f, (x,), (tangent,)) of a function that calls fz.scan."
         )
-    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, _near(state))
-    op.expect(seen)
+    op = _Steps(step, spec, len(leaves), [*held], flat, state.params.device.type, _near(state), seen)
     out = apply(op, active(given), *given)
     assert op.spec is not None
     return torch_pytree.tree_unflatten(out[: len(leaves)], op.spec), op.metrics(out[len(leaves) :])
@@ -235,6 +234,7 @@ class _Steps(Op):
         held: the ids of what the step was made with, and a transform goes on through.
         batches: each without its tensors.
         near: how far the numbers of a second run may be from those of the first, relative and absolute.
+        seen: the metrics that each step has found elsewhere.
 
     Attributes:
         spec: that of the last state, once it has run.
@@ -251,6 +251,7 @@ class _Steps(Op):
         batches: Sequence[pytree.Split],
         device: str,
         near: tuple[float, float],
+        seen: Sequence[Sequence[torch.Tensor]],
     ) -> None:
         super().__init__(self._all, None, device)
         self._near = near
@@ -259,7 +260,7 @@ class _Steps(Op):
         self._bounds = [*itertools.pairwise(ends)]  # of each batch among the tensors
         self.spec: torch_pytree.TreeSpec | None = None
         self._metrics: pytree.Spec | None = None
-        self._seen = list[list[torch.Tensor]]()  # the numbers of each step in the open
+        self._seen = [self._numbers(each) for each in seen]  # the numbers of each step in the open
         self._ran = set[int]()  # the steps that have run here
 
     def metrics(self, leaves: Sequence[torch.Tensor]) -> dict[str, object]:
@@ -297,10 +298,6 @@ class _Steps(Op):
                         "numbers of Python's or numpy's own. Take what changes as an input: fz.scan(step, state, "
                         "(x, numbers))."
                     )
-
-    def expect(self, metrics: Sequence[Sequence[torch.Tensor]]) -> None:
-        """Holds each step against what it found elsewhere."""
-        self._seen = [self._numbers(each) for each in metrics]
 
     @staticmethod
     def _numbers(metrics: Sequence[torch.Tensor]) -> list[torch.Tensor]:
