@@ -87,5 +87,6 @@ from fzero.transforms import shard_tensor as shard_tensor
 from fzero.transforms import shard_zero1 as shard_zero1
 from fzero.transforms import shard_zero2 as shard_zero2
 from fzero.transforms import shard_zero3 as shard_zero3
+from fzero.unit import name as name
 from fzero.unit import sum_over as sum_over
 from fzero.unit import unit as unit

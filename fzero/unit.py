@@ -1,15 +1,15 @@
-"""fz.unit and fz.sum_over: functions of a part of the params as units."""
+"""fz.unit, fz.name and fz.sum_over: functions of a part of the params as units, and what they compute by name."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
-from fzero.base import pytree
-from fzero.base.arguments import wrong
+from fzero.base import program, pytree
+from fzero.base.arguments import need_str, wrong
 from fzero.capture.handle import Handle
 from fzero.capture.surroundings import Surroundings
 from fzero.comm.axis import Axis
@@ -19,6 +19,8 @@ from fzero.parallel import maps
 from fzero.state.sharded import is_sharded
 from fzero.table.needs import need_function
 from fzero.table.slices import Slices
+
+T = TypeVar("T")
 
 
 def unit(fn: Callable[..., object]) -> Callable[..., Any]:
@@ -42,6 +44,35 @@ def unit(fn: Callable[..., object]) -> Callable[..., Any]:
         return call_unit(fn, args, kwargs)
 
     return call
+
+
+def name(x: T, name: str) -> T:
+    """Gives a tensor inside of a unit a name, by which `fz.remat(step, save=..., offload=...)` keeps it; returns it.
+
+    It is no operation: without such a step nothing happens. A name may be given to several tensors, in one unit and in
+    others. A view stands for all of the memory that it is a view of.
+
+    Args:
+        x: a tensor.
+        name: such as "qkv".
+
+    Raises:
+        TypeError: it is no tensor, or the name no string.
+
+    Example:
+        >>> @fz.unit
+        ... def block(p, x):
+        ...     return torch.tanh(fz.name(x @ p["w"], "hidden"))
+        >>> block({"w": torch.eye(2)}, torch.zeros(1, 2))
+        tensor([[0., 0.]])
+    """
+    if torch.compiler.is_compiling():
+        return x
+    if not isinstance(x, torch.Tensor):
+        raise wrong("name", "x", x, "a tensor")
+    need_str(name, "name", "name", "a name, such as 'qkv'")
+    program.name(x, name)
+    return x
 
 
 def sum_over(params: object, fn: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:

@@ -5,7 +5,7 @@
 
 Kinds: an operator inside a unit ("inside"), whose outputs leave the unit ("output"), in place ("inplace"), by `fz.hvp`
 ("hvp"), applied by a parent to another module's weight ("outside"); a module as a unit ("train", "eval"). Each under
-ZeRO-3 with and without remat, each step twice, as the second run gathers ahead in the order of the first.
+ZeRO-3 without remat, with it, and with remat that keeps what has a name in a later unit; each step twice, as the second run gathers ahead in the order of the first.
 
 Verdicts: "equal"; "refused" by an error of fzero that names the leaf or unit and says what to do; "raw", any other
 error; "silent", another number; "apart", ranks that disagree on the verdict; "dead", a process that crashed or hung.
@@ -40,6 +40,7 @@ SCALES = (1.0, 0.5)  # of the loss, one per rank
 OPERATORS = ("inside", "output", "inplace", "hvp", "outside")
 MODULES = ("train", "eval")
 KINDS = OPERATORS + MODULES
+REMATS = ("", "remat", "remat by name")
 BAD = ("raw", "silent", "apart", "dead")
 
 # (kind, operator or module): why its cases are left out
@@ -100,11 +101,11 @@ def _nudged(tensor: torch.Tensor) -> torch.Tensor:
     return out
 
 
-def sharded(case: Case, rank: int, remat: bool) -> list[dict[str, Any]]:
+def sharded(case: Case, rank: int, remat: str) -> list[dict[str, Any]]:
     """The same from ZeRO-3 on this rank, of two runs; and the params that the state holds after them."""
     fn, params = case.make()
     step = fz.shard_zero3(fz.train_step(fn, fz.sgd(0.1)))
-    step = fz.remat(step) if remat else step
+    step = fz.remat(step, save=("kept",) if remat == "remat by name" else ()) if remat else step
     state = step.init(params)
     x = torch.tensor(SCALES[rank], dtype=F64)
     seen = []
@@ -160,7 +161,7 @@ def judge(error: BaseException, case: Case) -> tuple[str, str]:
     return ("refused" if refused else "raw"), text
 
 
-def verdict(case: Case, want: dict[str, Any], rank: int, remat: bool) -> tuple[str, str]:
+def verdict(case: Case, want: dict[str, Any], rank: int, remat: str) -> tuple[str, str]:
     try:
         *runs, after = sharded(case, rank, remat)
     except Exception as error:
@@ -213,10 +214,10 @@ def job(rank: int, kind: str, names: list[str], samples: int, start: tuple[int, 
         for number in range(start[0], len(names)):
             subject = names[number]
             make = operator_cases if kind in OPERATORS else module_cases
-            cases = itertools.product(make(kind, known[subject], samples), (False, True))
+            cases = itertools.product(make(kind, known[subject], samples), REMATS)
             first = start[1] if number == start[0] else 0
             for place, (case, remat) in enumerate(itertools.islice(cases, first, None), first):
-                named = case.name + (", remat" if remat else "")
+                named = case.name + (f", {remat}" if remat else "")
                 if rank == 0:
                     Path(log).write_text(json.dumps([number, place, subject, named]))
                 try:

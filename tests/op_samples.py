@@ -159,7 +159,7 @@ def _unit_case(name: str, kind: str, call: Call, number: int) -> Case:
         return out if leaves_unit else x * weigh(call.finish(out))
 
     def program(unit: Any) -> Callable[..., Any]:
-        first, last = unit(body), unit(lambda p, y: y * p["s"])
+        first, last = unit(body), unit(lambda p, y: fz.name(y, "kept") * p["s"])
 
         def fn(params: Any, x: torch.Tensor) -> torch.Tensor:
             out = first(params["blocks"][0], call.constants, x)
@@ -180,7 +180,7 @@ class Child(nn.Module):
         self.gain = nn.Parameter(torch.ones((), dtype=F64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x * self.gain + sum(0.5 * weight.sum() for weight in self.parameters())
+        return fz.name(x, "kept") * self.gain + sum(0.5 * weight.sum() for weight in self.parameters())
 
 
 class Outside(nn.Module):

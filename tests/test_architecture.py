@@ -138,8 +138,9 @@ def test_one_place_for_private_torch() -> None:
     random, pytrees = {"base/intercept.py"}, {"base/pytree.py"}
     kernels = {"base/flash.py"}
     testing = {"testing/_memory.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
+    operators = {"base/operators.py", "base/program.py"}  # what they do, and a dispatch mode
     private_files = {"base/private.py", "base/hooks.py", "base/thread_state.py"}
-    assert _places(private) <= {*private_files, *random, *pytrees, *testing, *kernels}
+    assert _places(private) <= {*private_files, *random, *pytrees, *testing, *kernels, *operators}
 
 
 MAKES = (

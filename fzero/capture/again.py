@@ -26,13 +26,16 @@ class Facts(NamedTuple):
     draws: bool = False  # from random generators that are Python's or numpy's own
     # with tensors of functorch levels that have ended, which only a look at each operation tells from those that go on
     watched: bool = False
+    # it opens memory to others, so that operations do not say what is in it: it is recomputed as a whole
+    whole: bool = False
     joint: Mapping[int, frozenset[int]] = {}  # place of a tensor that it puts out -> others that depend on it inside
 
     def joined(self, showed: Facts) -> Facts:
         """These, and what another run showed."""
         return Facts(
             *(self.mutated | showed.mutated, (*self.more, *showed.more), self.read | showed.read),
-            *(self.returned | showed.returned, self.draws or showed.draws, self.watched or showed.watched, self.joint),
+            *(self.returned | showed.returned, self.draws or showed.draws, self.watched or showed.watched),
+            *(self.whole or showed.whole, self.joint),
         )
 
 

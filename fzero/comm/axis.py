@@ -13,6 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from fzero.base import private
+from fzero.base.program import once
 from fzero.comm import backend
 from fzero.comm.backend import Group, Mesh, Wait, done
 from fzero.comm.divergence import announce, explained, need_alike
@@ -190,12 +191,19 @@ class Axis:
     # ---- what is said about a collective
 
     def _announced(
-        self, operation: str, tag: Hashable, tensor: torch.Tensor, group: Group, sent: int | None = None
+        self,
+        operation: str,
+        tag: Hashable,
+        tensor: torch.Tensor,
+        group: Group,
+        sent: int | None = None,
+        into: Sequence[torch.Tensor] = (),
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Announces a collective; the result makes calls that name it where they fail.
 
         Args:
             sent: bytes that go to other ranks, of a collective whose tensors differ between ranks in their shapes.
+            into: the tensors that it writes to.
         """
         dtype, shape = tensor.dtype, f"{tuple(tensor.shape)}, " if sent is None else ""
 
@@ -204,7 +212,7 @@ class Axis:
             return f"{operation} of {tag} ({shape}{dtype}) of {self.who} over axis {self.name!r}{run}"
 
         announce(operation, tag, tensor.numel() * tensor.element_size() if sent is None else sent, words, group)
-        return lambda call: explained(call, words, group)
+        return lambda call: explained(once(call, *into), words, group)
 
     def _number(self, operation: str, tag: Hashable) -> int:
         """The tag of one collective's messages; a run may have two reductions of one buffer in flight."""
@@ -223,7 +231,7 @@ class Axis:
                 full.copy_(shard)
             return done
         assert self.group is not None
-        explained = self._announced("all_gather", tag, shard, self.group)
+        explained = self._announced("all_gather", tag, shard, self.group, into=(full,))
         number = self._number("all_gather", tag)
         return explained(explained(backend.start_all_gather)(full, shard, self.group, number))
 
@@ -245,7 +253,7 @@ class Axis:
             return full.to(dtype), done
         if self.group is not None and self.size > 1:
             out = full.new_empty((full.shape[0] // self.size, *full.shape[1:]), dtype=dtype)
-            explained = self._announced("reduce_scatter", tag, full, self.group)
+            explained = self._announced("reduce_scatter", tag, full, self.group, into=(out,))
             number, divisor = self._number("reduce_scatter", tag), 1 if self.replicas else self.ranks
             wait = explained(explained(backend.start_reduce_scatter)(full, out, self.group, number, divisor))
         else:
@@ -254,7 +262,7 @@ class Axis:
         def finish() -> None:
             wait()
             for group in self.replicas:
-                self._announced("all_reduce", tag, out, group)(backend.all_reduce)(out, group)
+                self._announced("all_reduce", tag, out, group, into=(out,))(backend.all_reduce)(out, group)
             if self.replicas:
                 out.div_(self.ranks)
 
@@ -278,13 +286,13 @@ class Axis:
     def _sum(self, tensor: torch.Tensor, tag: Hashable, groups: Sequence[Group]) -> torch.Tensor:
         for group in groups:
             tensor = tensor.clone()
-            self._announced("all_reduce", tag, tensor, group)(backend.all_reduce)(tensor, group)
+            self._announced("all_reduce", tag, tensor, group, into=(tensor,))(backend.all_reduce)(tensor, group)
         return tensor
 
     def broadcast(self, tensor: torch.Tensor, tag: Hashable = "") -> torch.Tensor:
         """Rank 0's tensor, written into this one."""
         for group in self._all_groups:
-            self._announced("broadcast", tag, tensor, group)(backend.broadcast)(tensor, group)
+            self._announced("broadcast", tag, tensor, group, into=(tensor,))(backend.broadcast)(tensor, group)
         return tensor
 
     def _by_all(self, text: str, what: str, group: Group) -> list[str]:

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 import torch
 
 from fzero.base import private
+from fzero.base.program import once
 from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.comm.backend import Wait, done
@@ -29,11 +30,11 @@ def start_exchange(axis: Axis, send: Sequence[torch.Tensor], receive: Sequence[t
         receive[0].copy_(send[0])
         return done
     if (player := playing.get()) is not None:
-        player.exchange(axis.name, send, receive, tag)
+        once(player.exchange, *receive)(axis.name, send, receive, tag)
         return done
     assert axis.group is not None
     sent = sum([piece.nbytes for rank, piece in enumerate(send) if rank != axis.rank])
-    call = axis._announced("exchange", tag, send[0], axis.group, sent)
+    call = axis._announced("exchange", tag, send[0], axis.group, sent, receive)
     wait = call(backend.start_exchange)(send, receive, axis.group, axis._number("exchange", (tag, send[0].dtype)))
     return call(wait)
 
@@ -65,7 +66,7 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.
     if not axis.adds_here:
         assert axis.group is not None
         out, words = x.clone(memory_format=torch.contiguous_format), f"all_reduce {op}"
-        axis._announced(words, tag, out, axis.group)(backend.all_reduce)(out, axis.group, op)
+        axis._announced(words, tag, out, axis.group, into=(out,))(backend.all_reduce)(out, axis.group, op)
         return out
     flat = x.reshape(-1)
     if axis.size == 2 or flat.numel() < SMALL:

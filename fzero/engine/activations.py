@@ -52,7 +52,7 @@ class Kept:
 
     def value(self) -> torch.Tensor:
         """The tensor, for one of its uses; it is here from the first one to the last."""
-        _refuse_writes(self._counter, self._version, self._shape)
+        refuse_writes(private.version(self._counter), self._version, self._shape)
         if self._brought is None:
             self.start()
             coming, self._coming = self._coming, None
@@ -174,15 +174,16 @@ class _Stays(NamedTuple):
 def _unpacked(packed: _Stays | Kept) -> torch.Tensor:
     if isinstance(packed, Kept):
         return packed.value()
-    _refuse_writes(packed.tensor, packed.version, packed.tensor.shape)
+    refuse_writes(private.version(packed.tensor), packed.version, packed.tensor.shape)
     return packed.tensor
 
 
-def _refuse_writes(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
-    if private.version(tensor) != expected:
+def refuse_writes(version: int, expected: int, shape: torch.Size) -> None:
+    """Refuses to pull back through what was written to since, in torch's words."""
+    if version != expected:
         raise RuntimeError(
             f"one of the variables needed for gradient computation has been {texts.WRITES_SAVED}: of shape "
-            f"{tuple(shape)}, it is at version {private.version(tensor)}; expected version {expected} instead."
+            f"{tuple(shape)}, it is at version {version}; expected version {expected} instead."
         )
 
 

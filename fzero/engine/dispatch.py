@@ -23,7 +23,7 @@ from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
 from fzero.engine.traversal import Traversal, current, here, inside
 from fzero.stores.put import DEVICE
-from fzero.table.rows import Row
+from fzero.table.rows import NO_NAMES, Row
 
 CHECKPOINTED = (
     "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, or by another thread: its params "
@@ -90,6 +90,7 @@ def _call(
         call.fn, call.compiles = compilable or compiled(call.fn), True
     remat = any(row.remat for row in rows)
     memory = next((row.activations for row in rows if row.activations != DEVICE), DEVICE)
+    names = next((row.names for row in rows if row.names != NO_NAMES), NO_NAMES)
     seed = traversal.next_seed() if seed is None else seed
     schedule = traversal.schedule
     number, moving = schedule.called(tuple(call.primals)), call.moving
@@ -101,7 +102,7 @@ def _call(
         try:
             with _autocast(traversal, [*rows, *_full_rows(traversal, call)]):
                 refuse_leaks(call.reach.tensors)
-                result = UnitOp(traversal, call, remat, seed, number, memory).applied()
+                result = UnitOp(traversal, call, remat, seed, number, memory, names).applied()
             break
         except Again as again:
             showed = again.showed

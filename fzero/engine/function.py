@@ -178,6 +178,18 @@ def _hidden(
     return Hidden(known, refusal or on_ranks, mapped=refusal is not None)
 
 
+def _need_names(traversal: Traversal) -> None:
+    """Refuses names that no unit has given, where some were to be kept."""
+    given = traversal.named
+    lost = [] if given is None else sorted(traversal.table.names - given)
+    if lost:
+        raise ValueError(
+            f"remat: got the name {lost[0]!r} to keep, which no unit gives that is recomputed; expected one of "
+            f"{', '.join(map(repr, sorted(given or ()))) or 'those of fz.name, of which it calls none'}. Say "
+            f"fz.name(x, {lost[0]!r}) inside a unit, or leave it out."
+        )
+
+
 def _given_out(x: object) -> object:
     return read(x) if isinstance(x, Handle) else x.outside() if isinstance(x, StandIn) else x
 
@@ -225,6 +237,8 @@ def call_function(
             refuse_outside(error)
             raise
         out = pytree.map_leaves(_given_out, out)
+        if not traversal.schedule.ran_before:
+            _need_names(traversal)
         if known:
             need_invariant(split_result(step, out)[0], known)
         if traversal.acts:

@@ -1,14 +1,15 @@
 """The engine: a unit's call gathers its params, runs, frees them, and pulls cotangents back.
 
 Two forms. Without recomputation the unit's own graph is kept and the gathered buffers' storage is emptied in between;
-with it (`remat`) only the shards and the inputs are kept. Both are one `Node` of the outer derivative.
+with it (`remat`) only the shards and the inputs are kept. Where some of it is kept by name, the graph is, and what it
+saved is computed again. All are one `Node` of the outer derivative.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -25,9 +26,11 @@ from fzero.engine.activations import Inputs, Saved
 from fzero.engine.call import Call
 from fzero.engine.halves import Part, Split
 from fzero.engine.later import Later
+from fzero.engine.recorded import Recorded
 from fzero.engine.traversal import Traversal
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
+from fzero.table.rows import NO_NAMES, Names
 
 
 @dataclass(eq=False)
@@ -45,7 +48,14 @@ class UnitOp(Op):
     """A unit's call: gather, run, free; and to pull back, gather again into the same storage, or recompute."""
 
     def __init__(
-        self, traversal: Traversal, call: Call, remat: bool, seed: int, number: int, memory: Memory = DEVICE
+        self,
+        traversal: Traversal,
+        call: Call,
+        remat: bool,
+        seed: int,
+        number: int,
+        memory: Memory = DEVICE,
+        names: Names = NO_NAMES,
     ) -> None:
         keys = list(call.primals)
 
@@ -61,6 +71,10 @@ class UnitOp(Op):
         self.reduced = len(keys) if any(traversal.uses[key].axis.ranks > 1 for key in keys) else 0
         # a derivative of a derivative recomputes anyway: keep no graph for it
         self.recompute = call.recomputes = remat or private.level() > 1
+        # then its graph is kept, and of what that saved what has a name
+        self._names = names if private.level() <= 1 and not (call.compiles or call.facts.whole) else NO_NAMES
+        if self._names != NO_NAMES:
+            self.recompute = False
         self.traversal, self.keys, self.call, self.number = traversal, keys, call, number
         self.unit = call.unit = traversal.layout.groups[keys[0]].unit if keys else "of full params"
         self.name = f"unit {self.unit!r}"
@@ -69,7 +83,8 @@ class UnitOp(Op):
         self._fulls: dict[Key, torch.Tensor] = {}  # of this call's own graph
         self._seen, self._records, self._watched = seen.get() or Seen(), torch.is_grad_enabled(), False
         self._arriving: dict[Key, Callable[[], None]] = {}  # to be waited for before the graph is pulled back
-        self._activations: Inputs | Saved | None = None  # that lie elsewhere meanwhile
+        self._inputs: Inputs | None = None  # that lie elsewhere meanwhile
+        self._saved: Saved | Recorded | None = None  # what the graph saved, elsewhere or to be computed again
         self.used = False
         # under a single vjp what a unit closes over is no part of any graph: one run shows the mistake
         self._suspicious = not (traversal.schedule.on_track and private.single_level()) or is_strict()
@@ -78,7 +93,7 @@ class UnitOp(Op):
     def applied(self) -> object:
         """The call's result."""
         operands, wanted = self.call.operands()
-        inputs = self._put_away(operands, wanted) if self._memory != DEVICE and self.recompute else None
+        inputs = self._put_away(operands, wanted) if self._memory != DEVICE and self.call.recomputes else None
         result = self.call.finish(apply(self, wanted, *operands))
         if inputs is not None:
             self.call.let_go({id(operands[place]): own for place, own in inputs.stand_ins.items()})
@@ -91,12 +106,12 @@ class UnitOp(Op):
             return None
         count = len(self.keys)
         alone = [place for place in wanted if place >= count and self.call.is_alone(place - count)]
-        self._activations = inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
+        self._inputs = inputs = Inputs(operands, alone, self._memory, f"the inputs of {self.name}")
         self.stand_ins = inputs.stand_ins
         return inputs
 
     def restored(self, saved: Tensors) -> Tensors:
-        return self._activations.restored(saved) if isinstance(self._activations, Inputs) else saved
+        return self._inputs.restored(saved) if self._inputs is not None else saved
 
     def run(self, tensors: Tensors, wanted: Sequence[int]) -> Tensors:
         schedule = self.traversal.schedule
@@ -143,6 +158,8 @@ class UnitOp(Op):
             for key, full in self._fulls.items():
                 (self._arriving.pop(key, None) or schedule.refill(key, full))()
             gather_previous()
+            if isinstance(self._saved, Recorded):
+                self._saved.comes_with(tensors)
         pull = self._pull
         assert pull is not None
         flat = [leaf for leaves in pull.leaves for leaf in leaves]
@@ -168,8 +185,8 @@ class UnitOp(Op):
                 found_inputs, early, parts = split.pull(cotangents, keep)
                 del split
                 found = [*[early.get(i) for i in range(len(flat))], *found_inputs]
-        if self._activations is not None:  # of what does not lead to these outputs
-            self._activations.leave()
+        if late is None:
+            self._leave()  # of what does not lead to these outputs
         # what the unit does not depend on has none: zeros would meet infinite derivatives before it
         out = {i: g for i, g in zip(pull.inputs, found[len(flat) :], strict=True) if g is not None}
         del found[len(flat) :]
@@ -198,7 +215,7 @@ class UnitOp(Op):
 
     def forget(self) -> None:
         """Lets go of the call: an output lies in an object that the call knows, and leads to the call by its graph."""
-        self.used, self._pull, self._activations = True, None, None
+        self.used, self._pull, self._inputs, self._saved = True, None, None, None
         self.call.forget()
         del self.call, self.fn
 
@@ -241,9 +258,14 @@ class UnitOp(Op):
         # what is no input shows itself, as an error, or to the watch
         guard = contextlib.nullcontext() if thorough or self.call.compiles else private.without_dead_wrappers()
         putting_away: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
-        if self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
-            self._activations = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
-            putting_away = self._activations.hooks()
+        recorded = None
+        if self._names != NO_NAMES and wanted:
+            traversal.named = seen = traversal.named or set()
+            self._saved = recorded = Recorded(self._names, self._memory, f"the activations of {self.name}", seen)
+            putting_away = recorded.hooks()
+        elif self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
+            self._saved = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
+            putting_away = self._saved.hooks()
         with self.surroundings(), hooks.allowed(), putting_away, guard, grad_mode:
             watch = None
             if thorough and not self.call.compiles:
@@ -251,12 +273,16 @@ class UnitOp(Op):
                 protected = {storage_of(full): leaf_of(group) for full, group in zip(fulls, groups, strict=True)}
                 watch = Watch(self.unit, protected, map(id, begin))
             self._watched = watch is not None
+            looks = [x for x in (watch, recorded and recorded.noting(self.call.first)) if x is not None]
             try:
-                out = self.call.run(leaves, inputs, fulls, derived, self.unit, watch or contextlib.nullcontext())
+                out = self.call.run(leaves, inputs, fulls, derived, self.unit, _together(looks))
             except Again:  # with what is gathered: the other ranks need not run again
                 for key, full in self._fulls.items():
                     traversal.schedule.keep(key, full)
                 raise
+        if recorded is not None:
+            stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
+            recorded.settle([(place, tensors[place]) for place in stand_ins])
         if watch is not None and wanted:
             self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
         self.joint = self.call.facts.joint
@@ -275,6 +301,12 @@ class UnitOp(Op):
         self.call.inner = (), []
         return tuple(o.detach() for o in out)
 
+    def _leave(self) -> None:
+        """Drops what was brought back or computed again, and not used."""
+        for activations in (self._inputs, self._saved):
+            if activations is not None:
+                activations.leave()
+
     def _empty(self) -> None:
         """Gives back the memory of the gathered buffers; the call's graph still refers to them."""
         for full in self._fulls.values():
@@ -288,8 +320,9 @@ class UnitOp(Op):
         node = self.node() if self.node is not None else None
         if node is None or not private.will_run(node):
             return
-        if self._activations is not None:
-            self._activations.start()
+        for activations in (self._inputs, self._saved):
+            if activations is not None:
+                activations.start()
         if self.recompute:
             self.traversal.schedule.gather_ahead(tuple(self.keys))
         elif self._pull is not None:
@@ -305,11 +338,18 @@ class UnitOp(Op):
 
     def forget_ahead(self) -> None:
         """Leaves what was gathered ahead and not used."""
-        if self._activations is not None:
-            self._activations.leave()
+        self._leave()
         for key in list(self._arriving):
             self._arriving.pop(key)()
             self.traversal.schedule.empty(self._fulls[key])
+
+
+@contextlib.contextmanager
+def _together(contexts: Sequence[contextlib.AbstractContextManager[object]]) -> Iterator[None]:
+    with contextlib.ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
 
 
 def used_up(what: str) -> str:

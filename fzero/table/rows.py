@@ -66,13 +66,32 @@ def _again(stage: int, name: MeshName | None, axes: tuple[str, ...], replicate: 
     return Sharding(stage, mesh_of(name), axes, replicate)
 
 
+@dataclass(frozen=True)
+class Names:
+    """What a unit that is recomputed keeps, by the names that `fz.name` gives it.
+
+    Attributes:
+        save: on the device.
+        offload: in the host's memory.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """As arguments."""
+        return ", ".join(f"{argument}={names}" for argument, names in vars(self).items() if names)
+
+
+NO_NAMES = Names()
 KINDS = ("params", "grads", "moments")  # of state
 # column -> whether it is said of a whole unit, which runs as one, and not of single leaves; and what its values are
 COLUMNS: dict[str, tuple[bool, type | UnionType]] = {
     "axis": (False, Sharding),
     "compute": (True, torch.dtype),
     "frozen": (False, bool),
-    "remat": (True, bool),
+    "remat": (True, bool | Names),
     "compile": (True, bool),
     **{f"{kind} in": (False, Memory) for kind in KINDS},
     "activations in": (True, Memory),
@@ -129,6 +148,7 @@ class Row:
     styles: Styles = ()
     hint: Hint | None = field(default=None, compare=False)
     remat: bool = field(default=False, compare=False)  # which say nothing of what is kept
+    names: Names = field(default=NO_NAMES, compare=False)
     compile: bool = field(default=False, compare=False)
     activations: Memory = field(default=DEVICE, compare=False)
 
@@ -188,6 +208,11 @@ class Table:
     def gathers(self) -> bool:
         """True where params are gathered at their use."""
         return any(row.params.cuts for row in self.rows)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """What units that are recomputed keep."""
+        return frozenset(name for row in self.rows for name in (*row.names.save, *row.names.offload))
 
     @cached_property
     def remats(self) -> bool:
@@ -344,6 +369,7 @@ def resolve(
                 styles=styles,
                 hint=hints.get(index),
                 remat=bool(said["remat"]),
+                names=said["remat"] if isinstance(said["remat"], Names) else NO_NAMES,
                 compile=bool(said["compile"]),
                 activations=said["activations in"] or DEVICE,
             )

@@ -1,0 +1,128 @@
+"""What an operator of torch does with its operands: what it reads, writes, makes and draws from."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from fzero.base import intercept, private
+
+Function = Callable[..., object]
+Drawing = tuple[torch.Generator, torch.Tensor]  # a generator, and its state
+# which read of their operands no more than shapes
+_SHAPES_ONLY = frozenset(
+    "empty_like zeros_like ones_like full_like rand_like randn_like randint_like new_empty new_empty_strided new_zeros "
+    "new_ones new_full".split()
+)
+_BLANK = frozenset("empty empty_like empty_strided new_empty new_empty_strided empty_permuted".split())
+# which write all of a tensor, whatever was there
+_OVERWRITES = frozenset("copy_ fill_ zero_ bernoulli_ uniform_ normal_ random_ exponential_ log_normal_".split())
+_UNTRACKED = frozenset("set_ resize_ resize_as_ _resize_output_ set_data".split())  # give a tensor another memory
+
+
+class Kind(NamedTuple):
+    """One operator.
+
+    Attributes:
+        known: whether it does no more than its schema says, so that it may be run again.
+        writes_unsaid: whether it may write to any operand.
+        targets: positions and names of the operands that it writes to.
+        draws: whether it draws random numbers.
+        chances: positions and names of what it draws with; where one of them is 0 it draws nothing.
+        overwrites: whether it reads nothing of what it writes to.
+        shapes_only, blank: whether it reads no values, and makes none.
+    """
+
+    known: bool
+    writes_unsaid: bool = False
+    targets: tuple[tuple[int, str], ...] = ()
+    draws: bool = False
+    chances: tuple[tuple[int, str], ...] = ()
+    overwrites: bool = False
+    shapes_only: bool = False
+    blank: bool = False
+
+    def drawing(self, args: Sequence[object], kwargs: Mapping[str, object]) -> bool:
+        """Tells whether it draws random numbers, called with these."""
+        return self.draws and 0 not in _given(self.chances, args, kwargs)
+
+    def written(self, args: Sequence[object], kwargs: Mapping[str, object]) -> list[torch.Tensor]:
+        """The tensors among the operands that it writes to."""
+        if not self.targets:
+            return []
+        return tensors_in(_given(self.targets, args, kwargs))
+
+
+@functools.cache
+def kind_of(func: Function) -> Kind:
+    if not isinstance(func, torch._ops.OpOverload):
+        return Kind(False)
+    arguments = func._schema.arguments
+    targets = [(i, a.name) for i, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
+    name = func._schema.name.rpartition("::")[2]
+    return Kind(
+        func.namespace in ("aten", "prims") and name not in _UNTRACKED,
+        func.namespace in ("c10d", "_c10d_functional") or name in _UNTRACKED,
+        tuple(targets),
+        torch.Tag.nondeterministic_seeded in func.tags,
+        tuple([(i, a.name) for i, a in enumerate(arguments) if a.name in ("dropout_p", "dropout", "p")]),
+        name in _OVERWRITES or any(argument == "out" for _, argument in targets),
+        name in _SHAPES_ONLY,
+        name in _BLANK,
+    )
+
+
+def _given(places: Iterable[tuple[int, str]], args: Sequence[object], kwargs: Mapping[str, object]) -> list[object]:
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in places]
+
+
+def drawing_of(operands: Sequence[torch.Tensor], kwargs: Mapping[str, object]) -> Drawing | None:
+    """The generator that an operator draws from, and its state; None where it is shared with other threads."""
+    generator = kwargs.get("generator")
+    if not isinstance(generator, torch.Generator):
+        if not intercept.acts_for_main():
+            return None
+        device = operands[0].device if operands else torch.device(str(kwargs.get("device") or "cpu"))
+        if device.type not in ("cpu", "cuda"):
+            return None
+        generator = intercept.default_generator(device)
+    return generator, generator.get_state()
+
+
+@contextlib.contextmanager
+def redrawn(drawing: Drawing | None) -> Iterator[None]:
+    """Inside, a generator draws again what it drew; then it goes on as before."""
+    if drawing is None:
+        yield
+        return
+    generator, state = drawing
+    before = generator.get_state()
+    generator.set_state(state)
+    try:
+        yield
+    finally:
+        generator.set_state(before)
+
+
+def is_plain(x: torch.Tensor) -> bool:
+    """Tells whether a tensor is a view of one storage, and nothing else."""
+    if x.layout != torch.strided or x.is_quantized or x.is_mkldnn:
+        return False
+    if type(x) not in (torch.Tensor, torch.nn.Parameter) and not private.is_fake(x):
+        return False
+    return not torch._is_zerotensor(x)  # type: ignore[attr-defined]
+
+
+def tensors_in(values: object) -> list[torch.Tensor]:
+    """The tensors among operands or results, which lie in tuples, lists and dicts at most."""
+    if isinstance(values, torch.Tensor):
+        return [values]
+    if isinstance(values, (tuple, list)):
+        return [x for value in values for x in tensors_in(value)]
+    if isinstance(values, dict):
+        return [x for value in values.values() for x in tensors_in(value)]
+    return []

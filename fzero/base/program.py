@@ -1,0 +1,343 @@
+"""The operations of a run as a program over memory, of which those that something needs can be run again.
+
+A buffer is one storage, and its value a number of writes: each operation reads values and makes others. What is known
+of some of them is given; the rest follows by running operations again, each on what it was given at first, so that
+its bits are the same. Views are no operations: an operand is a view of a buffer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fzero.base import private
+from fzero.base.context import during, variable
+from fzero.base.operators import Drawing, Function, Kind, drawing_of, is_plain, kind_of, redrawn, tensors_in
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_current: contextvars.ContextVar[Program | None] = variable("program", None)
+
+
+@dataclass(eq=False, slots=True)
+class Buffer:
+    """One storage, as far as a program knows it.
+
+    Attributes:
+        writes: how often it was written to.
+        blank: whether nothing has been written yet to what it was made with.
+    """
+
+    storage: weakref.ref[torch.UntypedStorage]
+    writes: int = 0
+    blank: bool = False
+
+
+Value = tuple[Buffer, int]  # what a buffer holds after so many writes
+
+
+class View(NamedTuple):
+    """A tensor: a view of a buffer, which has been written to so many times."""
+
+    buffer: Buffer
+    writes: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    conj: bool
+    neg: bool
+
+    @property
+    def value(self) -> Value:
+        return self.buffer, self.writes
+
+    def of(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """This view of another storage that is laid out alike."""
+        out = torch.empty(0, dtype=self.dtype, device=self.device)
+        out.set_(storage, self.offset, self.shape, self.stride)  # type: ignore[call-overload]
+        out = out.conj() if self.conj else out
+        return torch._neg_view(out) if self.neg else out  # type: ignore[attr-defined]
+
+
+class Operation(NamedTuple):
+    """One operation: `function(*args, **kwargs)`, in which views stand for tensors."""
+
+    function: Function
+    args: tuple[object, ...]
+    kwargs: Mapping[str, object]
+    reads: tuple[Value, ...]
+    makes: tuple[Value, ...]  # which it writes
+    results: tuple[View | None, ...]  # those that it returns in memory of its own
+    drawing: Drawing | None = None  # what it drew from, and that one's state before
+
+
+@dataclass
+class Part:
+    """Operations of a program that make some of its values.
+
+    Attributes:
+        operations: in their order.
+        given: the values that they begin with.
+        last: number of an operation -> the buffers that nobody needs after it.
+    """
+
+    operations: list[Operation]
+    given: dict[Value, torch.Tensor]
+    last: dict[int, list[Buffer]] = field(default_factory=dict)
+
+    def run(self, wanted: Sequence[View], storages: Mapping[Value, torch.UntypedStorage]) -> list[torch.Tensor]:
+        """Runs them; returns the views.
+
+        Args:
+            storages: of the values that are given.
+        """
+        held: dict[Buffer, torch.UntypedStorage] = {}
+        writes_to: set[Buffer] = set()
+
+        def tensor(view: View) -> torch.Tensor:
+            given = None if view.buffer in writes_to else storages.get(view.value)
+            storage = held.get(view.buffer) if given is None else given
+            if storage is None:  # of which no more than the shape is read
+                return torch.empty_strided(view.shape, view.stride, dtype=view.dtype, device=view.device)
+            return view.of(storage)
+
+        with private.below_transforms(), torch.no_grad(), private.without_autocast():
+            for number, operation in enumerate(self.operations):
+                writes_to = {buffer for buffer, _ in operation.makes}
+                for buffer, writes in operation.makes:
+                    given = storages.get((buffer, writes - 1))
+                    if given is not None:  # which stays as it is
+                        held[buffer] = given.clone()
+                args, kwargs = _replaced(operation.args, tensor), _replaced(operation.kwargs, tensor)
+                with redrawn(operation.drawing):
+                    out = operation.function(*args, **kwargs)  # type: ignore[misc]
+                for view, x in zip(operation.results, tensors_in(out), strict=True):
+                    if view is not None:
+                        assert (x.shape, x.stride(), x.storage_offset()) == (view.shape, view.stride, view.offset)
+                        held[view.buffer] = x.untyped_storage()
+                del args, kwargs, out
+                for buffer in self.last.get(number, ()):
+                    held.pop(buffer, None)
+            writes_to = set()
+            return [tensor(view) for view in wanted]
+
+
+class Program(TorchDispatchMode):
+    """Notes each operation that runs inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[Operation] = []
+        self.given: dict[Value, torch.Tensor] = {}
+        self.names: dict[str, list[tuple[View, torch.Tensor]]] = {}
+        self._buffers: dict[int, Buffer] = {}
+        self._paused = 0
+
+    # ---- what runs
+
+    def __torch_dispatch__(
+        self, func: Function, types: object, args: tuple[object, ...] = (), kwargs: Mapping[str, object] | None = None
+    ) -> object:
+        named = kwargs or {}
+        if self._paused:
+            return func(*args, **named)
+        kind, operands = kind_of(func), tensors_in((args, named))
+        draws = kind.drawing(args, named)
+        drawing = drawing_of(operands, named) if draws else None
+        written = kind.written(args, named)
+        if not kind.known or (draws and drawing is None) or not all(map(is_plain, operands)):
+            out = func(*args, **named)
+            self.unseen((*(operands if kind.writes_unsaid else written), *tensors_in(out)))
+            return out
+        for x in written:
+            self._keep_before(x)
+        over = {id(x) for x in written} if kind.overwrites else ()
+        views = {id(x): self.view(x, read=not (kind.shapes_only or id(x) in over)) for x in operands}
+        out = func(*args, **named)
+        makes, results = self._made(kind, [views[id(x)].buffer for x in written], tensors_in(out), views)
+        if makes:  # otherwise it is a view, or a look at a value
+            reads = () if kind.shapes_only else dict.fromkeys(view.value for view in views.values())
+            template = [_replaced(operands, lambda x: views[id(x)]) for operands in (args, named)]
+            self.operations.append(Operation(func, *template, tuple(reads), tuple(makes), results, drawing))
+        return out
+
+    def _made(
+        self, kind: Kind, written: Sequence[Buffer], results: Sequence[torch.Tensor], views: Mapping[int, View]
+    ) -> tuple[Sequence[Value], tuple[View | None, ...]]:
+        """The values that an operation has made, and its results in memory of their own."""
+        if not all(map(is_plain, results)):
+            self.unseen([x for x in results if is_plain(x)])
+            return (), ()
+        known = {view.buffer for view in views.values()}
+        fresh = [self._fresh(x, kind.blank) for x in results]
+        own = tuple([None if view.buffer in known else view for view in fresh])
+        makes = dict.fromkeys(view.value for view in own if view is not None)
+        for buffer in dict.fromkeys(written):
+            buffer.writes, buffer.blank = buffer.writes + 1, False
+            makes[buffer, buffer.writes] = None
+        return list(makes), own
+
+    def _fresh(self, x: torch.Tensor, blank: bool) -> View:
+        """A view of a result, whose memory is new or that of an operand."""
+        buffer = self._known(x)
+        if buffer is None:
+            buffer = self._buffers[_address(x)] = Buffer(weakref.ref(x.untyped_storage()), 1, blank)
+        return _view_of(x, buffer)
+
+    def _known(self, x: torch.Tensor) -> Buffer | None:
+        buffer = self._buffers.get(_address(x))
+        return buffer if buffer is not None and buffer.storage() is not None else None
+
+    def _keep_before(self, x: torch.Tensor) -> None:
+        """Copies what cannot be made again and is about to be written over."""
+        buffer = self.view(x).buffer
+        if (buffer, buffer.writes) in self.given:
+            self.given[buffer, buffer.writes] = flat(x.untyped_storage().clone(), x)
+
+    # ---- what is known
+
+    def view(self, x: torch.Tensor, read: bool = True) -> View:
+        """A tensor as the program knows it. What it has not made is given: it lives on."""
+        buffer = self._known(x)
+        if buffer is None:
+            buffer = self._buffers[_address(x)] = Buffer(weakref.ref(x.untyped_storage()))
+            self.given[buffer, 0] = x if x.grad_fn is None else x.detach()
+        elif buffer.blank and read:  # somebody has written to it unseen
+            self.unseen((x,))
+        return _view_of(x, buffer)
+
+    def unseen(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Takes tensors as they are, of which no operation says how they came to be so."""
+        for x in tensors:
+            if is_plain(x):
+                buffer = self._known(x)
+                if buffer is None:
+                    self.view(x)
+                    continue
+                buffer.writes, buffer.blank = buffer.writes + 1, False
+                self.given[buffer, buffer.writes] = x.detach()
+
+    def name(self, x: torch.Tensor, name: str) -> None:
+        """Gives a value a name."""
+        found = self.names.setdefault(name, [])
+        with self.paused():
+            plain = private.unwrapped(x).detach()
+            if is_plain(plain):
+                found.append((self.view(plain), plain))
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is noted."""
+        self._paused += 1
+        try:
+            yield
+        finally:
+            self._paused -= 1
+
+    def known_view(self, x: torch.Tensor) -> View | None:
+        """A tensor as the program knows it; None where it is none that an operation could make."""
+        with self.paused():
+            return self.view(x) if is_plain(x) else None
+
+    def part(self, wanted: Iterable[View], given: Mapping[Value, torch.Tensor]) -> Part:
+        """The operations that make the values of some views, from what cannot be made again and what is given."""
+        todo = {view.value for view in wanted}
+        at_end = {buffer for buffer, _ in todo}
+        begins, chosen = dict[Value, torch.Tensor](), list[Operation]()
+        all_given = {**self.given, **given}
+
+        def settle() -> None:
+            for value in [value for value in todo if value in all_given]:
+                begins[value] = all_given[value]
+                todo.discard(value)
+
+        settle()
+        for operation in reversed(self.operations):
+            if todo.isdisjoint(operation.makes):
+                continue
+            todo.difference_update(operation.makes)
+            todo.update(operation.reads)
+            chosen.append(operation)
+            settle()
+        assert not todo, "a value of a program came from nowhere"
+        part = Part(chosen[::-1], begins)
+        last = {buffer: n for n, o in enumerate(part.operations) for buffer, _ in (*o.reads, *o.makes)}
+        for buffer, number in last.items():
+            if buffer not in at_end:
+                part.last.setdefault(number, []).append(buffer)
+        return part
+
+    def forget(self) -> None:
+        """Lets go of all that no part has taken."""
+        self.operations, self.given, self._buffers = [], {}, {}
+        self.names = {name: [] for name in self.names}
+
+
+def flat(storage: torch.UntypedStorage, like: torch.Tensor) -> torch.Tensor:
+    """All of a storage, as a tensor [elements] of the dtype of another one."""
+    return torch.empty(0, dtype=like.dtype, device=like.device).set_(storage)  # type: ignore[call-overload]
+
+
+def _address(x: torch.Tensor) -> int:
+    return x.untyped_storage()._cdata
+
+
+def _view_of(x: torch.Tensor, buffer: Buffer) -> View:
+    return View(
+        *(buffer, buffer.writes, x.shape, x.stride(), int(x.storage_offset()), x.dtype, x.device),
+        *(x.is_conj(), x.is_neg()),
+    )
+
+
+def _replaced(values: object, by: Callable[..., object]) -> object:
+    """Operands with others in the places of tensors, or of views."""
+    if isinstance(values, (torch.Tensor, View)):
+        return by(values)
+    if isinstance(values, tuple):
+        return tuple([_replaced(value, by) for value in values])
+    if isinstance(values, list):
+        return [_replaced(value, by) for value in values]
+    if isinstance(values, dict):
+        return {name: _replaced(value, by) for name, value in values.items()}
+    return values
+
+
+# ---- where it runs
+
+
+def name(x: torch.Tensor, name: str) -> None:
+    """Gives a value a name in the program that is noted on this thread, if any."""
+    program = _current.get()
+    if program is not None:
+        program.name(x, name)
+
+
+@contextlib.contextmanager
+def noting(program: Program) -> Iterator[None]:
+    """Inside, a program notes what runs on this thread."""
+    with during(_current, program), program:
+        yield
+
+
+def once(call: Callable[P, T], *written: torch.Tensor) -> Callable[P, T]:
+    """A call that cannot be run again, as it sends messages: no program notes what it does, but that it has written."""
+
+    def calling(*args: P.args, **kwargs: P.kwargs) -> T:
+        program = _current.get()
+        if program is None:
+            return call(*args, **kwargs)
+        with program.paused():
+            out = call(*args, **kwargs)
+        program.unseen(written)
+        return out
+
+    return calling
