@@ -1,5 +1,7 @@
 """A decoder-only transformer over bytes: RMSNorm, rotary positions, SwiGLU. A plain nn.Module; nothing here is sharded.
 
+What has a name (`fz.name`) may be kept where a step recomputes the blocks; otherwise a name does nothing.
+
 Shapes: b examples, t positions, h heads, d features of one head.
 """
 
@@ -9,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from einops import rearrange
 from torch import Tensor, nn
+
+import fzero as fz
 
 VOCABULARY = 256
 
@@ -34,7 +38,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(width, width, bias=False)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        q, k, v = rearrange(self.qkv(x), "b t (three h d) -> three b h t d", three=3, h=self.heads)
+        q, k, v = rearrange(fz.name(self.qkv(x), "qkv"), "b t (three h d) -> three b h t d", three=3, h=self.heads)
         y = F.scaled_dot_product_attention(rotate(q, angles), rotate(k, angles), v, is_causal=True)
         return self.out(rearrange(y, "b h t d -> b t (h d)"))
 
@@ -50,7 +54,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(hidden, width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.down(F.silu(fz.name(self.gate(x), "gate")) * fz.name(self.up(x), "up"))
 
 
 class Block(nn.Module):
@@ -62,7 +66,7 @@ class Block(nn.Module):
         self.mlp = SwiGLU(width)
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x), angles)
+        x = fz.name(x + self.attention(self.attention_norm(x), angles), "attended")
         return x + self.mlp(self.mlp_norm(x))
 
 

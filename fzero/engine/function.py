@@ -185,7 +185,7 @@ def _need_names(traversal: Traversal) -> None:
     if lost:
         raise ValueError(
             f"remat: got the name {lost[0]!r} to keep, which no unit gives that is recomputed; expected one of "
-            f"{', '.join(map(repr, sorted(given or ()))) or 'those of fz.name, of which it calls none'}. Say "
+            f"{', '.join(map(repr, sorted(given or ()))) or 'a name that fz.name gives, of which they call none'}. Say "
             f"fz.name(x, {lost[0]!r}) inside a unit, or leave it out."
         )
 

@@ -72,8 +72,10 @@ class UnitOp(Op):
         # a derivative of a derivative recomputes anyway: keep no graph for it
         self.recompute = call.recomputes = remat or private.level() > 1
         # then its graph is kept, and of what that saved what has a name
-        self._names = names if private.level() <= 1 and not (call.compiles or call.facts.whole) else NO_NAMES
-        if self._names != NO_NAMES:
+        self._names, self._gives_names = names, names != NO_NAMES
+        if private.level() > 1 or call.compiles or call.facts.whole:
+            self._names = NO_NAMES
+        elif self._gives_names:
             self.recompute = False
         self.traversal, self.keys, self.call, self.number = traversal, keys, call, number
         self.unit = call.unit = traversal.layout.groups[keys[0]].unit if keys else "of full params"
@@ -260,8 +262,7 @@ class UnitOp(Op):
         putting_away: contextlib.AbstractContextManager[object] = contextlib.nullcontext()
         recorded = None
         if self._names != NO_NAMES and wanted:
-            traversal.named = seen = traversal.named or set()
-            self._saved = recorded = Recorded(self._names, self._memory, f"the activations of {self.name}", seen)
+            self._saved = recorded = Recorded(self._names, self._memory, f"the activations of {self.name}")
             putting_away = recorded.hooks()
         elif self._memory != DEVICE and wanted and not (self.recompute or self.call.compiles):
             self._saved = Saved(self._memory, f"the activations of {self.name}", [*fulls, *inputs])
@@ -282,7 +283,10 @@ class UnitOp(Op):
                 raise
         if recorded is not None:
             stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
-            recorded.settle([(place, tensors[place]) for place in stand_ins])
+            given = recorded.settle([(place, tensors[place]) for place in stand_ins])
+            traversal.named = None if traversal.named is None else traversal.named | given
+        elif self._gives_names:
+            traversal.named = None
         if watch is not None and wanted:
             self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
         self.joint = self.call.facts.joint

@@ -52,11 +52,10 @@ class Recorded(Activations):
         names: what is kept, and which of it in the host's memory.
         memory: where all of it is kept, and the inputs too.
         what: words for errors.
-        seen: takes the names that the unit gives.
     """
 
-    def __init__(self, names: Names, memory: Memory, what: str, seen: set[str]) -> None:
-        self._names, self._memory, self._what, self._seen = names, memory, what, seen
+    def __init__(self, names: Names, memory: Memory, what: str) -> None:
+        self._names, self._memory, self._what = names, memory, what
         self._program = Program()
         self._saved: list[Saved] = []
         self._part = Part([], {})
@@ -87,14 +86,13 @@ class Recorded(Activations):
         self._saved.append(Saved(own, view))
         return self._saved[-1]
 
-    def settle(self, away: Collection[tuple[int, torch.Tensor]]) -> None:
-        """Chooses what is kept, once the unit has run.
+    def settle(self, away: Collection[tuple[int, torch.Tensor]]) -> set[str]:
+        """Chooses what is kept, once the unit has run; returns the names that it has given.
 
         Args:
             away: the unit's inputs that lie elsewhere meanwhile, with their places.
         """
         program, names, saved = self._program, {*self._names.save, *self._names.offload}, self._saved
-        self._seen.update(program.names)
         for each in saved:
             assert each.tensor is not None
             each.written, each.tensor = private.version(each.tensor), None
@@ -117,6 +115,7 @@ class Recorded(Activations):
                 continue
             del part.given[value]
         self._program = Program()  # lets go of the rest
+        return {*program.names}
 
     def _wanted(self) -> list[View]:
         return [each.view._replace(writes=each.view.buffer.writes) for each in self._saved]
