@@ -8,8 +8,8 @@ The GPT of benchmarks/step.py on one rank: 6 blocks of width 512 over bytes, 4 s
 line each for a step that keeps all activations, one that recomputes the blocks, and ones that keep some values by name:
 
     FLOPs       of matrix products and attention that are recomputed, in percent of those of a step that keeps all
-    bytes       of activations that lie between the forward run and the pullback, in percent of those of a step that keeps
-                all; with the logits and what else lies outside of blocks
+    bytes       of activations that lie between the forward run and the pullback, in percent of those of a step that
+                keeps all; with the logits and what else lies outside of blocks
     ms          the median time of a step, and of one that keeps all: the medians of the ratios within each round
     expected    that ratio, had every FLOP the same price and nothing else one
 
@@ -23,28 +23,14 @@ import gc
 import random
 import statistics
 import time
-from typing import Any
 
 import torch
 from contenders import Setup, Training, fzero_step
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.flop_counter import flop_registry
 
 import fzero as fz
+from fzero.base.flops import Flops
 
 CHOICES = (("attended", "gate", "up"), ("qkv", "attended"), ("attended",))
-
-
-class Flops(TorchDispatchMode):
-    """Counts those of matrix products and attention by torch's own formulas."""
-
-    total = 0
-
-    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        out = func(*args, **(kwargs or {}))
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
-            self.total += formula(*args, **(kwargs or {}), out_val=out)
-        return out
 
 
 def remats(chosen: tuple[tuple[str, ...], ...]) -> dict[str, Training]:

@@ -54,7 +54,7 @@ from fzero.pipeline import Pipeline as Pipeline
 from fzero.pipeline import pipeline as pipeline
 from fzero.plan import Plan as Plan
 from fzero.plan import plan as plan
-from fzero.plan import plot_plan as plot_plan
+from fzero.plot_plan import plot_plan as plot_plan
 from fzero.plot_schedule import plot_schedule as plot_schedule
 from fzero.remote import fetch as fetch
 from fzero.remote import remote as remote

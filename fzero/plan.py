@@ -1,4 +1,4 @@
-"""fz.plan: the rows of the table with bytes and traffic of a rank, before anything is allocated; and their plot."""
+"""fz.plan: the rows of the table with bytes and traffic of a rank, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from functools import cached_property
 
 import torch
 
-from fzero import plotting, traffic
+from fzero import traffic
+from fzero.activations import Activations, activation_lines, activations_of, without_axis
 from fzero.bandwidth import Bandwidth, need_bandwidth
-from fzero.base.arguments import need_int, need_number, need_str, wrong
-from fzero.base.patterns import PATTERN, ROOT, matches
+from fzero.base import pytree
+from fzero.base.arguments import need_int, need_number, wrong
+from fzero.base.patterns import ROOT
+from fzero.comm import backend
 from fzero.comm.axis import Axis
 from fzero.formats.formats import Plain
 from fzero.parallel.check import Report, sent_by
-from fzero.plotting import STACKED, Axes
 from fzero.state.init import leaf_specs
 from fzero.state.moments import filled
 from fzero.state.sharded import Sharded
@@ -56,6 +58,11 @@ class Plan:
             params and moments that are not overwritten: on a disk, and without `fz.donate`), the root's and two units'
             full params, one unit's full gradients, and what the update of two units has brought. Up to
             `fz.Disk(in_flight=...)` bytes more are on their way to files.
+        activations: where `inputs=` were given, what like units keep for their pullback, of one microbatch: by each
+            choice of names (`fz.name`), and as the step says; and what is computed again. It is counted on one rank
+            of a step whose params are whole.
+        flops: of a microbatch's forward run and pullback, by torch's formulas for matrix products, convolutions and
+            attention, with nothing computed again; 0 without `inputs=`.
     """
 
     rows: tuple[Row, ...]
@@ -77,6 +84,8 @@ class Plan:
     disk: int
     moved: Mapping[str, tuple[int, int]] = field(hash=False)
     peak: Mapping[str, int] = field(hash=False)
+    activations: tuple[Activations, ...] = ()
+    flops: int = 0
 
     @property
     def mesh(self) -> Mapping[str, int]:
@@ -177,13 +186,14 @@ class Plan:
                 f"{_bytes(self.moved[HOST][1])}; disk read {_bytes(self.moved[DISK][0])}, written "
                 f"{_bytes(self.moved[DISK][1])}",
             ]
-        return "\n".join(lines)
+        return "\n".join([*lines, *(["", *activation_lines(self.activations, self.flops)] if self.activations else [])])
 
 
 def _cells(row: Row) -> tuple[str, ...]:
     policy, whole = row.policy, " (full)" if row.held else ""
     assert policy.compute and policy.reduce
     notes = [word for word, said in (("remat", row.remat), ("compiled", row.compile)) if said and row.unit]
+    notes += [row.names.words] if row.names.words and row.unit else []
     return (
         row.path,
         "×".join(map(str, row.shape)) or "scalar",
@@ -260,9 +270,10 @@ def plan(
             ranks, in place of `world_size`. By default those of the step's own meshes.
         rank: whose bytes are counted, by its number in the mesh. Rank 0 has the largest pieces of every leaf.
         inputs: a batch, `(tokens, targets)`, of which only shapes are read: what the function and its modules send by
-            the maps of `fz.parallel` is counted too, by `fz.parallel.check`, which refuses a wrong function. The step
-            is on a mesh of this process then (`fz.testing.fake_mesh`), whose rank here it counts for. Attention counts
-            by its formula; not counted is what `fz.remat` and a second pullback send once more.
+            the maps of `fz.parallel` is counted too, by `fz.parallel.check`, which refuses a wrong function. A step
+            with a tensor axis is on a mesh of this process then (`fz.testing.fake_mesh`), whose rank here it counts
+            for. Attention counts by its formula; not counted is what `fz.remat` and a second pullback send once more.
+            What units keep, and what it costs to compute some of it again, is in `activations`.
 
     Raises:
         ValueError: a pattern that matches no leaf, a column set twice, a mesh without an axis of the step.
@@ -294,7 +305,11 @@ def plan(
     messages, gathered = traffic.sent_by(step, layout, ranks), collections.Counter[str]()
     if not isinstance(inputs, (tuple, list, type(None))):
         raise wrong("plan", "inputs", inputs, "a tuple of what the step is given besides its state, or None")
-    messages += [] if inputs is None else _of_function(sent_by(step, params, inputs))
+    activations, flops = (), 0
+    if inputs is not None:
+        here = step if step.tensor_axis is not None or backend.initialized() else without_axis(step)
+        messages += _of_function(sent_by(here, params, _beside(params, inputs)))
+        activations, flops = activations_of(step, params, inputs)
     for group in layout.groups.values():
         if group.row.params.cuts or group.row.fetched:
             assert group.row.policy.compute
@@ -323,7 +338,16 @@ def plan(
         **by_memory,
         moved=traffic.moved(alone),
         peak=traffic.peak(step, pieces, layout, like, gathered),
+        activations=activations,
+        flops=flops,
     )
+
+
+def _beside(params: object, inputs: Sequence[object]) -> Sequence[object]:
+    """The inputs on the meta device, where the params are."""
+    if not any(isinstance(x, torch.Tensor) and x.is_meta for x in pytree.leaves(params)):
+        return inputs
+    return [pytree.map_leaves(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else x, each) for each in inputs]
 
 
 def _of_function(report: Report) -> list[Sent]:
@@ -336,65 +360,3 @@ def _need_rank(rank: int, ranks: Ranks, who: str) -> int:
     if rank >= ranks.count:
         raise ValueError(f"{who}: got rank={rank}, expected one from 0 to {ranks.count - 1}, of the mesh {ranks}.")
     return rank
-
-
-def plot_plan(plans: Plan | Mapping[str, Plan], axes: Axes = None, leaves: str | None = None) -> object:
-    """Draws who holds what of one plan, or the bytes a parameter of several.
-
-    Of one plan each rank is a cell of the mesh, for each of some leaves: its slice along a dim, and of that its own
-    flat piece. Up to 64 ranks are drawn, the first ones of a larger mesh. Of several plans, by label, the bars are
-    bytes a parameter over all ranks, stacked by kind of state. Grads are those that live at most at once, reduced;
-    gathered params and activations are not counted.
-
-    Args:
-        plans: what `fz.plan` returned; or label -> what it returned.
-        axes: of matplotlib, to draw into; new ones by default.
-        leaves: a pattern (fnmatch over dotted paths) for those that are drawn of one plan, up to 6; by default the
-            largest leaf of each way in which leaves are cut, up to 3.
-
-    Returns:
-        The axes.
-
-    Example:
-        >>> step = fz.train_step(lambda p, x: (x @ p["w"]).sum(), fz.adamw(1e-3), fz.Policy.compact16())
-        >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")})
-        >>> len(fz.plot_plan({"compact16": plan}).patches)
-        3
-        >>> step = fz.shard_zero3(fz.shard_tensor(step, {"w": 1}))
-        >>> plan = fz.plan(step, {"w": torch.empty(64, 64, device="meta")}, mesh={"dp": 4, "tp": 2})
-        >>> fz.plot_plan(plan).get_title(loc="left")
-        '8 ranks: dp 4 × tp 2'
-    """
-    if isinstance(plans, Plan):
-        if leaves is not None:
-            need_str(leaves, "plot_plan", "leaves", PATTERN, or_none=True)
-        return _who_holds_what(plans, _need_axes(axes, "add_patch"), leaves)
-    if not isinstance(plans, Mapping) or not all(isinstance(plan, Plan) for plan in plans.values()):
-        raise wrong("plot_plan", "plans", plans, "what fz.plan returned, or a dict of labels to that")
-    if leaves is not None:
-        raise wrong("plot_plan", "leaves", leaves, "None where several plans are drawn, as bars")
-    if not plans:
-        raise ValueError("plot_plan: got no plans; give at least one, {'label': fz.plan(step, params)}.")
-    numels = {name: sum(row.numel for row in plan.rows) / plan.world_size for name, plan in plans.items()}
-    sizes = {name: [getattr(plan, kind) / numels[name] for kind in STACKED] for name, plan in plans.items()}
-    return plotting.draw_bars(_need_axes(axes, "barh"), sizes)
-
-
-def _need_axes(axes: Axes, method: str) -> Axes:
-    if axes is not None and not hasattr(axes, method):
-        raise wrong("plot_plan", "axes", axes, "axes of matplotlib or None")
-    return axes
-
-
-def _who_holds_what(plan: Plan, axes: Axes, leaves: str | None) -> object:
-    """The picture of a plan's mesh with some leaves."""
-    if leaves is None:
-        largest: dict[object, Row] = {}
-        for row in sorted(plan.rows, key=lambda row: -row.numel):
-            largest.setdefault((row.slices and row.slices.dim, bool(row.cuts), row.lifetime), row)
-        return plotting.draw_mesh(axes, plan.holdings, list(largest.values())[:3])
-    if not (found := [row for row in plan.rows if matches(leaves, row.path)]):
-        some = ", ".join(row.path for row in plan.rows[:6])
-        raise ValueError(f"plot_plan: got leaves={leaves!r}, expected a pattern that matches some: {some}, ...")
-    notes = [f"6 of {len(found)} leaves that match {leaves!r}"] if len(found) > 6 else []
-    return plotting.draw_mesh(axes, plan.holdings, found[:6], notes)

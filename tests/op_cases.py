@@ -5,7 +5,8 @@
 
 Kinds: an operator inside a unit ("inside"), whose outputs leave the unit ("output"), in place ("inplace"), by `fz.hvp`
 ("hvp"), applied by a parent to another module's weight ("outside"); a module as a unit ("train", "eval"). Each under
-ZeRO-3 without remat, with it, and with remat that keeps what has a name in a later unit; each step twice, as the second run gathers ahead in the order of the first.
+ZeRO-3 without remat, with it, and with remat that keeps what has a name in a later unit; each step twice, as the second
+run gathers ahead in the order of the first.
 
 Verdicts: "equal"; "refused" by an error of fzero that names the leaf or unit and says what to do; "raw", any other
 error; "silent", another number; "apart", ranks that disagree on the verdict; "dead", a process that crashed or hung.

@@ -32,7 +32,9 @@ TOP = (
         "bandwidth",
         "traffic",
         "plotting",
+        "activations",
         "plan",
+        "plot_plan",
         "fits",
     ),
     *("plot_schedule", "pipeline", "remote"),
@@ -75,7 +77,7 @@ def rank(module: str) -> int:
 
 def test_every_file_has_its_wing() -> None:
     beside = {path.name for path in ROOT.iterdir() if path.suffix == ".py"}
-    assert beside == {"__init__.py", *(f"{name}.py" for name in TOP)} and len(beside) <= 15
+    assert beside == {"__init__.py", *(f"{name}.py" for name in TOP)} and len(beside) <= 17
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "__pycache__"}
     assert folders == {*WINGS, "testing"}
     for wing in WINGS:
@@ -138,7 +140,7 @@ def test_one_place_for_private_torch() -> None:
     random, pytrees = {"base/intercept.py"}, {"base/pytree.py"}
     kernels = {"base/flash.py"}
     testing = {"testing/_memory.py", "testing/_ranks.py"}  # a dispatch mode, and ranks that are threads
-    operators = {"base/operators.py", "base/program.py"}  # what they do, and a dispatch mode
+    operators = {"base/operators.py", "base/program.py", "base/flops.py"}  # what they do, and dispatch modes
     private_files = {"base/private.py", "base/hooks.py", "base/thread_state.py"}
     assert _places(private) <= {*private_files, *random, *pytrees, *testing, *kernels, *operators}
 

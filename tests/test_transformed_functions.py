@@ -75,6 +75,11 @@ def in_a_unit(x: torch.Tensor) -> torch.Tensor:
     return run_of(fz.remat(fz.train_step(lambda p, x: call(p, x), fz.sgd(0.1))), x=x)
 
 
+def with_names(x: torch.Tensor) -> torch.Tensor:
+    call = fz.unit(lambda p, x: torch.tanh(fz.name(torch.sin(x @ p["w"]), "sine")).mean())
+    return run_of(fz.remat(fz.train_step(lambda p, x: call(p, x), fz.sgd(0.1)), save=("sine",)), x=x)
+
+
 def piped(w: torch.Tensor) -> torch.Tensor:
     steps = [fz.train_step(lambda p, x: torch.tanh(x @ p["w"]), fz.sgd(0.1)), fz.train_step(loss, fz.sgd(0.1))]
     pipe = fz.pipeline(steps, fz.schedules.gpipe(2, 2))
@@ -160,6 +165,7 @@ RIGHT: dict[str, Any] = {
     "with_fn": (with_other_function, RATE),
     "functional": (by_module, X),
     "unit": (in_a_unit, X),
+    "name": (with_names, X),
     "sum_over": (regularised, W),
     "pipeline": (piped, W),
     "scan": (scanned, X),

@@ -117,7 +117,7 @@ class Part:
                     given = storages.get((buffer, writes - 1))
                     if given is not None:  # which stays as it is
                         held[buffer] = given.clone()
-                args, kwargs = _replaced(operation.args, tensor), _replaced(operation.kwargs, tensor)
+                args, kwargs = map_views(operation.args, tensor), map_views(operation.kwargs, tensor)
                 with redrawn(operation.drawing):
                     out = operation.function(*args, **kwargs)  # type: ignore[misc]
                 for view, x in zip(operation.results, tensors_in(out), strict=True):
@@ -166,7 +166,7 @@ class Program(TorchDispatchMode):
         makes, results = self._made(kind, [views[id(x)].buffer for x in written], tensors_in(out), views)
         if makes:  # otherwise it is a view, or a look at a value
             reads = () if kind.shapes_only else dict.fromkeys(view.value for view in views.values())
-            template = [_replaced(operands, lambda x: views[id(x)]) for operands in (args, named)]
+            template = map_views((args, named), lambda x: views[id(x)])
             self.operations.append(Operation(func, *template, tuple(reads), tuple(makes), results, drawing))
         return out
 
@@ -298,17 +298,18 @@ def _view_of(x: torch.Tensor, buffer: Buffer) -> View:
     )
 
 
-def _replaced(values: object, by: Callable[..., object]) -> object:
-    """Operands with others in the places of tensors, or of views."""
+def map_views(values: T, by: Callable[..., object]) -> T:
+    """Operands with others in the places of views, or of tensors."""
+    out: object = values
     if isinstance(values, (torch.Tensor, View)):
-        return by(values)
-    if isinstance(values, tuple):
-        return tuple([_replaced(value, by) for value in values])
-    if isinstance(values, list):
-        return [_replaced(value, by) for value in values]
-    if isinstance(values, dict):
-        return {name: _replaced(value, by) for name, value in values.items()}
-    return values
+        out = by(values)
+    elif isinstance(values, tuple):
+        out = tuple([map_views(value, by) for value in values])
+    elif isinstance(values, list):
+        out = [map_views(value, by) for value in values]
+    elif isinstance(values, dict):
+        out = {name: map_views(value, by) for name, value in values.items()}
+    return out  # type: ignore[return-value]
 
 
 # ---- where it runs

@@ -23,7 +23,8 @@ from fzero.engine.compiled import compiled
 from fzero.engine.op import UnitOp
 from fzero.engine.traversal import Traversal, current, here, inside
 from fzero.stores.put import DEVICE
-from fzero.table.rows import NO_NAMES, Row
+from fzero.table.names import NO_NAMES
+from fzero.table.rows import Row
 
 CHECKPOINTED = (
     "A unit is called by torch.utils.checkpoint, which runs it again in the pullback, or by another thread: its params "

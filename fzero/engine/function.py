@@ -180,12 +180,13 @@ def _hidden(
 
 def _need_names(traversal: Traversal) -> None:
     """Refuses names that no unit has given, where some were to be kept."""
-    given = traversal.named
-    lost = [] if given is None else sorted(traversal.table.names - given)
-    if lost:
+    told = [each for each in traversal.named if each is not None]
+    given = {name for each in told for name in each}
+    lost = sorted(traversal.table.names - given)
+    if lost and told and len(told) == len(traversal.named):
         raise ValueError(
             f"remat: got the name {lost[0]!r} to keep, which no unit gives that is recomputed; expected one of "
-            f"{', '.join(map(repr, sorted(given or ()))) or 'a name that fz.name gives, of which they call none'}. Say "
+            f"{', '.join(map(repr, sorted(given))) or 'a name that fz.name gives, of which they call none'}. Say "
             f"fz.name(x, {lost[0]!r}) inside a unit, or leave it out."
         )
 

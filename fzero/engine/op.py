@@ -30,7 +30,7 @@ from fzero.engine.recorded import Recorded
 from fzero.engine.traversal import Traversal
 from fzero.stores.put import DEVICE, Memory
 from fzero.table.layout import Key
-from fzero.table.rows import NO_NAMES, Names
+from fzero.table.names import NO_NAMES, Names
 
 
 @dataclass(eq=False)
@@ -282,11 +282,11 @@ class UnitOp(Op):
                     traversal.schedule.keep(key, full)
                 raise
         if recorded is not None:
+            recorded.shown(self.unit, inputs)
             stand_ins = self._inputs.stand_ins if self._inputs is not None else ()
-            given = recorded.settle([(place, tensors[place]) for place in stand_ins])
-            traversal.named = None if traversal.named is None else traversal.named | given
+            traversal.named.append(recorded.settle([(place, tensors[place]) for place in stand_ins]))
         elif self._gives_names:
-            traversal.named = None
+            traversal.named.append(None)
         if watch is not None and wanted:
             self.call.facts = self.call.facts._replace(joint=joint_outputs(out))
         self.joint = self.call.facts.joint

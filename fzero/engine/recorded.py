@@ -7,12 +7,15 @@ which operations make it, of the unit's inputs and of what has a name.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 
 from fzero.base import hooks, private
+from fzero.base.context import variable
 from fzero.base.program import Part, Program, Value, View, flat, noting
 from fzero.base.refusals import noted
 from fzero.capture.again import Again, Facts
@@ -20,7 +23,7 @@ from fzero.capture.handle import Function, Operands, storage_of
 from fzero.capture.handle import Named as Keywords
 from fzero.engine.activations import Activations, Kept, refuse_writes
 from fzero.stores.put import DEVICE, HOST, Memory
-from fzero.table.rows import Names
+from fzero.table.names import Names
 
 # by which others may write to a tensor's memory, and no operation says so
 _EXPOSES = {
@@ -31,6 +34,25 @@ _EXPOSES = {
     torch.Tensor.__array__,
     torch.Tensor.__dlpack__,
 }
+
+
+class Unit(NamedTuple):
+    """One call of a unit, as it has run.
+
+    Attributes:
+        saved: what its graph saved, as `tensors`.
+        inputs: those that are differentiated.
+    """
+
+    name: str
+    program: Program
+    saved: list[View]
+    tensors: list[torch.Tensor]
+    inputs: list[torch.Tensor]
+
+
+# takes each call of a unit that runs
+looking: contextvars.ContextVar[Callable[[Unit], None] | None] = variable("looking_at_units", None)
 
 
 class Saved:
@@ -86,6 +108,13 @@ class Recorded(Activations):
         self._saved.append(Saved(own, view))
         return self._saved[-1]
 
+    def shown(self, name: str, inputs: Sequence[torch.Tensor]) -> None:
+        """Shows the call to who looks at it."""
+        look = looking.get()
+        if look is not None:
+            inputs = [x for x in inputs if x.requires_grad]
+            look(Unit(name, self._program, self._wanted(), self._tensors(), inputs))
+
     def settle(self, away: Collection[tuple[int, torch.Tensor]]) -> set[str]:
         """Chooses what is kept, once the unit has run; returns the names that it has given.
 
@@ -93,10 +122,12 @@ class Recorded(Activations):
             away: the unit's inputs that lie elsewhere meanwhile, with their places.
         """
         program, names, saved = self._program, {*self._names.save, *self._names.offload}, self._saved
+        looked_at = zip(self._wanted(), self._tensors(), strict=True) if looking.get() is not None else ()
+        everything = {view.value: ("", tensor) for view, tensor in looked_at}
         for each in saved:
             assert each.tensor is not None
             each.written, each.tensor = private.version(each.tensor), None
-        named = {
+        named = everything | {
             (view.buffer, view.buffer.writes): (name, tensor)
             for name in program.names.keys() & names
             for view, tensor in program.names[name]
@@ -119,6 +150,9 @@ class Recorded(Activations):
 
     def _wanted(self) -> list[View]:
         return [each.view._replace(writes=each.view.buffer.writes) for each in self._saved]
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [each.tensor for each in self._saved if each.tensor is not None]
 
     def kept(self) -> Iterable[Kept]:
         return self._kept.values()

@@ -80,8 +80,8 @@ class Traversal:
         self.fn: Callable[..., object] | None = None  # what runs in the place of the step's function, and
         self.give_back: Callable[[], None] = lambda: None  # then makes of its writes writes to that one's
         self.given: Sequence[torch.Tensor] | None = None  # the leaves, in full, where a graph begins with them
-        # the names that units give which keep some; None where one ran without telling, as it is not to be pulled back
-        self.named: set[str] | None = set()
+        # the names that each call of a unit has given which keeps some; None where it is not to be pulled back so
+        self.named: list[set[str] | None] = []
         self.next_seed = Seeds(*seed).next
 
     def leaves(self, primals: Mapping[Key, torch.Tensor]) -> list[torch.Tensor]:

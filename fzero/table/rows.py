@@ -16,6 +16,7 @@ from fzero.comm.backend import Mesh
 from fzero.comm.known import MeshName, mesh_of, name_of_mesh, need_here
 from fzero.formats.formats import Format
 from fzero.stores.put import DEVICE, Memory
+from fzero.table.names import NO_NAMES, Names
 from fzero.table.policy import ByPath, Policy
 from fzero.table.slices import AUTO, Cut, Hint, Said, Slices, Styles, TensorAxis, Use, slices_of
 
@@ -66,25 +67,6 @@ def _again(stage: int, name: MeshName | None, axes: tuple[str, ...], replicate: 
     return Sharding(stage, mesh_of(name), axes, replicate)
 
 
-@dataclass(frozen=True)
-class Names:
-    """What a unit that is recomputed keeps, by the names that `fz.name` gives it.
-
-    Attributes:
-        save: on the device.
-        offload: in the host's memory.
-    """
-
-    save: tuple[str, ...] = ()
-    offload: tuple[str, ...] = ()
-
-    @property
-    def said(self) -> str:
-        """As arguments."""
-        return ", ".join(f"{argument}={names}" for argument, names in vars(self).items() if names)
-
-
-NO_NAMES = Names()
 KINDS = ("params", "grads", "moments")  # of state
 # column -> whether it is said of a whole unit, which runs as one, and not of single leaves; and what its values are
 COLUMNS: dict[str, tuple[bool, type | UnionType]] = {
@@ -212,7 +194,7 @@ class Table:
     @cached_property
     def names(self) -> frozenset[str]:
         """What units that are recomputed keep."""
-        return frozenset(name for row in self.rows for name in (*row.names.save, *row.names.offload))
+        return frozenset(name for row in self.rows for name in (*row.names.save, *row.names.offload) if name)
 
     @cached_property
     def remats(self) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from fzero.base.arguments import wrong
 from fzero.base.patterns import also
-from fzero.table.rows import NO_NAMES, Names
+from fzero.table.names import NO_NAMES, Names
 from fzero.table.spec import S, need_step
 
 

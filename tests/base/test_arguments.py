@@ -186,6 +186,10 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "params": (lambda v: fz.sum_over(v, torch.sum), TREE),
         "fn": (lambda v: fz.sum_over(PARAMS, v), {"a function"}),
     },
+    "name": {
+        "x": (lambda v: fz.name(v, "hidden"), {"a tensor", "a 0-d tensor"}),
+        "name": (lambda v: fz.name(X, v), {"a string"}),
+    },
     "unit": {"fn": (fz.unit, {"a function", "a class"})},
     "adamw": {**of_adam(fz.adamw), "amsgrad": (lambda v: fz.adamw(0.1, amsgrad=v), {"a bool"})},
     "adam": {**of_adam(fz.adam), "amsgrad": (lambda v: fz.adam(0.1, amsgrad=v), {"a bool"})},
@@ -291,7 +295,12 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "activations": (lambda v: fz.offload(STEP, activations=v, params="host"), {"a disk", "None"}),
         "pattern": (lambda v: fz.offload(STEP, params="host", pattern=v), {"a string"}),
     },
-    "remat": {"step": (fz.remat, {"a step"}), "pattern": (lambda v: fz.remat(STEP, v), {"a string"})},
+    "remat": {
+        "step": (fz.remat, {"a step"}),
+        "pattern": (lambda v: fz.remat(STEP, v), {"a string"}),
+        "save": (lambda v: fz.remat(STEP, save=v), set()),
+        "offload": (lambda v: fz.remat(STEP, offload=v), set()),
+    },
     "shard_tensor": {
         "step": (lambda v: fz.shard_tensor(v, {"w": 0}), {"a step"}),
         "plan": (lambda v: fz.shard_tensor(STEP, v), {"a dict"}),

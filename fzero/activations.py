@@ -1,0 +1,142 @@
+"""What units keep for their pullback, and what it costs to compute some of it again: counted on shapes alone."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from fzero.base import private, pytree
+from fzero.base.context import during
+from fzero.base.flops import Flops, flops_of
+from fzero.base.program import Operation, Value, map_views
+from fzero.engine.recorded import Unit, looking
+from fzero.step import Step
+from fzero.table.names import EVERY_NAME
+from fzero.table.rows import Row
+from fzero.table.spec import Spec
+
+# columns that say nothing of what a function computes on one rank
+_ELSEWHERE = ("remat", "compile", "axis", *[f"{what} in" for what in ("params", "grads", "moments", "activations")])
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What a unit may keep.
+
+    Attributes:
+        names: of what is kept; None where nothing is recomputed.
+        nbytes: that lie between the forward run and the pullback, the unit's input among them.
+        flops: that are computed once more.
+    """
+
+    names: tuple[str, ...] | None
+    nbytes: int
+    flops: int
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Units that are alike, of one microbatch.
+
+    Attributes:
+        units: their names, each as often as it is called.
+        forward: FLOPs of one forward run, of each.
+        choices: all of what the graph saves, nothing but the inputs, each name alone, and all names.
+        chosen: what the step says.
+    """
+
+    units: tuple[str, ...]
+    forward: int
+    choices: tuple[Choice, ...]
+    chosen: Choice
+
+
+def activations_of(step: Spec, params: object, inputs: Sequence[object]) -> tuple[tuple[Activations, ...], int]:
+    """What the units of a step keep, in the order of their calls, and the FLOPs of a forward run and its pullback."""
+    rules = tuple(rule for rule in step.rules if rule.column not in _ELSEWHERE)
+    plain = Step(step.fn, step.optimizer, step.policy, step.units, step.has_aux, rules=rules)
+    looks = plain.with_rule("remat", EVERY_NAME, "plan(inputs=...)")
+    found: list[Unit] = []
+    with private.without_values():
+        batch = step.microbatches.split(tuple(inputs))[0]
+        state = looks.init(pytree.map_leaves(_without_value, params))
+        fake = [pytree.map_leaves(_without_value, each) for each in batch]
+        with during(looking, found.append), Flops() as flops:
+            out, pullback, *_ = looks.vjp(state, *fake, argnums=())
+            pullback(pytree.map_leaves(lambda x: torch.ones_like(x) if isinstance(x, torch.Tensor) else x, out))
+        return _alike(found, step.table(state.layout).units), flops.total
+
+
+def without_axis(step: Spec) -> Spec:
+    """A step whose state is not sharded."""
+    return dataclasses.replace(step, rules=tuple([rule for rule in step.rules if rule.column != "axis"]))
+
+
+def _without_value(x: object) -> object:
+    if not isinstance(x, torch.Tensor):
+        return x
+    return torch.empty(x.shape, dtype=x.dtype, device="cpu" if x.is_meta else x.device)
+
+
+def _alike(found: Sequence[Unit], rows: Mapping[str, Row]) -> tuple[Activations, ...]:
+    """The units, those together that keep and cost the same."""
+    alike: dict[Activations, list[str]] = {}
+    for unit in found:
+        own = dataclasses.replace(_of(unit, rows[unit.name] if unit.name in rows else None), units=())
+        alike.setdefault(own, []).append(unit.name)
+    return tuple([dataclasses.replace(own, units=tuple(names)) for own, names in alike.items()])
+
+
+def _of(unit: Unit, row: Row | None) -> Activations:
+    program = unit.program
+    named = {
+        name: {(view.buffer, view.buffer.writes): tensor for view, tensor in pairs}
+        for name, pairs in sorted(program.names.items())
+    }
+
+    def nbytes(values: Mapping[Value, torch.Tensor]) -> int:
+        # what no operation has made is an input, a param or a constant
+        made = [x for (_, writes), x in values.items() if writes]
+        return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in (*made, *unit.inputs)}.values())
+
+    def choice(*names: str) -> Choice:
+        given = {value: x for name in names for value, x in named.get(name, {}).items()}
+        part = program.part(unit.saved, given)
+        return Choice(names, nbytes(part.given), _flops(part.operations))
+
+    every = Choice(None, nbytes(dict(zip([view.value for view in unit.saved], unit.tensors, strict=True))), 0)
+    whole = Choice((), nbytes({}), _flops(program.operations))
+    chosen = every
+    if row is not None and row.remat:
+        names = (*row.names.save, *row.names.offload)
+        chosen = choice(*names) if names else whole
+    some = [choice(name) for name in named] + ([choice(*named)] if len(named) > 1 else [])
+    return Activations((), whole.flops, (every, whole, *some), chosen)
+
+
+def _flops(operations: Sequence[Operation]) -> int:
+    shapes = [map_views((o.args, o.kwargs, o.results), lambda view: view.shape) for o in operations]
+    return sum(flops_of(o.function, *shape) for o, shape in zip(operations, shapes, strict=True))
+
+
+def activation_lines(activations: Sequence[Activations], total: int) -> list[str]:
+    """A table of them; a star says what the step does."""
+    head = ("", "units", "kept for the pullback", "bytes of each", "FLOPs again", "of a step's")
+    body = [_cells(each, choice, total) for each in activations for choice in each.choices]
+    for each in activations:
+        if each.chosen not in each.choices:
+            body.append(_cells(each, each.chosen, total))
+    widths = [max(len(line[i]) for line in [head, *body]) for i in range(len(head))]
+    return ["  ".join(map(str.ljust, line, widths)).rstrip() for line in [head, ["-" * w for w in widths], *body]]
+
+
+def _cells(each: Activations, choice: Choice, total: int) -> tuple[str, ...]:
+    names = "everything" if choice.names is None else ", ".join(choice.names) or "inputs alone"
+    first, count = each.units[0], len(each.units)
+    units = first if count == 1 else f"{first} and {count - 1} alike"
+    again = choice.flops * count
+    share = f"{again / total:.1%}" if total else "–"
+    return "*" if choice == each.chosen else "", units, names, f"{choice.nbytes:,}", f"{again:,}", share

@@ -1,0 +1,31 @@
+"""Names of what a unit that is recomputed keeps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Names:
+    """What a unit that is recomputed keeps, by the names that `fz.name` gives it.
+
+    Attributes:
+        save: on the device.
+        offload: in the host's memory.
+    """
+
+    save: tuple[str, ...] = ()
+    offload: tuple[str, ...] = ()
+
+    @property
+    def said(self) -> str:
+        """As arguments."""
+        return ", ".join(f"{argument}={names}" for argument, names in vars(self).items() if names)
+
+    @property
+    def words(self) -> str:
+        said = [("keeps", self.save), ("offloads", self.offload)]
+        return " ".join(f"{word} {' '.join(names)}" for word, names in said if names)
+
+
+NO_NAMES, EVERY_NAME = Names(), Names(("",))  # the other for who looks at all that has one

@@ -1,0 +1,99 @@
+"""What fz.plan says of activations, held to what a step really keeps and computes again."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fzero as fz
+from fzero.activations import Choice
+from fzero.base.flops import Flops
+from fzero.testing import LiveBytes
+
+WIDTH, TOKENS = 32, (4, 16)
+
+
+class Block(nn.Module):
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.norm, self.qkv, self.out = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = fz.name(self.qkv(self.norm(x)), "qkv").unflatten(-1, (3, 2, -1)).permute(2, 0, 3, 1, 4)
+        x = fz.name(x + self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2)), "attended")
+        return x + self.down(F.gelu(fz.name(self.up(x), "hidden")))
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.blocks = nn.ModuleList([Block(64), Block(64), Block(96)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * self.scale
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def step_of(names: tuple[str, ...] | None) -> tuple[fz.Step, Any]:
+    apply, params = fz.functional(Net())
+    step = fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.adamw(1e-3))
+    return (step if names is None else fz.remat(step, save=names)), params
+
+
+def really(names: tuple[str, ...] | None) -> tuple[int, int]:
+    """Bytes that lie between a forward run and its pullback, and the FLOPs of both."""
+    step, params = step_of(names)
+    state, x = step.init(params), torch.randn(*TOKENS, WIDTH, generator=torch.Generator().manual_seed(0))
+    step.vjp(state, x, argnums=())[1](torch.ones(()))
+    gc.collect()
+    with LiveBytes() as live, Flops() as flops:
+        _, pullback, *_ = step.vjp(state, x, argnums=())
+        gc.collect()
+        between = live.now()
+        pullback(torch.ones(()))
+    return between, flops.total
+
+
+CHOICES = [None, (), ("attended",), ("hidden",), ("qkv",), ("attended", "hidden", "qkv"), ("attended", "hidden")]
+
+
+@pytest.mark.parametrize("names", CHOICES, ids=str)
+def test_what_it_says_is_what_a_step_does(names: tuple[str, ...] | None) -> None:
+    step, params = step_of(names)
+    plan = fz.plan(fz.shard_zero3(step), params, world_size=4, inputs=(torch.empty(*TOKENS, WIDTH),))
+    assert [each.units for each in plan.activations] == [("blocks.0", "blocks.1"), ("blocks.2",)]
+    nbytes, flops = really(names)
+    chosen = [each.chosen for each in plan.activations for _ in each.units]
+    assert plan.flops + sum(each.flops for each in chosen) == flops
+    last = 4 * 4 * 16 * WIDTH + 4  # the last block's output, and the loss
+    assert sum(each.nbytes for each in chosen) + last == nbytes
+    if names != ("attended", "hidden"):
+        assert all(each.chosen in each.choices for each in plan.activations)
+
+
+def test_a_table_for_people() -> None:
+    step, params = step_of(("attended", "hidden"))
+    text = str(fz.plan(step, params, inputs=(torch.empty(*TOKENS, WIDTH),)))
+    lines = [line.split() for line in text.splitlines() if line.startswith(("*", "   blocks"))]
+    assert ["blocks.0", "and", "1", "alike", "everything"] == lines[0][:5]
+    assert ["*", "blocks.2", "attended,", "hidden"] in [line[:4] for line in lines]
+    assert "remat, keeps attended hidden" in text
+
+
+def test_microbatches_and_dtypes_count() -> None:
+    step, params = step_of(("qkv",))
+    inputs = (torch.empty(*TOKENS, WIDTH),)
+    whole, half = fz.plan(step, params, inputs=inputs), fz.plan(fz.accumulate(step, 2), params, inputs=inputs)
+    assert half.activations[0].chosen.nbytes * 2 == whole.activations[0].chosen.nbytes
+    assert half.flops * 2 == whole.flops
+    cast = fz.plan(fz.autocast(step, torch.bfloat16), params, inputs=inputs).activations[0].chosen
+    assert isinstance(cast, Choice) and cast.nbytes < whole.activations[0].chosen.nbytes
