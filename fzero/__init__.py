@@ -31,6 +31,8 @@ from fzero.engine.batch import Pullback as Pullback
 from fzero.fits import Proposal as Proposal
 from fzero.fits import fits as fits
 from fzero.functional import functional as functional
+from fzero.loop import Loop as Loop
+from fzero.loop import loop as loop
 from fzero.optim import GradientTransformation as GradientTransformation
 from fzero.optim import adafactor as adafactor
 from fzero.optim import adam as adam

@@ -110,6 +110,13 @@ def scanned(x: torch.Tensor) -> torch.Tensor:
     return metrics["loss"].sum() + summed(fz.gather(state.params))
 
 
+def looped(x: torch.Tensor) -> torch.Tensor:
+    run, total = fz.loop(STEP, STATE, [x, 2 * x, x], progress=False), torch.zeros((), dtype=F64)
+    for _, metrics in run:
+        total = total + metrics["loss"]
+    return total + summed(fz.gather(run.state.params))
+
+
 def carried(w: torch.Tensor) -> Any:
     fn = lambda p, mean, x: (loss({"w": p["w"] + mean}, x), 0.5 * mean + 0.5 * p["w"])
     step = fz.carry(fz.train_step(fn, fz.sgd(0.1, momentum=0.9)), torch.zeros_like(W))
@@ -168,6 +175,7 @@ RIGHT: dict[str, Any] = {
     "name": (with_names, X),
     "sum_over": (regularised, W),
     "pipeline": (piped, W),
+    "loop": (looped, X),
     "scan": (scanned, X),
     "stack": (stacked, W),
     "unstack": (stacked, W),

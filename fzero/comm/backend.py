@@ -331,6 +331,12 @@ def device_of(group: Group | None) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
+def host_device_of(group: Group) -> torch.device:
+    """A device whose tensors a group sends: the CPU if it can, where nothing waits for an accelerator's work."""
+    of_cpu = kind_of(group) != "nccl" or "cpu" in dist.get_backend_config(group)
+    return torch.device("cpu") if of_cpu else device_of(group)
+
+
 def gather_strings(text: str, group: Group) -> list[str]:
     """The texts of all ranks of the group, in rank order."""
     texts = [text] * size_of(group)

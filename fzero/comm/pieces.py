@@ -78,6 +78,15 @@ def total(axis: Axis, x: torch.Tensor, tag: Hashable, op: str = "sum") -> torch.
     return torch.cat(parts).view(x.shape)
 
 
+def most(axis: Axis, numbers: Sequence[int], tag: Hashable) -> list[int]:
+    """The largest of all ranks' numbers, one by one: replicas included, and ranks that leaves are cut over."""
+    own = torch.tensor(numbers, dtype=torch.int64, device="cpu")
+    for group in axis._all_groups:
+        own = own.to(backend.host_device_of(group))
+        axis._announced("all_reduce max", tag, own, group)(backend.all_reduce)(own, group, "max")
+    return own.tolist()
+
+
 def scattered(axis: Axis, x: torch.Tensor, dim: int, sizes: Sequence[int], tag: Hashable) -> torch.Tensor:
     """This rank's piece along `dim` of the sum over the ranks, added in rank order."""
     pieces = x.split(list(sizes), dim)

@@ -76,7 +76,14 @@ def hf(path: Any) -> Any:
 
 fz.save(at("x y"), STATE)
 fz.save_safetensors(hf("x y"), STATE)
+KEPT = fz.Checkpoints(at("kept"))
 Call = Callable[[Any], Any]
+
+
+def looped(state: Any = STATE, **given: Any) -> Any:
+    """A loop that has not begun."""
+    around: dict[str, Any] = {"checkpoints": KEPT, "evaluate": lambda _: {"x": 1.0}} | given
+    return fz.loop(around.pop("step", STEP), state, around.pop("batches", [X]), **around)
 
 
 def of_adam(make: Callable[..., Any]) -> dict[str, tuple[Call, set[str]]]:
@@ -170,6 +177,21 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "policy": (lambda v: fz.train_step(loss, fz.sgd(0.1), v), {"a policy", "None"}),
         "units": (lambda v: fz.train_step(loss, fz.sgd(0.1), units=v), {"a string", "None"}),
         "has_aux": (lambda v: fz.train_step(loss, fz.sgd(0.1), has_aux=v), {"a bool"}),
+    },
+    "loop": {
+        "step": (lambda v: looped(step=v), {"a step", "a function"}),
+        "state": (lambda v: looped(v, checkpoints=KEPT), {"a state"}),
+        "batches": (lambda v: looped(batches=v), {"a list", "a tensor", "a 0-d tensor", "a function"}),
+        **{
+            name: (lambda v, name=name: looped(**{name: v}), {"None", "an int"})
+            for name in ("total", "after", "patience", "save_every")
+        },
+        **{name: (lambda v, name=name: looped(**{name: v}), {"an int"}) for name in ("every", "evaluate_every")},
+        **{name: (lambda v, name=name: looped(**{name: v}), {"None", "a string"}) for name in ("log", "tensorboard")},
+        **{name: (lambda v, name=name: looped(**{name: v}), {"None"}) for name in ("best", "checkpoints")},
+        **{name: (lambda v, name=name: looped(**{name: v}), {"None", "a function"}) for name in ("extra", "stop")},
+        "evaluate": (lambda v: fz.loop(STEP, STATE, [X], evaluate=v), {"None", "a function"}),
+        "progress": (lambda v: looped(progress=v), {"None", "a string", "a bool"}),
     },
     "scan": {
         "step": (lambda v: fz.scan(v, STATE, [X]), {"a step"}),

@@ -1,0 +1,1 @@
+"""Loops: what fz.loop tells its ranks, its user and its files."""

@@ -1,0 +1,50 @@
+"""What a run is judged by now and then, and whether it still gets better."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from fzero.loops.ranks import Ranks
+from fzero.loops.record import numbers_of
+
+Evaluate = Callable[..., Mapping[str, object]]
+
+
+class Evaluation:
+    """Evaluates every so many steps. The first number counts: lower is better, and NaN never is.
+
+    Attributes:
+        values: the last ones, by name.
+        best, since: the lowest first number so far, and the number of evaluations since then.
+    """
+
+    def __init__(self, evaluate: Evaluate | None, every: int, patience: int | None) -> None:
+        self._evaluate, self._every, self._patience = evaluate, every, patience
+        self.values: dict[str, float] = {}
+        self.best: float | None = None
+        self.since, self._at = 0, -1
+
+    @property
+    def over(self) -> bool:
+        """Whether it has not become better for too long."""
+        return self._patience is not None and self.since >= self._patience
+
+    def due(self, done: int, at_end: bool = False) -> bool:
+        """Whether it is time for it after so many steps."""
+        return self._evaluate is not None and self._at != done and (at_end or done % self._every == 0)
+
+    def look(self, state: object, done: int, ranks: Ranks) -> bool:
+        """Evaluates; whether this state is the best so far."""
+        assert self._evaluate is not None
+        self.values, self._at = numbers_of(self._evaluate(state), "evaluate"), done
+        if not ranks.alike(repr(self.values)):
+            raise ValueError(
+                f"loop: evaluate gave {self.values} on this rank and other numbers on another, expected the same on "
+                "all. Take the mean over ranks in it: torch.distributed.all_reduce, or fz.parallel.weighted_mean."
+            )
+        if not self.values:
+            return False
+        first = next(iter(self.values.values()))
+        better = first < self.best if self.best is not None else first == first
+        self.best, self.since = (first, 0) if better else (self.best, self.since + 1)
+        return better

@@ -1,0 +1,64 @@
+"""The ranks that run one loop, as its state says; they take the same number of steps."""
+
+from __future__ import annotations
+
+import zlib
+
+from fzero.base import pytree
+from fzero.checkpoint.everyone import Everyone
+from fzero.checkpoint.fill import agreed
+from fzero.comm.pieces import most
+from fzero.components.parts import PipelineState
+from fzero.state.train_state import TrainState
+
+
+class Ranks:
+    """All ranks of a state: of one step, of a pipeline, or of several components in any pytree.
+
+    A state of another kind is of this process alone.
+    """
+
+    def __init__(self, state: object) -> None:
+        nodes = pytree.flatten(state, is_leaf=lambda x: isinstance(x, (TrainState, PipelineState)))[0]
+        self._pipelines = [node for node in nodes if isinstance(node, PipelineState)]
+        own = [*nodes, *[part for node in self._pipelines for part in node]]
+        axes = [node.params.axis for node in own if isinstance(node, TrainState)]
+        self._axes = [axis for i, axis in enumerate(axes) if axis not in axes[:i]]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this one writes for all."""
+        own = all(Everyone(axis).leads for axis in self._axes)
+        return own and all(state.places.leads for state in self._pipelines)
+
+    def most(self, *numbers: int) -> list[int]:
+        """The largest of all ranks' numbers, one by one."""
+        own = self._most_here(list(numbers))
+        for state in self._pipelines:
+            said = state.places.of_all({c: own for c, part in enumerate(state) if part is not None}, None)
+            own = [max(each) for each in zip(own, *said.values(), strict=True)]
+        return own
+
+    def _most_here(self, numbers: list[int]) -> list[int]:
+        for axis in self._axes:
+            numbers = most(axis, numbers, "what a loop's ranks want")
+        return numbers
+
+    def alike(self, text: str) -> bool:
+        """Whether all ranks say the same."""
+        own = zlib.crc32(text.encode())
+        most, least = self.most(own, -own)
+        return most == -least
+
+    def all_well(self, error: BaseException | None) -> None:
+        """Raises on all ranks if one has failed."""
+
+        def own() -> None:
+            if error is not None:
+                raise error
+
+        for axis in self._axes:
+            agreed(axis, own)
+        for state in self._pipelines:
+            state.places.all_well(error)
+        own()

@@ -1,0 +1,71 @@
+"""Which states of a run are kept, and when."""
+
+from __future__ import annotations
+
+import datetime
+import time
+from collections.abc import Callable, Mapping
+
+from fzero.checkpoint.kept import Checkpoints
+from fzero.checkpoint.save import Saving
+from fzero.state.train_state import TrainState
+
+OWN = "loop"  # the part of a checkpoint's `extra` that is the loop's
+Extra = Callable[[], Mapping[str, object]]
+
+
+class Saves:
+    """Checkpoints of a run, in the background, and those of its best states.
+
+    Attributes:
+        better: whether the newest state is the best so far, and not saved as such.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints | None,
+        every: int | datetime.timedelta | None,
+        best: Checkpoints | None,
+        extra: Extra | None,
+    ) -> None:
+        self._checkpoints, self._every, self._best, self._extra = checkpoints, every, best, extra
+        self._saving: Saving | None = None
+        self._at, self._clock, self.better = -1, 0.0, False
+
+    def begin(self, done: int) -> None:
+        """From here on states are new, and time counts."""
+        self._at, self._clock = done, time.monotonic()
+
+    def due(self, done: int) -> bool:
+        """Whether it is time for one after so many steps; where that is a time, ranks may differ."""
+        if self._checkpoints is None or self._every is None or done == self._at:
+            return False
+        if isinstance(self._every, datetime.timedelta):
+            return time.monotonic() - self._clock >= self._every.total_seconds()
+        return done % self._every == 0
+
+    def save(self, state: object, done: int, known: Mapping[str, object], newest: bool) -> float:
+        """Begins to save what is due: a state that is the best so far, and where it is asked for the newest one.
+
+        Returns:
+            The seconds that it took.
+        """
+        begun = time.perf_counter()
+        for kept, wanted in ((self._best, self.better), (self._checkpoints, newest and done != self._at)):
+            if kept is None or not wanted:
+                continue
+            own = dict(self._extra()) if self._extra is not None else {}
+            if OWN in own:
+                raise ValueError(f"loop: extra gave the key {OWN!r}, expected others: that one is the loop's.")
+            assert isinstance(state, TrainState)
+            self._saving = kept.save_async(state, {OWN: dict(known), **own})
+        if newest:
+            self.begin(done)
+        self.better = False
+        return time.perf_counter() - begun
+
+    def wait(self) -> None:
+        """Waits until what was begun is whole and on the disk."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()

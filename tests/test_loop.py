@@ -1,0 +1,569 @@
+"""fz.loop beside the same loop by hand: any end on any rank, any place to leave it, and to the bit what goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import datetime
+import functools
+import gc
+import importlib
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import scenarios
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from nightly import by_day
+
+import fzero as fz
+from fzero.loops import asked, record
+from fzero.testing import assert_trees_equal, run_ranks
+
+LOSS, PARAMS = scenarios.stack()
+SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
+quiet = functools.partial(fz.loop, progress=False)
+
+
+def step_of(ranks: int, stage: int = 3) -> fz.Step:
+    optimizer = fz.chain(fz.clip_by_global_norm(1.0), fz.adamw(fz.linear(1e-2, 1e-3, 9)))
+    return SHARDS[stage if ranks > 1 else 0](fz.train_step(LOSS, optimizer))
+
+
+def batch(number: int, rank: int = 0) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    return tuple(torch.randn(3, width, dtype=torch.float64, generator=generator) for width in (5, 2))
+
+
+def by_hand(step: fz.Step, steps: int, rank: int) -> tuple[fz.TrainState, list[float]]:
+    state, losses = step.init(PARAMS), []
+    for number in range(steps):
+        state, metrics = step(state, *batch(number, rank))
+        losses.append(metrics["loss"].item())
+    return state, losses
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@contextlib.contextmanager
+def nothing_left() -> Iterator[None]:
+    """Signals go where they went before, and no thread or file is left."""
+    before = [signal.getsignal(number) for number in asked.SIGNALS]
+    threads = set(threading.enumerate())
+    files = set(os.listdir("/proc/self/fd"))
+    yield
+    gc.collect()
+    assert [signal.getsignal(number) for number in asked.SIGNALS] == before
+    assert threads.issuperset(threading.enumerate())
+    assert len(os.listdir("/proc/self/fd")) <= len(files)
+
+
+# ---- the same as by hand
+
+
+def run_in_parts(
+    rank: int, ranks: int, stage: int, parts: tuple[int, ...], options: dict[str, int], folder: str
+) -> Any:
+    """A run that is stopped after each of these numbers of steps, on all ranks as one says so, and then goes on."""
+    step, kept = step_of(ranks, stage), fz.Checkpoints(f"{folder}/kept")
+    losses = list[float]()
+    for part in parts:
+        state, after = kept.restore(step) or (step.init(PARAMS), None)
+        losses = list(after["losses"]) if after is not None else losses
+        until = len(losses) + part
+        run = quiet(
+            step,
+            state,
+            lambda number: batch(number, rank),
+            total=sum(parts),
+            after=after,
+            log=f"{folder}/log.csv",
+            evaluate=lambda state: {"norm": fz.global_norm(state.params)},
+            checkpoints=kept,
+            extra=lambda: {"losses": losses},
+            stop=lambda: rank == ranks - 1 and len(losses) >= until,
+            **options,
+        )
+        for state, metrics in run:  # noqa: B007 - it is looked at afterwards
+            losses.append(metrics["loss"].item())
+        assert run.done == len(losses) == until and state is run.state
+        assert run.ended == ("total" if until == sum(parts) else "asked")
+    return fz.gather(state.params), losses, run.logged
+
+
+def check_parts(ranks: int, stage: int, parts: tuple[int, ...], options: dict[str, Any], backend: str) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        fn = functools.partial(run_in_parts, ranks=ranks, stage=stage, parts=parts, options=options, folder=folder)
+        got = run_ranks(fn, ranks, backend=backend)
+        rows = rows_of(Path(folder) / "log.csv")
+    total = sum(parts)
+
+    def rank_main(rank: int) -> Any:
+        state, losses = by_hand(step_of(ranks, stage), total, rank)
+        return fz.gather(state.params), losses
+
+    expected = run_ranks(rank_main, ranks)
+    for (params, losses, _), (other, others) in zip(got, expected, strict=True):
+        assert_trees_equal(params, other)
+        assert losses == others
+    steps = [int(row["step"]) for row in rows]
+    every, looks = options["every"], options["evaluate_every"]
+    first = {sum(parts[:i]) + 1 for i in range(len(parts)) if parts[i]}
+    evaluated = {0, *range(looks, total + 1, looks), total}
+    assert steps == sorted(set(steps)) and {*range(every, total + 1, every), 1, *evaluated} <= {*steps}
+    assert {*steps} <= {*range(0, total + 1, every), *first, *evaluated}
+    for row in rows:
+        assert bool(row["norm"]) == (int(row["step"]) in evaluated)
+        assert row["loss"] == (repr(expected[0][1][int(row["step"]) - 1]) if row["step"] != "0" else "")
+
+
+drawn = {
+    "parts": st.lists(st.integers(1, 3), min_size=1, max_size=3).map(tuple),
+    "options": st.fixed_dictionaries(
+        {"every": st.integers(1, 4), "evaluate_every": st.integers(1, 4), "save_every": st.integers(1, 4)}
+    ),
+}
+
+
+@by_day(6)
+@given(ranks=st.integers(1, 3), stage=st.integers(1, 3), **drawn)
+def test_a_run_in_parts_is_the_whole_run_by_hand(ranks: int, stage: int, parts: Any, options: Any) -> None:
+    check_parts(ranks, stage, parts, options, "threads")
+
+
+@by_day(2)
+@given(ranks=st.just(2), stage=st.integers(1, 3), seed=st.integers(0, 9), **drawn)
+def test_a_run_in_parts_on_processes(ranks: int, stage: int, seed: int, parts: Any, options: Any) -> None:
+    with fz.testing.hazards(seed):
+        check_parts(ranks, stage, parts, options, "processes")
+
+
+# ---- all ranks take the same number of steps
+
+
+@by_day(15)
+@given(counts=st.lists(st.integers(0, 4), min_size=2, max_size=4), form=st.sampled_from(["list", "generator"]))
+def test_batches_that_end_on_one_rank_end_all(counts: list[int], form: str) -> None:
+    ranks = len(counts)
+
+    def rank_main(rank: int) -> Any:
+        step, own = step_of(ranks), [batch(number, rank) for number in range(counts[rank])]
+        run = quiet(step, step.init(PARAMS), own if form == "list" else (each for each in own))
+        losses = [metrics["loss"].item() for _, metrics in run]
+        return run.ended, run.done, losses
+
+    expected = run_ranks(lambda rank: by_hand(step_of(ranks), min(counts), rank)[1], ranks)
+    assert run_ranks(rank_main, ranks) == [("batches", min(counts), losses) for losses in expected]
+
+
+@pytest.mark.parametrize("what", ["batches", "log", "stop"])
+@pytest.mark.parametrize("at", [0, 2])
+def test_what_fails_on_one_rank_is_raised_on_all(what: str, at: int, tmp_path: Path) -> None:
+    def rank_main(rank: int) -> str:
+        def batches(number: int) -> Any:
+            if what == "batches" and (rank, number) == (1, at):
+                raise OSError("no more disk")
+            return batch(number, rank)
+
+        def stop() -> bool:
+            if what == "stop" and (rank, run.done) == (1, at):
+                raise OSError("no more disk")
+            return False
+
+        step, log = step_of(2), tmp_path / "log.csv"
+        (tmp_path / "log.csv.new").mkdir(exist_ok=True) if what == "log" else None
+        run = quiet(step, step.init(PARAMS), batches, total=4, stop=stop, log=log)
+        with pytest.raises(OSError) as info:
+            for _ in run:
+                pass
+        assert run.ended == ("left" if what == "log" else "failed")
+        assert run.done == (0 if what == "log" else at)
+        return str(info.value)
+
+    if what == "log" and at:
+        return
+    said = run_ranks(rank_main, 2)
+    assert said[0] != said[1] and any("rank " in text for text in said), said
+
+
+def one_is_asked(rank: int, folder: str, number: int, at: int) -> Any:
+    """Rank 1 gets a signal in the body of its loop; the other one never hears of it."""
+    step, kept = step_of(2), fz.Checkpoints(folder)
+    before = signal.getsignal(number)
+    run = quiet(step, step.init(PARAMS), lambda n: batch(n, rank), total=50, checkpoints=kept, save_every=2)
+    for _ in run:
+        if rank == 1 and run.done == at:
+            os.kill(os.getpid(), number)
+    assert signal.getsignal(number) == before
+    found = kept.restore(step)
+    assert found is not None
+    state, extra = found
+    return run.ended, run.done, state.step, extra["loop"]["done"]
+
+
+@pytest.mark.parametrize(("number", "at"), [(signal.SIGTERM, 3), (signal.SIGINT, 4)])
+def test_a_signal_that_one_process_gets_ends_all_with_a_checkpoint(tmp_path: Path, number: int, at: int) -> None:
+    fn = functools.partial(one_is_asked, folder=str(tmp_path), number=number, at=at)
+    assert run_ranks(fn, 2, backend="processes") == [("asked", at, at, at)] * 2
+
+
+def test_ranks_that_evaluate_differently_are_told() -> None:
+    def rank_main(rank: int) -> None:
+        step = step_of(2)
+        for _ in quiet(step, step.init(PARAMS), [batch(0, rank)], evaluate=lambda state: {"x": rank}):
+            pass
+
+    with pytest.raises(fz.testing.RankError, match=r"evaluate gave .* on this rank and other numbers on another"):
+        run_ranks(rank_main, 2)
+
+
+# ---- signals
+
+
+def test_the_first_signal_ends_it_and_a_second_one_is_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "ONE", -1.0)
+    step = step_of(1)
+    with nothing_left():
+        run = quiet(step, step.init(PARAMS), batch)
+        for _ in run:
+            signal.raise_signal(signal.SIGINT)
+        assert (run.ended, run.done) == ("asked", 1)
+        run, seen = quiet(step, step.init(PARAMS), batch), []
+        with pytest.raises(KeyboardInterrupt):
+            for state, _ in run:
+                seen.append(state)
+                signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+        assert seen == [run.state]
+        run.close()
+        with pytest.raises(KeyboardInterrupt):  # one that the loop could not hear
+            for _ in (run := quiet(step, step.init(PARAMS), batch)):
+                signal.raise_signal(signal.SIGINT)
+                break
+            run.close()
+
+
+def test_one_wish_may_come_twice() -> None:
+    """A terminal sends Ctrl-C to all processes, and torchrun sends it on."""
+    step = step_of(1)
+    run = quiet(step, step.init(PARAMS), batch)
+    for _ in run:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+    assert run.ended == "asked"
+
+
+def test_what_is_ignored_stays_so_and_threads_have_no_handlers() -> None:
+    step = step_of(1)
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        run = quiet(step, step.init(PARAMS), batch, total=3)
+        for _ in run:
+            assert signal.getsignal(signal.SIGTERM) == signal.SIG_IGN
+            signal.raise_signal(signal.SIGTERM)
+        assert run.done == 3
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    handler = signal.getsignal(signal.SIGINT)
+
+    def other() -> None:
+        for _ in quiet(step, step.init(PARAMS), batch, total=1):
+            assert signal.getsignal(signal.SIGINT) == handler
+
+    run_ranks(lambda rank: other(), 1)
+
+
+# ---- leaving it
+
+
+@pytest.mark.parametrize("how", ["break", "return", "raise", "close", "step", "drop"])
+@pytest.mark.parametrize("at", [1, 4])
+def test_it_may_be_left_anywhere(how: str, at: int, tmp_path: Path) -> None:
+    step, kept = step_of(1), fz.Checkpoints(tmp_path / "kept")
+
+    def failing(state: Any, *inputs: Any) -> Any:
+        if how == "step" and state.step == at:
+            raise ZeroDivisionError
+        return step(state, *inputs)
+
+    def run() -> Any:
+        steps = quiet(
+            failing,
+            step.init(PARAMS),
+            batch,
+            total=9,
+            log=tmp_path / "log.csv",
+            every=1,
+            checkpoints=kept,
+            save_every=1,
+        )
+        for state, _ in steps:
+            if state.step == at:
+                if how == "break":
+                    break
+                if how == "return":
+                    return None
+                if how == "raise":
+                    raise ZeroDivisionError
+                if how == "close":
+                    steps.close()
+        assert steps.ended == ("left" if how != "drop" else "total") or how == "break"
+        return None
+
+    with nothing_left():
+        if how in ("raise", "step"):
+            with pytest.raises(ZeroDivisionError):
+                run()
+        else:
+            run()
+    last = 9 if how == "drop" else at
+    assert [row["step"] for row in rows_of(tmp_path / "log.csv")] == [str(n) for n in range(1, last + 1)]
+    found = kept.restore(step)
+    assert (found[0].step if found is not None else 0) == (9 if how == "drop" else at - (how != "step"))
+
+
+def test_another_state_may_be_put_there(tmp_path: Path) -> None:
+    """A run that goes back to an earlier state is one that never went on from there; its log, too."""
+    step = step_of(1)
+    numbers = iter([0, 1, 2, 9, 9, 3, 4])
+    run = quiet(
+        step, step.init(PARAMS), (batch(number) for number in numbers), log=tmp_path / "log.csv", every=1, total=5
+    )
+    seen = []
+    for state, _ in run:
+        seen.append(state)
+        if len(seen) == 5:
+            run.state, run.done = seen[2], 3
+    expected, losses = by_hand(step, 5, 0)
+    assert_trees_equal(fz.gather(run.state.params), fz.gather(expected.params))
+    assert [(row["step"], row["loss"]) for row in rows_of(tmp_path / "log.csv")] == [
+        (str(n), repr(loss)) for n, loss in enumerate(losses, 1)
+    ]
+
+
+# ---- what it writes
+
+
+def test_a_log_is_read_by_numpy_and_cut_where_a_run_goes_on(tmp_path: Path) -> None:
+    step, log = step_of(1), tmp_path / "new" / "log.csv"
+
+    def run(after: int | None, total: int, **options: Any) -> None:
+        for _ in quiet(step, step.init(PARAMS), batch, after=after, total=total, log=log, every=2, **options):
+            pass
+
+    run(None, 7)
+    with log.open("a") as file:
+        file.write("8,0.5,0")  # a run that was killed as it wrote
+    run(4, 6)
+    table = np.genfromtxt(log, delimiter=",", names=True)
+    assert table["step"].tolist() == [1, 2, 4, 5, 6]
+    assert {"step", "loss", "grad_norm", "lr", "skipped", "seconds"} == {*table.dtype.names}
+    assert np.isfinite(table["loss"]).all() and (table["seconds"] > 0).all() and (table["skipped"] == 0).all()
+    run(4, 6, evaluate=lambda state: {"x": 1.0}, evaluate_every=1)
+    assert [row["x"] for row in rows_of(log)] == ["", "", "", "1.0", "1.0"]
+    run(None, 1)
+    assert [row["step"] for row in rows_of(log)] == ["1"]
+    log.write_text("something else\n")
+    with pytest.raises(ValueError, match="is no log of a loop"):
+        run(4, 6)
+    assert log.read_text() == "something else\n"
+
+
+def test_metrics_are_read_for_rows_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, read, real = step_of(1), [], record.numbers_of
+    monkeypatch.setattr(record, "numbers_of", lambda values, what: read.append(run.done) or real(values, what))
+    run = quiet(step, step.init(PARAMS), batch, total=11, every=4)
+    for _ in run:
+        pass
+    assert read == [1, 4, 8, 11]
+
+
+def test_members_have_columns_and_other_tensors_are_refused(tmp_path: Path) -> None:
+    step = step_of(1)
+    states = fz.stack([step.init(PARAMS), step.init(PARAMS)])
+    run = quiet(
+        torch.vmap(step), states, lambda n: [torch.stack([x, 2 * x]) for x in batch(n)], total=2, log=tmp_path / "l"
+    )
+    for _, metrics in run:
+        assert [run.logged[f"loss.{i}"] for i in range(2)] == metrics["loss"].tolist()
+    assert {"loss.0", "loss.1", "grad_norm.0", "grad_norm.1"} <= rows_of(tmp_path / "l")[0].keys()
+    for bad, text in (
+        (torch.ones(2, 2), r"metrics\['bad'\] of a tensor of shape \(2, 2\)"),
+        ("x", r"metrics\['bad'\] of 'x'"),
+    ):
+        with pytest.raises(TypeError, match=text):
+            for _ in quiet(lambda state: (state, {"bad": bad, "aux": object()}), 0, [(), ()]):
+                pass
+    with pytest.raises(ValueError, match=r"evaluate gave \['loss'\], which are names"):
+        for _ in quiet(step, step.init(PARAMS), batch, total=2, evaluate=lambda state: {"loss": 1.0}):
+            pass
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    events: Any = importlib.import_module("tensorboard.backend.event_processing.event_accumulator")
+    step = step_of(1)
+    for after, total in ((None, 4), (2, 6)):
+        for _ in quiet(step, step.init(PARAMS), batch, after=after, total=total, tensorboard=tmp_path, every=1):
+            pass
+    found = events.EventAccumulator(str(tmp_path))
+    found.Reload()
+    assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4, 5, 6]
+
+
+@pytest.mark.parametrize(("name", "package"), [("tensorboard", "tensorboard"), ("progress", "tqdm")])
+def test_what_is_not_installed_is_asked_for(
+    name: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for module in [*sys.modules]:
+        if module.startswith("torch.utils.tensorboard"):
+            monkeypatch.delitem(sys.modules, module)
+    monkeypatch.setitem(sys.modules, package, None)
+
+    def rank_main(rank: int) -> None:
+        step = step_of(2)
+        options: Any = {"progress": False, name: str(tmp_path) if name == "tensorboard" else True}
+        with pytest.raises(ImportError, match=f"pip install {package}"):
+            next(fz.loop(step, step.init(PARAMS), lambda n: batch(n, rank), **options))
+
+    run_ranks(rank_main, 2)
+    if name == "progress":  # and where nobody asked for it, there is none
+        assert len([*fz.loop(step_of(1), step_of(1).init(PARAMS), batch, total=2)]) == 2
+
+
+def test_progress_shows_what_the_user_notes(capsys: pytest.CaptureFixture[str]) -> None:
+    step = step_of(1)
+    run = fz.loop(
+        step, step.init(PARAMS), batch, total=3, progress="training", evaluate=lambda state: {"held out": 0.25}
+    )
+    for _ in run:
+        run.note = f"note {run.done}"
+    assert "training: 100%" in (said := capsys.readouterr().err) and "held out 0.25, note 3" in said
+
+
+# ---- what is kept
+
+
+def test_it_ends_where_nothing_gets_better_and_keeps_the_best(tmp_path: Path) -> None:
+    values = [5.0, 4.0, math.nan, 3.0, 3.5, 3.0, 9.0, 1.0]
+    step, best = step_of(1), fz.Checkpoints(tmp_path / "best", keep=1)
+    kept = fz.Checkpoints(tmp_path / "kept")
+
+    def run(after: Any, stop: int) -> fz.Loop[Any, Any]:
+        state = step.init(PARAMS) if after is None else kept.restore(step)[0]  # type: ignore[index]
+        run = quiet(
+            step,
+            state,
+            batch,
+            after=after,
+            evaluate=lambda state: {"value": values[state.step // 2]},
+            evaluate_every=2,
+            patience=3,
+            best=best,
+            checkpoints=kept,
+            stop=lambda: run.done >= stop,
+        )
+        for _ in run:
+            pass
+        return run
+
+    assert run(None, 9).ended == "asked"
+    extra = kept.restore(step)[1]  # type: ignore[index]
+    assert extra["loop"] == {"done": 9, "best": 3.0, "since": 1}
+    own = run(extra, 99)
+    assert (own.ended, own.done) == ("patience", 12)
+    found = best.restore(step)
+    assert found is not None and found[0].step == 6 and len(os.listdir(tmp_path / "best")) == 1
+
+
+def test_states_are_saved_by_time_where_the_clock_of_one_rank_says_so(tmp_path: Path) -> None:
+    def rank_main(rank: int) -> None:
+        step, kept = step_of(2), fz.Checkpoints(tmp_path, keep=9)
+        every = datetime.timedelta(days=1) if rank else datetime.timedelta(microseconds=1)
+        for _ in quiet(step, step.init(PARAMS), lambda n: batch(n, rank), total=3, checkpoints=kept, save_every=every):
+            pass
+
+    run_ranks(rank_main, 2)
+    assert sorted(name.split("-")[-1] for name in os.listdir(tmp_path)) == ["1", "2", "3"]
+
+
+def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
+    step, kept = step_of(1), fz.Checkpoints(tmp_path, keep=9)
+    for _ in quiet(fz.donate(step), step.init(PARAMS), batch, total=4, checkpoints=kept, save_every=1):
+        pass
+    for path in tmp_path.iterdir():
+        state = fz.load(path, step)
+        assert_trees_equal(fz.gather(state.params), fz.gather(by_hand(step, state.step, 0)[0].params))
+
+
+# ---- steps of other kinds
+
+
+def test_a_pipeline_a_component_elsewhere_and_a_plain_function() -> None:
+    first = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]), fz.sgd(0.1))
+    last = fz.train_step(lambda p, h, y: (h @ p["w"] - y).square().mean(), fz.sgd(0.1))
+    pipe = fz.pipeline([first, last], fz.schedules.gpipe(2, 2))
+    own = [{"w": torch.eye(5, width, dtype=torch.float64)} for width in (5, 2)]
+    even = lambda n: tuple(torch.cat([x, x + 1]) for x in batch(n))
+    state, losses = pipe.init(own), []
+    for number in range(3):
+        state, metrics = pipe(state, *even(number))
+        losses.append(metrics["loss"].item())
+    assert [m["loss"].item() for _, m in quiet(pipe, pipe.init(own), even, total=3)] == losses
+    with fz.remote(lambda rank: (step_of(2), PARAMS), ranks=2, on="threads") as component:
+
+        def update(state: Any, *inputs: torch.Tensor) -> Any:
+            loss, pullback = component.vjp(state, *inputs)
+            grads, _ = pullback(torch.ones_like(loss))
+            state, metrics = component.update(state, grads)
+            return state, {**metrics, "loss": loss}
+
+        run = quiet(update, component.init(), even, total=2)
+        for _, metrics in run:  # noqa: B007
+            pass
+        assert run.logged["loss"] == fz.fetch(metrics["loss"]).item()
+    with pytest.raises(TypeError, match=r"got checkpoints=fz.Checkpoints\(...\) and state=PipelineState, expected"):
+        fz.loop(pipe, state, even, checkpoints=fz.Checkpoints("nowhere"))
+
+
+def pipelined(rank: int, counts: tuple[int, ...]) -> Any:
+    first = fz.train_step(lambda p, x: torch.tanh(x @ p["w"]), fz.sgd(0.1))
+    last = fz.train_step(lambda p, h, y: (h @ p["w"] - y).square().mean(), fz.sgd(0.1))
+    pipe = fz.pipeline([first, last], fz.schedules.gpipe(2, 2), [[0], [1]])
+    own = [{"w": torch.eye(5, width, dtype=torch.float64)} for width in (5, 2)]
+    batches = [tuple(torch.cat([x, x + 1]) for x in batch(n)) for n in range(counts[rank])]
+    run = quiet(pipe, pipe.init(own), batches)
+    losses = [metrics["loss"].item() for _, metrics in run]
+    return run.ended, run.done, losses, run.logged["loss"]
+
+
+def test_places_of_a_pipeline_end_together() -> None:
+    one, two = run_ranks(functools.partial(pipelined, counts=(3, 2)), 2, backend="processes")
+    assert one == two and one[:2] == ("batches", 2) and one[2][0] == one[3]
+
+
+def test_how_a_batch_is_passed() -> None:
+    seen = []
+
+    def step(state: int, *inputs: Any) -> tuple[int, dict[str, Any]]:
+        seen.append(inputs)
+        return state + 1, {}
+
+    given = [(1, 2), [3, 4], {"a": 5}, 6, None, ()]
+    assert [state for state, _ in quiet(step, 0, given)] == [1, 2, 3, 4, 5, 6]
+    assert seen == [(1, 2), (3, 4), ({"a": 5},), (6,), (None,), ()]
+    assert json.dumps(seen[0]) == "[1, 2]"
