@@ -233,7 +233,7 @@ def test_members_of_an_ensemble_are_single_runs(tmp_path: Path) -> None:
     process = start_example("ensemble.py", *tiny, "--out", str(tmp_path))
     stdout, stderr = process.communicate(timeout=120)
     assert process.returncode == 0 and "Traceback" not in stderr, stderr
-    rows = re.findall(r"^ +([\d.e-]+) +([01]) +([\d.]+) +([\d.e-]+) +([\d.e-]+)$", stdout, re.M)
+    rows = re.findall(r"^ +([\d.e-]+) +([01]) +([\d.]+) +([\d.e+-]+) +([\d.e+-]+)$", stdout, re.M)
     assert len(rows) == 6 and len({loss for _, _, loss, *_ in rows}) == 6, stdout
     assert all(float(params) < 1e-12 and float(losses) < 1e-12 for *_, params, losses in rows), stdout
     assert "6 models at once" in stdout and (tmp_path / "losses.png").read_bytes().startswith(b"\x89PNG")
