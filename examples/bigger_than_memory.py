@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from launch import add_numbers, parser_of
 from torch import Tensor
-from tqdm import tqdm
 from train_lm import random_batch, standard_library
 from transformer import Transformer
 
@@ -52,19 +51,15 @@ def main(args: argparse.Namespace) -> int:
     print(f"limit {args.limit:,} MiB, {state_mib / args.limit:.1f} times less than the state", flush=True)
 
     with limited_to(args.limit), Sampler() as sampler:
-        state = step.init(params, seed=args.seed)
         generator = torch.Generator().manual_seed(args.seed)
+        batch = lambda _: random_batch(text, generator, args, torch.device("cpu"))
+        run = fz.loop(step, step.init(params, seed=args.seed), batch, total=args.steps, every=1)
         losses: list[float] = []
-        bar = tqdm(total=args.steps, unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
         began = time.perf_counter()
-        for _ in range(args.steps):
-            tokens, targets = random_batch(text, generator, args, torch.device("cpu"))
-            state, metrics = step(state, tokens, targets)
+        for _, metrics in run:
             losses.append(metrics["loss"].item())
-            speed = len(losses) * tokens.numel() / (time.perf_counter() - began)
-            bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s, {resident():,.0f} MiB resident")
-            bar.update()
-        bar.close()
+            speed = len(losses) * args.batch * args.context / (time.perf_counter() - began)
+            run.note = f"{speed:,.0f} tokens/s, {resident():,.0f} MiB resident"
     args.out.mkdir(parents=True, exist_ok=True)
     draw(sampler.samples, args.limit, state_mib, args.out / "memory.png")
     most = max(sample[1] for sample in sampler.samples)

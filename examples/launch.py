@@ -113,13 +113,6 @@ def matmul_ms(dtype: torch.dtype) -> float:
     return 1e3 * best
 
 
-def any_rank(flag: bool, device: torch.device) -> bool:
-    """Whether the flag is set on some rank: all ranks stop after the same step, so that none waits for another."""
-    flags = torch.tensor(float(flag), device=device)
-    dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    return bool(flags.item())
-
-
 def memory_mib(device: torch.device) -> float:
     """What this rank occupies now: CUDA memory allocated, or resident memory (where it cannot be read, its peak)."""
     if device.type == "cuda":

@@ -33,7 +33,7 @@ import torch.multiprocessing as mp
 import torch.nn.functional as F
 from bigger_than_memory import Sampler, allocated, limited_to
 from einops import rearrange
-from launch import add_numbers, any_rank, check_folder, check_options, default_ranks, launch, parser_of
+from launch import add_numbers, check_folder, check_options, default_ranks, launch, parser_of
 from needles import DIGITS, Batch, documents, haystacks, needles_in
 from torch import Tensor
 from tqdm import tqdm
@@ -180,36 +180,36 @@ def learn(
     say: Callable[[str], None],
 ) -> tuple[fz.TrainState, list[Point], list[int]]:
     """The state after the last update, how many answers were right on the way, and every update's length."""
-    length, stopped = min(args.shortest, args.length), False
+    length = min(args.shortest, args.length)
     curve: list[Point] = []
     lengths: list[int] = []
 
-    def look() -> None:
+    def look(state: fz.TrainState) -> dict[str, float]:
         curve.append((state.step, shares(step, state, held_out, args.length)))
         shown = ["-" if math.isnan(share) else f"{share:.0%}" for share in curve[-1][1]]
         say(f"{state.step:>7}{length:>10,} bytes" + "".join(f"{share:>14}" for share in shown))
+        return {}
+
+    def update(state: fz.TrainState, own: Batch) -> tuple[fz.TrainState, dict[str, Any]]:
+        state, metrics = step(state, own)
+        ((right, asked),) = summed([metrics["aux"] == expected(own)])
+        return state, {"loss": metrics["loss"], "right": right / asked}
 
     say(f"\n{'':24}answers in held-out documents of {args.length:,} bytes that are right; chance: {1 / DIGITS:.0%}")
     say(f"updates{'trained on':>16}" + "".join(f"{where:>14}" for where in WHERE))
-    interval = 0.5 if sys.stderr.isatty() else 10
-    bar = tqdm(total=args.steps, unit="step", disable=say is not tqdm.write, mininterval=interval)
-    while state.step < args.steps and lengths.count(args.length) < args.longest:
-        if stopped := any_rank(stop(), torch.device("cpu")):
-            break
-        if state.step % args.eval_every == 0:
-            look()
-        own = draw_piece(max(1, args.batch // length), length)
-        state, metrics = step(state, own)
+    learned = lambda: lengths.count(args.length) >= args.longest
+    batch = lambda _: draw_piece(max(1, args.batch // length), length)
+    options: Any = {"total": args.steps, "evaluate": look, "evaluate_every": args.eval_every}
+    run = fz.loop(update, state, batch, every=1, stop=lambda: stop() or learned(), **options)
+    for _, metrics in run:
         lengths.append(length)
-        ((right, asked),) = summed([metrics["aux"] == expected(own)])
-        share = f"{right / asked:.0%} right in documents of {length:,}"
-        bar.set_postfix_str(f"loss {metrics['loss'].item():.3f}, {share}", refresh=False)
-        bar.update()
-        if right >= 0.9 * asked:
+        run.note = f"{metrics['right']:.0%} right in documents of {length:,}"
+        if metrics["right"] >= 0.9:
             length = min(2 * length, args.length)
-    look()
-    bar.close()
-    if stopped:
+    state = run.state
+    if not curve or curve[-1][0] < state.step:
+        look(state)
+    if run.ended == "asked" and not learned():
         say(f"stopped after {state.step} updates")
     return state, curve, lengths
 

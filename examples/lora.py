@@ -25,10 +25,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from curve import draw_losses
-from launch import add_numbers, any_rank, check_options, default_ranks, device_of, launch, parser_of
+from launch import add_numbers, check_options, default_ranks, device_of, launch, parser_of
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 from train_lm import SHARD, held_out_batches, held_out_loss, random_batch, standard_library
 from transformer import VOCABULARY
 
@@ -132,19 +131,19 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     def run(step: fz.Step, state: fz.TrainState, text: Tensor, steps: int, what: str) -> tuple[fz.TrainState, Any]:
         """Trains, and looks at the held-out prose now and then."""
         losses: list[float] = []
-        curve = [(0, held_out_loss(step, state, held_out))]
-        interval = 0.5 if sys.stderr.isatty() else 10
-        with tqdm(total=steps, desc=what, unit="step", disable=rank != 0, mininterval=interval) as bar:
-            while len(losses) < steps and not any_rank(stop(), device):
-                state, metrics = step(state, *random_batch(text, generator, args, device))
-                losses.append(metrics["loss"].item())
-                if len(losses) % args.eval_every == 0:
-                    curve.append((len(losses), held_out_loss(step, state, held_out)))
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, held-out prose {curve[-1][1]:.3f}", refresh=False)
-                bar.update()
-        if curve[-1][0] < len(losses):
-            curve.append((len(losses), held_out_loss(step, state, held_out)))
-        return state, (losses, curve)
+        curve: list[tuple[int, float]] = []
+
+        def look(state: fz.TrainState) -> dict[str, float]:
+            curve.append((run.done, held_out_loss(step, state, held_out)))
+            return {"held-out prose": curve[-1][1]}
+
+        batch = lambda _: random_batch(text, generator, args, device)
+        options: Any = {"total": steps, "evaluate": look, "evaluate_every": args.eval_every}
+        run = fz.loop(step, state, batch, progress=what, stop=stop, **options)
+        losses += [metrics["loss"].item() for _, metrics in run]
+        if not curve or curve[-1][0] < run.done:
+            look(run.state)
+        return run.state, (losses, curve)
 
     shard = SHARD[args.stage]
     apply, base = fz.functional(module)

@@ -25,9 +25,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from launch import add_numbers, any_rank, default_ranks, device_of, launch, parser_of
+from launch import add_numbers, default_ranks, device_of, launch, parser_of
 from torch import Tensor, nn
-from tqdm import tqdm
 from train_lm import SHARD
 
 import fzero as fz
@@ -179,15 +178,16 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     size = max(grad.abs().max().item() for grad in theirs.values())
     apart = max((ours[name] - grad).abs().max().item() for name, grad in theirs.items())
 
-    began, done = time.perf_counter(), 0
-    interval = 0.5 if sys.stderr.isatty() else 10
-    with tqdm(total=args.steps, desc="MAML", unit="update", disable=rank != 0, mininterval=interval) as bar:
-        while done < args.steps and not any_rank(stop(), device):
-            state, loss = maml.update(state, tasks_of(done).share(rank, ranks))
-            bar.set_postfix_str(f"query loss {loss.item():.3f}", refresh=False)
-            bar.update()
-            done += 1
-    seconds = time.perf_counter() - began
+    def updated(state: fz.TrainState, tasks: Tasks) -> tuple[fz.TrainState, dict[str, Tensor]]:
+        state, loss = maml.update(state, tasks)
+        return state, {"loss": loss}
+
+    began = time.perf_counter()
+    batch = lambda number: [tasks_of(number).share(rank, ranks)]
+    run = fz.loop(updated, state, batch, total=args.steps, progress="MAML", every=1, stop=stop)
+    for _ in run:
+        pass
+    state, done, seconds = run.state, run.done, time.perf_counter() - began
     for update in range(done):
         plain.update(tasks_of(update))
     look("meta-trained", state)

@@ -26,7 +26,6 @@ import json
 import math
 import shutil
 import signal
-import sys
 import threading
 import time
 from collections import Counter
@@ -41,7 +40,6 @@ from line_models import Decoder, VisionTransformer, last_rows, loss_of
 from read_text import SHORTEST, lines_of, text_lines
 from torch import Tensor
 from torch.distributed import init_device_mesh
-from tqdm import tqdm
 
 import fzero as fz
 
@@ -99,7 +97,8 @@ def optimizer(args: argparse.Namespace) -> Any:
 # ---- the loop, wherever they are
 
 
-def update(vision: Any, text: Any, v_state: Any, t_state: Any, batch: Batch) -> tuple[Any, Any, Any]:
+def update(vision: Any, text: Any, states: tuple[Any, Any], batch: Batch) -> tuple[tuple[Any, Any], dict[str, Any]]:
+    v_state, t_state = states
     emb, pull_v = vision.vjp(v_state, batch.images, argnums=())
     loss, pull_t = text.vjp(t_state, batch.tokens, emb)
     g_t, (_, ct) = pull_t(torch.ones_like(loss))
@@ -107,7 +106,7 @@ def update(vision: Any, text: Any, v_state: Any, t_state: Any, batch: Batch) -> 
     norm = fz.global_norm(g_v, g_t)  # of both, so that they are clipped as one model
     v_state, _ = vision.update(v_state, g_v, grad_norm=norm)
     t_state, _ = text.update(t_state, g_t, grad_norm=norm)
-    return v_state, t_state, loss
+    return (v_state, t_state), {"aux": (loss, batch.count)}  # nobody waits for it yet
 
 
 def train(args: argparse.Namespace, stop: threading.Event) -> None:
@@ -126,26 +125,28 @@ def train(args: argparse.Namespace, stop: threading.Event) -> None:
             losses = fz.load_extra(found / "text")["losses"]
             print(f"going on after update {len(losses)} of {args.steps}")
 
-        bar = tqdm(total=args.steps, initial=len(losses), unit="step", mininterval=0.5 if sys.stderr.isatty() else 10)
-        began, seen, waiting, stopped = time.perf_counter(), 0, None, False
-        for done in range(len(losses), args.steps):
-            batch = random_batch(lines, args.batch, (args.seed << 32) + done)
-            v_state, t_state, loss = update(vision, text, v_state, t_state, batch)
-            if waiting is not None:  # one behind, so that the components have work while this draws images
-                losses.append(float(waiting))
-            waiting, seen = loss, seen + batch.count
-            stopped = stop.is_set()
-            if (done + 1) % args.save_every == 0 or done + 1 == args.steps or stopped:
-                losses.append(float(waiting))
-                waiting = None
-                save(kept, v_state, t_state, losses, args)
+        batch_of = lambda number: [random_batch(lines, args.batch, (args.seed << 32) + number)]
+        options: Any = {"total": args.steps, "after": len(losses), "stop": stop.is_set}
+        run = fz.loop(functools.partial(update, vision, text), (v_state, t_state), batch_of, **options)
+        began, seen, waiting = time.perf_counter(), 0, list[Any]()
+
+        def keep() -> None:
+            losses.extend(map(float, waiting))
+            waiting.clear()
+            save(kept, *run.state, losses, args)
+
+        for _, metrics in run:
+            losses.extend(map(float, waiting))  # one behind, so that the components have work while this draws images
+            loss, count = metrics["aux"]
+            waiting, seen = [loss], seen + count
+            if run.done % args.save_every == 0:
+                keep()
             if losses:
-                speed = seen / (time.perf_counter() - began)
-                bar.set_postfix_str(f"loss {losses[-1]:.3f}, {speed:,.0f} tokens/s", refresh=False)
-            bar.update()
-            if stopped:
-                break
-        bar.close()
+                run.note = f"loss {losses[-1]:.3f}, {seen / (time.perf_counter() - began):,.0f} tokens/s"
+        if waiting or not losses:
+            keep()
+        v_state, t_state = run.state
+        stopped = run.ended == "asked"
         (args.out / "losses.json").write_text(json.dumps(losses))
 
         if args.on != "here":
@@ -153,7 +154,7 @@ def train(args: argparse.Namespace, stop: threading.Event) -> None:
             def go_on() -> None:
                 states = v_state, t_state  # which stay as they are
                 for number in range(TRACED):
-                    states = update(vision, text, *states, random_batch(lines, args.batch, number))[:2]
+                    states, _ = update(vision, text, states, random_batch(lines, args.batch, number))
 
             draw_spans(vision, text, go_on, args.out / "multimodal.png")
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Callable
 from itertools import zip_longest
 from pathlib import Path
@@ -23,12 +22,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from launch import add_numbers, any_rank, check_options, default_ranks, device_of, launch, memory_mib, parser_of
+from launch import add_numbers, check_options, default_ranks, device_of, launch, memory_mib, parser_of
 from matplotlib.figure import Figure
 from PIL import Image, ImageDraw, ImageFont
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from tqdm import tqdm
 from train_lm import SHARD, standard_library, state_mib
 from transformer import Block, Transformer, rotary_angles
 
@@ -38,6 +36,9 @@ SHORTEST = 4  # characters of a line
 PAD, END = 0, ord("\n")  # a row of tokens: END, a line's characters, END, PAD to the end
 GLYPH, HEIGHT, SHIFT = 6, 16, 3  # pixels: a character's width, an image's height, in how many places a line may start
 Batch = tuple[Tensor, Tensor]  # images [b, 1, HEIGHT, w] and tokens [b, t]
+States = tuple[
+    fz.TrainState, fz.TrainState, fz.TrainState
+]  # of the encoder, of the text, and of the text without images
 
 
 # ---- the two components
@@ -121,8 +122,9 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     generator = torch.Generator().manual_seed((args.seed << 16) + rank)
     held_out = [random_batch(held_out_lines, generator, args, device) for _ in range(args.eval_batches)]
 
-    def accuracies(batches: list[Batch]) -> tuple[float, float]:
+    def accuracies(states: States, batches: list[Batch]) -> tuple[float, float]:
         """With and without the image, over the characters of all ranks' batches, each given those before it."""
+        v_state, t_state, blind_state = states
         counts = torch.zeros(3, device=device)
         for images, tokens in batches:
             before, after = tokens[:, :-1], tokens[:, 1:]
@@ -132,13 +134,8 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         dist.all_reduce(counts)
         return (counts[0] / counts[2]).item(), (counts[1] / counts[2]).item()
 
-    losses: list[tuple[float, float]] = []  # with and without the image, as in `curve`
-    curve = [(0, *accuracies(held_out[:1]))]
-    bar = tqdm(total=args.steps, unit="step", disable=rank != 0, mininterval=0.5 if sys.stderr.isatty() else 10)
-    seconds, stopped = 0.0, False
-    while len(losses) < args.steps and not (stopped := any_rank(stop(), device)):
-        started = time.perf_counter()
-        images, tokens = random_batch(train_lines, generator, args, device)
+    def update(states: States, images: Tensor, tokens: Tensor) -> tuple[States, dict[str, Tensor]]:
+        v_state, t_state, blind_state = states
         emb, pull_v = vision.vjp(v_state, images, argnums=())
         loss, pull_t = text.vjp(t_state, tokens, emb)
         g_t, (_, ct) = pull_t(torch.ones_like(loss))
@@ -147,18 +144,23 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         v_state, _ = vision.update(v_state, g_v, grad_norm=norm)
         t_state, _ = text.update(t_state, g_t, grad_norm=norm)
         blind_state, metrics = text(blind_state, tokens)
-
         dist.all_reduce(loss)
-        losses.append((loss.item() / ranks, metrics["loss"].item()))
-        seconds += time.perf_counter() - started
-        done = len(losses)
-        if done % args.eval_every == 0:
-            curve.append((done, *accuracies(held_out[:1])))
-        note = f"loss {losses[-1][0]:.3f}, held-out accuracy {curve[-1][1]:.1%} ({curve[-1][2]:.1%} without the image)"
-        speed = done * ranks * args.batch / seconds
-        bar.set_postfix_str(f"{note}, {speed:,.0f} images/s, {memory_mib(device):,.0f} MiB a rank", refresh=False)
-        bar.update()
-    bar.close()
+        return (v_state, t_state, blind_state), {"loss": loss / ranks, "loss without the image": metrics["loss"]}
+
+    def look(states: States) -> dict[str, float]:
+        curve.append((run.done, *accuracies(states, held_out[:1])))
+        return dict(zip(("held-out accuracy", "without the image"), curve[-1][1:], strict=True))
+
+    losses: list[tuple[float, float]] = []  # with and without the image, as in `curve`
+    curve: list[tuple[int, float, float]] = []
+    batch = lambda _: random_batch(train_lines, generator, args, device)
+    options: Any = {"total": args.steps, "evaluate": look, "evaluate_every": args.eval_every}
+    run = fz.loop(update, (v_state, t_state, blind_state), batch, log=args.out / "log.csv", stop=stop, **options)
+    for _, metrics in run:
+        losses.append((metrics["loss"].item(), metrics["loss without the image"].item()))
+        speed = ranks * args.batch / run.logged["seconds"]
+        run.note = f"{speed:,.0f} images/s, {memory_mib(device):,.0f} MiB a rank"
+    v_state, t_state, blind_state = run.state
 
     for name, state in (("vision", v_state), ("text", t_state)):
         full = fz.gather(state.params)
@@ -166,7 +168,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
             args.out.mkdir(parents=True, exist_ok=True)
             save_file({path: leaf.cpu() for path, leaf in full.items()}, args.out / f"{name}.safetensors")
 
-    curve.append((len(losses), *accuracies(held_out)))
+    curve.append((len(losses), *accuracies(run.state, held_out)))
     images, tokens = held_out[0]
     emb, read, after = vision.forward(v_state, images), tokens[:, :1], tokens[:, 1:]
     for _ in range(after.shape[1]):  # every character follows from the image and from those read so far
@@ -179,7 +181,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
     if rank == 0:
         draw_curves(losses, curve, args.out / "curves.png")
         draw_reading(images[:8].cpu(), rows, args.out / "reading.png")
-    if stopped:
+    if run.ended == "asked":
         say(f"stopped after {len(losses)} of {args.steps} steps; what was trained is kept")
     say(f"saved vision.safetensors, text.safetensors, curves.png and reading.png in {args.out}")
     say(f"read from the image alone: {counts[0] / counts[1]:.1%} of {counts[1]} held-out characters")

@@ -21,7 +21,6 @@ import math
 import statistics
 import sys
 import sysconfig
-import time
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -34,7 +33,6 @@ import torch.nn.functional as F
 from curve import draw_losses
 from launch import (
     add_numbers,
-    any_rank,
     check_folder,
     check_options,
     default_ranks,
@@ -47,7 +45,6 @@ from launch import (
 from resuming import kept_options, parse_options
 from safetensors.torch import save_file
 from torch import Tensor
-from tqdm import tqdm
 from transformer import VOCABULARY, Transformer
 
 import fzero as fz
@@ -111,8 +108,9 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         if args.resume:
             say(f"nothing to go on from in {kept.folder}: a new run begins")
         state = step.init(params, seed=args.seed)
-        progress = {"seen": 0, "train": [], "held out": [(0, held_out_loss(step, state, held_out))]}
+        progress = {"seen": 0, "train": [], "held out": []}
     train_curve: list[float] = progress["train"]
+    skipped: int = progress.get("skipped", 0)  # batches in a row
     held_out_curve: list[tuple[int, float]] = [(done, loss) for done, loss in progress["held out"]]
     seen: int = progress["seen"]  # examples, over all ranks
 
@@ -121,61 +119,58 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         curves = {"train": train_curve[:done], "held out": held_out}
         return kept.save_async(state, {"seen": seen, "skipped": skipped, **curves, "options": kept_options(args)})
 
-    bar = tqdm(
+    def next_batch(_: int) -> Batch:
+        nonlocal seen
+        if args.rollback:
+            before.append((run.state, run.done, seen, skipped))
+        first, seen = seen + rank * args.batch, seen + ranks * args.batch
+        return batch_at(train_text, first, args, device)
+
+    def look(state: fz.TrainState) -> dict[str, float]:
+        held_out_curve.append((run.done, held_out_loss(step, state, held_out)))
+        return {"held out": held_out_curve[-1][1]}
+
+    run = fz.loop(
+        step,
+        state,
+        next_batch,
         total=args.steps,
-        initial=len(train_curve),
-        unit="step",
-        disable=rank != 0,
-        mininterval=0.5 if sys.stderr.isatty() else 10,
+        after=None if found is None else len(train_curve),
+        log=args.out / "log.csv",
+        evaluate=look,
+        evaluate_every=args.eval_every,
+        stop=stop,
     )
-    seconds, taken, stopped = 0.0, 0, False
-    skipped: int = progress.get("skipped", 0)  # batches in a row
     saving: fz.Saving | None = None
     saved = seen
     before: deque[tuple[fz.TrainState, int, int, int]] = deque(maxlen=GIVES_UP)  # as `save` takes them
-    while len(train_curve) < args.steps and not (stopped := any_rank(stop(), device)):
-        started = time.perf_counter()
-        tokens, targets = batch_at(train_text, seen + rank * args.batch, args, device)
-        if args.rollback:
-            before.append((state, len(train_curve), seen, skipped))
-        seen += ranks * args.batch
-        state, metrics = step(state, tokens, targets)
+    for state, metrics in run:
         loss = metrics["loss"].item()
         if args.rollback and is_spike(loss, train_curve):
             skipped, after = skipped + 1, before[-1][0].step
             if skipped > 1 and len(before) > 1:
                 before.pop()  # not the batch raised the loss, but the update before
-            state, done, *_ = before.pop()
-            del train_curve[done:]
-            held_out_curve = [pair for pair in held_out_curve if pair[0] <= done]
-            bar.update(done - bar.n)
-            say(f"\nloss {loss:.3f} after update {after}: back to update {state.step}, and past this batch")
+            run.state, run.done, *_ = before.pop()
+            del train_curve[run.done :]
+            held_out_curve = [pair for pair in held_out_curve if pair[0] <= run.done]
+            say(f"\nloss {loss:.3f} after update {after}: back to update {run.state.step}, and past this batch")
             if skipped == GIVES_UP:
                 raise RuntimeError(f"{GIVES_UP} batches in a row raised the loss; a smaller --lr may help")
             continue
         train_curve.append(loss)
-        skipped, taken = 0, taken + 1
-        seconds += time.perf_counter() - started
-        done = len(train_curve)
-        if done % args.eval_every == 0:
-            held_out_curve.append((done, held_out_loss(step, state, held_out)))
-        if done % args.save_every == 0:
-            saving, saved = save(state, done, seen, skipped), seen
+        skipped = 0
+        if run.done % args.save_every == 0:
+            saving, saved = save(state, run.done, seen, skipped), seen
             before.clear()  # a run that is resumed here has no others
-        speed = taken * ranks * tokens.numel() / seconds
-        bar.set_postfix_str(
-            f"loss {train_curve[-1]:.3f}, held out {held_out_curve[-1][1]:.3f}, {speed:,.0f} tokens/s, "
-            f"{memory_mib(device):,.0f} MiB a rank",
-            refresh=False,
-        )
-        bar.update()
-    bar.close()
+        speed = ranks * args.batch * args.context / run.logged["seconds"]
+        run.note = f"{speed:,.0f} tokens/s, {memory_mib(device):,.0f} MiB a rank"
+    state, stopped = run.state, run.ended == "asked"
     if saved != seen:  # a run that is resumed has no states to go back to, so that it begins at the oldest
-        saving = save(*(before[0] if before and stopped else (state, len(train_curve), seen, skipped)))
+        saving = save(*(before[0] if before and stopped else (state, run.done, seen, skipped)))
     if saving is not None:
         saving.wait()
-    if held_out_curve[-1][0] < len(train_curve):
-        held_out_curve.append((len(train_curve), held_out_loss(step, state, held_out)))
+    if not held_out_curve or held_out_curve[-1][0] < run.done:
+        look(state)
 
     weights = fz.gather(state.params)
     if rank == 0:
@@ -185,7 +180,7 @@ def train(rank: int, ranks: int, args: argparse.Namespace, stop: Callable[[], bo
         draw_losses(train_curve, held_out_curve, dashed, args.out / "loss.png", "held-out files")
     if stopped:
         say(f"stopped after {len(train_curve)} of {args.steps} steps; what was trained is kept; --resume goes on")
-    say(f"saved {args.out / 'weights.safetensors'} and {args.out / 'loss.png'}")
+    say(f"saved weights.safetensors, loss.png and log.csv in {args.out}")
     say(f"held-out loss, nats per byte: {held_out_curve[-1][1]:.3f}; byte frequencies alone: {baseline:.3f}")
     if not stopped:
         say("\nA completion in the model's own words:\n")

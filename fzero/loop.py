@@ -253,7 +253,7 @@ class Loop(Generic[S, M]):
 
     def _look(self) -> Mapping[str, float]:
         assert self._ranks is not None
-        self._saves.better |= self._evaluation.look(self.state, self.done, self._ranks)
+        self._saves.better |= self._evaluation.look(self.state, self._ranks)
         return self._evaluation.values
 
     def _tried(self, job: Callable[[], T], otherwise: T) -> T:
@@ -276,13 +276,16 @@ class Loop(Generic[S, M]):
     def _end(self, why: int) -> NoReturn:
         """Ends it on all ranks, which come here at once."""
         assert self._ranks is not None
-        self.ended, ranks = WHY[why], self._ranks
+        self.ended, error, self._error = WHY[why], self._error, None
+        try:
+            if why == FAILED:
+                self._ranks.all_well(error)
+        finally:
+            del error  # which holds this frame
         if self._signals is not None:
             self._signals.heard = True
-        if why != FAILED:
-            self._save(True)
+        self._save(True)
         self.close()
-        ranks.all_well(self._error)
         raise StopIteration
 
     def _save(self, newest: bool) -> float:

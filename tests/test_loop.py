@@ -11,6 +11,7 @@ import importlib
 import json
 import math
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -33,7 +34,7 @@ from fzero.testing import assert_trees_equal, run_ranks
 
 LOSS, PARAMS = scenarios.stack()
 SHARDS: list[Callable[[fz.Step], fz.Step]] = [lambda step: step, fz.shard_zero1, fz.shard_zero2, fz.shard_zero3]
-quiet = functools.partial(fz.loop, progress=False)
+quiet: Any = functools.partial(fz.loop, progress=False)
 
 
 def step_of(ranks: int, stage: int = 3) -> fz.Step:
@@ -75,9 +76,7 @@ def nothing_left() -> Iterator[None]:
 # ---- the same as by hand
 
 
-def run_in_parts(
-    rank: int, ranks: int, stage: int, parts: tuple[int, ...], options: dict[str, int], folder: str
-) -> Any:
+def run_in_parts(rank: int, ranks: int, stage: int, parts: tuple[int, ...], options: Any, folder: str) -> Any:
     """A run that is stopped after each of these numbers of steps, on all ranks as one says so, and then goes on."""
     step, kept = step_of(ranks, stage), fz.Checkpoints(f"{folder}/kept")
     losses = list[float]()
@@ -371,7 +370,7 @@ def test_a_log_is_read_by_numpy_and_cut_where_a_run_goes_on(tmp_path: Path) -> N
     run(4, 6)
     table = np.genfromtxt(log, delimiter=",", names=True)
     assert table["step"].tolist() == [1, 2, 4, 5, 6]
-    assert {"step", "loss", "grad_norm", "lr", "skipped", "seconds"} == {*table.dtype.names}
+    assert {"step", "loss", "grad_norm", "lr", "skipped", "seconds"} == {*(table.dtype.names or ())}
     assert np.isfinite(table["loss"]).all() and (table["seconds"] > 0).all() and (table["skipped"] == 0).all()
     run(4, 6, evaluate=lambda state: {"x": 1.0}, evaluate_every=1)
     assert [row["x"] for row in rows_of(log)] == ["", "", "", "1.0", "1.0"]
@@ -508,6 +507,26 @@ def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
     for path in tmp_path.iterdir():
         state = fz.load(path, step)
         assert_trees_equal(fz.gather(state.params), fz.gather(by_hand(step, state.step, 0)[0].params))
+
+
+def test_the_loop_of_the_readme_goes_on(tmp_path: Path) -> None:
+    text = (Path(__file__).parent.parent / "README.md").read_text()
+    (code,) = [block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "run = fz.loop(" in block]
+    step = step_of(1)
+    for total in (3, 5):
+        own = code.replace("total=1000", f"total={total}").replace("every=100", "every=2")
+        names: dict[str, Any] = {"fz": fz, "datetime": datetime, "step": step, "params": PARAMS, "folder": tmp_path}
+        exec(compile(own, "README.md", "exec"), names | {"batches": batch, "held_out": batch(99)})
+    rows = rows_of(tmp_path / "log.csv")
+    assert [row["step"] for row in rows if row["held out"]] == ["0", "2", "3", "4", "5"]
+    found = kept_in(tmp_path / "checkpoints", step)
+    assert_trees_equal(fz.gather(found.params), fz.gather(by_hand(step, 5, 0)[0].params))
+
+
+def kept_in(folder: Path, step: fz.Step) -> fz.TrainState:
+    found = fz.Checkpoints(folder).restore(step)
+    assert found is not None
+    return found[0]
 
 
 # ---- steps of other kinds

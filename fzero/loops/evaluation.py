@@ -22,21 +22,21 @@ class Evaluation:
         self._evaluate, self._every, self._patience = evaluate, every, patience
         self.values: dict[str, float] = {}
         self.best: float | None = None
-        self.since, self._at = 0, -1
+        self.since = 0
 
     @property
     def over(self) -> bool:
         """Whether it has not become better for too long."""
         return self._patience is not None and self.since >= self._patience
 
-    def due(self, done: int, at_end: bool = False) -> bool:
-        """Whether it is time for it after so many steps."""
-        return self._evaluate is not None and self._at != done and (at_end or done % self._every == 0)
+    def due(self, done: int, anyway: bool) -> bool:
+        """Whether it is time for it after so many steps, or as a run begins or ends."""
+        return self._evaluate is not None and (anyway or done % self._every == 0)
 
-    def look(self, state: object, done: int, ranks: Ranks) -> bool:
+    def look(self, state: object, ranks: Ranks) -> bool:
         """Evaluates; whether this state is the best so far."""
         assert self._evaluate is not None
-        self.values, self._at = numbers_of(self._evaluate(state), "evaluate"), done
+        self.values = numbers_of(self._evaluate(state), "evaluate")
         if not ranks.alike(repr(self.values)):
             raise ValueError(
                 f"loop: evaluate gave {self.values} on this rank and other numbers on another, expected the same on "
