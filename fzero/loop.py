@@ -51,10 +51,10 @@ def loop(
     """Takes a step for each batch, and gives (state, metrics) after each: an iterator that may be left at any time.
 
     The first Ctrl-C or SIGTERM ends the loop after the step that is under way, with a checkpoint where there are any; a
-    second one (a second later) ends the program at once. All ranks of the state run the loop, and take the same number
-    of steps: a signal that reaches one of them, batches that end on one, an error in them, end it on all. Rank 0 shows
-    the progress and writes the logs. What one rank alone knows of an end goes into `stop`: all ranks leave the body of
-    the `for` in the same round, or none.
+    second one, a second later, does what it ever did (KeyboardInterrupt, the end of the process). All ranks of the
+    state run the loop, and take the same number of steps: a signal that reaches one of them, batches that end on one,
+    an error in them, end it on all. Rank 0 shows the progress and writes the logs. What one rank alone knows of an end
+    goes into `stop`: all ranks leave the body of the `for` in the same round, or none.
 
     Args:
         step: any function `step(state, *inputs) -> (state, metrics)`: a step, a pipeline, a component on ranks of its
@@ -83,7 +83,8 @@ def loop(
     Raises:
         TypeError, ValueError: an argument of another kind; numbers that ranks have evaluated differently.
         ImportError: tqdm or tensorboard is asked for and not installed.
-        Exception: what was raised in batches, or in writing a log, on any rank: on all of them.
+        Exception: what was raised on any rank in batches, in `stop`, in `extra` or in writing a log: on all of them, once
+            the last state is saved.
 
     Example:
         >>> import tempfile
@@ -278,19 +279,22 @@ class Loop(Generic[S, M]):
         assert self._ranks is not None
         self.ended, error, self._error = WHY[why], self._error, None
         try:
-            if why == FAILED:
-                self._ranks.all_well(error)
+            self._save(True)
         finally:
-            del error  # which holds this frame
+            try:
+                if why == FAILED:
+                    self._ranks.all_well(error)
+            finally:
+                del error  # which holds this frame
         if self._signals is not None:
             self._signals.heard = True
-        self._save(True)
         self.close()
         raise StopIteration
 
     def _save(self, newest: bool) -> float:
         own = {"done": self.done, "best": self._evaluation.best, "since": self._evaluation.since}
-        return self._saves.save(self.state, self.done, own, newest)
+        assert self._ranks is not None
+        return self._saves.save(self.state, self.done, own, newest, self._ranks)
 
 
 # ---- what it is given
@@ -323,7 +327,8 @@ def _need_saves(state: object, checkpoints: object, best: object, every: object)
 def _numbered(batches: object) -> Callable[[int], object]:
     """The batch behind so many others, as a function; of an iterable the next one."""
     expected = "an iterable of batches, or a function of the number of steps that were taken before"
-    if isinstance(batches, Iterable) and not isinstance(batches, (str, Mapping, tuple)):
+    scalar = isinstance(batches, torch.Tensor) and not batches.ndim
+    if isinstance(batches, Iterable) and not isinstance(batches, (str, Mapping, tuple)) and not scalar:
         begun: list[Iterator[object]] = []
 
         def taken(_: int) -> object:

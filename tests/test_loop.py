@@ -169,7 +169,7 @@ def test_batches_that_end_on_one_rank_end_all(counts: list[int], form: str) -> N
     assert run_ranks(rank_main, ranks) == [("batches", min(counts), losses) for losses in expected]
 
 
-@pytest.mark.parametrize("what", ["batches", "log", "stop"])
+@pytest.mark.parametrize("what", ["batches", "log", "stop", "extra"])
 @pytest.mark.parametrize("at", [0, 2])
 def test_what_fails_on_one_rank_is_raised_on_all(what: str, at: int, tmp_path: Path) -> None:
     def rank_main(rank: int) -> str:
@@ -183,17 +183,23 @@ def test_what_fails_on_one_rank_is_raised_on_all(what: str, at: int, tmp_path: P
                 raise OSError("no more disk")
             return False
 
-        step, log = step_of(2), tmp_path / "log.csv"
+        def extra() -> dict[str, Any]:
+            if what == "extra" and rank == 1:
+                raise OSError("no more disk")
+            return {}
+
+        step, log, kept = step_of(2), tmp_path / "log.csv", fz.Checkpoints(tmp_path / "kept")
         (tmp_path / "log.csv.new").mkdir(exist_ok=True) if what == "log" else None
-        run = quiet(step, step.init(PARAMS), batches, total=4, stop=stop, log=log)
+        run = quiet(step, step.init(PARAMS), batches, total=4, stop=stop, log=log, checkpoints=kept, extra=extra)
         with pytest.raises(OSError) as info:
             for _ in run:
                 pass
-        assert run.ended == ("left" if what == "log" else "failed")
-        assert run.done == (0 if what == "log" else at)
+        assert (run.ended, run.done) == {"log": ("left", 0), "extra": ("total", 4)}.get(what, ("failed", at))
+        found = kept.restore(step)
+        assert (found[0].step if found is not None else 0) == (at if what in ("batches", "stop") else 0)
         return str(info.value)
 
-    if what == "log" and at:
+    if what in ("log", "extra") and at:
         return
     said = run_ranks(rank_main, 2)
     assert said[0] != said[1] and any("rank " in text for text in said), said
@@ -502,8 +508,9 @@ def test_states_are_saved_by_time_where_the_clock_of_one_rank_says_so(tmp_path: 
 
 def test_a_donated_state_is_saved_as_it_was(tmp_path: Path) -> None:
     step, kept = step_of(1), fz.Checkpoints(tmp_path, keep=9)
-    for _ in quiet(fz.donate(step), step.init(PARAMS), batch, total=4, checkpoints=kept, save_every=1):
+    for _ in quiet(fz.donate(step), step.init(PARAMS), map(batch, range(4)), checkpoints=kept, save_every=1):
         pass
+    assert sorted(path.name.split("-")[-1] for path in tmp_path.iterdir()) == ["1", "2", "3", "4"]
     for path in tmp_path.iterdir():
         state = fz.load(path, step)
         assert_trees_equal(fz.gather(state.params), fz.gather(by_hand(step, state.step, 0)[0].params))

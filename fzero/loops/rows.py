@@ -28,15 +28,15 @@ class Table:
     """A CSV file with one row for each step that is logged, which is in the file at once.
 
     Args:
-        after: the step that a run goes on after: rows of later ones go, as does one that a killed run has half
-            written. None for a new run, whose file begins anew.
+        after: the step that a run goes on after: rows of later ones go as it writes its first one, and at once what a
+            killed run has half written. None for a new run, whose file begins anew.
     """
 
     def __init__(self, path: str, after: int | None) -> None:
         self.path = path
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         rows = self._found() if after is not None and os.path.exists(path) else []
-        self._begin([row for row in rows if after is not None and int(row[STEP]) <= after], [*rows[0]] if rows else [])
+        self._begin(rows, [*rows[0]] if rows else [])
 
     def _found(self) -> list[dict[str, str]]:
         """The whole rows in it."""
@@ -61,7 +61,7 @@ class Table:
     def add(self, row: Row) -> None:
         columns, step = [*self._writer.fieldnames], int(row[STEP])
         new = [name for name in row if name not in columns]
-        if new or step <= self._at:  # another number, or somebody has gone back to an earlier state
+        if new or step <= self._at:  # another number; or the run goes on from an earlier state
             self._file.close()
             self._begin([own for own in self._found() if int(own[STEP]) < step], columns + new)
         self._writer.writerow({name: repr(value) for name, value in row.items()})

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 
 from fzero.checkpoint.kept import Checkpoints
 from fzero.checkpoint.save import Saving
+from fzero.loops.ranks import Ranks
 from fzero.state.train_state import TrainState
 
 OWN = "loop"  # the part of a checkpoint's `extra` that is the loop's
@@ -44,25 +45,39 @@ class Saves:
             return time.monotonic() - self._clock >= self._every.total_seconds()
         return done % self._every == 0
 
-    def save(self, state: object, done: int, known: Mapping[str, object], newest: bool) -> float:
+    def save(self, state: object, done: int, known: Mapping[str, object], newest: bool, ranks: Ranks) -> float:
         """Begins to save what is due: a state that is the best so far, and where it is asked for the newest one.
 
         Returns:
             The seconds that it took.
         """
         begun = time.perf_counter()
-        for kept, wanted in ((self._best, self.better), (self._checkpoints, newest and done != self._at)):
-            if kept is None or not wanted:
-                continue
-            own = dict(self._extra()) if self._extra is not None else {}
-            if OWN in own:
-                raise ValueError(f"loop: extra gave the key {OWN!r}, expected others: that one is the loop's.")
+        pairs = ((self._best, self.better), (self._checkpoints, newest and done != self._at))
+        for kept in [kept for kept, wanted in pairs if kept is not None and wanted]:
+            extra = self._given(ranks)
             assert isinstance(state, TrainState)
-            self._saving = kept.save_async(state, {OWN: dict(known), **own})
+            self._saving = kept.save_async(state, {OWN: dict(known), **extra})
         if newest:
             self.begin(done)
         self.better = False
         return time.perf_counter() - begun
+
+    def _given(self, ranks: Ranks) -> dict[str, object]:
+        """What the user adds; where that fails on one rank, all raise, and none waits for it in a save."""
+        if self._extra is None:
+            return {}
+        given, error = dict[str, object](), None
+        try:
+            given = dict(self._extra())
+            if OWN in given:
+                raise ValueError(f"loop: extra gave the key {OWN!r}, expected others: that one is the loop's.")
+        except Exception as own:
+            error = own
+        try:
+            ranks.all_well(error)
+        finally:
+            del error  # which holds this frame
+        return given
 
     def wait(self) -> None:
         """Waits until what was begun is whole and on the disk."""

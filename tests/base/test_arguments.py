@@ -181,7 +181,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "loop": {
         "step": (lambda v: looped(step=v), {"a step", "a function"}),
         "state": (lambda v: looped(v, checkpoints=KEPT), {"a state"}),
-        "batches": (lambda v: looped(batches=v), {"a list", "a tensor", "a 0-d tensor", "a function"}),
+        "batches": (lambda v: looped(batches=v), {"a list", "a tensor", "a function"}),
         **{
             name: (lambda v, name=name: looped(**{name: v}), {"None", "an int"})
             for name in ("total", "after", "patience", "save_every")
