@@ -83,8 +83,8 @@ def loop(
     Raises:
         TypeError, ValueError: an argument of another kind; numbers that ranks have evaluated differently.
         ImportError: tqdm or tensorboard is asked for and not installed.
-        Exception: what was raised on any rank in batches, in `stop`, in `extra` or in writing a log: on all of them, once
-            the last state is saved.
+        Exception: what was raised on any rank in batches, in `stop`, in `extra` or in writing a log: on all of them,
+            once the last state is saved.
 
     Example:
         >>> import tempfile
