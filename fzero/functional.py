@@ -23,6 +23,7 @@ from fzero.capture.surroundings import Surroundings
 from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, origins_of, running, tensor_axis_of
+from fzero.modules.batch_norms import need_own_forwards, synchronise
 from fzero.modules.carried import Carried, call_carrying, need_apart
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
@@ -46,14 +47,18 @@ _outside: contextvars.ContextVar[Mapping[int, Mapping[str, object]]] = variable(
 
 
 @overload
-def functional(module: nn.Module, buffers: Literal[False] = False) -> tuple[Apply, ModuleParams]: ...
+def functional(
+    module: nn.Module, buffers: Literal[False] = False, sync_batch_norm: bool = False
+) -> tuple[Apply, ModuleParams]: ...
 
 
 @overload
-def functional(module: nn.Module, buffers: Literal[True]) -> tuple[Apply, ModuleParams, dict[str, torch.Tensor]]: ...
+def functional(
+    module: nn.Module, buffers: Literal[True], sync_batch_norm: bool = False
+) -> tuple[Apply, ModuleParams, dict[str, torch.Tensor]]: ...
 
 
-def functional(module: nn.Module, buffers: bool = False) -> tuple[object, ...]:
+def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool = False) -> tuple[object, ...]:
     """A pure function and its params from a module, which is left as it is.
 
     The function works on a private copy of the module as it is now: what is changed in the module later (`eval()`, an
@@ -66,6 +71,8 @@ def functional(module: nn.Module, buffers: bool = False) -> tuple[object, ...]:
         module: any module. A tied weight appears once, under its first name.
         buffers: whether its buffers (running statistics, counters) are values that each call is given and returns anew;
             otherwise they are constants of the function, which a forward that writes to one is refused for.
+        sync_batch_norm: whether its batch norms, in training, take mean and variance over all ranks that the running
+            step takes means over, as one process does of the whole batch. An `nn.SyncBatchNorm` does so anyway.
 
     Returns:
         `apply(params, *args, **kwargs)`, and `{fully qualified name: tensor}`, which shares the module's memory
@@ -92,7 +99,9 @@ def functional(module: nn.Module, buffers: bool = False) -> tuple[object, ...]:
     if not isinstance(module, nn.Module):
         raise wrong("functional", "module", module, "a torch.nn.Module")
     need_bool(buffers, "functional", "buffers")
+    need_bool(sync_batch_norm, "functional", "sync_batch_norm")
     refuse_kinds(module)
+    need_own_forwards(module)
     frozen = [name for name, param in module.named_parameters() if not param.requires_grad]
     leaves = ((name, param.detach()) for name, param in module.named_parameters())
     params = ModuleParams(leaves, frozen=frozen, hints=hints_of_module(module))
@@ -102,7 +111,7 @@ def functional(module: nn.Module, buffers: bool = False) -> tuple[object, ...]:
         need_apart(module)
     for registry in ("_parameters", "_buffers")[: 1 + buffers]:
         places_of(pristine, holdings, registry)  # what cannot be put anywhere is refused here
-    apply = _Apply(pristine, tuple(frozen), buffers)
+    apply = _Apply(pristine, tuple(frozen), buffers, sync_batch_norm)
     if not buffers:
         return apply, params
     return apply, params, {name: x.detach().clone() for name, x in module.named_buffers()}
@@ -123,12 +132,13 @@ class _Apply:
         pristine: the private copy, without values for the params.
         frozen: names of the params that the module does not train.
         carries: whether its buffers are given and returned.
+        synchronises: whether all its batch norms take statistics over ranks.
     """
 
     __name__ = "apply"
 
-    def __init__(self, pristine: nn.Module, frozen: tuple[str, ...], carries: bool = False) -> None:
-        self._pristine, self._frozen, self._carries = pristine, frozen, carries
+    def __init__(self, pristine: nn.Module, frozen: tuple[str, ...], carries: bool, synchronises: bool) -> None:
+        self._pristine, self._frozen, self._carries, self._synchronises = pristine, frozen, carries, synchronises
         names = {id(param): name for name, param in pristine.named_parameters()}
         # every name, also a tied weight's second one -> the leaf's one name
         self._aliases = {name: names[id(p)] for name, p in pristine.named_parameters(remove_duplicate=False)}
@@ -137,7 +147,7 @@ class _Apply:
         self._threads = threading.local()  # swapping a module's params is not safe across threads
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _Apply, (self._pristine, self._frozen, self._carries)
+        return _Apply, (self._pristine, self._frozen, self._carries, self._synchronises)
 
     def __deepcopy__(self, memo: object) -> _Apply:
         return self  # as any function
@@ -190,7 +200,7 @@ class _Apply:
         own = copies.pop(cuts, None)
         if own is None or (own.untouched.broken and not own.untouched.depth) or own.interrupts != passed():
             with without_dispatch_modes():  # others run on it later
-                own = _Copy(self._pristine, cuts, self._carries)
+                own = _Copy(self._pristine, cuts, self._carries, self._synchronises)
         copies[cuts] = own  # the last one
         for other in list(copies)[:-COPIES]:
             if not copies[other].untouched.depth:
@@ -218,8 +228,9 @@ class _Copy:
         root: the whole module as one unit: none below it is one, also where it runs again.
     """
 
-    def __init__(self, pristine: nn.Module, cuts: Cuts | None, carries: bool) -> None:
+    def __init__(self, pristine: nn.Module, cuts: Cuts | None, carries: bool, synchronises: bool) -> None:
         module, holdings, sources = private_copy(pristine, {id(param): param for param in pristine.parameters()})
+        synchronise(module, synchronises)
         self.module, self.elsewhere = module, places_of(module, holdings)
         self.carries, self.buffers_elsewhere = carries, places_of(module, holdings, "_buffers") if carries else {}
         self.apart, self.converts = converted(module, self.elsewhere, cuts) if cuts else {}, bool(cuts)

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import contextvars
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
 T = TypeVar("T")
 variables: dict[contextvars.ContextVar[Any], None] = {}  # all of this library's, in order
+
+
+class Members(Protocol):
+    """An axis of ranks, as far as it matters here."""
+
+    @property
+    def members(self) -> tuple[int, ...]: ...
 
 
 def variable(name: str, default: T) -> contextvars.ContextVar[T]:
@@ -19,16 +26,16 @@ def variable(name: str, default: T) -> contextvars.ContextVar[T]:
     return own
 
 
-# the ranks of each process group that the running step takes means over
-averaged: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("averaged", ())
+# the axes that the running step takes means over, one of each process group
+averaged: contextvars.ContextVar[tuple[Members, ...]] = variable("averaged", ())
 # whether a step's function is running, which plain autograd may differentiate
 in_function: contextvars.ContextVar[bool] = variable("in_function", False)
 # takes (members, axis) of a map that the running function calls, if its step says nothing of that axis
 beside: contextvars.ContextVar[Callable[..., object] | None] = variable("beside", None)
 # takes (axis, name of a map, its dim) of what a running function calls over an axis that its step takes means over
 over_means: contextvars.ContextVar[Callable[..., object] | None] = variable("over_means", None)
-# the ranks of each process group, where examples are differentiated one by one, which are others on each
-one_by_one: contextvars.ContextVar[tuple[tuple[int, ...], ...]] = variable("one_by_one", ())
+# the same axes, where examples are differentiated one by one, which are others on each rank
+one_by_one: contextvars.ContextVar[tuple[Members, ...]] = variable("one_by_one", ())
 
 
 def in_differentiated() -> bool:

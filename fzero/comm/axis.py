@@ -104,7 +104,8 @@ class Axis:
     def _with(self, **changes: object) -> Axis:
         out = object.__new__(Axis)
         vars(out).update(vars(self) | changes)
-        vars(out).pop("uncut", None)
+        for name in ("uncut", "of_means"):
+            vars(out).pop(name, None)
         return out
 
     def of_component_of(self, other: Axis) -> Axis:
@@ -112,6 +113,11 @@ class Axis:
         if self.group is other.group and self.replicas == other.replicas and self.tensor == other.tensor:
             return other  # which counts its runs
         return self._with(component=other.component, identity=other.identity, records=other.records)
+
+    @cached_property
+    def of_means(self) -> tuple[Axis, ...]:
+        """The ranks that hold different data, as an axis for each process group of theirs: means are over all."""
+        return tuple([Axis(group, None, self.name) for group in self._groups])
 
     @cached_property
     def uncut(self) -> Axis:

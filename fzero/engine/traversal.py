@@ -65,7 +65,7 @@ class Traversal:
     ) -> None:
         self.layout, self.table, self.uses, self.device = layout, table, uses, device
         self.tensor, self.beside = axis.tensor, axis.further.setdefault
-        self.averaged = tuple([members for members in (axis.members, axis.others) if len(members) > 1])
+        self.averaged = axis.of_means
         self.acts = bool(table.acting)  # whether there is anything to do where a unit is used
         self.retain_graph = False
         self.turn = threading.RLock()  # one unit is pulled back at a time: threads may walk one graph at once

@@ -52,7 +52,7 @@ def axis(mesh: Mesh | None, name: str | Sequence[str]) -> Axis:
 def need_axis(ax: object, who: str) -> Axis:
     if not isinstance(ax, Axis):
         raise wrong(f"parallel.{who}", "ax", ax, "an axis that fz.parallel.axis(mesh, name) made")
-    if any(len(_common(members, ax)) > 1 for members in one_by_one.get()):
+    if any(len(_common(each.members, ax)) > 1 for each in one_by_one.get()):
         raise ValueError(
             f"parallel.{who}: fz.per_example_grads takes examples one by one, others on each of ranks "
             f"{list(ax.members)}, between which the function exchanges values over axis {ax.name!r}; expected a "
@@ -60,7 +60,7 @@ def need_axis(ax: object, who: str) -> Axis:
             "of one example here: give a function of whole sequences by fz.with_fn."
         )
     noted = beside.get()
-    if noted is not None and ax.size > 1 and all(len(_common(members, ax)) < 2 for members in averaged.get()):
+    if noted is not None and ax.size > 1 and all(len(_common(each.members, ax)) < 2 for each in averaged.get()):
         noted(ax.members, ax)
     if who in _ALONG_SEQUENCES:
         note_over_means(ax, who, 1)
@@ -94,8 +94,8 @@ def is_averaged(ax: Axis) -> bool:
     Raises:
         ValueError: it does so over some of the ranks only.
     """
-    own = averaged.get()
-    if len(own) > 1 and _spanned(own, ax):
+    own = [each.members for each in averaged.get()]
+    if len(own) > 1 and is_spanned(own, ax.members):
         return True
     for members in own:
         common = _common(members, ax)
@@ -114,7 +114,7 @@ def _common(members: Sequence[int], ax: Axis) -> set[int]:
     return set(members).intersection(ax.members)
 
 
-def _spanned(averages: Sequence[Sequence[int]], ax: Axis) -> bool:
-    """Tells whether means over one axis after another are over all ranks of this one."""
-    count, ranks = math.prod(len(members) for members in averages), set(ax.members)
-    return count == len(ranks) and all(ranks.issuperset(members) for members in averages)
+def is_spanned(averages: Sequence[Sequence[int]], ranks: Sequence[int]) -> bool:
+    """Tells whether means over one axis after another are over all of these ranks."""
+    count = math.prod(len(members) for members in averages)
+    return count == len(ranks) and all({*ranks}.issuperset(members) for members in averages)

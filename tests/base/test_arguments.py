@@ -124,6 +124,7 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "functional": {
         "module": (fz.functional, {"a module"}),
         "buffers": (lambda v: fz.functional(torch.nn.Linear(1, 1), v), {"a bool"}),
+        "sync_batch_norm": (lambda v: fz.functional(torch.nn.Linear(1, 1), sync_batch_norm=v), {"a bool"}),
     },
     "plan": {
         "step": (lambda v: fz.plan(v, PARAMS), {"a step"}),

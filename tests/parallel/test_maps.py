@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -181,7 +182,7 @@ class Case(NamedTuple):
 
     def setting(self, ax: Axis) -> contextlib.AbstractContextManager[object]:
         """The surroundings of a step's function: whether it takes means over the ranks."""
-        return during(averaged, (ax.members,)) if self.averages else contextlib.nullcontext()
+        return during(averaged, (ax,)) if self.averages else contextlib.nullcontext()
 
     def in_one(self, x: Any) -> Any:
         """The program as a function of all ranks' tensors, or of the one that all ranks have."""
@@ -527,7 +528,7 @@ def test_ranks_that_disagree_are_told(what: str, backend: str) -> None:
 def test_an_axis_of_which_a_step_takes_means_over_a_part() -> None:
     def rank_main(rank: int) -> None:
         ax = fz.parallel.axis(None, "tp")
-        with during(averaged, ((0, 1),)):
+        with during(averaged, (types.SimpleNamespace(members=(0, 1)),)):
             with pytest.raises(
                 ValueError, match=r"axis 'tp' goes over ranks \[0, 1, 2\].* means over some of them only"
             ):
