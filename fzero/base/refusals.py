@@ -151,8 +151,9 @@ _OUTSIDE = {
     "levels. Differentiate inside by torch.func.grad or torch.func.vjp, ask for the input's cotangent "
     "(step.vjp(state, x)), or take plain autograd: fz.tape.",
     texts.NO_MEMORY: "calls an operator outside of units{place} that torch.func cannot run, as it reads its "
-    "tensors' memory (ctc_loss does where lengths are lists: give it tensors). Make what calls it a unit (fz.unit, "
-    "also without params), or take plain autograd: fz.tape.",
+    "tensors' memory (packed sequences do; so does ctc_loss where lengths are lists: give it tensors). Make what calls "
+    "it a unit (fz.unit, also without params; units=, of a whole module by units='net' and apply(params['net'], ...)), "
+    "or take plain autograd: fz.tape.",
     texts.NO_STORAGE: "copies a tensor or asks for its memory outside of units{place}, as copy.deepcopy does, which "
     "torch.func does not let. Take x.detach().clone(), make what calls it a unit (fz.unit), or take plain autograd: "
     "fz.tape.",
