@@ -24,7 +24,7 @@ from fzero.engine.compiled import compiled
 from fzero.engine.dispatch import CHECKPOINTED, plain_call
 from fzero.engine.traversal import here, origins_of, running, tensor_axis_of
 from fzero.modules.batch_norms import need_own_forwards, synchronise
-from fzero.modules.carried import Carried, call_carrying, need_apart
+from fzero.modules.carried import Carried, call_carrying, need_apart, values_of
 from fzero.modules.conversion import CutLeaf, fresh
 from fzero.modules.converted import Cuts, converted, cut_leaves, need_slices
 from fzero.modules.hints import hints_of_module
@@ -70,7 +70,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     Args:
         module: any module. A tied weight appears once, under its first name.
         buffers: whether its buffers (running statistics, counters) are values that each call is given and returns anew;
-            otherwise they are constants of the function, which a forward that writes to one is refused for.
+            otherwise, as compressed sparse ones always, constants, which a forward that writes to one is refused for.
         sync_batch_norm: whether its batch norms, in training, take mean and variance over all ranks that the running
             step takes means over, as one process does of the whole batch. An `nn.SyncBatchNorm` does so anyway.
 
@@ -114,7 +114,7 @@ def functional(module: nn.Module, buffers: bool = False, sync_batch_norm: bool =
     apply = _Apply(pristine, tuple(frozen), buffers, sync_batch_norm)
     if not buffers:
         return apply, params
-    return apply, params, {name: x.detach().clone() for name, x in module.named_buffers()}
+    return apply, params, {name: x.detach().clone() for name, x in values_of(module).items()}
 
 
 class _Structure(NamedTuple):
@@ -317,15 +317,16 @@ class _Copy:
     def _node(
         self, unit: _Unit, leaves: Params, args: tuple[object, ...], kwargs: Params, seed: int | None = None
     ) -> object:
-        outside = _outside.get()
+        outside, units = _outside.get(), _units.get()
 
         @contextlib.contextmanager
         def others() -> Iterator[None]:
-            """Installs the leaves that the call is known to read, by the names outside of it, where no apply does."""
+            """Installs what an apply does where none runs: leaves by their names outside that the call reads, units."""
             every = [pair for _, index in here.get() or () for pair in outside.get(index, {}).items()]
             own = len(unit.prefix)
             known = {x: y for x, y in every if not (x.startswith(unit.prefix) and x[own:] in leaves)}
-            with self.root.places.installed(known) if known else contextlib.nullcontext(), during(reading, full):
+            installed = self.root.places.installed(known) if known else contextlib.nullcontext()
+            with installed, during(reading, full), during(_units, units):
                 yield
 
         @contextlib.contextmanager

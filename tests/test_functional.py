@@ -10,6 +10,7 @@ import torch.nn.utils.prune
 from hooked import HOLDERS, READERS, Gained, Net, X, by_autograd, by_functional_call, check, param_in_a_closure
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import fzero as fz
 from fzero.testing import assert_trees_close, run_ranks
@@ -77,6 +78,55 @@ def test_a_param_that_is_held_besides_its_module(how: str) -> None:
     want = by_autograd(module)
     assert want["blocks.0.gain"].abs().sum() > 0
     check(module, want)
+
+
+class Shares(nn.Module):
+    """Its blocks call layers that they share, which are units themselves, as CoaT's do."""
+
+    class Block(nn.Module):
+        def __init__(self, shared: nn.ModuleList) -> None:
+            super().__init__()
+            self.linear, self.shared = nn.Linear(3, 3), shared
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out = self.linear(x)
+            for layer in self.shared:
+                out = torch.tanh(layer(out))
+            return x + out
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3) for _ in range(2)])
+        self.blocks = nn.ModuleList([self.Block(self.layers) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("wrap", [fz.shard_zero3, fz.remat, lambda step: fz.remat(fz.shard_zero3(step))])
+def test_units_that_others_call(wrap: Any) -> None:
+    module = Shares().double()
+    x = torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    loss = module(x).square().mean()
+    grads = dict(zip(dict(module.named_parameters()), torch.autograd.grad(loss, [*module.parameters()]), strict=True))
+
+    def squared(p: Any) -> torch.Tensor:
+        return torch.func.functional_call(module, p, (x,)).square().mean()
+
+    params = {name: p.detach() for name, p in module.named_parameters()}
+    products = torch.func.jvp(torch.func.grad(squared), (params,), (grads,))[1]
+
+    def on(rank: int) -> Any:
+        apply, params = fz.functional(module)
+        step = wrap(fz.train_step(lambda p, x: apply(p, x).square().mean(), fz.sgd(0.1)))
+        state = step.init(params)
+        own = step.vjp(state, x)[1](torch.ones((), dtype=torch.float64))[0]
+        return dict(fz.gather(own)), dict(fz.gather(fz.hvp(step, state, own, x)))
+
+    for got in run_ranks(on, 2):
+        assert_trees_close(got, (grads, products), rtol=1e-10, atol=1e-13)
 
 
 def test_a_param_of_another_unit_that_is_held() -> None:

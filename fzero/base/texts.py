@@ -18,6 +18,7 @@ SETS_DATA = "mutating directly with `.data` inside functorch"
 RETAIN_GRAD = "retain_grad() inside of a function being transformed"
 NOT_USED = "appears to not have been used in the graph"
 FREED = ("data is not allocated yet", "out of bounds for storage of size 0")  # of a tensor whose storage was emptied
+NO_STATISTICS = "is not differentiable with respect to argument 'running_"  # of native_batch_norm
 NO_SPARSE = "is not implemented for sparse tensors"
 WRITES_LEAF = "leaf Variable that requires grad"
 WRITES_CAPTURED = "would mutate a captured Tensor"

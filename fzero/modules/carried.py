@@ -20,6 +20,15 @@ from fzero.modules.holdings import Holdings
 from fzero.modules.places import Place, Places
 
 
+def values_of(module: nn.Module, remove_duplicate: bool = True) -> dict[str, torch.Tensor]:
+    """The buffers that are values of a call: all but sparse ones in compressed form, which stay constants.
+
+    torch.func goes through operations of those nowhere but in units.
+    """
+    named_buffers = module.named_buffers(remove_duplicate=remove_duplicate)
+    return {name: x for name, x in named_buffers if x.layout not in texts.COMPRESSED}
+
+
 def need_apart(module: nn.Module) -> None:
     """Refuses buffers that share memory with something else, as each would be a value by itself.
 
@@ -31,7 +40,7 @@ def need_apart(module: nn.Module) -> None:
     params = {id(x): f"param {name!r}" for name, x in module.named_parameters()}
     tensors = {i: x for i, x in holdings.objects.items() if isinstance(x, torch.Tensor)}
     memory = {i: storage_of(x) for i, x in tensors.items() if x.layout == torch.strided}
-    for number, x in [(id(x), x) for _, x in module.named_buffers()]:
+    for number, x in [(id(x), x) for x in values_of(module).values()]:
         for other, where in memory.items() if memory.get(number) else ():
             if other != number and where == memory[number] and overlap((x, tensors[other])):
                 what = names.get(other) or params.get(other) or holdings.way(other)
@@ -51,9 +60,9 @@ class Carried:
 
     def __init__(self, module: nn.Module, elsewhere: Mapping[int, list[Place]]) -> None:
         self._places = Places(module, elsewhere, registry="_buffers")
-        first = {id(x): name for name, x in module.named_buffers()}
-        every = module.named_buffers(remove_duplicate=False)
-        self._first = {name: first[id(x)] for name, x in every}  # every name of a buffer -> its first one
+        first = {id(x): name for name, x in values_of(module).items()}
+        every = values_of(module, remove_duplicate=False)
+        self._first = {name: first[id(x)] for name, x in every.items()}  # every name of a buffer -> its first one
 
     @contextlib.contextmanager
     def carrying(self, buffers: object) -> Iterator[dict[str, torch.Tensor]]:
@@ -62,7 +71,12 @@ class Carried:
         copies = {name: x.clone() for name, x in own.items()}
         new: dict[str, torch.Tensor] = {}
         with self._places.installed({name: copies[first] for name, first in self._first.items()}):
-            yield new
+            try:
+                yield new
+            except RuntimeError as error:
+                if texts.says(error, texts.NO_STATISTICS):
+                    raise ValueError(_DIFFERENTIATED) from error
+                raise
             for name in own:
                 registry, key = self._places.of[name]
                 x = registry.get(key)
@@ -95,6 +109,20 @@ class Carried:
         for name, first in self._first.items():
             registry, key = self._places.of[name]
             registry[key] = new[first]
+        for name, (placeholder, others) in self._places.elsewhere.items():
+            for place in others:
+                place.put(placeholder, new[self._first[name]])
+
+    @contextlib.contextmanager
+    def only_in_modules(self) -> Iterator[None]:
+        """Inside, what holds buffers besides their modules (a list) holds what a second run finds there, too."""
+        held = [(place, old) for old, others in self._places.elsewhere.values() for place in others]
+        before = [place.put(old, old) for place, old in held]
+        try:
+            yield
+        finally:
+            for (place, old), x in zip(held, before, strict=True):
+                place.put(old, x)
 
     def alone(self, call: Callable[[], object]) -> object:
         """What a call returns; the buffers are those that it has left, unless it was refused and runs again."""
@@ -130,6 +158,13 @@ class Carried:
         return given
 
 
+_DIFFERENTIATED = (
+    "apply: its buffers are differentiated, and no gradient flows into a batch norm's running statistics. Where they "
+    "are an input of a step, say which inputs have cotangents: step.vjp(state, buffers, x, argnums=(1,)); in "
+    "torch.func, which arguments: torch.func.grad(fn, argnums=0). Or let the step keep them: fz.carry(step, buffers)."
+)
+
+
 def call_carrying(
     carried: Carried | None,
     call: Function,
@@ -154,7 +189,8 @@ def call_carrying(
 
     own, quick = functools.partial(carrying, call), functools.partial(carrying, fast)
     try:
-        out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, surroundings, around)
+        with carried.only_in_modules():
+            out, new = call_unit(own, (given[0], carried.now(), *given[1:]), {}, seed, quick, surroundings, around)
     except Exception as error:
         if carried.names:
             error.add_note("A unit raised this whose buffers are values; what it had written to them is lost.")

@@ -19,6 +19,7 @@ from torch import nn
 
 from fzero.base import private
 from fzero.base.node import edges_to
+from fzero.base.texts import COMPRESSED
 from fzero.capture.containers import Cell, slots_of
 from fzero.capture.contents import BOUND, container_of, names_of
 from fzero.capture.exports import overlap
@@ -250,6 +251,8 @@ class _Copier:
             if memory and of == memory and overlap((own, x)):
                 which = f"shares its memory with param {name!r}, and here is none that follows it"
                 return Stale.like(_NOTHING, where=f"{way} {which}")
+        if x.layout in COMPRESSED:  # which deepcopy does not know
+            return x.detach().clone().requires_grad_(x.requires_grad)
         return copy.deepcopy(x.detach() if x.grad_fn is not None else x, self.memo)
 
     def _instance(self, x: object) -> object:

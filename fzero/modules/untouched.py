@@ -86,7 +86,7 @@ class Untouched:
                 and not isinstance(x, Stale)
             ):
                 own = names.get(number)
-                if carries and own is not None:
+                if carries and own is not None and x.layout not in texts.COMPRESSED:
                     continue
                 label = f"the tensor of {holdings.way(number)}" if own is None else f"its buffer {own!r}"
                 self._constants.append(_Constant(label, x, sources[number], _state(x)))

@@ -316,7 +316,7 @@ def resolve(
                     f"{sources}: the column {column!r} holds for one of the leaves {other!r} and {path!r} only, and "
                     f"{what}, to which both belong, runs as one. Say a pattern that matches all of its leaves or none."
                 )
-        cast = said["compute"] if len(shape) >= 2 and own != torch.float64 else None
+        cast = said["compute"] if len(shape) >= 2 and own != torch.float64 and not matches(_ORIGINALS, path) else None
         stays = index in frozen or bool(said["frozen"])
         try:
             resolved = policy.of(path).resolve(own, cast)
@@ -358,6 +358,10 @@ def resolve(
         )
     outside = first[ROOT][1]["compute"] if ROOT in first else _value_of(rules, "compute", ROOT)
     return Table(tuple(rows), outside, bool(over and over.sequence))
+
+
+# what torch's parametrisations compute a weight of, in its own dtype: that is what a matmul casts
+_ORIGINALS = "*parametrizations.*.original*|*_orig"
 
 
 def _check_patterns(

@@ -12,8 +12,9 @@ from fzero.table.spec import S, need_step
 def autocast(step: S, dtype: torch.dtype = torch.bfloat16, pattern: str = "*") -> S:
     """Computes in `dtype`: matrices are cast before they are gathered, and the function runs under torch.autocast.
 
-    Leaves with fewer than two dims keep their dtype, and so do float64 leaves, as in torch.autocast; a policy's
-    `compute` beats both.
+    Leaves with fewer than two dims keep their dtype, and so do float64 leaves and those that a module's weights are
+    computed of (`parametrizations.weight.original`, `weight_orig`), as in torch.autocast; a policy's `compute` beats
+    all of these.
 
     On a CPU without instructions for `dtype` a matmul in it takes many times as long as in float32: where a state for
     such a CPU is made, one warning says so, with the figure measured.

@@ -483,6 +483,127 @@ def test_a_buffer_that_is_held_elsewhere_too() -> None:
         assert_trees_equal((out, buffers), (torch.full((2,), calls), {"calls": torch.tensor(calls)}))
 
 
+class Reads(nn.Module):
+    """Its blocks count their calls, and it reads the counts where it holds them itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.linear = nn.ModuleList([Aside(), Aside()]), nn.Linear(D, D)
+        self.counts = [block.calls for block in self.blocks]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in (*self.blocks, self.blocks[0]):
+            x = block(x) / (1 + self.counts[0])
+        return self.linear(x) * self.counts[1]  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.shard_zero3, fz.remat, WRAPS["zero3, remat"]])
+def test_buffers_that_are_held_elsewhere_in_units(wrap: Any) -> None:
+    module = copy.deepcopy(Reads().double())
+    trained, x = copy.deepcopy(module), data()[0][0]
+    for _ in range(2):
+        trained.zero_grad()
+        trained(x).square().mean().backward()
+        with torch.no_grad():
+            for p in trained.parameters():
+                p -= 0.1 * p.grad  # type: ignore[operator]
+
+    def on(rank: int) -> Any:
+        apply, params, buffers = fz.functional(module, buffers=True)
+        step = wrap(fz.carry(fz.train_step(lambda p, b, x: _squared(apply, p, b, x), fz.sgd(0.1)), buffers))
+        state = step.init(params)
+        for _ in range(2):
+            state, _ = step(state, x)
+        return dict(fz.gather(state.params)), state.extra["carry"]
+
+    for got in run_ranks(on, 2):
+        params = {name: p.detach() for name, p in trained.named_parameters()}
+        assert_trees_close(got, (params, dict(trained.named_buffers())), rtol=1e-11)
+
+
+@pytest.mark.parametrize("make", [nn.utils.parametrizations.spectral_norm, nn.utils.spectral_norm])
+@pytest.mark.parametrize("wrap", [lambda step: step, WRAPS["zero3, remat"]])
+def test_spectral_norms_under_autocast(make: Any, wrap: Any) -> None:
+    """What a weight is computed of keeps its dtype, as in torch.autocast."""
+    module, x = nn.Sequential(*[make(nn.Linear(D, D)) for _ in range(2)]), data()[0][0].float()
+    own = copy.deepcopy(module)
+    with torch.autocast("cpu", torch.bfloat16):
+        want = own(x)
+
+    def on(rank: int) -> Any:
+        apply, params, buffers = fz.functional(module, buffers=True)
+        step = wrap(fz.autocast(fz.carry(fz.train_step(apply, fz.sgd(0.1)), buffers)))
+        out, pullback, new = step.vjp(step.init(params), x)
+        grads = fz.gather(pullback(torch.ones_like(out))[0])
+        return out, new, {name: g.dtype for name, g in grads.items()}
+
+    ((out, new, dtypes),) = run_ranks(on, 1)
+    assert {*dtypes.values()} == {torch.float32}
+    assert_trees_close(out, want.detach(), rtol=1e-2, atol=1e-2)
+    assert_trees_close(new, dict(own.named_buffers()), rtol=1e-5, atol=1e-6)
+
+
+class Graph(nn.Module):
+    """Layers over a graph's matrix, in some form."""
+
+    def __init__(self, form: str) -> None:
+        super().__init__()
+        own = torch.eye(8, dtype=torch.float64) + torch.ones(8, 8, dtype=torch.float64).triu(5)
+        self.blocks = nn.ModuleList([nn.Linear(D, D) for _ in range(2)])
+        for block in self.blocks:
+            block.register_buffer("matrix", own.to_sparse() if form == "coo" else own.to_sparse_csr())
+            block.register_buffer("calls", torch.zeros(()))
+            block.forward = functools.partial(self.layer, block)  # type: ignore[method-assign, assignment]
+
+    @staticmethod
+    def layer(block: Any, x: torch.Tensor) -> torch.Tensor:
+        block.calls += 1
+        return torch.sparse.mm(block.matrix, nn.functional.linear(x, block.weight, block.bias))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta state")
+@pytest.mark.parametrize("form", ["coo", "csr"])
+@pytest.mark.parametrize("wrap", [fz.shard_zero1, WRAPS["zero3, remat"]])
+def test_sparse_buffers(form: str, wrap: Any) -> None:
+    module, x = Graph(form).double(), data()[0][0]
+    apply, params, buffers = fz.functional(module, buffers=True)
+    assert ("blocks.0.matrix" in buffers) == (form == "coo")  # compressed ones are constants
+
+    def on(rank: int) -> Any:
+        step = wrap(fz.carry(fz.train_step(apply, fz.sgd(0.1)), buffers))
+        out, pullback, new = step.vjp(step.init(params), x)
+        return out, dict(fz.gather(pullback(torch.ones_like(out))[0])), new["blocks.1.calls"]
+
+    found = run_ranks(on, 2)
+    out = module(x)
+    out.sum().backward()
+    for got in found:
+        want = {name: p.grad for name, p in module.named_parameters()}
+        assert_trees_close(got[:2], (out.detach(), want), rtol=1e-11)
+        assert got[2] == 1
+
+
+@pytest.mark.parametrize("wrap", [lambda step: step, fz.shard_zero3, fz.remat])
+def test_buffers_by_hand(wrap: Any) -> None:
+    apply, params, buffers = fz.functional(made("net"), buffers=True)
+
+    def on(rank: int) -> None:
+        step = wrap(fz.train_step(apply, fz.sgd(0.1), has_aux=True))
+        state, x = step.init(params), data()[0][0]
+        with pytest.raises(ValueError, match=r"its buffers are differentiated.*step\.vjp\(.*argnums=\(1,\)\)"):
+            step.vjp(state, buffers, x)
+        out, _, new = step.vjp(state, buffers, x, argnums=(1,))
+        module = made("net")
+        assert_trees_close((out, new), (module(x).detach(), dict(module.named_buffers())), rtol=1e-12)
+
+    run_ranks(on, 1)
+
+
 class Twice(nn.Module):
     def __init__(self) -> None:
         super().__init__()
