@@ -489,7 +489,7 @@ class Reads(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.blocks, self.linear = nn.ModuleList([Aside(), Aside()]), nn.Linear(D, D)
-        self.counts = [block.calls for block in self.blocks]
+        self.counts: list[Any] = [block.calls for block in self.blocks]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in (*self.blocks, self.blocks[0]):
