@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from nightly import by_day
+from nightly import at_length, by_day
 from torch import nn
 
 import fzero as fz
@@ -125,7 +125,7 @@ def on_ranks(wrap: Any, rows: list[int], parts: int, rank: int) -> Any:
     return torch.stack(losses), dict(fz.gather(state.params)), state.extra["carry"]
 
 
-@by_day(12)
+@by_day(8)
 @given(
     chosen=strategies.transforms(stages=(1, 2, 3)),
     rows=st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(lambda rows: sum(rows) > 1),
@@ -156,6 +156,7 @@ def test_over_several_axes(how: dict[str, Any]) -> None:
         assert_trees_close(got, want, rtol=1e-9, atol=1e-12)
 
 
+@at_length
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # of torch, at a break
 def test_in_compiled_units() -> None:
     wrap = lambda step: fz.compile(fz.remat(fz.shard_zero3(step)))
