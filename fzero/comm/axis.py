@@ -22,6 +22,7 @@ from fzero.comm.playing import playing
 
 P = ParamSpec("P")
 T = TypeVar("T")
+Into = Sequence[torch.Tensor]
 
 
 class Axis:
@@ -203,7 +204,7 @@ class Axis:
         tensor: torch.Tensor,
         group: Group,
         sent: int | None = None,
-        into: Sequence[torch.Tensor] = (),
+        into: Into = (),
     ) -> Callable[[Callable[P, T]], Callable[P, T]]:
         """Announces a collective; the result makes calls that name it where they fail.
 
