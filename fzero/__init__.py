@@ -82,6 +82,7 @@ from fzero.transforms import donate as donate
 from fzero.transforms import ema as ema
 from fzero.transforms import freeze as freeze
 from fzero.transforms import fuse_update as fuse_update
+from fzero.transforms import lookahead as lookahead
 from fzero.transforms import loss_scale as loss_scale
 from fzero.transforms import offload as offload
 from fzero.transforms import remat as remat

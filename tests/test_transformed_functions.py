@@ -161,6 +161,7 @@ RIGHT: dict[str, Any] = {
             "autocast": fz.autocast,  # of float64 nothing
             "freeze": lambda step: step,  # the only leaf: in test_whole_runs
             "fuse_update": fz.fuse_update,
+            "lookahead": lambda step: fz.lookahead(step, 2),
             "loss_scale": fz.loss_scale,
             "offload": lambda step: fz.offload(step, params="host", moments="host"),
             "remat": fz.remat,

@@ -48,7 +48,8 @@ def init_extras(step: Spec, params: Sharded, seen: Sharded | None = None) -> dic
 def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> object:
     """The value of an entry after an update, which keeps its structure."""
     try:
-        new = _placed(extra, extra.update(value, params, applied), params)
+        found = extra.update(value, params, applied)
+        new = value if found is value else _placed(extra, found, params)  # what stays is brought from nowhere
     except Exception as error:
         error.add_note(f"This was in the update of state.extra[{extra.name!r}], by {extra.source}.")
         raise
@@ -64,6 +65,11 @@ def next_extra(extra: Extra, value: object, params: Sharded, applied: bool) -> o
 
 def _placed(extra: Extra, value: object, params: Sharded) -> object:
     """The value in memory of its own, where moments lie; refused where its trees are not of the params' buffers."""
+    if extra.changes and not (is_sharded(value) and set(value.groups) == set(params.layout.trainable)):
+        raise TypeError(
+            f"state.extra[{extra.name!r}] ({extra.source}): got {type(value).__name__}, expected a Sharded of all "
+            "leaves that are trained, as it changes them. Make it of params.only(params.layout.trainable)."
+        )
     for tree in trees_of(value):
         for key in tree.groups:
             numel, expected = tree.placed(key).numel(), params.layout.shard_numel(key)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple, Self, TypeVar
 
-from fzero.base.arguments import need_str, wrong
+from fzero.base.arguments import need_int, need_str, wrong
 from fzero.base.patterns import PATTERN
 from fzero.comm.axis import Axis
 from fzero.table.layout import Layout
@@ -32,6 +32,11 @@ class Extra:
         init: `init(params) -> value`, of the sharded params: a tree of `Sharded`, tensors and what is no tensor.
         update: `update(value, params, applied) -> value`, of the same structure, after every update, of the params
             that it left; `applied` is False where it was skipped, as a gradient was not finite.
+        changes: `changes(value, params) -> (value, params)`, after every `every`-th applied update (`state.step`), what
+            to go on with instead of what the optimizer left: values, element by element of this rank's slices. The
+            entry is then one `Sharded` of the leaves that are trained. It is given some groups at a time, which are
+            written before they are gathered and before any entry's `update` sees them.
+        every: how many applied updates there are from one call of `changes` to the next.
         scale: `scale(value)`, by which cotangents are multiplied inside the pullback: grads carry it, and `update`,
             `add_grads` and `fz.gather` take it off.
         kind: what a state must have been made with to be one of this step's; `source` by default.
@@ -48,13 +53,17 @@ class Extra:
     kind: str = ""
     expendable: bool = False
     wide: bool = False
+    changes: Callable[..., object] | None = None
+    every: int = 1
 
     def __post_init__(self) -> None:
         for argument, own in (("name", self.name), ("source", self.source), ("kind", self.kind)):
             need_str(own, "Extra", argument, "a str")
-        for argument, own in (("init", self.init), ("update", self.update), ("scale", self.scale)):
-            if not callable(own) and (argument != "scale" or own is not None):
-                raise wrong("Extra", argument, own, "a function" + (" or None" if argument == "scale" else ""))
+        for argument in ("init", "update", "scale", "changes"):
+            own, optional = getattr(self, argument), argument in ("scale", "changes")
+            if not callable(own) and not (optional and own is None):
+                raise wrong("Extra", argument, own, "a function" + (" or None" if optional else ""))
+        need_int(self.every, "Extra", "every", least=1)
         object.__setattr__(self, "kind", self.kind or self.source)
         if not self.name:
             raise ValueError(f"Extra: got name='' ({self.source}), expected the name of an entry of state.extra.")
@@ -63,6 +72,10 @@ class Extra:
                 f"{self.source}: got the name {self.name!r} for an entry of state.extra, which is that of a metric; "
                 f"expected another one than {', '.join(map(repr, METRICS))}."
             )
+
+    def is_due(self, count: int) -> bool:
+        """Tells whether it changes the params after the `count`-th applied update."""
+        return self.changes is not None and count % self.every == 0
 
     def factor(self, value: object) -> float:
         """The scale, by which cotangents are multiplied; 1 where it has none, an error where it is not positive."""

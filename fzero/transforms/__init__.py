@@ -8,6 +8,7 @@ from fzero.transforms.donate import donate as donate
 from fzero.transforms.ema import ema as ema
 from fzero.transforms.freeze import freeze as freeze
 from fzero.transforms.fuse_update import fuse_update as fuse_update
+from fzero.transforms.lookahead import lookahead as lookahead
 from fzero.transforms.loss_scale import loss_scale as loss_scale
 from fzero.transforms.offload import offload as offload
 from fzero.transforms.remat import remat as remat

@@ -25,6 +25,7 @@ from fzero.state.train_state import TrainState
 from fzero.table.layout import Key
 from fzero.table.optimizer import GradientTransformation
 from fzero.table.spec import Extra, Spec
+from fzero.update.changed import changed, draw_of, due
 
 Applied = bool | torch.Tensor  # of the members that are mapped over, where these differ
 
@@ -59,10 +60,12 @@ def followed_update(
         new = map_trees(lambda tree, old: _kept(tree, old, applied), new, moments)
         choose = functools.partial(_one_kept, applied)
         moments = new if applied is True else pytree.map(choose, new, moments, is_leaf=is_sharded)
+        params, extras = _changed_by(due(step, state), state, params, applied)
+    else:
+        extras = state.extra
     seen = as_seen(params)
     others = {
-        each.name: _next_extra(each, state.extra[each.name], params if each.wide else seen, applied)
-        for each in step.extras
+        each.name: _next_extra(each, extras[each.name], params if each.wide else seen, applied) for each in step.extras
     }
     return state.replace(params=params, moments=moments, grads=None, extra=others, step=count), metrics
 
@@ -149,6 +152,23 @@ def _stepped(params: Sharded, own: Sharded, new: Sharded, applied: Applied) -> S
     return params.replaced(buffers=buffers, held=held, stale=params.stale - set(own.groups))
 
 
+def _changed_by(
+    due: Sequence[Extra], state: TrainState, params: Sharded, applied: Applied
+) -> tuple[Sharded, Mapping[str, object]]:
+    """The params and the entries to go on with, after those that change the params have."""
+    extras = dict(state.extra)
+    for extra in due:
+        old, own = extras[extra.name], params.only(params.layout.trainable)
+        assert is_sharded(old)
+        value, new = _called_for(extra, changed, old, values(own))  # type: ignore[misc]
+        extras[extra.name] = _kept(value, old, applied)
+        coded = [key for key in own.groups if own.goes_as_values(key)]
+        draw, found = draw_of(state, extra), new.locals()
+        found |= {key: as_stored([own], key, [new.local(key).to(torch.float32)], draw)[0] for key in coded}
+        params = _stepped(params, own, new.with_buffers(found), applied)
+    return params, extras
+
+
 def _kept(new: Sharded, old: Sharded, applied: Applied) -> Sharded:
     """A tree of moments after an update, of the kind that it was."""
     own = {key: _chosen(applied, new.local(key), old.local(key)) for key in new.groups}
@@ -176,9 +196,14 @@ def _next_extra(extra: Extra, old: object, params: Sharded, applied: Applied) ->
 
 
 def _updated(extra: Extra, old: object, params: Sharded, applied: bool) -> object:
-    """The entry after an update; a user's own on ranks with a look at what it computes with."""
-    call = functools.partial(next_extra, extra, old, params, applied)
-    if not cuts(params) or not private.level() or not is_others(extra.update):
+    """The entry after an update."""
+    return _called_for(extra, functools.partial(next_extra, applied=applied), old, params)
+
+
+def _called_for(extra: Extra, fn: Callable[..., object], old: object, params: Sharded) -> object:
+    """`fn(extra, old, params)`, which calls a function of the entry; a user's own is looked at on ranks."""
+    call = functools.partial(fn, extra, old, params)
+    if not cuts(params) or not private.level() or not (is_others(extra.update) or is_others(extra.changes)):
         return call()
     known = [*params.buffers.values(), *[x for tree in trees_of(old) for x in tree.buffers.values()]]
     return _watched(call, [*known, *tensors_reached(old)], f"the update of state.extra[{extra.name!r}]")
@@ -187,7 +212,7 @@ def _updated(extra: Extra, old: object, params: Sharded, applied: bool) -> objec
 def _refuse_of_extras(extras: Sequence[Extra], params: Sharded) -> None:
     """The same of what transforms add to a state."""
     for extra in extras if cuts(params) else ():
-        held = [x for x in tensors_reached((extra.update, extra.scale)) if transform_of(x) is not None]
+        held = [x for x in tensors_reached((extra.update, extra.changes, extra.scale)) if transform_of(x) is not None]
         if held:
             raise TypeError(
                 f"step.update: state.extra[{extra.name!r}] ({extra.source}) is updated with a tensor of shape "

@@ -30,6 +30,7 @@ from fzero.stores.put import HOST
 from fzero.table.layout import Key, Layout
 from fzero.table.spec import Spec
 from fzero.update.beside import Beside, spare_cores
+from fzero.update.changed import Changed, due
 from fzero.update.followed import followed_update
 from fzero.update.writing import Writing
 
@@ -112,7 +113,8 @@ class Decision:
         step, state = self.step, self.state
         params, moments = update.finish() if update is not None else (state.params, state.moments)
         try:
-            own = {extra.name: next_extra(extra, state.extra[extra.name], params, self.finite) for extra in step.extras}
+            old = {**state.extra, **(update.extra() if update is not None else {})}
+            own = {extra.name: next_extra(extra, old[extra.name], params, self.finite) for extra in step.extras}
         except BaseException as error:
             if update is not None:
                 update.lost(error, " in the update of state.extra")
@@ -161,6 +163,8 @@ class Update:
         self._draw = Draw(state.seed, state.step, step.table(state.layout).compiled)
         trees = trees_of(state.moments) if self._fused else []
         self._moments = [Writing(tree, "moments", step.donates, copied.append, self._on_host) for tree in trees]
+        self._changed = [Changed(x, state, step.donates, copied.append, self._on_host) for x in due(step, state)]
+        self._trees = [self.params, *self._moments, *[each.writing for each in self._changed]]
         self._after: object = state.moments
         if copied and not saved:
             warnings.warn(
@@ -178,7 +182,7 @@ class Update:
     @property
     def moves(self) -> bool:
         """Tells whether any of what is updated is away."""
-        return any(tree.tree.away for tree in (self.params, *self._moments))
+        return any(tree.tree.away for tree in self._trees)
 
     def lost(self, error: BaseException, where: str = "") -> None:
         """After an error: a donated state may be half written."""
@@ -196,7 +200,7 @@ class Update:
 
     def start(self, keys: Sequence[Key]) -> None:
         """Begins to bring what is away of groups that will be updated soon."""
-        for tree in (self.params, *self._moments):
+        for tree in self._trees:
             tree.start([key for key in keys if not self.layout.groups[key].row.frozen])
 
     @torch.no_grad()
@@ -251,6 +255,8 @@ class Update:
             del moments
             for tree in self._moments:
                 tree.close(keys)
+        for each in self._changed:
+            each.write(keys, own)
         self.params.close(keys)
         return own
 
@@ -268,7 +274,8 @@ class Update:
 
     def _tell(self, grads: Sharded) -> None:
         """Says what keeps the old state from its store while nothing of it is lost, and lets nobody say it later."""
-        for tree in (self.old, *trees_of(self._state.moments), grads):
+        changed = [each.writing.tree for each in self._changed]
+        for tree in (self.old, *trees_of(self._state.moments), *changed, grads):
             for buffer in (*tree.entries.values(), *tree.held_entries.values()):
                 if isinstance(buffer, Away):
                     buffer.tell()
@@ -332,7 +339,11 @@ class Update:
         # what came first says more than what still was on its way then
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
             ends = [self._beside.end] if self._beside is not None else []
-            finish_all([*ends, self._finish, self.params.forget, *[tree.forget for tree in self._moments]])
+            finish_all([*ends, self._finish, *[tree.forget for tree in self._trees]])
+
+    def extra(self) -> dict[str, Sharded]:
+        """The entries of the next state that have changed the params, once all groups are updated."""
+        return {each.extra.name: each.writing.finished() for each in self._changed}
 
     def finish(self) -> tuple[Sharded, object]:
         """The new params and moments, once all groups are updated."""

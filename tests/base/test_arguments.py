@@ -310,6 +310,11 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
         "interval": (lambda v: fz.loss_scale(STEP, interval=v), {"an int"}),
         "minimum": (lambda v: fz.loss_scale(STEP, minimum=v), {"an int", "a float"}),
     },
+    "lookahead": {
+        "step": (lambda v: fz.lookahead(v), {"a step"}),
+        "every": (lambda v: fz.lookahead(STEP, v), {"an int"}),
+        "alpha": (lambda v: fz.lookahead(STEP, alpha=v), {"a float"}),
+    },
     "offload": {
         "step": (lambda v: fz.offload(v, params="host"), {"a step"}),
         "params": (lambda v: fz.offload(STEP, params=v, grads="host"), {"a disk", "None"}),

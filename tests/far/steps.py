@@ -33,6 +33,7 @@ class Case(NamedTuple):
     stage: int
     remat: bool
     microbatches: int
+    lookahead: bool
     kinds: tuple[str, ...]
     memory: str
 
@@ -43,7 +44,7 @@ def cases() -> list[Case]:
     return [
         Case(*each)
         for each in itertools.product(
-            POLICIES, fused, (False, True), (0, 1, 3), (False, True), (1, 2), kinds, ("host", "disk")
+            POLICIES, fused, (False, True), (0, 1, 3), (False, True), (1, 2), (False, True), kinds, ("host", "disk")
         )
     ]
 
@@ -69,6 +70,7 @@ def step_of(case: Case) -> fz.Step:
     step = fz.donate(step) if case.donates else step
     step = {0: lambda s: s, 1: fz.shard_zero1, 3: fz.shard_zero3}[case.stage](step)
     step = fz.remat(step) if case.remat else step
+    step = fz.lookahead(step, STEPS, 0.3) if case.lookahead else step  # due in the last one, whose bytes are counted
     return fz.accumulate(step, 2) if case.microbatches > 1 else step
 
 
