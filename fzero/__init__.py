@@ -44,6 +44,7 @@ from fzero.optim import clip_by_global_norm as clip_by_global_norm
 from fzero.optim import clip_by_value as clip_by_value
 from fzero.optim import constant as constant
 from fzero.optim import from_torch as from_torch
+from fzero.optim import gradient_noise as gradient_noise
 from fzero.optim import lamb as lamb
 from fzero.optim import linear as linear
 from fzero.optim import lion as lion

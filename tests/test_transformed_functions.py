@@ -200,10 +200,12 @@ OTHERS = frozenset(
     "shard_tensor shard_zero1 shard_zero2 shard_zero3".split()
 )
 
+DRAWS = frozenset({"gradient_noise"})  # right where a map says randomness=: in tests/optim/test_noise.py
+
 
 def test_every_public_function_is_in_a_table() -> None:
     functions = {name for name, value in vars(fz).items() if inspect.isfunction(value)}
-    assert functions == RIGHT.keys() | REFUSED.keys() | OTHERS
+    assert functions == RIGHT.keys() | REFUSED.keys() | OTHERS | DRAWS
     assert not RIGHT.keys() & REFUSED.keys()
 
 

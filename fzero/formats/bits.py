@@ -5,6 +5,8 @@ So rounding is the same for every sharding, chunking and restart. The hash is We
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -83,6 +85,17 @@ class Counters:
         return torch.tensor([*self.runs, (2**31 - 1, 0, 0)], dtype=torch.int32, device="cpu")
 
 
+def first_of(seed: int, count: int, path: str) -> int:
+    """The counter of a leaf's first block."""
+    said = f"{seed} {count} {path}".encode()
+    return int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
+
+
+def counters_of(first: int, numel: int) -> Counters:
+    """The counters of a whole leaf."""
+    return Counters(((0, first, _GOLDEN),), -(-numel // ALIGN))
+
+
 def _signed(x: int) -> int:
     """The lower 32 bits as a signed number."""
     return (x + (1 << 31)) % (1 << 32) - (1 << 31)
@@ -117,6 +130,17 @@ def _mixed(x: torch.Tensor, shift: Shift) -> torch.Tensor:
     x = x * 0x7FEB352D
     x = x ^ shift(x, 15)
     return x * (0x846CA68B - (1 << 32))
+
+
+def normal(keys: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
+    """float64[blocks, 64] of the standard normal distribution (Box & Muller 1958), at most 6.8 from zero.
+
+    Args:
+        own: an int32, which makes others of the same keys.
+    """
+    block = hashed(drawn_by(keys) ^ own, TorchOps.shift)
+    length, angle = [(word(block, 0, i, TorchOps.shift).double() + (2.0**31 + 0.5)) / 2.0**32 for i in range(2)]
+    return (-2 * length.log()).sqrt() * (2 * math.pi * angle).cos()
 
 
 class Fields:

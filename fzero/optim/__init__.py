@@ -19,6 +19,8 @@ from fzero.optim._lion import LionState as LionState
 from fzero.optim._lion import lion as lion
 from fzero.optim._muon import MuonState as MuonState
 from fzero.optim._muon import muon as muon
+from fzero.optim._noise import NoiseState as NoiseState
+from fzero.optim._noise import gradient_noise as gradient_noise
 from fzero.optim._schedules import constant as constant
 from fzero.optim._schedules import linear as linear
 from fzero.optim._schedules import warmup_cosine as warmup_cosine

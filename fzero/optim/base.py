@@ -227,7 +227,8 @@ def values(tree: Tree) -> Tree:
     def one(x: torch.Tensor) -> torch.Tensor:
         return _wide(x) / tree.scale if tree.scale != 1.0 else _wide(x)
 
-    return tree.with_buffers({key: one(x) for key, x in tree.locals().items()}, 1.0)  # type: ignore[return-value]
+    own = tree.with_buffers({key: one(x) for key, x in tree.locals().items()}, 1.0)
+    return own.replaced(draw=tree.draw)  # type: ignore[return-value]
 
 
 def _wide(x: torch.Tensor) -> torch.Tensor:

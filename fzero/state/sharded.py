@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import hashlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.follow import any_follows, is_transformed
 from fzero.comm.axis import Axis
-from fzero.formats.bits import _GOLDEN, Counters, Scattered, _signed
+from fzero.formats.bits import _GOLDEN, Counters, Scattered, _signed, first_of
 from fzero.formats.formats import ALIGN, Format, Plain, Stored
 from fzero.state.sliced import Sliced, sliced_in
 from fzero.stores.away import Away, Buffer, Placed, owned, shown
@@ -333,8 +332,7 @@ class Draw:
         for slot, start, stop in layout.pieces(key, rank):
             if start >= stop:
                 continue
-            said = f"{self.seed} {self.count} {slot.path}".encode()
-            own = int.from_bytes(hashlib.blake2b(said, digest_size=4).digest(), "little", signed=True)
+            own = first_of(self.seed, self.count, slot.path)
             first, end = low + start - slot.offset, -(-stop // ALIGN)
             cut, shape, number = sliced_in(layout, slot.leaf), layout.rows[slot.leaf].shape, layout.tensor[0]
             if cut is None:

@@ -52,7 +52,7 @@ def followed_update(
     if isinstance(applied, torch.Tensor):  # or what is not finite in one member would be in what all share
         grads = grads.map(lambda g: torch.where(applied, g, torch.zeros_like(g)))
     if applied is not False:
-        own = params.only(params.layout.trainable)
+        own = params.only(params.layout.trainable).replaced(draw=Draw(state.seed, state.step))
         updates, new = _called(step.optimizer, grads, moments, values(own), extra)
         stepped = values(own).map(torch.add, values(updates))
         stepped, new = _rounded(state, stepped, new)

@@ -263,6 +263,11 @@ TABLE: dict[str, dict[str, tuple[Call, set[str]]]] = {
     "clip_by_block_norm": {"max_norm": (fz.clip_by_block_norm, {"a 0-d tensor", "a float", "an int"})},
     "clip_by_global_norm": {"max_norm": (fz.clip_by_global_norm, {"a 0-d tensor", "a float", "an int"})},
     "clip_by_value": {"max_value": (fz.clip_by_value, {"a 0-d tensor", "a float", "an int"})},
+    "gradient_noise": {
+        "eta": (fz.gradient_noise, {"a 0-d tensor", "a float", "an int"}),
+        "gamma": (lambda v: fz.gradient_noise(gamma=v), {"a 0-d tensor", "a float", "an int", "a negative"}),
+        "seed": (lambda v: fz.gradient_noise(seed=v), {"an int", "a negative"}),
+    },
     "constant": {"lr": (fz.constant, {"a 0-d tensor", "a float", "an int", "a negative"})},
     "linear": {
         "start": (lambda v: fz.linear(v, 1.0, 3), {"a 0-d tensor", "a float", "an int", "a negative"}),

@@ -48,7 +48,7 @@ def by_hand(loss: Any, params: Any, batches: Any, steps: int, trained: Any) -> t
 
 
 @pytest.mark.usefixtures("hazards")
-@by_day(8)
+@by_day(6)
 @given(
     data=st.data(),
     chosen=strategies.transforms(stages=(0, 1, 2, 3), patterns=scenarios.BLOCKS),
@@ -152,7 +152,7 @@ def encoded(rank: int, policy: str, transform: Any, steps: int) -> list[Any]:
         like = p["head"]["w"].dtype
         return stacked(p, x.to(like), y.to(like)).float()
 
-    optimizer = fz.chain(fz.clip_by_global_norm(0.5), fz.adamw(1e-2))
+    optimizer = fz.chain(fz.clip_by_global_norm(0.5), fz.gradient_noise(1e-3), fz.adamw(1e-2))
     step = transform(fz.train_step(loss, optimizer, LOW[policy]))
     state, out = step.init(params), []
     for _ in range(steps):
@@ -183,8 +183,8 @@ def test_slow_weights_are_wide_and_params_are_rounded_from_them(policy: str, tmp
         (1, lambda step: fz.offload(fz.donate(LOOKAHEAD(step)), params="host", moments="host")),
         (1, lambda step: LOOKAHEAD(fz.offload(fz.fuse_update(step), params=disk, grads=disk, moments=disk))),
         *[(2, lambda step, stage=stage: SHARDS[stage](LOOKAHEAD(step))) for stage in (1, 2, 3)],
-        (3, lambda step: fz.donate(fz.fuse_update(fz.shard_zero2(LOOKAHEAD(step))))),
-        (4, lambda step: LOOKAHEAD(fz.offload(fz.shard_zero1(step), params="host", moments="host"))),
+        (4, lambda step: fz.donate(fz.fuse_update(fz.shard_zero2(LOOKAHEAD(step))))),
+        (2, lambda step: LOOKAHEAD(fz.offload(fz.shard_zero1(step), params="host", moments="host"))),
     ]
     for world, transform in ways:
         for each in run_ranks(functools.partial(encoded, policy=policy, transform=transform, steps=2 * EVERY), world):
