@@ -393,5 +393,6 @@ def _updating(step: Spec, pieces: Sequence[Piece], layout: Layout, like: Sharded
     made, by_group = _made(step, like), step.optimizer.by_group
     out[HOST] += max(down, default=0) if by_group else sum(down)
     out[DEVICE] += max(made.values(), default=0) if by_group else sum(made.values())
-    out[DEVICE] += sum(heapq.nlargest(2 if by_group else len(brought), brought.values()))
+    at_once = (4 if step.optimizer.paused else 2) if by_group else len(brought)  # two more wait for exchanges
+    out[DEVICE] += sum(heapq.nlargest(at_once, brought.values()))
     return out

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,11 +11,12 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import wrong
 from fzero.base.patterns import matches
+from fzero.optim._paused import at_once, call_paused, finished
 from fzero.optim.base import call_fused, call_update, values, write_values
 from fzero.state.moments import apart
 from fzero.state.sharded import Draw, Sharded, is_sharded, map_trees
 from fzero.table.needs import need_optimizer
-from fzero.table.optimizer import GradientTransformation, Number
+from fzero.table.optimizer import GradientTransformation, Number, Paused
 
 States = tuple[object, ...]
 
@@ -47,6 +48,7 @@ def chain(*members: GradientTransformation) -> GradientTransformation:
         last.copies or not all(member.scales for member in before),
         all(member.blank for member in members),
         any(member.exchanges for member in members),
+        own.paused if last.paused else None,
     )
 
 
@@ -67,13 +69,25 @@ class _Chain:
     def update(self, updates: object, states: States, params: object = None, **extra: object) -> tuple[object, States]:
         return _through(self.members, updates, states, params, extra)
 
-    def fused(self, params: object, grads: object, states: States, **extra: object) -> States:
+    def fused(self, params: object, grads: object, states: States, **extra: object) -> object:
+        return finished(self._run(at_once, params, grads, states, extra))
+
+    def paused(self, params: object, grads: object, states: States, **extra: object) -> Paused:
+        return self._run(call_paused, params, grads, states, extra)
+
+    def _run(
+        self, call: Callable[..., Paused], params: object, grads: object, states: States, extra: dict[str, object]
+    ) -> Paused:
         before, last = self.members[:-1], self.members[-1]
         grads, new = _through(before, grads, states, params, extra)
         if all(member.scales for member in before):  # they keep nothing, and make tensors of their own
-            return (*new, call_fused(last, params, grads, states[-1], extra))
+            run = call(last, params, grads, states[-1], extra)
+            del grads  # or those of every group that waits would be kept
+            return (*new, (yield from run))
         new = apart(new, params, states)
-        state = call_fused(last, params, apart(grads, params), states[-1], extra)
+        run = call(last, params, apart(grads, params), states[-1], extra)
+        del grads
+        state = yield from run
         # what members pass on may be their old states, so these are written last
         return (*[_written(i, *pair, params) for i, pair in enumerate(zip(states, new, strict=False))], state)
 
@@ -154,6 +168,7 @@ def partition(optimizers: Mapping[str, GradientTransformation]) -> GradientTrans
         copies=any(member.copies for member in members),
         blank=all(member.blank for member in members),
         exchanges=any(member.exchanges for member in members),
+        paused=own.paused if any(member.paused for member in members) else None,
     )
 
 
@@ -205,6 +220,17 @@ class _Partition:
             pattern: call_fused(member, self._part(params, pattern), self._part(grads, pattern), states[pattern], extra)
             for pattern, member in self.table.items()
         }
+
+    def paused(self, params: object, grads: object, states: Mapping[str, object], **extra: object) -> Paused:
+        extra.pop("grad_norm", None)
+        runs, new = dict[str, Paused](), dict[str, object]()
+        for pattern, member in self.table.items():
+            own = self._part(params, pattern), self._part(grads, pattern), states[pattern]
+            runs[pattern] = call_paused(member, *own, extra)
+        del grads, own
+        for pattern, run in runs.items():
+            new[pattern] = yield from run
+        return new
 
     def label(self, path: str) -> str:
         pattern = self._chosen(path)

@@ -17,6 +17,7 @@ import torch
 from fzero.base import pytree
 from fzero.base.arguments import need_bool, need_int, need_number, wrong
 from fzero.kernels.onepass import math_dtype
+from fzero.optim._paused import Run
 from fzero.optim.base import known, need_hypers, rate, write_values
 from fzero.state.entered import slice_in
 from fzero.state.moments import zeros_like
@@ -25,7 +26,7 @@ from fzero.state.sharded import Draw, Sharded
 from fzero.state.speed import SLOW, slowdown
 from fzero.table.layout import Key
 from fzero.table.needs import need_rate, numbers_in
-from fzero.table.optimizer import GradientTransformation, Number, Schedule
+from fzero.table.optimizer import GradientTransformation, Number, Paused, Schedule
 
 COEFFICIENTS = 3.4445, -4.7750, 2.0315  # of the quintic whose slope at zero is the largest
 CHUNK = 1 << 16  # elements that stay in cache from one operation to the next
@@ -92,7 +93,15 @@ def muon(
         raise ValueError(f"muon: got adjust_lr={adjust_lr!r}, expected one of {', '.join(map(repr, SCALES))}.")
     own = _Muon(lr, momentum, weight_decay, nesterov, steps, eps, adjust_lr)
     return GradientTransformation(
-        own.init, own.update, own.fused, own.label, own.metrics, by_leaf=True, blank=True, exchanges=True
+        own.init,
+        own.update,
+        own.fused,
+        own.label,
+        own.metrics,
+        by_leaf=True,
+        blank=True,
+        exchanges=True,
+        paused=own.paused,
     )
 
 
@@ -182,22 +191,36 @@ class _Muon:
             pytree.map(torch.Tensor.add_, params, updates)
             return MuonState(new, old.momentum)
         assert isinstance(old.momentum, Sharded)
-        now, (decay,) = known(rate(self.lr, old.count.value)), numbers_in(self.weight_decay)
-        todo = list(params.groups)
-        coming = collections.deque[Callable[[], list[Leaves]]]()
-        going = collections.deque[tuple[Key, Callable[[], list[Leaves]]]]()
-        for place, key in enumerate(todo):
-            while len(coming) <= AHEAD and place + len(coming) < len(todo):
-                coming.append(self._start(params, grads, old.momentum, todo[place + len(coming)]))
-            (leaves,) = coming.popleft()()
-            found = {leaf: orthogonal(x, self.steps, self.eps) for leaf, x in leaves.items()}
-            like = torch.empty(0, dtype=_wire(_dtype(params, key)), device=grads.device)
-            going.append((key, start_slices(params, key, [found], like, "orthogonal matrices")))
-            while len(going) > (AHEAD if place + 1 < len(todo) else 0):
-                done, wait = going.popleft()
-                (made,) = wait()
-                self._apply(params, done, made, now, decay)
+        todo, coming, going = collections.deque(params.groups), collections.deque[Run](), collections.deque[Run]()
+        while todo or coming:
+            while todo and len(coming) <= AHEAD:
+                coming.append(Run(self._group(params, grads, old, todo.popleft())))
+            coming[0].go_on()
+            going.append(coming.popleft())
+            while len(going) > (AHEAD if coming else 0):
+                going.popleft().go_on()
         return MuonState(new, old.momentum)
+
+    def paused(self, params: Sharded, grads: Sharded, old: MuonState) -> Paused:
+        runs = [self._group(params, grads, old, key) for key in params.groups]
+        del grads  # or those of every group that waits would be kept
+        for run in runs:
+            yield from run
+        return MuonState(pytree.Count(old.count.value + 1), old.momentum)
+
+    def _group(self, params: Sharded, grads: Sharded, old: MuonState, key: Key) -> Paused:
+        """Updates one group, over an exchange in and one out."""
+        assert isinstance(old.momentum, Sharded)
+        now, (decay,) = known(rate(self.lr, old.count.value)), numbers_in(self.weight_decay)
+        coming, device = self._start(params, grads, old.momentum, key), grads.device
+        del grads
+        (leaves,) = yield coming
+        del coming
+        found = {leaf: orthogonal(x, self.steps, self.eps) for leaf, x in leaves.items()}
+        del leaves
+        like = torch.empty(0, dtype=_wire(_dtype(params, key)), device=device)
+        (made,) = yield start_slices(params, key, [found], like, "orthogonal matrices")
+        self._apply(params, key, made, now, decay)
 
     def _start(self, params: Sharded, grads: Sharded, momentum: Sharded, key: Key) -> Callable[[], list[Leaves]]:
         """Writes a group's momentum, and begins to bring the directions to their owners."""

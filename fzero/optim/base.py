@@ -247,7 +247,7 @@ def call_update(
     """`member.update` with those keywords that it takes; optax-shaped members of the user take none."""
     if not member.scales:
         updates, params, state = values(updates), values(params), map_trees(values, state)
-    return member.update(updates, state, params, **_taken(member.update, extra))
+    return member.update(updates, state, params, **taken(member.update, extra))
 
 
 def call_fused(
@@ -257,10 +257,11 @@ def call_fused(
     fused: Callable[..., object] | None = member.fused
     assert fused is not None
     grads = grads if member.by_leaf else values(grads)
-    return fused(params, grads, state, **_taken(fused, extra))
+    return fused(params, grads, state, **taken(fused, extra))
 
 
-def _taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[str, object]:
+def taken(fn: Callable[..., object], extra: Mapping[str, object]) -> Mapping[str, object]:
+    """Those keywords that a function takes."""
     known = _keywords(fn)
     return extra if known is None else {name: value for name, value in extra.items() if name in known}
 

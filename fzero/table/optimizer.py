@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 import torch
 
 Number = float | torch.Tensor  # a 0-d one
 Schedule = Callable[[int], Number]
+Arrived = list[dict[int, torch.Tensor]]  # what an exchange has brought: leaves, by their numbers
+Paused = Generator[Callable[[], Arrived], Arrived, object]
 
 
 class GradientTransformation(NamedTuple):
@@ -32,6 +34,9 @@ class GradientTransformation(NamedTuple):
         blank: whether `init` gives zeros and counts only: a load then makes no memory that it would overwrite.
         exchanges: whether `fused` sends slices between ranks: it is then given all groups at once where nothing of them
             has to be brought, so that one's exchange runs beside another's computation, and never on a thread beside.
+        paused: `paused(params, grads, state)`, `fused` as a generator that gives what waits for each exchange that it
+            has begun, is sent what that brings, and returns the state: so groups that are updated one by one, as the
+            pullback of others goes on, do not wait either.
     """
 
     init: Callable[..., Any]
@@ -45,6 +50,7 @@ class GradientTransformation(NamedTuple):
     copies: bool = False
     blank: bool = False
     exchanges: bool = False
+    paused: Callable[..., Paused] | None = None
 
     @property
     def by_group(self) -> bool:

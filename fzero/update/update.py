@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import itertools
@@ -16,7 +17,8 @@ from fzero.base.arguments import as_float64
 from fzero.comm.axis import finish_all
 from fzero.engine.use import start_gather
 from fzero.formats.formats import Stored
-from fzero.optim.base import call_fused, call_update, values, write_values
+from fzero.optim._paused import Run, at_once, call_paused, finished
+from fzero.optim.base import call_update, values, write_values
 from fzero.state.checks import follows_step
 from fzero.state.gather import need_alike_beside, squares_in
 from fzero.state.moments import apart, next_extra, placed_moments, to_moment_dtype
@@ -28,6 +30,7 @@ from fzero.stores.away import Away, donated_to
 from fzero.stores.host import HostBuffer
 from fzero.stores.put import HOST
 from fzero.table.layout import Key, Layout
+from fzero.table.optimizer import Paused
 from fzero.table.spec import Spec
 from fzero.update.beside import Beside, spare_cores
 from fzero.update.changed import Changed, due
@@ -177,6 +180,7 @@ class Update:
         cores = spare_cores(self.old.device) if self._on_host and not step.optimizer.exchanges else 0
         self._beside = Beside[tuple[Sequence[Key], Sharded | None]](self.old.device, cores) if cores > 0 else None
         self._waits: list[Callable[[], None]] = []
+        self._running = collections.deque[tuple[Sequence[Key], Run]]()  # that wait for exchanges, the first first
         self.applied: list[Key] = []  # the groups that have been written
 
     @property
@@ -219,21 +223,39 @@ class Update:
         if self.step.donates and not self.applied:
             self._tell(grads)
         if not self._on_host.issuperset(keys):
-            self._written(keys, self._write(keys, grads, extra))
+            self._begin_run(keys, self._write(keys, grads, extra))
             return
         down, extra = self._down(grads), {name: _to_cpu(value) for name, value in extra.items()}
         del grads
-        job = functools.partial(self._write_down, keys, down, extra)
         if self._beside is None:
-            self._written(*job())
+            self._begin_run(keys, self._write(keys, down(), extra))
         else:
-            self._beside.start(job)
+            self._beside.start(functools.partial(self._write_down, keys, down, extra))
+
+    def _begin_run(self, keys: Sequence[Key], writing: Paused) -> None:
+        """Updates some groups; where that waits for an exchange it goes on later, and those before go on meanwhile."""
+        run = Run(writing)
+        if run.wait is None:
+            self._written(keys, run.result)
+            return
+        self._go_on()
+        self._running.append((keys, run))
+
+    def _go_on(self) -> None:
+        """Every update that waits goes on to its next exchange, or to its end."""
+        for _, run in self._running:
+            if run.wait is not None:
+                run.go_on()
+        while self._running and self._running[0][1].wait is None:
+            keys, run = self._running.popleft()
+            self._written(keys, run.result)
 
     def _write_down(
         self, keys: Sequence[Key], down: Callable[[], Sharded], extra: Mapping[str, object]
     ) -> tuple[Sequence[Key], Sharded | None]:
         """Updates some groups; returns what is to be gathered of them."""
-        own = self._write(keys, down(), extra)
+        own = finished(self._write(keys, down(), extra))
+        assert isinstance(own, Sharded)
         return keys, own if self.params.held else None
 
     def _catch_up(self) -> None:
@@ -242,7 +264,7 @@ class Update:
         if written is not None:
             self._written(*written)
 
-    def _write(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> Sharded:
+    def _write(self, keys: Sequence[Key], grads: Sharded, extra: Mapping[str, object]) -> Paused:
         """Updates some groups; returns their params."""
         own = self.params.open(keys).replaced(draw=self._draw)
         if not self._fused:
@@ -251,8 +273,11 @@ class Update:
             trees = iter(self._moments)
             moments = map_trees(lambda _: next(trees).open(keys), self._state.moments)
             self._begin(keys)
-            self._after = call_fused(self.step.optimizer, own, grads, moments, extra)
-            del moments
+            call = call_paused if len(keys) == 1 else at_once  # of several the optimizer knows the order
+            run = call(self.step.optimizer, own, grads, moments, extra)
+            del moments, grads
+            self._after = yield from run
+            del run
             for tree in self._moments:
                 tree.close(keys)
         for each in self._changed:
@@ -266,10 +291,10 @@ class Update:
         if self.step.donates and self.applied:  # an interrupt may come at any moment
             self._state.overwritten(f"{self._begun()}. Go on from another state.")
 
-    def _written(self, keys: Sequence[Key], own: Sharded | None) -> None:
+    def _written(self, keys: Sequence[Key], own: object) -> None:
         """What every rank holds of groups that are updated is gathered."""
         for key in keys:
-            if own is not None and key in self.params.held:
+            if isinstance(own, Sharded) and key in self.params.held:
                 self._start_gather(key, own)
 
     def _tell(self, grads: Sharded) -> None:
@@ -338,7 +363,8 @@ class Update:
         donated_to.discard(self)
         # what came first says more than what still was on its way then
         with contextlib.nullcontext() if error is None else contextlib.suppress(RuntimeError, OSError):
-            ends = [self._beside.end] if self._beside is not None else []
+            ends: list[Callable[[], object]] = [run.wait for _, run in self._running if run.wait is not None]
+            ends += [self._beside.end] if self._beside is not None else []
             finish_all([*ends, self._finish, *[tree.forget for tree in self._trees]])
 
     def extra(self) -> dict[str, Sharded]:
@@ -349,6 +375,9 @@ class Update:
         """The new params and moments, once all groups are updated."""
         try:
             self._catch_up()
+            with torch.no_grad():
+                while self._running:
+                    self._go_on()
             self._finish()
         except BaseException as error:
             self.lost(error)

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from nightly import by_day
 
 import fzero as fz
+from fzero.optim import _muon
 from fzero.optim._muon import orthogonal
 from fzero.testing import assert_trees_close, assert_trees_equal, hazards, run_ranks
 
@@ -57,6 +58,11 @@ SHARDS: dict[str, Any] = {
     "zero3": fz.shard_zero3,
     "fused": lambda step: fz.fuse_update(fz.shard_zero3(step)),
     "fused, held": lambda step: fz.fuse_update(fz.shard_zero3(step), norm="held"),
+    "fused, donated": lambda step: fz.donate(fz.fuse_update(fz.shard_zero1(step))),
+    "fused, away": lambda step: fz.offload(
+        fz.donate(fz.fuse_update(fz.shard_zero2(step))), params="host", grads="host", moments="host"
+    ),
+    "fused, slow": lambda step: fz.lookahead(fz.fuse_update(fz.shard_zero3(step)), every=99),
     "donated": lambda step: fz.donate(fz.shard_zero2(step)),
     "on the host": lambda step: fz.offload(fz.shard_zero3(step), params="host", grads="host", moments="host"),
 }
@@ -133,7 +139,7 @@ def test_from_any_number_of_ranks(how: str, ranks: int, seed: int) -> None:
         assert_trees_close(got, want, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("how", ["zero1", "zero3", "fused"])
+@pytest.mark.parametrize("how", ["zero1", "zero3", "fused", "fused, donated"])
 def test_on_real_processes(how: str) -> None:
     want = trained("alone", torch.float64)(0)
     with hazards(3):
@@ -146,8 +152,49 @@ def test_on_real_processes(how: str) -> None:
 @pytest.mark.filterwarnings("ignore:Slow in torch")
 def test_in_few_bits_the_same_from_all_ranks(policy: fz.Policy) -> None:
     want, _ = trained("alone", torch.float32, policy=policy)(0)
-    for got, _ in run_ranks(trained("zero3", torch.float32, policy=policy), 2):
-        assert_trees_equal(got, want)
+    for how in ("zero3", "fused", "fused, away"):
+        for got, _ in run_ranks(trained(how, torch.float32, policy=policy), 2):
+            assert_trees_equal(got, want)
+
+
+@pytest.mark.parametrize("lookahead", [False, True])
+def test_units_are_pulled_back_while_others_wait_for_exchanges(
+    monkeypatch: pytest.MonkeyPatch, lookahead: bool
+) -> None:
+    """An exchange that a unit's update has begun is waited for once the next unit's gradient is there."""
+    events = dict[int, list[str]]()
+
+    def noting(what: str, start: Any) -> Any:
+        def started(tree: Any, key: Any, *given: Any) -> Any:
+            own = events.setdefault(tree.axis.rank, [])
+            own.append(f"{what}:{key.unit}")
+            wait = start(tree, key, *given)
+
+            def waited() -> Any:
+                own.append(f"waits, {what}:{key.unit}")
+                return wait()
+
+            return waited
+
+        return started
+
+    for what, name in (("in", "start_whole"), ("out", "start_slices")):
+        monkeypatch.setattr(f"fzero.optim._muon.{name}", noting(what, getattr(_muon, name)))
+
+    def rank_main(rank: int) -> None:
+        step = fz.fuse_update(fz.shard_zero3(fz.train_step(loss, optimizer())))
+        step = fz.lookahead(step, every=1) if lookahead else step
+        step(step.init(drawn(torch.float32)), *data(torch.float32))
+
+    run_ranks(rank_main, 2)
+    for own in events.values():
+        units = list(dict.fromkeys(each.partition(":")[2] for each in own))
+        assert len(units) > 2
+        for place, unit in enumerate(units):
+            for what, following in zip(("in", "out"), units[place + 1 :], strict=False):
+                assert own.index(f"in:{following}") < own.index(f"waits, {what}:{unit}")
+            assert own.index(f"waits, in:{unit}") < own.index(f"out:{unit}") < own.index(f"waits, out:{unit}")
+        assert len(own) == 4 * len(units)
 
 
 def test_each_matrix_is_orthogonalised_once(monkeypatch: pytest.MonkeyPatch) -> None:

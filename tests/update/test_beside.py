@@ -17,6 +17,7 @@ import torch
 
 import fzero as fz
 from fzero.kernels.build import threads
+from fzero.optim import _paused as paused
 from fzero.testing import assert_trees_equal, run_ranks
 from fzero.update import update as updates
 from fzero.update.beside import Beside, spare_cores
@@ -93,7 +94,7 @@ def test_what_every_rank_holds_is_gathered_once_it_is_updated(shard: Any) -> Non
 @pytest.mark.filterwarnings("ignore:fz.offload")
 def test_a_unit_is_pulled_back_while_the_one_before_is_updated(monkeypatch: pytest.MonkeyPatch) -> None:
     pulled, seen = list[int](), list[tuple[bool, bool, int]]()
-    call = updates.call_fused
+    call = paused.call_fused
 
     def waiting(*given: Any) -> object:
         until, number = time.monotonic() + 10, len(seen) + 1
@@ -127,7 +128,7 @@ def test_a_unit_is_pulled_back_while_the_one_before_is_updated(monkeypatch: pyte
     state = step.init(model()[1])
     step(state, X)  # the units' first look at themselves
     pulled.clear()
-    monkeypatch.setattr(updates, "call_fused", waiting)
+    monkeypatch.setattr(paused, "call_fused", waiting)
     step(state, X)
     assert len(seen) == 5 and all(beside and in_time and lent == 2 for beside, in_time, lent in seen)
 
@@ -139,7 +140,7 @@ def test_a_unit_is_pulled_back_while_the_one_before_is_updated(monkeypatch: pyte
 def test_an_update_that_fails(fuse: str | None, at: int, donates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     step = fz.offload(plain(fuse, False), params="host", moments="host")
     step = fz.donate(step) if donates else step
-    state, call, calls = step.init(model()[1]), updates.call_fused, list[int]()
+    state, call, calls = step.init(model()[1]), paused.call_fused, list[int]()
     wanted = fz.gather(plain(fuse, False)(plain(fuse, False).init(model()[1]), X)[0].params)
 
     def failing(*given: Any) -> object:
@@ -150,7 +151,7 @@ def test_an_update_that_fails(fuse: str | None, at: int, donates: bool, monkeypa
 
     before = running()  # those of another test may be about to end
     with monkeypatch.context() as patch, pytest.raises(MemoryError) as failed:
-        patch.setattr(updates, "call_fused", failing)
+        patch.setattr(paused, "call_fused", failing)
         step(state, X)
     assert len(calls) == at + 1 and before.issuperset(running())
     if donates:
